@@ -1,0 +1,94 @@
+"""Circular free page list: heads take and return disjoint spans (DiffKV, section 5.2, coordination)."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_diffkv.kernels.prefix_sum.reference import exclusive_prefix_sum
+from sglang_diffkv.kernels.table import table_index
+from sglang_diffkv.mem_pool.page_format import EMPTY
+from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
+
+
+def take(state: PageState, demand: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take ``demand[i]`` pages for head ``i``; what the ring cannot give becomes the scratch page.
+
+    Args:
+        demand: [N] int64 pages, each at most ``width``.
+
+    Returns:
+        pages [N, width] int64 (EMPTY past a head's demand), short [N] bool: the ring was empty for this head.
+    """
+    offset, total = exclusive_prefix_sum(demand)
+    free = state.counters[1] - state.counters[0]
+    index = offset.unsqueeze(1) + torch.arange(width, device=demand.device)  # [N, width]
+    wanted = torch.arange(width, device=demand.device) < demand.unsqueeze(1)
+    granted = wanted & (index < free)
+    page = state.ring[(state.counters[0] + index) % state.num_pages].long()
+    page = torch.where(granted, page, torch.where(wanted, state.scratch_page, EMPTY))
+    state.refcount.index_add_(0, page.clamp(min=0).flatten(), granted.flatten().int())
+    state.counters[0] += torch.minimum(total, free)
+    return page, (wanted & ~granted).any(1)
+
+
+def recycle(state: PageState, pages: torch.Tensor, mask: torch.Tensor) -> None:
+    """Drop one reference of each page of ``pages`` where ``mask``; pages without references enter the ring.
+
+    Args:
+        pages: [N] int64. The scratch page and EMPTY are skipped.
+        mask: [N] bool.
+    """
+    mask = mask & (pages >= 0) & (pages != state.scratch_page)
+    state.refcount.index_add_(0, pages.clamp(min=0), -mask.int())
+    freed = torch.zeros(state.num_pages + 1, dtype=torch.bool, device=pages.device)
+    freed[pages[mask]] = True
+    freed &= state.refcount == 0
+    ids = freed.nonzero().squeeze(1)
+    place = (state.counters[1] + torch.arange(ids.numel(), device=ids.device)) % state.num_pages
+    state.ring[place] = ids.int()
+    state.counters[1] += ids.numel()
+
+
+def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch.Tensor, width: int) -> None:
+    """Append fresh own pages to the rows' page table: all slots empty, range unlimited.
+
+    Args:
+        rows: [B] int64, distinct.
+        demand: [B, L, H] int64 pages for each head, each at most ``width``.
+    """
+    page, short = take(state, demand.reshape(-1), width)
+    page = page.view(*demand.shape, width)
+    granted = page >= 0
+    start = state.entries[rows, :, :, tier].long().unsqueeze(3)
+    entry = torch.where(granted, start + torch.arange(width, device=rows.device), 0)
+    where = table_index(state, rows, tier, entry)[granted]
+    state.page_table.view(-1)[where] = page[granted].int()
+    state.range_lo.view(-1)[where] = 0
+    state.range_hi.view(-1)[where] = NO_LIMIT
+    state.segments[tier].positions[page[granted]] = EMPTY
+    state.entries[rows, :, :, tier] += demand.int()
+    state.fault[rows] |= short.view(*demand.shape).flatten(1).any(1).int()
+
+
+def reserve(state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, max_new_tokens: int) -> None:
+    """Make room in the high tier for a step's new tokens, for all layers and heads at once.
+
+    Sets ``write_slot`` to the own slot of each row's first new token; the others follow it. A single
+    new token takes the slot that a downgraded token left, where there is one.
+
+    Args:
+        rows: [B] int64, distinct.
+        new_tokens: [B] int64.
+        max_new_tokens: host-known maximum of ``new_tokens``.
+    """
+    tokens = state.fmt.high.tokens
+    hole = state.hole[rows].long()
+    reuse = (hole >= 0) & (new_tokens == 1).view(-1, 1, 1)
+    used = state.own_tokens[rows, :, :, 0].long()
+    state.write_slot[rows] = torch.where(reuse, hole, used).int()
+    state.hole[rows] = torch.where(reuse, EMPTY, hole).int()
+    used = used + torch.where(reuse, 0, new_tokens.view(-1, 1, 1))
+    state.own_tokens[rows, :, :, 0] = used.int()
+    have = (state.entries[rows, :, :, 0] - state.own_entry[rows, :, :, 0]).long()
+    demand = (-(-used // tokens) - have).clamp(min=0)
+    add_own_pages(state, rows, 0, demand, -(-max_new_tokens // tokens) + 1)

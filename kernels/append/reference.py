@@ -1,0 +1,77 @@
+"""Quantise new tokens and write them to the slots that ``reserve`` set aside."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.table import TABLE_BLOCK
+from sglang_diffkv.mem_pool.state import PageState, Segments
+
+
+def write_tokens(
+    seg: Segments,
+    page: torch.Tensor,
+    slot: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score: torch.Tensor,
+    position: torch.Tensor,
+) -> None:
+    """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim]."""
+    tier = seg.layout.tier
+    if seg.key_meta is None or seg.value_meta is None:
+        seg.keys[page, slot] = key.to(seg.keys.dtype)
+        seg.values[page, slot] = value.to(seg.values.dtype)
+    else:
+        seg.keys[page, slot], seg.key_meta[page, slot] = quantize(key, tier.k_bits)
+        seg.values[page, slot], seg.value_meta[page, slot] = quantize(value, tier.v_bits)
+    seg.scores[page, slot] = score.float()
+    seg.positions[page, slot] = position.int()
+
+
+def read_tokens(seg: Segments, page: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dequantised keys [..., dim] and values [..., v_dim], float32, of tokens at (page, slot), each [...]."""
+    tier = seg.layout.tier
+    if seg.key_meta is None or seg.value_meta is None:
+        return seg.keys[page, slot].float(), seg.values[page, slot].float()
+    return (
+        dequantize(seg.keys[page, slot], seg.key_meta[page, slot], tier.k_bits),
+        dequantize(seg.values[page, slot], seg.value_meta[page, slot], tier.v_bits),
+    )
+
+
+def append(
+    state: PageState,
+    layer: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    offset: torch.Tensor,
+    position: torch.Tensor,
+) -> None:
+    """Store one layer's new tokens in the high tier, with score 0.
+
+    Args:
+        key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
+        rows: [tokens] int64, the owner of each token.
+        offset: [tokens] int64, the token's number among its row's new tokens.
+        position: [tokens] int64, its position in the sequence.
+    """
+    seg = state.segments[0]
+    tokens = seg.layout.tokens
+    slot = state.write_slot[rows, layer].long() + offset.unsqueeze(1)  # [tokens, H]
+    column = state.own_entry[rows, layer, :, 0].long() + slot // tokens
+    block = state.block_table[rows.unsqueeze(1), column // TABLE_BLOCK].long()
+    head = torch.arange(state.num_heads, device=rows.device)
+    page = state.page_table[block, layer, head, column % TABLE_BLOCK].long()
+    shape = page.shape
+    write_tokens(
+        seg,
+        page.flatten(),
+        (slot % tokens).flatten(),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        torch.zeros(shape.numel(), device=rows.device),
+        position.unsqueeze(1).expand(shape).flatten(),
+    )

@@ -1,0 +1,50 @@
+"""Give a row references to another row's pages, for a range of positions; no byte of a page moves."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_diffkv.kernels.table import max_entries, row_table, table_index
+from sglang_diffkv.mem_pool.state import PageState
+
+
+def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, own_only: bool = False) -> None:
+    """Append to ``target``'s page table the pages of ``source`` that hold a token with position in [lo, hi).
+
+    The target sees only the positions in the intersection of [lo, hi) and the source's own range for
+    that page. Entries stay sorted as in the source and end at the left (high) or right (low) of the table.
+    The target's own region starts after the attached pages: it never writes to them.
+
+    Args:
+        own_only: take only the pages that the source itself may write.
+    """
+    rows = torch.tensor([source, target], device=state.device)
+    src, dst = rows[:1], rows[1:]
+    for tier, seg in enumerate(state.segments):
+        width = max_entries(state, src, tier)
+        if width:
+            page, page_lo, page_hi = (x[0] for x in row_table(state, src, tier, width))  # [L, H, E]
+            page_lo, page_hi = page_lo.clamp(min=lo), page_hi.clamp(max=hi)
+            position = seg.positions[page]  # [L, H, E, tokens]
+            held = (position >= page_lo.unsqueeze(3)) & (position < page_hi.unsqueeze(3))
+            keep = held.any(3) & (page != state.scratch_page)
+            if own_only:
+                first = state.own_entry[source, :, :, tier].unsqueeze(2)
+                keep &= torch.arange(width, device=state.device) >= first
+            start = state.entries[target, :, :, tier].long().unsqueeze(2)
+            entry = torch.where(keep, start + keep.long().cumsum(2) - 1, 0)
+            where = table_index(state, dst, tier, entry.unsqueeze(0))[0][keep]
+            state.page_table.view(-1)[where] = page[keep].int()
+            state.range_lo.view(-1)[where] = page_lo[keep]
+            state.range_hi.view(-1)[where] = page_hi[keep]
+            state.refcount.index_add_(0, page[keep], torch.ones_like(page[keep], dtype=torch.int32))
+            state.entries[target, :, :, tier] += keep.sum(2, dtype=torch.int32)
+        state.own_entry[target, :, :, tier] = state.entries[target, :, :, tier]
+        state.own_tokens[target, :, :, tier] = 0
+
+
+def seal(state: PageState, row: int) -> None:
+    """Make all present pages of a row immutable for it: its next token starts a page of its own."""
+    state.own_entry[row] = state.entries[row]
+    state.own_tokens[row] = 0
+    state.hole[row] = -1

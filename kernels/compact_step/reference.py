@@ -1,0 +1,65 @@
+"""Generation-phase compaction: at most one token a head and step moves down a tier or is dropped.
+
+The slot it leaves in the high tier becomes the row's hole, which the next token fills, so nothing else moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_diffkv.kernels.allocate.reference import add_own_pages
+from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
+from sglang_diffkv.kernels.table import own_slot_location
+from sglang_diffkv.mem_pool.page_format import EMPTY
+from sglang_diffkv.mem_pool.state import PageState
+
+
+@dataclass
+class StepPlan:
+    """A policy's decisions for one step, each [B, L, H] int64 of own slots, -1 for none."""
+
+    demote: torch.Tensor  # high slot whose token is requantised to the low tier
+    drop: torch.Tensor  # high slot whose token is pruned
+    replace: torch.Tensor  # low slot that the demoted token takes over; -1 appends it
+
+
+def compact_step(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
+    """Apply ``plan`` to all layers and heads of ``rows`` ([B] int64, distinct)."""
+    if len(state.segments) > 1:
+        _demote(state, rows, plan)
+    leaving = torch.maximum(plan.demote, plan.drop)
+    page, slot = own_slot_location(state, rows, 0, leaving.clamp(min=0).unsqueeze(3))
+    gone = leaving >= 0
+    page = torch.where(gone, page.squeeze(3), state.scratch_page)
+    state.segments[0].positions[page, slot.squeeze(3)] = EMPTY
+    state.hole[rows] = torch.where(gone, leaving, state.hole[rows].long()).int()
+
+
+def _demote(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
+    low = state.segments[1]
+    moving = plan.demote >= 0
+    appended = moving & (plan.replace < 0)
+    used = state.own_tokens[rows, :, :, 1].long()
+    have = (state.entries[rows, :, :, 1] - state.own_entry[rows, :, :, 1]).long()
+    demand = (appended & (used >= have * low.layout.tokens)).long()
+    add_own_pages(state, rows, 1, demand, 1)
+    state.own_tokens[rows, :, :, 1] += appended.int()
+    target = torch.where(plan.replace >= 0, plan.replace, used)
+    if not moving.any():
+        return
+    page, slot = own_slot_location(state, rows, 0, plan.demote.clamp(min=0).unsqueeze(3))
+    page, slot = page.squeeze(3)[moving], slot.squeeze(3)[moving]
+    high = state.segments[0]
+    key, value = read_tokens(high, page, slot)
+    low_page, low_slot = own_slot_location(state, rows, 1, torch.where(moving, target, 0).unsqueeze(3))
+    write_tokens(
+        low,
+        low_page.squeeze(3)[moving],
+        low_slot.squeeze(3)[moving],
+        key,
+        value,
+        high.scores[page, slot],
+        high.positions[page, slot],
+    )

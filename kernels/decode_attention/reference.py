@@ -1,0 +1,166 @@
+"""Decode attention over packed pages, with the score update and the policy's searches in the same pass.
+
+For the one new token of each request: attention over its high-tier pages, then its low-tier pages,
+joined by one softmax. Scales and zero points are folded out of both products
+(``q.k = s (q.Qk) + z sum(q)``; ``sum_j p_j v_j = sum_j (p_j s_j) Qv_j + sum_j p_j z_j``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_diffkv.kernels.quantize.reference import planes
+from sglang_diffkv.kernels.table import layer_table, max_entries
+from sglang_diffkv.mem_pool.page_format import EMPTY
+from sglang_diffkv.mem_pool.state import PageState, Segments
+
+
+@dataclass
+class StepScores:
+    """What one decode step's attention learns for the policy, for all layers.
+
+    Slots are own slots (see ``PageState``), -1 where there is none. Scores are means of the attention
+    received from later tokens, maximum over the query heads of a KV head.
+    """
+
+    candidate_slot: torch.Tensor  # [B, L, H] int64, high tier: the token that leaves the window
+    candidate_score: torch.Tensor  # [B, L, H] float32
+    least_slot: torch.Tensor  # [B, L, H, T] int64, the tier's least significant token outside the window
+    least_score: torch.Tensor  # [B, L, H, T] float32
+
+    @classmethod
+    def create(cls, state: PageState, batch: int) -> StepScores:
+        heads, device = (batch, state.num_layers, state.num_heads), state.device
+        tiers = (*heads, len(state.segments))
+        return cls(
+            torch.full(heads, EMPTY, dtype=torch.int64, device=device),
+            torch.zeros(heads, device=device),
+            torch.full(tiers, EMPTY, dtype=torch.int64, device=device),
+            torch.zeros(tiers, device=device),
+        )
+
+
+def _logits(q: torch.Tensor, seg: Segments, page: torch.Tensor) -> torch.Tensor:
+    """q [B, H, G, D] float32 and pages [B, H, E] to unscaled logits [B, H, G, E * tokens]."""
+    keys = seg.keys[page].flatten(2, 3)  # [B, H, N, bytes or D]
+    if seg.key_meta is None:
+        return q @ keys.float().transpose(2, 3)
+    step = keys.shape[3]
+    out = sum(
+        q[..., p * step : (p + 1) * step] @ plane.float().transpose(2, 3)
+        for p, plane in enumerate(planes(keys, seg.layout.tier.k_bits))
+    )
+    scale, zero = seg.key_meta[page].flatten(2, 3).float().unbind(-1)  # [B, H, N]
+    return out * scale.unsqueeze(2) + q.sum(3, keepdim=True) * zero.unsqueeze(2)
+
+
+def _weighted_values(prob: torch.Tensor, seg: Segments, page: torch.Tensor) -> torch.Tensor:
+    """prob [B, H, G, N] and pages [B, H, E] to [B, H, G, v_head_dim]."""
+    values = seg.values[page].flatten(2, 3)
+    if seg.value_meta is None:
+        return prob @ values.float()
+    scale, zero = seg.value_meta[page].flatten(2, 3).float().unbind(-1)  # [B, H, N]
+    scaled = prob * scale.unsqueeze(2)
+    parts = [scaled @ plane.float() for plane in planes(values, seg.layout.tier.v_bits)]
+    return torch.cat(parts, dim=3) + (prob @ zero.unsqueeze(3))
+
+
+def decode_attention(
+    state: PageState,
+    layer: int,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    *,
+    scores: StepScores | None = None,
+    window: int = 0,
+    logit_cap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
+
+    Args:
+        q: [B, Hq, head_dim]. Query head ``h`` belongs to KV head ``h // (Hq / H)``.
+        rows: [B] int64. seq_lens: [B] int64, the new token included.
+        scores: where given, own tokens' scores are updated and the policy's searches are filled in.
+        window: newest tokens that the policy must not touch.
+        logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
+
+    Returns:
+        out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm).
+    """
+    batch, q_heads, dim = q.shape
+    grouped = q.float().view(batch, state.num_heads, -1, dim) * sm_scale
+    tables = [
+        layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer))
+        for tier in range(len(state.segments))
+    ]
+    logits, positions = [], []
+    for seg, (page, lo, hi) in zip(state.segments, tables, strict=True):
+        position = seg.positions[page]  # [B, H, E, tokens]
+        valid = ((position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))).flatten(2)
+        tier_logits = _logits(grouped, seg, page)
+        if logit_cap:
+            tier_logits = logit_cap * torch.tanh(tier_logits / logit_cap)
+        logits.append(tier_logits.masked_fill(~valid.unsqueeze(2), float("-inf")))
+        positions.append(position.flatten(2))
+    joined = torch.cat(logits, dim=3)
+    lse = joined.logsumexp(3)  # [B, H, G]
+    prob = (joined - lse.unsqueeze(3)).exp()
+    probs = prob.split([x.shape[3] for x in logits], dim=3)
+    out = sum(
+        _weighted_values(p, seg, page)
+        for p, seg, (page, _, _) in zip(probs, state.segments, tables, strict=True)
+    )
+    if scores is not None:
+        for tier, (p, position) in enumerate(zip(probs, positions, strict=True)):
+            _update_scores(
+                state, layer, tier, rows, tables[tier][0], position, p.amax(2), seq_lens, scores, window
+            )
+    return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
+
+
+def _update_scores(
+    state: PageState,
+    layer: int,
+    tier: int,
+    rows: torch.Tensor,
+    page: torch.Tensor,  # [B, H, E]
+    position: torch.Tensor,  # [B, H, N]
+    received: torch.Tensor,  # [B, H, N]
+    seq_lens: torch.Tensor,
+    scores: StepScores,
+    window: int,
+) -> None:
+    """Running mean of the attention own tokens receive; then the candidate and the least significant."""
+    seg = state.segments[tier]
+    tokens = seg.layout.tokens
+    newest = (seq_lens - 1).view(-1, 1, 1)
+    first = state.own_entry[rows, layer, :, tier].long().unsqueeze(2)  # [B, H, 1]
+    entry = torch.arange(page.shape[2], device=page.device).expand_as(page)
+    own = (entry >= first) & (entry < state.entries[rows, layer, :, tier].unsqueeze(2))
+    own_token = own.repeat_interleave(tokens, dim=2) & (position >= 0)
+    count = (newest - position).clamp(min=1)
+    old = seg.scores[page].flatten(2)
+    new = torch.where(position < newest, old + (received - old) / count, old)
+    target = torch.where(own, page, state.scratch_page)
+    seg.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
+
+    slot = torch.arange(position.shape[2], device=page.device) - first * tokens  # [B, H, N]
+    if tier == 0:
+        leaving = own_token & (position == newest - window)
+        found = leaving.any(2)
+        at = leaving.int().argmax(2, keepdim=True)
+        scores.candidate_slot[:, layer] = torch.where(found, slot.gather(2, at).squeeze(2), EMPTY)
+        scores.candidate_score[:, layer] = new.gather(2, at).squeeze(2)
+    outside = own_token & (position <= newest - window)
+    ranked = new.masked_fill(~outside, float("inf"))
+    if ranked.shape[2]:
+        value, at = ranked.min(2, keepdim=True)
+        found = value.isfinite()
+        scores.least_slot[:, layer, :, tier] = torch.where(found, slot.gather(2, at), EMPTY).squeeze(2)
+        scores.least_score[:, layer, :, tier] = value.squeeze(2)
+    else:
+        scores.least_slot[:, layer, :, tier] = EMPTY

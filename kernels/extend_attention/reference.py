@@ -1,0 +1,136 @@
+"""Extend (prefill) attention: new tokens among themselves exactly, earlier tokens from packed pages."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_diffkv.kernels.append.reference import read_tokens
+from sglang_diffkv.kernels.table import layer_table, max_entries
+from sglang_diffkv.mem_pool.state import PageState
+
+QUERY_BLOCK = 256
+
+
+def extend_attention(
+    state: PageState,
+    layer: int,
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    sm_scale: float,
+    *,
+    update_scores: bool = False,
+    logit_cap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of each request's new tokens, which are already appended to its pages.
+
+    Args:
+        q: [tokens, Hq, head_dim], requests one after the other. key: [tokens, H, head_dim].
+        value: [tokens, H, v_head_dim]. rows, extend_lens, prefix_lens: [B] int64; new token ``j`` of
+            request ``b`` is at position ``prefix_lens[b] + j``.
+        update_scores: record how much attention each own token received from the new tokens
+            (column sums without the token's own query, maximum over the query heads of a KV head).
+
+    Returns:
+        [tokens, Hq, v_head_dim] in q's dtype.
+    """
+    outs, start = [], 0
+    for row, count, prefix in zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), strict=True):
+        end = start + count
+        out, received = _attend(
+            state, layer, q[start:end], key[start:end], value[start:end], row, prefix, sm_scale, logit_cap
+        )
+        outs.append(out)
+        if update_scores:
+            _record(state, layer, row, prefix, count, received)
+        start = end
+    return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], value.shape[2])
+
+
+def _attend(
+    state: PageState,
+    layer: int,
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: int,
+    prefix: int,
+    sm_scale: float,
+    logit_cap: float,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One request: out [n, Hq, v_dim]; received attention of [each tier's page slots..., new tokens], [H, .]."""
+    count, q_heads, dim = q.shape
+    rows = torch.tensor([row], device=q.device)
+    keys, values, valid = [], [], []
+    for tier, seg in enumerate(state.segments):
+        width = max_entries(state, rows, tier, layer) if prefix else 0
+        page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, width))  # [H, E]
+        slot = torch.arange(seg.layout.tokens, device=q.device).expand(*page.shape, -1)
+        page = page.unsqueeze(2).expand(slot.shape)
+        tier_keys, tier_values = read_tokens(seg, page, slot)
+        position = seg.positions[page, slot]
+        seen = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < prefix)
+        keys.append(tier_keys.flatten(1, 2))
+        values.append(tier_values.flatten(1, 2))
+        valid.append(seen.flatten(1))
+    sizes = [x.shape[1] for x in valid] + [count]
+    keys.append(key.float().transpose(0, 1))
+    values.append(value.float().transpose(0, 1))
+    all_keys = torch.cat(keys, 1).transpose(1, 2).unsqueeze(1)  # [H, 1, D, M]
+    all_values = torch.cat(values, 1).unsqueeze(1)  # [H, 1, M, Dv]
+    paged = torch.cat(valid, 1)  # [H, M - n]
+    grouped = q.float().view(count, state.num_heads, -1, dim).permute(1, 2, 0, 3) * sm_scale  # [H, G, n, D]
+    column = torch.arange(count, device=q.device)
+    received = torch.zeros(*grouped.shape[:2], sum(sizes), device=q.device)
+    outs = []
+    for first in range(0, count, QUERY_BLOCK):
+        block = grouped[:, :, first : first + QUERY_BLOCK]
+        query = first + torch.arange(block.shape[2], device=q.device)
+        logits = block @ all_keys  # [H, G, n', M]
+        if logit_cap:
+            logits = logit_cap * torch.tanh(logits / logit_cap)
+        causal = column <= query.unsqueeze(1)  # [n', n]
+        shown = torch.cat(
+            [paged.unsqueeze(1).expand(-1, len(query), -1), causal.expand(paged.shape[0], -1, -1)], 2
+        )
+        prob = logits.masked_fill(~shown.unsqueeze(1), float("-inf")).softmax(3)
+        outs.append(prob @ all_values)
+        own = prob[..., paged.shape[1] :]
+        received += prob.sum(2)
+        diagonal = own.gather(3, query.view(1, 1, -1, 1).expand(*own.shape[:3], 1)).squeeze(3)
+        received[..., paged.shape[1] + query] -= diagonal
+    out = torch.cat(outs, 2).permute(2, 0, 1, 3).reshape(count, q_heads, -1).to(q.dtype)
+    return out, list(received.amax(1).split(sizes, 1))
+
+
+def _record(
+    state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor]
+) -> None:
+    """Fold the column sums into the mean scores of own earlier tokens, and set those of the new tokens."""
+    rows = torch.tensor([row], device=state.device)
+    for tier, seg in enumerate(state.segments):
+        width = received[tier].shape[1] // seg.layout.tokens
+        if not width:
+            continue
+        page = layer_table(state, rows, tier, layer, width)[0][0]  # [H, E]
+        position = seg.positions[page]  # [H, E, tokens]
+        entry = torch.arange(width, device=page.device)
+        own = entry >= state.own_entry[row, layer, :, tier].unsqueeze(1)
+        own &= entry < state.entries[row, layer, :, tier].unsqueeze(1)
+        earlier = own.unsqueeze(2) & (position >= 0) & (position < prefix)
+        judged = (prefix - 1 - position).clamp(min=0)
+        total = seg.scores[page] * judged + received[tier].unflatten(1, (width, -1))
+        mean = total / (judged + count).clamp(min=1)
+        target = page.unsqueeze(2).expand(position.shape)[earlier]
+        slot = torch.arange(seg.layout.tokens, device=page.device).expand(position.shape)[earlier]
+        seg.scores[target, slot] = mean[earlier]
+    seg = state.segments[0]
+    tokens = seg.layout.tokens
+    offset = torch.arange(count, device=state.device)
+    slot = state.write_slot[row, layer].long().unsqueeze(1) + offset  # [H, n]
+    table = layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer))[0][0]
+    page = table.gather(1, state.own_entry[row, layer, :, 0].long().unsqueeze(1) + slot // tokens)
+    seg.scores[page, slot % tokens] = received[-1] / (count - 1 - offset).clamp(min=1)

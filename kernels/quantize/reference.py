@@ -1,0 +1,67 @@
+"""Per-vector asymmetric quantisation with bit packing (DiffKV, section 4; LeanKV, section 4).
+
+``Q = round((x - z) / s)`` with ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, both kept in
+fp16 and used in their rounded form on both sides.
+
+Packing is by planes: with ``b`` bits and ``d`` elements a vector takes ``d * b / 8`` bytes, and byte ``j``
+holds element ``p * (d * b / 8) + j`` in its bits ``[p * b, (p + 1) * b)``. A plane is then a contiguous run of
+elements, so a kernel multiplies each plane with a slice of the query and never permutes codes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., dim] uint8 codes below ``2^bits`` to [..., dim * bits / 8] uint8."""
+    planes = 8 // bits
+    if codes.shape[-1] % planes:
+        raise ValueError(f"{codes.shape[-1]} elements do not fill bytes of {planes} codes")
+    parts = codes.unflatten(-1, (planes, -1)).unbind(-2)
+    packed = parts[0].clone()
+    for plane, part in enumerate(parts[1:], start=1):
+        packed |= part << (plane * bits)
+    return packed
+
+
+def planes(packed: torch.Tensor, bits: int) -> list[torch.Tensor]:
+    """[..., bytes] uint8 to ``8 / bits`` planes [..., bytes] uint8, in element order."""
+    if bits == 8:
+        return [packed]
+    mask = (1 << bits) - 1
+    count = 8 // bits
+    cut = [(packed >> (p * bits)) & mask for p in range(count - 1)]
+    return [*cut, packed >> ((count - 1) * bits)]
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., dim * bits / 8] uint8 to [..., dim] uint8 codes."""
+    return torch.cat(planes(packed, bits), dim=-1)
+
+
+def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise vectors along the last dimension.
+
+    Args:
+        x: [..., dim], any float dtype.
+
+    Returns:
+        packed codes [..., dim * bits / 8] uint8, metadata [..., 2] fp16 (scale, zero point).
+    """
+    x = x.float()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    levels = (1 << bits) - 1
+    limit = torch.finfo(torch.float16).max
+    zero = low.clamp(-limit, limit).half()
+    scale = ((high - low) / levels).clamp(max=limit).half()
+    step = scale.float()
+    codes = torch.where(step > 0, (x - zero.float()) / step, torch.zeros_like(x))
+    codes = codes.round().clamp(0, levels).to(torch.uint8)
+    return pack(codes, bits), torch.cat([scale, zero], dim=-1)
+
+
+def dequantize(packed: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:
+    """Inverse of :func:`quantize`: [..., dim] float32."""
+    scale, zero = meta.float().unbind(-1)
+    return unpack(packed, bits).float() * scale.unsqueeze(-1) + zero.unsqueeze(-1)

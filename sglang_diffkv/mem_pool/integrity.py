@@ -1,0 +1,98 @@
+"""Consistency of the page manager's structures: run in tests after random operations, and on demand."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_diffkv.kernels.table import row_table
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+
+
+def check_integrity(manager: PageManager) -> None:
+    """Raise AssertionError naming the first violated invariant of ring, tables, counts and blocks."""
+    references = _check_rows(manager)
+    _check_ring(manager, references)
+    _check_blocks(manager)
+
+
+def _check_ring(manager: PageManager, references: torch.Tensor) -> None:
+    state = manager.state
+    taken, put = state.counters.tolist()
+    assert 0 <= put - taken <= state.num_pages, f"ring counters {taken}, {put} of {state.num_pages} pages"
+    place = torch.arange(taken, put, device=state.device) % state.num_pages
+    free = state.ring[place].long()
+    assert free.unique().numel() == free.numel(), "a page is in the free list twice"
+    assert torch.equal(state.refcount[: state.num_pages], references), "reference counts and tables disagree"
+    in_ring = torch.zeros(state.num_pages, dtype=torch.bool, device=state.device)
+    in_ring[free] = True
+    assert torch.equal(in_ring, references == 0), "the free list is not the pages without references"
+
+
+def _check_rows(manager: PageManager) -> torch.Tensor:
+    state = manager.state
+    references = torch.zeros(state.num_pages + 1, dtype=torch.int32, device=state.device)
+    live = {*manager.lengths, *(s.row for s in manager.segments)}
+    idle = [r for r in range(state.entries.shape[0]) if r not in live]
+    assert not state.entries[idle].any(), "a row without owner has entries"
+    owner: dict[int, int] = {}
+    for row in sorted(live):
+        seen: list[torch.Tensor] = []
+        rows = torch.tensor([row], device=state.device)
+        for tier, seg in enumerate(state.segments):
+            counts = state.entries[row, :, :, tier]
+            own_from = state.own_entry[row, :, :, tier]
+            assert (own_from <= counts).all() and (own_from >= 0).all(), f"row {row}: own region outside entries"
+            bound = manager.space.bound(row)[tier]
+            assert int(counts.max()) <= bound, f"row {row} tier {tier}: {int(counts.max())} entries, bound {bound}"
+            assert bound <= len(manager.space.blocks[row][tier]) * TABLE_BLOCK, f"row {row}: no block for an entry"
+            width = int(counts.max())
+            if not width:
+                assert not state.own_tokens[row, :, :, tier].any(), f"row {row}: own tokens without pages"
+                continue
+            page, lo, hi = (x[0] for x in row_table(state, rows, tier, width))
+            entry = torch.arange(width, device=state.device)
+            used = entry < counts.unsqueeze(2)
+            ids = page[used]
+            assert ((ids >= 0) & (ids < state.num_pages)).all(), f"row {row}: page id out of range"
+            references.index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            own = used & (entry >= own_from.unsqueeze(2))
+            for page_id in page[own].tolist():
+                assert owner.setdefault(page_id, row) == row, f"page {page_id} is written by two rows"
+            assert (state.refcount[page[own]] == 1).all(), f"row {row}: a writable page is shared"
+            tokens = seg.layout.tokens
+            own_tokens = state.own_tokens[row, :, :, tier]
+            assert torch.equal(-(-own_tokens // tokens), counts - own_from), f"row {row}: own pages and tokens disagree"
+            position = seg.positions[page]
+            slot = (entry.unsqueeze(1) * tokens + torch.arange(tokens, device=state.device)).expand(position.shape)
+            slot = slot - (own_from * tokens).unsqueeze(2).unsqueeze(3)
+            inside = own.unsqueeze(3) & (slot < own_tokens.unsqueeze(2).unsqueeze(3))
+            empty = inside & (position < 0)
+            if tier == 0:
+                hole = state.hole[row].unsqueeze(2).unsqueeze(3)
+                assert torch.equal(empty, inside & (slot == hole)), f"row {row}: empty slot that is no hole"
+            else:
+                assert not empty.any(), f"row {row}: empty low slot"
+            assert not (own.unsqueeze(3) & ~inside & (position >= 0)).any(), f"row {row}: token past the end"
+            valid = used.unsqueeze(3) & (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
+            flat = valid.flatten(2)
+            head = torch.arange(state.num_layers * state.num_heads, device=state.device)
+            head = head.view(state.num_layers, state.num_heads, 1).expand(flat.shape)
+            seen.append(torch.stack([head[flat], position.flatten(2)[flat].long()]))
+        if seen:
+            tokens_of = torch.cat(seen, 1)
+            assert tokens_of.unique(dim=1).shape[1] == tokens_of.shape[1], f"row {row}: a position is stored twice"
+            if row in manager.lengths:
+                assert int(tokens_of[1].max()) < manager.lengths[row], f"row {row}: a position past its length"
+    return references[: state.num_pages]
+
+
+def _check_blocks(manager: PageManager) -> None:
+    space = manager.space
+    held = [b for sides in space.blocks for side in sides for b in side]
+    everything = sorted(held + space.free_blocks)
+    assert everything == list(range(1, space.num_blocks + 1)), "table blocks are lost or held twice"
+    table = space.state.block_table.tolist()
+    for row, (left, right) in enumerate(space.blocks):
+        expected = left + [0] * (space.max_blocks - len(left) - len(right)) + right[::-1]
+        assert table[row] == expected, f"row {row}: the device block table is not the host's"

@@ -1,0 +1,263 @@
+"""The page manager: rows, segments and the order of operations on the device state.
+
+All calls are made by one thread and take effect in call order. Requests use row ``req_pool_idx``; tree
+segments take rows behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from sglang_diffkv.kernels.allocate.reference import reserve
+from sglang_diffkv.kernels.attach.reference import attach, seal
+from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
+from sglang_diffkv.kernels.compact_step.reference import compact_step
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.kernels.release.reference import release, trim
+from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
+from sglang_diffkv.policies.base import Policy
+
+
+@dataclass(eq=False)
+class Segment:
+    """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
+
+    ``nodes`` counts the tree nodes that refer to it (splitting a node adds one and moves no byte).
+    """
+
+    row: int
+    lo: int
+    hi: int
+    pages: int
+    nodes: int = field(default=1)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a page manager.
+
+    Attributes:
+        max_tokens: longest sequence of a request.
+        num_rows: rows of requests, row 0 (padding) included.
+        num_segments: rows of tree segments.
+        num_pages: pages in the ring.
+    """
+
+    fmt: PageFormat
+    num_layers: int
+    num_heads: int
+    num_pages: int
+    num_rows: int
+    num_segments: int
+    max_tokens: int
+
+    @property
+    def heads(self) -> int:
+        """(layer, head) pairs: each has pages of its own."""
+        return self.num_layers * self.num_heads
+
+    @property
+    def max_blocks(self) -> int:
+        """Table blocks of a row: twice what its longest sequence needs, for the part-filled pages of segments."""
+        high = -(-self.max_tokens // (self.fmt.high.tokens * TABLE_BLOCK)) + 1
+        low = -(-self.max_tokens // (self.fmt.low.tokens * TABLE_BLOCK)) + 1
+        return 2 * (high + low)
+
+    @property
+    def num_blocks(self) -> int:
+        """Table blocks: the entries of all pages twice over, and four blocks a row for its ends."""
+        entries = -(-self.num_pages // self.heads)
+        return 1 + 2 * -(-entries // TABLE_BLOCK) + 4 * (self.num_rows + min(self.num_segments, entries))
+
+    def table_bytes(self) -> int:
+        """Bytes of the page table and what else stands beside the pages."""
+        rows, tiers = self.num_rows + self.num_segments, len(self.fmt.tiers)
+        table = 12 * self.num_blocks * self.heads * TABLE_BLOCK
+        counts = 4 * rows * (self.heads * (3 * tiers + 2) + self.max_blocks + 1)
+        return table + counts + 8 * (self.num_pages + 1)
+
+
+class PageManager:
+    """Owns the device state and every row of it."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        policy: Policy,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ):
+        self.geometry = geometry
+        self.fmt = geometry.fmt
+        self.policy = policy
+        self.state = PageState.create(
+            geometry.fmt,
+            num_pages=geometry.num_pages,
+            num_rows=geometry.num_rows + geometry.num_segments,
+            num_layers=geometry.num_layers,
+            num_heads=geometry.num_heads,
+            max_blocks=geometry.max_blocks,
+            num_blocks=geometry.num_blocks,
+            dtype=dtype,
+            device=device,
+        )
+        self.space = TableSpace(self.state)
+        self.lengths: dict[int, int] = {}  # row of a request -> tokens of its sequence stored or pruned
+        self.segments: set[Segment] = set()
+        self._segment_rows = list(range(geometry.num_rows + geometry.num_segments - 1, geometry.num_rows - 1, -1))
+        self.version = 0
+        """Grows with every change of page ownership, so that derived counts can be cached."""
+
+    def _rows(self, rows: list[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self.state.device)
+
+    # A step
+
+    def begin_step(self, rows: list[int], new_tokens: list[int], start: list[int]) -> None:
+        """Reserve slots for ``new_tokens[i]`` tokens of row ``rows[i]`` at positions ``start[i]`` and on.
+
+        Raises TableFull, before anything changes, if the page table cannot hold a row's next entries, and
+        ValueError if a row does not end at ``start``.
+        """
+        for row, at in zip(rows, start, strict=True):
+            if self.lengths.get(row, 0) != at:
+                raise ValueError(f"row {row} holds {self.lengths.get(row, 0)} tokens, the step starts at {at}")
+        for row, count in zip(rows, new_tokens, strict=True):
+            self.space.append(row, count)
+            self.lengths[row] = self.lengths.get(row, 0) + count
+        self.version += 1
+        reserve(self.state, self._rows(rows), self._rows(new_tokens), max(new_tokens, default=0))
+
+    def end_prompt(self, row: int) -> None:
+        """Prompt-phase compaction of a row whose last chunk has run."""
+        length = self.lengths[row]
+        if self.policy.compresses and length > self.policy.window:
+            compact_prompt(self.state, row, length, self.policy)
+            self.version += 1
+        self._tighten(row)
+
+    def end_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: StepScores | None) -> None:
+        """Generation-phase compaction after a decode step; rows and seq_lens are [B] int64."""
+        if scores is None:
+            return
+        plan = self.policy.plan_step(scores, seq_lens, len(self.fmt.tiers))
+        compact_step(self.state, rows, plan)
+        self.version += 1
+
+    def new_scores(self, batch: int) -> StepScores | None:
+        """Buffers for a decode step's searches; None if the policy never asks."""
+        return StepScores.create(self.state, batch) if self.policy.compresses else None
+
+    # Ownership
+
+    def attach_prefix(self, row: int, parts: list[tuple[Segment, int, int]]) -> None:
+        """Let an empty row refer to the pages of ``parts``, each (segment, lo, hi), consecutive from 0.
+
+        Raises TableFull, leaving the row empty.
+        """
+        if self.lengths.get(row):
+            raise ValueError(f"row {row} is not empty")
+        try:
+            for segment, lo, hi in parts:
+                if self.lengths.get(row, 0) != lo or not segment.lo <= lo < hi <= segment.hi:
+                    raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
+                self.space.extend(row, *self.space.bound(segment.row))
+                attach(self.state, row, segment.row, lo, hi)
+                self.lengths[row] = hi
+                self._tighten(row)
+        except TableFull:
+            self.release(row)
+            raise
+        self.version += 1
+
+    def share(self, row: int, lo: int, hi: int) -> Segment | None:
+        """Make the row's own pages a segment for positions [lo, hi); they become immutable for the row too.
+
+        Returns None, changing nothing, if no segment row or table block is left.
+        """
+        if not self._segment_rows:
+            return None
+        segment_row = self._segment_rows[-1]
+        try:
+            self.space.extend(segment_row, *self.space.bound(row))
+        except TableFull:
+            self.space.release(segment_row)
+            return None
+        self._segment_rows.pop()
+        attach(self.state, segment_row, row, lo, hi, own_only=True)
+        seal(self.state, row)
+        self._tighten(row)
+        self._tighten(segment_row)
+        segment = Segment(segment_row, lo, hi, self.pages_of(segment_row))
+        self.segments.add(segment)
+        self.version += 1
+        return segment
+
+    def release(self, row: int) -> None:
+        """Drop all that a request's row refers to."""
+        release(self.state, row)
+        self.space.release(row)
+        self.lengths.pop(row, None)
+        self.version += 1
+
+    def release_segment(self, segment: Segment) -> None:
+        """Drop a segment. Rows that refer to its pages keep them."""
+        self.segments.remove(segment)
+        self.release(segment.row)
+        self._segment_rows.append(segment.row)
+        segment.pages = 0
+
+    def trim_segment(self, segment: Segment, hi: int) -> None:
+        """Forget positions from ``hi`` on and return the pages that held nothing else."""
+        trim(self.state, segment.row, hi)
+        segment.hi = hi
+        segment.pages = self.pages_of(segment.row)
+        self._tighten(segment.row)
+        self.version += 1
+
+    def clear(self) -> None:
+        """Release everything."""
+        for segment in list(self.segments):
+            self.release_segment(segment)
+        for row in list(self.lengths):
+            self.release(row)
+
+    def _tighten(self, row: int) -> None:
+        """Replace the row's entry bounds by its counts, where reading them does not stall a device."""
+        if self.state.device.type == "cpu":
+            counts = self.state.entries[row].flatten(0, 1).amax(0).tolist()
+            self.space.tighten(row, counts[0], counts[1] if len(counts) > 1 else 0)
+
+    # Counts
+
+    def free_pages(self) -> int:
+        """Pages in the ring."""
+        taken, put = self.state.counters.tolist()
+        return put - taken
+
+    def pages_of(self, row: int) -> int:
+        """Table entries of a row."""
+        return int(self.state.entries[row].sum())
+
+    def headroom(self) -> int:
+        """Most pages that the next decode step of all request rows can take."""
+        if not self.lengths:
+            return 0
+        state, rows = self.state, self._rows(list(self.lengths))
+        own = state.entries[rows] - state.own_entry[rows]  # [B, L, H, T]
+        tokens = torch.tensor([x.tokens for x in self.fmt.layouts], device=state.device)
+        full = state.own_tokens[rows] >= own * tokens
+        full[..., 0] &= state.hole[rows] < 0
+        if not self.policy.compresses:
+            full[..., 1:] = False
+        return int(full.sum())
+
+    def faults(self, rows: list[int]) -> list[int]:
+        """Those of ``rows`` that found the ring empty and lost tokens."""
+        flags = self.state.fault[self._rows(rows)].tolist()
+        return [row for row, flag in zip(rows, flags, strict=True) if flag]

@@ -1,0 +1,158 @@
+"""The device-resident state of the page manager: tensors only, no decisions.
+
+Shapes use ``P`` pages, ``R`` rows, ``L`` layers, ``H`` KV heads, ``T`` tiers, ``C`` table blocks.
+A *row* is one owner: a request (its index is SGLang's ``req_pool_idx``) or a radix-tree segment.
+
+Bidirectional page table (DiffKV, section 5.2): a row has ``width = max_blocks * TABLE_BLOCK``
+columns for each (layer, head). Entry ``i`` of the high tier is column ``i``, entry ``i`` of the low
+tier is column ``width - 1 - i``. Columns are backed by blocks of ``TABLE_BLOCK`` columns that the host
+hands out as a row grows, so table memory follows need and not ``max_requests x max_length``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sglang_diffkv.mem_pool.page_format import EMPTY, PageFormat, TierLayout
+
+TABLE_BLOCK = 16
+"""Columns of a page-table block."""
+
+NO_LIMIT = 2**31 - 1
+"""Upper end of the position range of a page that its owner wrote itself."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Views into the page buffer for the pages of one tier; all share its memory.
+
+    ``keys``/``values`` are [P + 1, tokens, bytes] uint8 codes, or [P + 1, tokens, dim] in the model's
+    dtype for the raw tier; the metadata is [P + 1, tokens, 2] fp16 (scale, zero point) or None.
+    """
+
+    layout: TierLayout
+    keys: torch.Tensor
+    key_meta: torch.Tensor | None
+    values: torch.Tensor
+    value_meta: torch.Tensor | None
+    scores: torch.Tensor  # [P + 1, tokens] float32
+    positions: torch.Tensor  # [P + 1, tokens] int32
+
+    @classmethod
+    def of(cls, pages: torch.Tensor, layout: TierLayout, dtype: torch.dtype) -> Segments:
+        n = layout.tokens
+
+        def cut(offset: int, token_bytes: int, view: torch.dtype) -> torch.Tensor:
+            flat = pages[:, offset : offset + n * token_bytes]
+            return (flat if view is torch.uint8 else flat.view(view)).unflatten(1, (n, -1))
+
+        raw = layout.tier.is_raw
+        payload = dtype if raw else torch.uint8
+        return cls(
+            layout,
+            cut(layout.key_offset, layout.key_bytes, payload),
+            None if raw else cut(layout.key_meta_offset, 4, torch.float16),
+            cut(layout.value_offset, layout.value_bytes, payload),
+            None if raw else cut(layout.value_meta_offset, 4, torch.float16),
+            cut(layout.score_offset, 4, torch.float32).squeeze(2),
+            cut(layout.position_offset, 4, torch.int32).squeeze(2),
+        )
+
+
+@dataclass
+class PageState:
+    """All tensors of the page manager. ``pages`` has one page more than the ring: the scratch page,
+    where a token lands whose head found the ring empty (``fault`` tells the host)."""
+
+    fmt: PageFormat
+    dtype: torch.dtype
+    pages: torch.Tensor  # [P + 1, page_bytes] uint8
+    ring: torch.Tensor  # [P] int32, page ids
+    counters: torch.Tensor  # [2] int64: pages ever taken from the ring, pages ever put into it
+    refcount: torch.Tensor  # [P + 1] int32
+    block_table: torch.Tensor  # [R, max_blocks] int32; block 0 backs columns that are not in use
+    page_table: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32, page ids
+    range_lo: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32: a slot counts if its position is in
+    range_hi: torch.Tensor  # [range_lo, range_hi)
+    entries: torch.Tensor  # [R, L, H, T] int32, table entries in use
+    own_entry: torch.Tensor  # [R, L, H, T] int32, first entry whose page this row may write
+    own_tokens: torch.Tensor  # [R, L, H, T] int32, slots used in own pages, a hole included
+    hole: torch.Tensor  # [R, L, H] int32, own high slot that a token left, or -1
+    write_slot: torch.Tensor  # [R, L, H] int32, own high slot of the step's first new token
+    fault: torch.Tensor  # [R] int32, non-zero once the ring was empty for this row
+
+    @classmethod
+    def create(
+        cls,
+        fmt: PageFormat,
+        *,
+        num_pages: int,
+        num_rows: int,
+        num_layers: int,
+        num_heads: int,
+        max_blocks: int,
+        num_blocks: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> PageState:
+        def ints(*shape: int, fill: int = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+        heads = (num_rows, num_layers, num_heads)
+        table = (num_blocks, num_layers, num_heads, TABLE_BLOCK)
+        return cls(
+            fmt=fmt,
+            dtype=dtype,
+            pages=torch.zeros(num_pages + 1, fmt.page_bytes, dtype=torch.uint8, device=device),
+            ring=torch.arange(num_pages, dtype=torch.int32, device=device),
+            counters=torch.tensor([0, num_pages], dtype=torch.int64, device=device),
+            refcount=ints(num_pages + 1),
+            block_table=ints(num_rows, max_blocks),
+            page_table=ints(*table, fill=EMPTY),
+            range_lo=ints(*table),
+            range_hi=ints(*table),
+            entries=ints(*heads, len(fmt.tiers)),
+            own_entry=ints(*heads, len(fmt.tiers)),
+            own_tokens=ints(*heads, len(fmt.tiers)),
+            hole=ints(*heads, fill=EMPTY),
+            write_slot=ints(*heads),
+            fault=ints(num_rows),
+        )
+
+    @cached_property
+    def segments(self) -> tuple[Segments, ...]:
+        return tuple(Segments.of(self.pages, layout, self.dtype) for layout in self.fmt.layouts)
+
+    @property
+    def num_pages(self) -> int:
+        return self.ring.shape[0]
+
+    @property
+    def scratch_page(self) -> int:
+        return self.ring.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.entries.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        return self.entries.shape[2]
+
+    @property
+    def width(self) -> int:
+        """Columns of a row of the page table."""
+        return self.block_table.shape[1] * TABLE_BLOCK
+
+    @property
+    def device(self) -> torch.device:
+        return self.pages.device
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the page buffer and of everything beside it."""
+        pages = self.pages.nbytes
+        rest = sum(v.nbytes for v in vars(self).values() if isinstance(v, torch.Tensor)) - pages
+        return {"pages": pages, "bookkeeping": rest}

@@ -1,0 +1,89 @@
+"""Host-side owner of page-table blocks: which blocks back which columns of which row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+
+
+class TableFull(RuntimeError):
+    """The page table has no room for a row's next entries."""
+
+
+class TableSpace:
+    """Hands out table blocks so that a row's entries always lie in blocks of its own.
+
+    Entry counts live on the device; the host works with upper bounds of them: a row whose own region
+    took ``n`` tokens has at most ``ceil(n / tokens of a page)`` own entries in each tier.
+    """
+
+    def __init__(self, state: PageState):
+        self.state = state
+        rows, self.max_blocks = state.block_table.shape
+        self.free_blocks = list(range(state.page_table.shape[0] - 1, 0, -1))
+        self.base = np.zeros((rows, 2), dtype=np.int64)  # entries when the own tokens were last counted
+        self.appended = np.zeros(rows, dtype=np.int64)  # own tokens since
+        self.blocks: list[tuple[list[int], list[int]]] = [([], []) for _ in range(rows)]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that rows can use (block 0 backs unused columns)."""
+        return self.state.page_table.shape[0] - 1
+
+    def bound(self, row: int, new_tokens: int = 0) -> tuple[int, int]:
+        """Upper bound of the row's high and low entries after ``new_tokens`` more."""
+        layouts = self.state.fmt.layouts
+        tokens = int(self.appended[row]) + new_tokens
+        high = int(self.base[row, 0]) + -(-tokens // layouts[0].tokens)
+        low = int(self.base[row, 1]) + -(-tokens // layouts[1].tokens) if len(layouts) > 1 else 0
+        return high, low
+
+    def append(self, row: int, new_tokens: int) -> None:
+        """Room for ``new_tokens`` more own tokens. Raises TableFull, changing nothing."""
+        self._grow(row, *self.bound(row, new_tokens))
+        self.appended[row] += new_tokens
+
+    def extend(self, row: int, high: int, low: int) -> None:
+        """Room for ``high`` and ``low`` attached entries. Raises TableFull, changing nothing."""
+        have_high, have_low = self.bound(row)
+        self._grow(row, have_high + high, have_low + low)
+        self.base[row] = (have_high + high, have_low + low)
+        self.appended[row] = 0
+
+    def tighten(self, row: int, high: int, low: int) -> None:
+        """Replace the bounds by counted entries; surplus blocks stay with the row."""
+        self.base[row] = (high, low)
+        self.appended[row] = 0
+
+    def release(self, row: int) -> None:
+        """Take all blocks of the row back."""
+        for side in self.blocks[row]:
+            self.free_blocks.extend(side)
+            side.clear()
+        self.base[row] = 0
+        self.appended[row] = 0
+        self.state.block_table[row] = 0
+
+    def _grow(self, row: int, high: int, low: int) -> None:
+        left, right = self.blocks[row]
+        need_left = max(-(-high // TABLE_BLOCK) - len(left), 0)
+        need_right = max(-(-low // TABLE_BLOCK) - len(right), 0)
+        if not need_left and not need_right:
+            return
+        if need_left + need_right > len(self.free_blocks):
+            raise TableFull(
+                f"the page table has {len(self.free_blocks)} free blocks, {need_left + need_right} needed"
+            )
+        if len(left) + len(right) + need_left + need_right > self.max_blocks:
+            raise TableFull(f"a row holds at most {self.max_blocks} table blocks; too many shared segments")
+        at = [len(left) + i for i in range(need_left)]
+        at += [self.max_blocks - 1 - len(right) - i for i in range(need_right)]
+        taken = [self.free_blocks.pop() for _ in at]
+        left.extend(taken[:need_left])
+        right.extend(taken[need_left:])
+        device = self.state.device
+        self.state.block_table[row, torch.tensor(at, device=device)] = torch.tensor(
+            taken, dtype=torch.int32, device=device
+        )

@@ -1,0 +1,34 @@
+"""What the page manager asks of a policy: it scores and classifies, and never moves bytes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sglang_diffkv.kernels.compact_step.reference import StepPlan
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+
+
+class Policy(Protocol):
+    """A compression policy. Policies are frozen dataclasses; one instance serves all requests."""
+
+    @property
+    def window(self) -> int:
+        """Newest tokens of a request that always stay in the high tier."""
+        ...
+
+    @property
+    def compresses(self) -> bool:
+        """False if the policy never moves a token, so that scores need not be kept."""
+        ...
+
+    def classify_prompt(
+        self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
+    ) -> torch.Tensor:
+        """Tier of each prompt token, ``num_tiers`` to prune it. All tensors have one shape."""
+        ...
+
+    def plan_step(self, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
+        """Decisions of one generation step; ``seq_lens`` [B] counts the new token."""
+        ...

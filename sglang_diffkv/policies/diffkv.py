@@ -1,0 +1,61 @@
+"""DiffKV's request- and length-adaptive policy (DiffKV, SOSP 2025, section 4 and Algorithm 1).
+
+The significance of a token is the mean attention it received from later tokens, maximum over the query
+heads of its KV head. It is compared with ``alpha / i``, where ``1 / i`` is the mean attention that ``i`` tokens
+share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_diffkv.kernels.compact_step.reference import StepPlan
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+
+
+@dataclass(frozen=True)
+class DiffKVPolicy:
+    """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` tokens stay.
+
+    With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go.
+    """
+
+    alpha_high: float = 1.0
+    alpha_low: float = 0.0
+    window: int = 64
+    compresses: bool = True
+
+    def classify_prompt(
+        self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
+    ) -> torch.Tensor:
+        """Prompt phase: the token at 0-based ``position`` is compared with ``alpha / (position + 1)``."""
+        mean = 1.0 / (position + 1).clamp(min=1)
+        low = torch.where(score >= self.alpha_low * mean, num_tiers - 1, num_tiers)
+        tier = torch.where(score >= self.alpha_high * mean, 0, low) if num_tiers > 1 else low
+        return torch.where(position >= seq_len - self.window, 0, tier)
+
+    def plan_step(self, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
+        """Generation phase (Algorithm 1), for all layers and heads."""
+        n = seq_lens.view(-1, 1, 1).float()
+        low = self.alpha_low / n
+        high = self.alpha_high / n if num_tiers > 1 else low
+        candidate, least = scores.candidate_slot, scores.least_slot[..., 0]
+        candidate_score, least_score = scores.candidate_score, scores.least_score[..., 0]
+        present = candidate >= 0
+        stays = present & (candidate_score >= high)
+        goes_low = present & ~stays & (candidate_score >= low)
+        victim_low = stays & (least >= 0) & (least_score < high) & (least_score >= low)
+        victim_out = stays & (least >= 0) & (least_score < low)
+        none = torch.full_like(candidate, -1)
+        demote = torch.where(goes_low, candidate, torch.where(victim_low, least, none))
+        drop = torch.where(
+            present & ~stays & ~goes_low, candidate, torch.where(victim_out, least, none)
+        )
+        replace = none
+        if num_tiers > 1:
+            worst = scores.least_slot[..., 1]
+            evicts = goes_low & (worst >= 0) & (scores.least_score[..., 1] < low)
+            replace = torch.where(evicts, worst, none)
+        return StepPlan(demote, drop, replace)

@@ -1,0 +1,110 @@
+"""Send many prompts to a server at a given concurrency and keep what came back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import requests
+
+
+@dataclass
+class Record:
+    """One reply of ``/generate``.
+
+    ``logprobs`` has the log-probability of each output token, ``top_logprobs`` for each output position the
+    most likely tokens as ``(logprob, token id)``, best first. Both are empty unless they were asked for.
+    """
+
+    text: str
+    output_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    latency: float
+    finish_reason: str
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as plain JSON data."""
+        return asdict(self)
+
+
+def ask(
+    url: str, input_ids: Sequence[int], max_new_tokens: int, *, top_logprobs: int = 0, timeout: float = 1800.0
+) -> Record:
+    """Greedy continuation of one prompt; ``top_logprobs`` > 0 asks for log-probabilities as well."""
+    payload: dict[str, Any] = {
+        "input_ids": list(input_ids),
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens},
+    }
+    if top_logprobs:
+        payload.update(return_logprob=True, top_logprobs_num=top_logprobs)
+    start = time.perf_counter()
+    response = requests.post(f"{url}/generate", json=payload, timeout=timeout)
+    latency = time.perf_counter() - start
+    if not response.ok:
+        raise RuntimeError(f"/generate answered {response.status_code}: {response.text[:500]}")
+    return _record(response.json(), latency)
+
+
+def _record(reply: dict[str, Any], latency: float) -> Record:
+    meta = reply["meta_info"]
+    reason = meta["finish_reason"]
+    if reason["type"] == "abort":
+        raise RuntimeError(f"the server aborted a request: {reason.get('message')}")
+    return Record(
+        text=reply["text"],
+        output_ids=reply["output_ids"],
+        prompt_tokens=meta["prompt_tokens"],
+        completion_tokens=meta["completion_tokens"],
+        cached_tokens=meta["cached_tokens"],
+        latency=latency,
+        finish_reason=reason["type"],
+        logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
+        top_logprobs=[
+            [(entry[0], entry[1]) for entry in position]
+            for position in meta.get("output_top_logprobs") or ()
+        ],
+    )
+
+
+def run(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    *,
+    concurrency: int = 8,
+    top_logprobs: int = 0,
+) -> list[Record]:
+    """Ask all prompts, at most ``concurrency`` at a time; the records are in the prompts' order."""
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if len(limits) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(limits)} values of max_new_tokens")
+    with ThreadPoolExecutor(concurrency) as pool:
+        futures = [
+            pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs)
+            for ids, limit in zip(prompts, limits)
+        ]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def reply_limits(prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int) -> list[int]:
+    """``max_new_tokens`` for each prompt, lowered to what is left of the model's context."""
+    limits = [min(max_new_tokens, context - len(ids) - 1) for ids in prompts]
+    if limits and min(limits) < 1:
+        raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves no room in {context}")
+    return limits

@@ -1,0 +1,113 @@
+"""Figures for benchmark tables: accuracy, paired tests, cache totals, versions and hardware."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+TOTALS = ("requests", "tokens", "page_bytes", "token_bytes", "bf16_bytes", "high", "low", "pruned")
+
+
+def proportion(right: Sequence[bool]) -> tuple[float, float]:
+    """Share of true values and its standard error."""
+    if not right:
+        return math.nan, math.nan
+    share = sum(right) / len(right)
+    return share, math.sqrt(share * (1 - share) / len(right))
+
+
+def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> tuple[int, int, float]:
+    """Exact McNemar test of paired results: only first right, only second right, two-sided p-value."""
+    if len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} results are not pairs")
+    lost = sum(a and not b for a, b in zip(first, second))
+    won = sum(b and not a for a, b in zip(first, second))
+    discordant = lost + won
+    tail = sum(math.comb(discordant, k) for k in range(min(lost, won) + 1)) / 2**discordant
+    return lost, won, min(1.0, 2 * tail)
+
+
+def paired_error(first: Sequence[bool], second: Sequence[bool]) -> float:
+    """Standard error of the difference between two paired shares."""
+    lost, won, _ = mcnemar(first, second)
+    n = len(first)
+    return math.sqrt(lost + won - (won - lost) ** 2 / n) / n if n else math.nan
+
+
+def totals(stats: dict[str, Any] | None, key: str = "finished") -> dict[str, float] | None:
+    """The cumulative totals over finished requests in a server's statistics, or None."""
+    if not stats or key not in stats:
+        return None
+    return {name: float(stats[key].get(name, 0)) for name in TOTALS}
+
+
+def since(after: dict[str, float] | None, before: dict[str, float] | None) -> dict[str, float] | None:
+    """What was added to the totals between two readings."""
+    if after is None:
+        return None
+    return {name: after[name] - (before or {}).get(name, 0.0) for name in TOTALS}
+
+
+def ratios(finished: dict[str, float] | None) -> dict[str, float] | None:
+    """Ratios to bfloat16 and token shares from totals; None without any finished request."""
+    if finished is None or not finished["bf16_bytes"]:
+        return None
+    seen = finished["high"] + finished["low"] + finished["pruned"] or math.nan
+    return {
+        "ratio_pages": finished["page_bytes"] / finished["bf16_bytes"],
+        "ratio_tokens": finished["token_bytes"] / finished["bf16_bytes"],
+        **{f"share_{tier}": finished[tier] / seen for tier in ("high", "low", "pruned")},
+    }
+
+
+def shares_text(figures: dict[str, float]) -> str:
+    """The shares as ``high 61%, low 39%, pruned 0%``, with a decimal for a small share."""
+    return ", ".join(f"{tier} {_percent(figures[f'share_{tier}'])}" for tier in ("high", "low", "pruned"))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%" if 0 < share < 0.1 else f"{100 * share:.0f}%"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def environment() -> dict[str, Any]:
+    """Command line, versions and hardware of this run."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("sglang-diffkv", "sglang", "torch", "triton")},
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": gpus,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
