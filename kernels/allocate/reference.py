@@ -52,6 +52,8 @@ def recycle(state: PageState, pages: torch.Tensor, mask: torch.Tensor) -> None:
 def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch.Tensor, width: int) -> None:
     """Append fresh own pages to the rows' page table: all slots empty, range unlimited.
 
+    The range of an entry that got the scratch page is empty: what others wrote there is never read.
+
     Args:
         rows: [B] int64, distinct.
         demand: [B, L, H] int64 pages for each head, each at most ``width``.
@@ -64,7 +66,7 @@ def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch
     where = table_index(state, rows, tier, entry)[granted]
     state.page_table.view(-1)[where] = page[granted].int()
     state.range_lo.view(-1)[where] = 0
-    state.range_hi.view(-1)[where] = NO_LIMIT
+    state.range_hi.view(-1)[where] = torch.where(page[granted] == state.scratch_page, 0, NO_LIMIT).int()
     state.segments[tier].positions[page[granted]] = EMPTY
     state.entries[rows, :, :, tier] += demand.int()
     state.fault[rows] |= short.view(*demand.shape).flatten(1).any(1).int()

@@ -8,7 +8,7 @@ from sglang_diffkv.kernels.table import max_entries, row_table, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 
-def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, own_only: bool = False) -> None:
+def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
     """Append to ``target``'s page table the pages of ``source`` that hold a token with position in [lo, hi).
 
     The target sees only the positions in the intersection of [lo, hi) and the source's own range for
@@ -16,7 +16,7 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, own_
     The target's own region starts after the attached pages: it never writes to them.
 
     Args:
-        own_only: take only the pages that the source itself may write.
+        kept_only: take only the pages that no segment holds yet.
     """
     rows = torch.tensor([source, target], device=state.device)
     src, dst = rows[:1], rows[1:]
@@ -28,8 +28,8 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, own_
             position = seg.positions[page]  # [L, H, E, tokens]
             held = (position >= page_lo.unsqueeze(3)) & (position < page_hi.unsqueeze(3))
             keep = held.any(3) & (page != state.scratch_page)
-            if own_only:
-                first = state.own_entry[source, :, :, tier].unsqueeze(2)
+            if kept_only:
+                first = state.kept_entry[source, :, :, tier].unsqueeze(2)
                 keep &= torch.arange(width, device=state.device) >= first
             start = state.entries[target, :, :, tier].long().unsqueeze(2)
             entry = torch.where(keep, start + keep.long().cumsum(2) - 1, 0)
@@ -39,6 +39,7 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, own_
             state.range_hi.view(-1)[where] = page_hi[keep]
             state.refcount.index_add_(0, page[keep], torch.ones_like(page[keep], dtype=torch.int32))
             state.entries[target, :, :, tier] += keep.sum(2, dtype=torch.int32)
+        state.kept_entry[target, :, :, tier] = state.entries[target, :, :, tier]
         state.own_entry[target, :, :, tier] = state.entries[target, :, :, tier]
         state.own_tokens[target, :, :, tier] = 0
 

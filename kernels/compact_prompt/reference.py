@@ -39,8 +39,10 @@ def compact_prompt(state: PageState, row: int, seq_len: int, policy: PromptClass
         return
     slot = torch.arange(total, device=state.device).expand(*used.shape, -1)
     present = slot < used.unsqueeze(2)
-    page, place = (x[0] for x in own_slot_location(state, rows, 0, torch.where(present, slot, 0).unsqueeze(0)))
-    position = torch.where(present, seg.positions[page, place], EMPTY)  # [L, H, N]
+    own_slot = torch.where(present, slot, 0).unsqueeze(0)
+    page, place = (x[0] for x in own_slot_location(state, rows, 0, own_slot))  # [L, H, N]
+    stored = present & (page != state.scratch_page)
+    position = torch.where(stored, seg.positions[page, place], EMPTY)
     tier_of = policy.classify_prompt(seg.scores[page, place], position, seq_len, tiers)
     tier_of = torch.where(position >= 0, tier_of, tiers)
     kept = (tier_of == 0).sum(2)  # [L, H]

@@ -56,12 +56,18 @@ def _logits(q: torch.Tensor, seg: Segments, page: torch.Tensor) -> torch.Tensor:
     return out * scale.unsqueeze(2) + q.sum(3, keepdim=True) * zero.unsqueeze(2)
 
 
-def _weighted_values(prob: torch.Tensor, seg: Segments, page: torch.Tensor) -> torch.Tensor:
-    """prob [B, H, G, N] and pages [B, H, E] to [B, H, G, v_head_dim]."""
+def _weighted_values(
+    prob: torch.Tensor, seg: Segments, page: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """prob [B, H, G, N], pages [B, H, E] and valid [B, H, N] to [B, H, G, v_head_dim].
+
+    Slots that are not valid may hold any bytes, NaN among them, which a probability of 0 does not cancel.
+    """
     values = seg.values[page].flatten(2, 3)
     if seg.value_meta is None:
-        return prob @ values.float()
-    scale, zero = seg.value_meta[page].flatten(2, 3).float().unbind(-1)  # [B, H, N]
+        return prob @ values.float().masked_fill(~valid.unsqueeze(3), 0.0)
+    meta = seg.value_meta[page].flatten(2, 3).float().masked_fill(~valid.unsqueeze(3), 0.0)
+    scale, zero = meta.unbind(-1)  # [B, H, N]
     scaled = prob * scale.unsqueeze(2)
     parts = [scaled @ plane.float() for plane in planes(values, seg.layout.tier.v_bits)]
     return torch.cat(parts, dim=3) + (prob @ zero.unsqueeze(3))
@@ -89,7 +95,8 @@ def decode_attention(
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
 
     Returns:
-        out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm).
+        out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm). A head that sees no
+        token (a row that lost its only page) gives zeros and -inf.
     """
     batch, q_heads, dim = q.shape
     grouped = q.float().view(batch, state.num_heads, -1, dim) * sm_scale
@@ -97,7 +104,7 @@ def decode_attention(
         layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer))
         for tier in range(len(state.segments))
     ]
-    logits, positions = [], []
+    logits, positions, valids = [], [], []
     for seg, (page, lo, hi) in zip(state.segments, tables, strict=True):
         position = seg.positions[page]  # [B, H, E, tokens]
         valid = ((position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))).flatten(2)
@@ -106,18 +113,20 @@ def decode_attention(
             tier_logits = logit_cap * torch.tanh(tier_logits / logit_cap)
         logits.append(tier_logits.masked_fill(~valid.unsqueeze(2), float("-inf")))
         positions.append(position.flatten(2))
+        valids.append(valid)
     joined = torch.cat(logits, dim=3)
     lse = joined.logsumexp(3)  # [B, H, G]
-    prob = (joined - lse.unsqueeze(3)).exp()
+    prob = (joined - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(3)).exp()
     probs = prob.split([x.shape[3] for x in logits], dim=3)
     out = sum(
-        _weighted_values(p, seg, page)
-        for p, seg, (page, _, _) in zip(probs, state.segments, tables, strict=True)
+        _weighted_values(p, seg, page, valid)
+        for p, seg, (page, _, _), valid in zip(probs, state.segments, tables, valids, strict=True)
     )
     if scores is not None:
-        for tier, (p, position) in enumerate(zip(probs, positions, strict=True)):
+        for tier, (p, position, valid) in enumerate(zip(probs, positions, valids, strict=True)):
+            page = tables[tier][0]
             _update_scores(
-                state, layer, tier, rows, tables[tier][0], position, p.amax(2), seq_lens, scores, window
+                state, layer, tier, rows, page, position, valid, p.amax(2), seq_lens, scores, window
             )
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
 
@@ -129,6 +138,7 @@ def _update_scores(
     rows: torch.Tensor,
     page: torch.Tensor,  # [B, H, E]
     position: torch.Tensor,  # [B, H, N]
+    valid: torch.Tensor,  # [B, H, N]
     received: torch.Tensor,  # [B, H, N]
     seq_lens: torch.Tensor,
     scores: StepScores,
@@ -141,7 +151,7 @@ def _update_scores(
     first = state.own_entry[rows, layer, :, tier].long().unsqueeze(2)  # [B, H, 1]
     entry = torch.arange(page.shape[2], device=page.device).expand_as(page)
     own = (entry >= first) & (entry < state.entries[rows, layer, :, tier].unsqueeze(2))
-    own_token = own.repeat_interleave(tokens, dim=2) & (position >= 0)
+    own_token = own.repeat_interleave(tokens, dim=2) & valid
     count = (newest - position).clamp(min=1)
     old = seg.scores[page].flatten(2)
     new = torch.where(position < newest, old + (received - old) / count, old)

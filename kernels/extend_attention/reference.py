@@ -74,7 +74,8 @@ def _attend(
         position = seg.positions[page, slot]
         seen = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < prefix)
         keys.append(tier_keys.flatten(1, 2))
-        values.append(tier_values.flatten(1, 2))
+        # Slots that are not seen may hold any bytes; a probability of 0 does not cancel a NaN.
+        values.append(tier_values.masked_fill(~seen.unsqueeze(3), 0.0).flatten(1, 2))
         valid.append(seen.flatten(1))
     sizes = [x.shape[1] for x in valid] + [count]
     keys.append(key.float().transpose(0, 1))

@@ -18,6 +18,7 @@ def release(state: PageState, row: int) -> None:
             page, _, hi = row_table(state, rows, tier, width)
             recycle(state, page.flatten(), (hi > 0).flatten())
     state.entries[row] = 0
+    state.kept_entry[row] = 0
     state.own_entry[row] = 0
     state.own_tokens[row] = 0
     state.hole[row] = -1
@@ -46,4 +47,5 @@ def trim(state: PageState, row: int, end: int) -> None:
         state.range_lo.view(-1)[where] = lo[keep]
         state.range_hi.view(-1)[where] = hi[keep]
         state.entries[row, :, :, tier] = keep[0].sum(2, dtype=torch.int32)
+    state.kept_entry[row] = state.entries[row]
     state.own_entry[row] = state.entries[row]

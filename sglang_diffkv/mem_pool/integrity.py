@@ -42,7 +42,9 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
         for tier, seg in enumerate(state.segments):
             counts = state.entries[row, :, :, tier]
             own_from = state.own_entry[row, :, :, tier]
-            assert (own_from <= counts).all() and (own_from >= 0).all(), f"row {row}: own region outside entries"
+            kept_from = state.kept_entry[row, :, :, tier]
+            assert (own_from <= counts).all(), f"row {row}: own region outside entries"
+            assert (kept_from <= own_from).all() and (kept_from >= 0).all(), f"row {row}: a shared page is own"
             bound = manager.space.bound(row)[tier]
             assert int(counts.max()) <= bound, f"row {row} tier {tier}: {int(counts.max())} entries, bound {bound}"
             assert bound <= len(manager.space.blocks[row][tier]) * TABLE_BLOCK, f"row {row}: no block for an entry"

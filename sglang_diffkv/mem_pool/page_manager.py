@@ -69,9 +69,11 @@ class Geometry:
 
     @property
     def num_blocks(self) -> int:
-        """Table blocks: the entries of all pages twice over, and four blocks a row for its ends."""
+        """Table blocks: the entries of all pages twice over, and two blocks (an end of each tier) for rows that
+        are in use together. Where they run out, prefixes are evicted, then requests retracted."""
         entries = -(-self.num_pages // self.heads)
-        return 1 + 2 * -(-entries // TABLE_BLOCK) + 4 * (self.num_rows + min(self.num_segments, entries))
+        rows = min(self.num_rows, 512) + min(self.num_segments, 512)
+        return 1 + 2 * -(-entries // TABLE_BLOCK) + 2 * min(rows, entries)
 
     def table_bytes(self) -> int:
         """Bytes of the page table and what else stands beside the pages."""
@@ -108,8 +110,13 @@ class PageManager:
         )
         self.space = TableSpace(self.state)
         self.lengths: dict[int, int] = {}  # row of a request -> tokens of its sequence stored or pruned
+        self.shared: dict[int, int] = {}  # row of a request -> tokens that segments hold for it
         self.segments: set[Segment] = set()
         self._segment_rows = list(range(geometry.num_rows + geometry.num_segments - 1, geometry.num_rows - 1, -1))
+        self.sealed: dict[int, int] = {}  # row of a request -> tokens in pages that it may not write
+        self.share_min_tokens: int | None = None
+        """A prompt with this many own tokens is sealed at its end, ready for the prefix cache; None: never."""
+        self.finishing: set[int] = set()  # rows whose prompt ends with their next extend pass
         self.version = 0
         """Grows with every change of page ownership, so that derived counts can be cached."""
 
@@ -133,12 +140,26 @@ class PageManager:
         self.version += 1
         reserve(self.state, self._rows(rows), self._rows(new_tokens), max(new_tokens, default=0))
 
+    def take_finishing(self, rows: list[int]) -> list[int]:
+        """Those of ``rows`` marked as ending their prompt now; the marks are cleared."""
+        ending = [row for row in rows if row in self.finishing]
+        self.finishing.difference_update(ending)
+        return ending
+
     def end_prompt(self, row: int) -> None:
-        """Prompt-phase compaction of a row whose last chunk has run."""
+        """Prompt-phase compaction of a row whose last chunk has run.
+
+        With overlap scheduling the next step's token is written before the prefix cache asks for the prompt,
+        so a prompt that is worth sharing is sealed here and that token starts a page of its own.
+        """
         length = self.lengths[row]
         if self.policy.compresses and length > self.policy.window:
             compact_prompt(self.state, row, length, self.policy)
             self.version += 1
+        own = length - self.shared.get(row, 0)
+        if self.share_min_tokens is not None and own >= self.share_min_tokens:
+            seal(self.state, row)
+            self.sealed[row] = length
         self._tighten(row)
 
     def end_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: StepScores | None) -> None:
@@ -168,16 +189,32 @@ class PageManager:
                     raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
                 self.space.extend(row, *self.space.bound(segment.row))
                 attach(self.state, row, segment.row, lo, hi)
-                self.lengths[row] = hi
+                self.lengths[row] = self.shared[row] = hi
                 self._tighten(row)
         except TableFull:
             self.release(row)
             raise
         self.version += 1
 
-    def share(self, row: int, lo: int, hi: int) -> Segment | None:
-        """Make the row's own pages a segment for positions [lo, hi); they become immutable for the row too.
+    def fitting_path(self, parts: list[tuple[Segment, int, int]]) -> list[tuple[Segment, int, int]]:
+        """The longest start of ``parts`` that leaves an empty row room for its longest sequence."""
+        entries = [-(-self.geometry.max_tokens // x.tokens) for x in self.fmt.layouts]
+        for count, (segment, _, _) in enumerate(parts):
+            bound = self.space.bound(segment.row)
+            entries = [have + more for have, more in zip(entries, bound, strict=False)]
+            if sum(-(-n // TABLE_BLOCK) for n in entries) > self.space.max_blocks:
+                return parts[:count]
+        return parts
 
+    def can_share(self, row: int) -> bool:
+        """Whether a segment row and table blocks are left to make a segment of the row's own pages."""
+        needed = sum(-(-n // TABLE_BLOCK) for n in self.space.bound(row))
+        return bool(self._segment_rows) and needed <= len(self.space.free_blocks)
+
+    def share(self, row: int, lo: int, hi: int) -> Segment | None:
+        """Make the pages that no segment holds yet a segment for positions [lo, hi), immutable from now on.
+
+        A running row is shared up to where it was sealed; a row that ends, up to any position.
         Returns None, changing nothing, if no segment row or table block is left.
         """
         if not self._segment_rows:
@@ -189,8 +226,12 @@ class PageManager:
             self.space.release(segment_row)
             return None
         self._segment_rows.pop()
-        attach(self.state, segment_row, row, lo, hi, own_only=True)
-        seal(self.state, row)
+        attach(self.state, segment_row, row, lo, hi, kept_only=True)
+        if self.sealed.get(row) != hi:
+            seal(self.state, row)
+            self.sealed[row] = self.lengths[row]
+        self.state.kept_entry[row] = self.state.own_entry[row]
+        self.shared[row] = hi
         self._tighten(row)
         self._tighten(segment_row)
         segment = Segment(segment_row, lo, hi, self.pages_of(segment_row))
@@ -203,6 +244,9 @@ class PageManager:
         release(self.state, row)
         self.space.release(row)
         self.lengths.pop(row, None)
+        self.shared.pop(row, None)
+        self.sealed.pop(row, None)
+        self.finishing.discard(row)
         self.version += 1
 
     def release_segment(self, segment: Segment) -> None:
@@ -256,6 +300,11 @@ class PageManager:
         if not self.policy.compresses:
             full[..., 1:] = False
         return int(full.sum())
+
+    def table_starved(self, new_entries: int = 0) -> bool:
+        """Whether the page table might not hold the next step of all request rows, with ``new_entries`` more."""
+        needed = 2 * (len(self.lengths) + 1) + -(-new_entries // TABLE_BLOCK)
+        return bool(self.lengths or new_entries) and len(self.space.free_blocks) < needed
 
     def faults(self, rows: list[int]) -> list[int]:
         """Those of ``rows`` that found the ring empty and lost tokens."""

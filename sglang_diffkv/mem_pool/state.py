@@ -78,6 +78,7 @@ class PageState:
     range_lo: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32: a slot counts if its position is in
     range_hi: torch.Tensor  # [range_lo, range_hi)
     entries: torch.Tensor  # [R, L, H, T] int32, table entries in use
+    kept_entry: torch.Tensor  # [R, L, H, T] int32, first entry that no segment holds
     own_entry: torch.Tensor  # [R, L, H, T] int32, first entry whose page this row may write
     own_tokens: torch.Tensor  # [R, L, H, T] int32, slots used in own pages, a hole included
     hole: torch.Tensor  # [R, L, H] int32, own high slot that a token left, or -1
@@ -115,6 +116,7 @@ class PageState:
             range_lo=ints(*table),
             range_hi=ints(*table),
             entries=ints(*heads, len(fmt.tiers)),
+            kept_entry=ints(*heads, len(fmt.tiers)),
             own_entry=ints(*heads, len(fmt.tiers)),
             own_tokens=ints(*heads, len(fmt.tiers)),
             hole=ints(*heads, fill=EMPTY),

@@ -72,8 +72,7 @@ def _record(reply: dict[str, Any], latency: float) -> Record:
         finish_reason=reason["type"],
         logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
         top_logprobs=[
-            [(entry[0], entry[1]) for entry in position]
-            for position in meta.get("output_top_logprobs") or ()
+            [(entry[0], entry[1]) for entry in position] for position in meta.get("output_top_logprobs") or ()
         ],
     )
 

@@ -97,7 +97,7 @@ class Server:
         self.stop()
 
     def start(self) -> None:
-        """Start the process and wait until it is ready; raise ``ServerError`` if it ends or takes too long."""
+        """Start the process and wait until it is ready; ``ServerError`` if it ends or takes too long."""
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,
@@ -127,7 +127,7 @@ class Server:
         return ServerError(f"the server {what}\n$ {shlex.join(self.command)}\n{tail}")
 
     def stop(self, grace: float = 15.0) -> None:
-        """End the server and all its processes: SIGTERM, and SIGKILL for what is left after ``grace`` seconds."""
+        """End the server and all its processes: SIGTERM, then SIGKILL for what is left after ``grace`` s."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -170,8 +170,14 @@ class Server:
         return response.json()
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache; raises if requests are still running."""
-        self.post("/flush_cache").raise_for_status()
+        """Empty the prefix cache; raises if requests are still running after a few seconds.
+
+        A request has left the scheduler only some steps after its reply, so a refusal is tried again.
+        """
+        deadline = time.monotonic() + 10.0
+        while not (response := self.post("/flush_cache")).ok and time.monotonic() < deadline:
+            time.sleep(0.1)
+        response.raise_for_status()
 
     def server_info(self) -> dict[str, Any]:
         """The reply of ``/server_info``: the resolved arguments and the schedulers' state."""

@@ -47,9 +47,9 @@ def select(
     n: int | None = None,
     seed: int = 0,
 ) -> list[Item]:
-    """A fixed random sample: the items of ``tasks`` and ``levels`` without ``exclude``, shuffled, at most ``n``.
+    """A fixed random sample: the items of ``tasks`` and ``levels`` without ``exclude``, at most ``n``.
 
-    The order depends on ``seed`` and on the filters only, so a smaller ``n`` takes a prefix of a larger one's.
+    The order depends on ``seed`` and the filters only, so a smaller ``n`` takes the head of a larger one's.
     """
     items = list(items)
     known = {item.task for item in items}

@@ -1,0 +1,72 @@
+# CPU development of sglang_diffkv: `make help` lists the targets.
+# Variables: PYTHON (3.11 or later) creates the environment and runs test-gpu; VENV is its folder;
+# TORCH_PIP_ARGS goes to the pip call that installs torch (an index of CPU builds, for example).
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PLACEHOLDER := third_party/sgl_kernel_placeholder
+SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
+	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
+CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+
+# pip's own retries do not cover a download that breaks off, so a failed call is repeated as a whole.
+define pip_install
+	@for attempt in 1 2 3 4; do \
+		echo "pip install $(1)"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --timeout 60 $(1) && exit 0; \
+		[ $$attempt = 4 ] || { echo "pip failed, trying again"; sleep $$((5 * attempt)); }; \
+	done; exit 1
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast test-gpu lint format clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+venv: $(STAMP) ## create .venv with SGLang for a CPU, the package (editable) and the development tools
+
+$(STAMP): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; name another with PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(call pip_install,$(TORCH_PIP_ARGS) $(TORCH))
+	$(call pip_install,--no-deps -r requirements/cpu.txt -r requirements/dev.txt)
+	$(call pip_install,--no-deps --no-build-isolation ./$(PLACEHOLDER))
+	$(call pip_install,--no-deps --no-build-isolation --editable .)
+	@touch $@
+
+demo: venv ## start a server on the CPU, ask it questions, show the answers and the compressed bytes
+	$(CPU_ENV) $(BIN)/python examples/demo.py
+
+test: venv ## run all CPU tests
+	$(CPU_ENV) $(BIN)/python -m pytest -q -m "not gpu" $(PYTEST_ARGS)
+
+test-fast: venv ## run the CPU tests that start no server
+	$(CPU_ENV) $(BIN)/python -m pytest -q -m "not gpu and not server" $(PYTEST_ARGS)
+
+test-gpu: ## run the GPU tests with $(PYTHON), which has SGLang and the package installed
+	$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+
+lint: venv ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv ## fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove build outputs and caches
+	rm -rf build dist *.egg-info $(PLACEHOLDER)/build $(PLACEHOLDER)/*.egg-info
+	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment too
+	rm -rf $(VENV)

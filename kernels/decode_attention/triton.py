@@ -1,0 +1,184 @@
+"""Decode attention on the GPU: same results as ``reference.py``, fixed shapes, no host synchronisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.kernels.decode_attention.triton_finish import finish_kernel
+from sglang_diffkv.kernels.decode_attention.triton_split import split_kernel
+from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
+from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
+from sglang_diffkv.mem_pool.state import PageState
+
+NOTHING = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the first pass is cut: ``tile`` tokens an iteration, ``stages`` of asynchronous copies in flight."""
+
+    tile: int = 64
+    warps: int = 4
+    stages: int = 3
+
+
+def chunk_of(layout: TierLayout, tile: int) -> int:
+    """Slots of a unit: the largest power of two that wastes least of a page, at most ``tile``."""
+    best = min((16, 32, 64), key=lambda c: (-(-layout.tokens // c) * c, -c))
+    return min(best, tile)
+
+
+def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, int]:
+    """Units and bytes of a tile of each tier."""
+    chunk_high, chunk_low = chunk_of(fmt.high, config.tile), chunk_of(fmt.low, config.tile)
+    return {
+        "CHUNK_H": chunk_high,
+        "U_H": config.tile // chunk_high,
+        "CHUNK_L": chunk_low,
+        "U_L": config.tile // chunk_low,
+        "WEIGHT_H": fmt.high.tier.token_bytes(fmt.head_dim, fmt.v_head_dim),
+        "WEIGHT_L": fmt.low.tier.token_bytes(fmt.head_dim, fmt.v_head_dim),
+    }
+
+
+@dataclass
+class FoundTokens:
+    """Searches of a decode step, a packed (score bits, own slot) for each split: what ``StepScores`` is to the
+    reference. Index 0 of the fourth axis is the candidate, 1 + t the least significant token of tier t."""
+
+    packed: torch.Tensor  # [B, L, H, T + 1, S] int64
+
+    @classmethod
+    def create(cls, state: PageState, batch: int, splits: int) -> FoundTokens:
+        shape = (batch, state.num_layers, state.num_heads, len(state.fmt.tiers) + 1, splits)
+        return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device))
+
+    def unpack(self) -> StepScores:
+        best = self.packed.amin(4)  # [B, L, H, T + 1]
+        slot = torch.where(best == NOTHING, -1, best & 0xFFFFFFFF)
+        score = (best >> 32).int().view(torch.float32)
+        score = torch.where(best == NOTHING, float("inf"), score)
+        return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:])
+
+
+@dataclass
+class DecodeWorkspace:
+    """Scratch of decode attention, shared by all layers; static addresses for graph capture.
+
+    ``logits`` and ``tile_max`` are empty unless scores are kept. A head's tokens past ``tiles`` tiles are
+    attended to, but keep their old score.
+    """
+
+    config: DecodeConfig
+    splits: int
+    tiles: int
+    partial_out: torch.Tensor  # [B, H, slots, G, v_head_dim] float32
+    partial_lse: torch.Tensor  # [B, H, slots, G] float32, base 2
+    logits: torch.Tensor  # [B, H, tiles, tile, G] fp16, base 2, relative to tile_max
+    tile_max: torch.Tensor  # [B, H, tiles, G] float32
+
+    @classmethod
+    def create(
+        cls,
+        state: PageState,
+        batch: int,
+        q_heads: int,
+        *,
+        splits: int,
+        max_tokens: int = 0,
+        config: DecodeConfig | None = None,
+    ) -> DecodeWorkspace:
+        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are."""
+        config = config or DecodeConfig()
+        fmt, heads = state.fmt, state.num_heads
+        group, slots = q_heads // heads, splits + len(fmt.tiers) - 1
+        # A page in three of a row may be part-filled (segments, the tiers' ends) without losing tokens.
+        fill = 0.66
+        chunk = tile_constants(fmt, config)
+        waste = -(-fmt.high.tokens // chunk["CHUNK_H"]) * chunk["CHUNK_H"] / fmt.high.tokens
+        waste = max(waste, -(-fmt.low.tokens // chunk["CHUNK_L"]) * chunk["CHUNK_L"] / fmt.low.tokens)
+        tiles = int(max_tokens * waste / fill) // config.tile + 4 if max_tokens else 0
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(batch, heads, *shape, dtype=dtype, device=state.device)
+
+        return cls(
+            config,
+            splits,
+            tiles,
+            empty(slots, group, fmt.v_head_dim),
+            empty(slots, group),
+            empty(tiles, config.tile, group, dtype=torch.float16),
+            empty(tiles, group),
+        )
+
+
+def decode_attention(
+    state: PageState,
+    layer: int,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sm_scale: float,
+    workspace: DecodeWorkspace,
+    num_valid: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    found: FoundTokens | None = None,
+    window: int = 0,
+    logit_cap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
+
+    Args:
+        q: [B, Hq, head_dim], contiguous. rows, seq_lens: [B] integers.
+        workspace: for at least B requests.
+        num_valid: [1] int32, requests that are not padding; the others get zeros.
+        out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
+        found: where given, own tokens' scores are updated and the searches are filled in.
+
+    Returns:
+        ``out`` and ``lse`` (natural logarithm).
+    """
+    fmt = state.fmt
+    batch, q_heads, dim = q.shape
+    heads = state.num_heads
+    assert q.is_contiguous() and dim == fmt.head_dim and q_heads % heads == 0
+    assert q.dtype in (torch.bfloat16, torch.float16)
+    assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
+    assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[0] >= batch
+    assert workspace.partial_lse.shape[3] * heads == q_heads
+    check_rows(rows, num_valid, state)
+    if out is None:
+        out = torch.empty(batch, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
+    assert out.is_contiguous() and lse.is_contiguous()
+    if found is not None:
+        assert workspace.tiles > 0, "scores are wanted: create the workspace with max_tokens"
+        assert found.packed.shape[4] == workspace.splits and found.packed.shape[0] >= batch
+    config, splits, group = workspace.config, workspace.splits, q_heads // heads
+    constants = {**format_constants(fmt), **tile_constants(fmt, config)}
+    shape = dict(MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=heads, G=group, S=splits)
+    split_kernel[(batch * heads, splits)](
+        q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
+        state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
+        rows, num_valid, layer, sm_scale, logit_cap, workspace.tiles,
+        **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
+        HAS_CAP=logit_cap > 0, KEEP=found is not None, ASM=not INTERPRETED,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
+    finish_kernel[(batch * heads, 1 + splits if found is not None else 1)](
+        out, lse, found.packed if found is not None else workspace.partial_lse,
+        workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
+        state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
+        state.own_entry, rows, seq_lens, num_valid, layer, window, workspace.tiles,
+        **kept, **shape, num_warps=4,
+    )  # fmt: skip
+    return out, lse

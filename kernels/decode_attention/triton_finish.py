@@ -1,0 +1,147 @@
+"""Second pass of decode attention: join the splits, update the scores and search for the policy.
+
+The first pass cannot know a head's final normaliser; this one reads it, turns the kept logits into
+attention, folds that into each own token's running mean and finds the token that leaves the window and the
+least significant token of each tier. Only the group's logits, scores and positions are read again.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.decode_attention.triton_split import LOG2E, split_span, spread, tile_slots, tile_units
+from sglang_diffkv.kernels.triton_table import ceil_div, padded
+
+NOTHING = tl.constexpr(2**63 - 1)
+"""Search result of a split that found no token; above every (score bits, slot) pair."""
+
+
+@triton.jit
+def score_tier(
+    lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, range_lo, range_hi, block_table,
+    row, layer, head, count, own_first, first, last,
+    HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    CHUNK: tl.constexpr, U: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """Tiles [first, last) of one tier; returns the packed candidate and least significant token, int64 each.
+
+    ``lse`` [GP] is the head's base-2 normaliser; ``room`` tiles of logits were kept.
+    """
+    N: tl.constexpr = U * CHUNK
+    g = tl.arange(0, GP)
+    candidate = tl.full([N], NOTHING, tl.int64)
+    least = tl.full([N], NOTHING, tl.int64)
+    for tile in range(first, tl.minimum(last, room)):
+        page, lo, hi, unit_entry = tile_units(
+            tile, count, block_table, page_table, range_lo, range_hi, row, layer, head,
+            HIGH, TOKENS, CHUNK, U, MAX_BLOCKS, L, H,
+        )  # fmt: skip
+        entry = spread(unit_entry, CHUNK, U)
+        slot = tile_slots(tile, TOKENS, CHUNK, U)
+        own = (entry >= own_first) & (entry < count) & (slot < TOKENS)
+        words = (pages + spread(page, CHUNK, U).to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32))
+        score_ptr = (words + SCORES // 4 + slot).to(tl.pointer_type(tl.float32))
+        position = tl.load(words + POSITIONS // 4 + slot, mask=own, other=-1)
+        own &= (position >= spread(lo, CHUNK, U)) & (position < spread(hi, CHUNK, U))
+        old = tl.load(score_ptr, mask=own, other=0.0)
+        at = tile * N + tl.arange(0, N)
+        inside = own[:, None] & (g[None, :] < G)
+        x = tl.load(logits_ptr + at[:, None] * G + g[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+        shift = tl.load(tile_max_ptr + tile * G + g, mask=g < G, other=0.0) - lse
+        received = tl.max(tl.exp2(x + shift[None, :]), 1)
+        age = tl.maximum(newest - position, 1).to(tl.float32)
+        new = tl.where(position < newest, old + (received - old) / age, old)
+        tl.store(score_ptr, new, mask=own)
+        number = (entry - own_first) * TOKENS + slot
+        bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
+        if HIGH:
+            leaving = own & (position == newest - window)
+            candidate = tl.minimum(candidate, tl.where(leaving, packed, NOTHING))
+        least = tl.minimum(least, tl.where(own & (position <= newest - window), packed, NOTHING))
+    return tl.min(candidate, 0), tl.min(least, 0)
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def finish_kernel(
+    out, lse_out, found, partial_out, partial_lse, logits, tile_max, pages, page_table, range_lo, range_hi,
+    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, TILES,
+    H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
+    L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
+    TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    CHUNK_H: tl.constexpr, U_H: tl.constexpr, CHUNK_L: tl.constexpr, U_L: tl.constexpr,
+    WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * H, 1 + S): program 0 of a head joins the splits, program 1 + s scores the tokens of split s.
+    Without scores the grid is (B * H, 1)."""
+    bh = tl.program_id(0)
+    part = tl.program_id(1)
+    b, head = bh // H, bh % H
+    GP: tl.constexpr = padded(G)
+    DP: tl.constexpr = padded(DV)
+    SLOTS: tl.constexpr = S + TIERS - 1
+    bh64 = bh.to(tl.int64)
+    g = tl.arange(0, GP)
+    d = tl.arange(0, DP)
+    inside = (g[:, None] < G) & (d[None, :] < DV)
+    out_ptr = out + bh64 * G * DV + g[:, None] * DV + d[None, :]
+    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * S + part - 1
+    if b >= tl.load(num_valid):
+        if part == 0:
+            tl.store(out_ptr, tl.zeros([GP, DP], out.dtype.element_ty), mask=inside)
+            tl.store(lse_out + bh64 * G + g, tl.full([GP], float("-inf"), tl.float32), mask=g < G)
+        else:
+            for k in tl.static_range(TIERS + 1):
+                tl.store(found_ptr + k * S, tl.full([], NOTHING, tl.int64))
+        return
+
+    lse_ptr = partial_lse + bh64 * SLOTS * G
+    top = tl.full([GP], float("-inf"), tl.float32)
+    for s in range(SLOTS):
+        top = tl.maximum(top, tl.load(lse_ptr + s * G + g, mask=g < G, other=float("-inf")))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    norm = tl.zeros([GP], tl.float32)
+    for s in range(SLOTS):
+        norm += tl.exp2(tl.load(lse_ptr + s * G + g, mask=g < G, other=float("-inf")) - top)
+    lse = top + tl.log2(norm)
+
+    if part == 0:
+        acc = tl.zeros([GP, DP], tl.float32)
+        for s in range(SLOTS):
+            weight = tl.exp2(tl.load(lse_ptr + s * G + g, mask=g < G, other=float("-inf")) - top)
+            x_ptr = partial_out + (bh64 * SLOTS + s) * G * DV + g[:, None] * DV + d[None, :]
+            acc += weight[:, None] * tl.load(x_ptr, mask=inside, other=0.0)
+        acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
+        tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=inside)
+        tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=g < G)
+        return
+
+    row = tl.load(rows + b).to(tl.int64)
+    newest = tl.load(seq_lens + b).to(tl.int32) - 1
+    counts = ((row * L + layer) * H + head) * TIERS
+    count_high = tl.load(entries + counts)
+    count_low = tl.load(entries + counts + TIERS - 1)
+    high, high_first, high_last, low_first, low_last, turn = split_span(
+        part - 1, count_high, count_low, S, WEIGHT_H, WEIGHT_L,
+        ceil_div(H_TOKENS, CHUNK_H), ceil_div(L_TOKENS, CHUNK_L), U_H, U_L, TIERS,
+    )  # fmt: skip
+    N: tl.constexpr = CHUNK_H * U_H
+    lse = tl.where(norm > 0, lse, 0.0)
+    logits_ptr = logits + bh64 * TILES * N * G
+    tile_max_ptr = tile_max + bh64 * TILES * G
+    candidate, least = score_tier(
+        lse, newest, window, logits_ptr, tile_max_ptr, TILES, pages, page_table, range_lo, range_hi, block_table,
+        row, layer, head, count_high, tl.load(own_entry + counts), high_first, high_last,
+        True, H_TOKENS, H_SCORES, H_POSITIONS, CHUNK_H, U_H, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+    )  # fmt: skip
+    tl.store(found_ptr, candidate)
+    tl.store(found_ptr + S, least)
+    if TIERS == 2:
+        _, least = score_tier(
+            lse, newest, window, logits_ptr + high * N * G, tile_max_ptr + high * G, TILES - high, pages,
+            page_table, range_lo, range_hi, block_table, row, layer, head, count_low,
+            tl.load(own_entry + counts + 1), low_first, low_last,
+            False, L_TOKENS, L_SCORES, L_POSITIONS, CHUNK_L, U_L, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+        )  # fmt: skip
+        tl.store(found_ptr + 2 * S, least)

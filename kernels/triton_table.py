@@ -1,0 +1,78 @@
+"""Device-side addressing of the bidirectional page table, and the checks every Triton wrapper makes."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+
+BLOCK = tl.constexpr(TABLE_BLOCK)
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@triton.jit
+def table_index(
+    block_table, row, layer, head, column, live,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Flat int64 index into the page table of ``column`` (any shape); 0 where not ``live``."""
+    block = tl.load(block_table + row.to(tl.int64) * MAX_BLOCKS + column // BLOCK, mask=live, other=0)
+    return ((block.to(tl.int64) * L + layer) * H + head) * BLOCK + column % BLOCK
+
+
+@triton.constexpr_function
+def padded(n):
+    """Smallest power of two that holds ``n``."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@triton.constexpr_function
+def dot_padded(n):
+    """Smallest size of a tensor-core operand's side that holds ``n``."""
+    return 1 << (max(n, 16) - 1).bit_length()
+
+
+@triton.constexpr_function
+def ceil_div(a, b):
+    """``tl.cdiv`` for numbers known at compile time."""
+    return -(-a // b)
+
+
+def layout_constants(layout: TierLayout, prefix: str) -> dict[str, int]:
+    """Compile-time constants of one tier, each name with ``prefix`` in front."""
+    names = {
+        "KB": layout.tier.k_bits,
+        "VB": layout.tier.v_bits,
+        "TOKENS": layout.tokens,
+        "KEYS": layout.key_offset,
+        "KMETA": layout.key_meta_offset,
+        "VALUES": layout.value_offset,
+        "VMETA": layout.value_meta_offset,
+        "SCORES": layout.score_offset,
+        "POSITIONS": layout.position_offset,
+    }
+    return {prefix + name: value for name, value in names.items()}
+
+
+def format_constants(fmt: PageFormat) -> dict[str, int]:
+    """Constants of both tiers (``H_`` and ``L_``) and of the page; a single tier stands for both."""
+    return {
+        **layout_constants(fmt.high, "H_"),
+        **layout_constants(fmt.low, "L_"),
+        "TIERS": len(fmt.tiers),
+        "D": fmt.head_dim,
+        "DV": fmt.v_head_dim,
+        "PAGE_BYTES": fmt.page_bytes,
+    }
+
+
+def check_rows(rows: torch.Tensor, num_valid: torch.Tensor, state: PageState) -> None:
+    """Rows are [B] int32 or int64 on the state's device, ``num_valid`` [1] int32."""
+    assert rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64) and rows.is_contiguous()
+    assert num_valid.shape == (1,) and num_valid.dtype == torch.int32
+    assert rows.device == state.device == num_valid.device

@@ -1,0 +1,146 @@
+"""Everything that depends on the SGLang version: tested versions, field names, tree method names."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
+
+
+class UnsupportedError(RuntimeError):
+    """A combination that DiffKV refuses at start."""
+
+
+def sglang_version() -> str:
+    return version("sglang")
+
+
+def require_tested_version() -> None:
+    """Raise UnsupportedError unless the installed SGLang is one that the plugin was tested with."""
+    found = sglang_version()
+    if found not in TESTED_VERSIONS:
+        raise UnsupportedError(
+            f"sglang_diffkv replaces parts of SGLang that change between releases and was not tested with "
+            f"SGLang {found}. Install one of: {', '.join(TESTED_VERSIONS)}."
+        )
+
+
+def release() -> tuple[int, ...]:
+    return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
+
+
+def row_of(req: Any) -> int | None:
+    """The request's row in ``req_to_token``, None while it has none."""
+    return req.req_pool_idx if release() < (0, 5, 18) else req.kv.req_pool_idx
+
+
+def prefix_len(req: Any) -> int:
+    """Tokens that the request's next extend pass does not compute."""
+    return req.prefix_len if release() >= (0, 5, 22) else len(req.prefix_indices)
+
+
+def extend_end(req: Any) -> int:
+    """Position after the last token of the request's next extend pass."""
+    return req.extend_end if release() >= (0, 5, 22) else req.extend_range.end
+
+
+def prompt_len(req: Any) -> int:
+    """Tokens that prefill has to reach, generated ones of a retracted request included."""
+    return len(req.full_untruncated_fill_ids)
+
+
+@contextmanager
+def node_locked(adder: Any, node: Any) -> Iterator[None]:
+    """Hold a tree node while an admission is judged."""
+    with adder._lock_node(node):
+        yield
+
+
+def finish_with_error(req: Any, message: str) -> None:
+    """End a running request with an error that its client sees."""
+    from http import HTTPStatus
+
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+
+
+def prefix_cache_class() -> type:
+    """The prefix cache with the insertion methods of the installed SGLang."""
+    from sglang_diffkv.mem_pool.prefix_cache import DiffKVPrefixCache
+
+    class _Inserting(DiffKVPrefixCache):
+        """``_publish`` runs a stock insertion for a request's row, or not at all."""
+
+        def _publish(self, req: Any, insertion: Any, *, running: bool) -> bool:
+            row = row_of(req)
+            if row is None or (running and not self.worth_sharing(row, extend_end(req))):
+                return False
+            if not self.make_room_to_share(row):
+                return False
+            self.inserting_row = row
+            try:
+                insertion()
+            finally:
+                self.inserting_row = None
+            return True
+
+        def _keep_private(self, req: Any) -> None:
+            """What stock SGLang does for a running request that is not inserted."""
+            slots = self.req_to_token_pool.req_to_token[row_of(req), : extend_end(req)]
+            req.prefix_indices = slots.to(dtype=self._empty_match_result.device_indices.dtype, copy=True)
+
+        def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+            if self.disable:
+                return
+            stock = super().cache_unfinished_req
+            if chunked or not self._publish(req, lambda: stock(req, chunked=chunked), running=True):
+                self._keep_private(req)
+
+    class V17(_Inserting):
+        def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+            stock = super().cache_finished_req
+
+            def insertion() -> None:
+                stock(req, is_insert=True, kv_len_to_handle=kv_len_to_handle)
+
+            if not (is_insert and not self.disable and self._publish(req, insertion, running=False)):
+                stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
+
+        def record_removal(self, leaf: Any) -> None:
+            self._record_remove_event(leaf)
+
+    class V21(_Inserting):
+        def insert_req(self, req: Any, *, up_to: int) -> None:
+            stock = super().insert_req
+            if not self.disable:
+                self._publish(req, lambda: stock(req, up_to=up_to), running=False)
+
+        def record_removal(self, leaf: Any) -> None:
+            self.kv_events.record_remove(leaf)
+
+    class V23(_Inserting):
+        def checkpoint(self, req: Any, *, up_to: int) -> None:
+            stock = super().checkpoint
+            running = not req.finished()
+            if self.disable or (running and up_to < prompt_len(req)):
+                return
+            self._publish(req, lambda: stock(req, up_to=up_to), running=running)
+
+        def record_removal(self, leaf: Any) -> None:
+            self.kv_events.record_remove(leaf)
+
+    if release() < (0, 5, 18):
+        return V17
+    return V21 if release() < (0, 5, 22) else V23
+
+
+def disabled_prefix_cache_needs_tree() -> bool:
+    """0.5.22 and later have no chunk cache: a disabled radix cache is a tree object that holds nothing."""
+    return release() >= (0, 5, 22)

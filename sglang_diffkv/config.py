@@ -1,0 +1,140 @@
+"""The user's configuration: one pydantic model, given as ``--diffkv-config`` or ``SGLANG_DIFFKV_CONFIG``."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
+
+CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
+
+
+class ConfigError(ValueError):
+    """The configuration is unusable; the message names the field."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class UniformPolicyConfig(_Strict):
+    """Every token at one tier."""
+
+    name: Literal["uniform"] = "uniform"
+
+    def build(self) -> Policy:
+        return UniformPolicy()
+
+
+class DiffKVPolicyConfig(_Strict):
+    """DiffKV's thresholds, in units of the mean attention of a sequence."""
+
+    name: Literal["diffkv"] = "diffkv"
+    alpha_high: float = Field(1.0, ge=0, description="at or above this, a token stays in the high tier")
+    alpha_low: float = Field(0.0, ge=0, description="below this, a token is pruned")
+    window: int = Field(64, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DiffKVPolicyConfig:
+        if self.alpha_low > self.alpha_high:
+            raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
+        return self
+
+    def build(self) -> Policy:
+        return DiffKVPolicy(self.alpha_high, self.alpha_low, self.window)
+
+
+class DiffKVConfig(_Strict):
+    """Everything a user can set.
+
+    Attributes:
+        tiers: high tier first, for example ``["K8V4", "K4V2"]``, ``["K8V4"]`` or ``["BF16"]``.
+        policy: ``{"name": "diffkv", ...}`` or ``{"name": "uniform"}``; by default DiffKV with two tiers,
+            uniform with one.
+        page_tokens: high-tier tokens of a page.
+        prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share.
+        share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
+            many tokens of its own; a shorter one joins when the request ends.
+    """
+
+    tiers: tuple[str, ...] = ("K8V4", "K4V2")
+    policy: Annotated[DiffKVPolicyConfig | UniformPolicyConfig, Field(discriminator="name")] | None = None
+    page_tokens: int = Field(32, ge=4, le=256)
+    prefix_fidelity: Literal["compressed"] = "compressed"
+    share_min_tokens: int = Field(128, ge=1)
+
+    @field_validator("tiers")
+    @classmethod
+    def _possible(cls, tiers: tuple[str, ...]) -> tuple[str, ...]:
+        if not 1 <= len(tiers) <= 2:
+            raise ValueError(f"{len(tiers)} tiers given: one or two are supported")
+        return tuple(Tier.parse(name).name for name in tiers)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DiffKVConfig:
+        PageFormat(128, 128, self.parsed_tiers, self.page_tokens)
+        if len(self.tiers) > 1 and isinstance(self.policy, UniformPolicyConfig):
+            raise ValueError("policy uniform keeps every token at one tier, but tiers lists two")
+        return self
+
+    @property
+    def parsed_tiers(self) -> tuple[Tier, ...]:
+        return tuple(Tier.parse(name) for name in self.tiers)
+
+    @property
+    def lossless(self) -> bool:
+        """True if tokens are stored as the model wrote them and none is dropped."""
+        return self.parsed_tiers[0].is_raw and not self.build_policy().compresses
+
+    def build_policy(self) -> Policy:
+        if self.policy is not None:
+            return self.policy.build()
+        return DiffKVPolicy() if len(self.tiers) > 1 else UniformPolicy()
+
+    def page_format(self, head_dim: int, v_head_dim: int) -> PageFormat:
+        """The page format for a model's head sizes. Raises ConfigError for sizes that are not supported."""
+        try:
+            return PageFormat(head_dim, v_head_dim, self.parsed_tiers, self.page_tokens)
+        except ValueError as error:
+            raise ConfigError(f"diffkv cannot serve this model: {error}") from None
+
+
+def load_config(source: str | None = None) -> DiffKVConfig:
+    """Read a configuration from inline JSON or a file's path; by default from the environment.
+
+    Raises ConfigError with one line a problem, each naming the field.
+    """
+    text = source if source is not None else os.environ.get(CONFIG_ENV)
+    if not text or not text.strip():
+        return DiffKVConfig()
+    origin = "inline JSON"
+    if not text.lstrip().startswith("{"):
+        origin = text
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--diffkv-config: cannot read {origin!r}: {error.strerror}") from None
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--diffkv-config ({origin}): not valid JSON: {error}") from None
+    try:
+        return DiffKVConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, origin)) from None
+
+
+def _explain(error: ValidationError, origin: str) -> str:
+    lines = [f"--diffkv-config ({origin}) is not usable:"]
+    for problem in error.errors():
+        field = ".".join(str(x) for x in problem["loc"]) or "configuration"
+        lines.append(f"  {field}: {problem['msg']} (given: {problem['input']!r})")
+    return "\n".join(lines)

@@ -1,0 +1,245 @@
+"""The hooks on SGLang, one function each. All are no-ops unless diffkv is the selected backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from sglang_diffkv import compat
+from sglang_diffkv.attention.backend import DiffKVAttnBackend
+from sglang_diffkv.config import CONFIG_ENV, ConfigError, load_config
+from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.pool import DiffKVPool
+from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.validation import BACKEND, check_model, check_server_args, is_selected
+
+logger = logging.getLogger(__name__)
+
+SRT = "sglang.srt."
+CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+
+
+def create_backend(runner: Any) -> DiffKVAttnBackend:
+    return DiffKVAttnBackend(runner)
+
+
+def add_cli_args(original: Any, parser: Any) -> Any:
+    result = original(parser)
+    parser.add_argument(
+        "--diffkv-config",
+        default=None,
+        help="DiffKV: tiers, policy and page size, as inline JSON or the path of a JSON file "
+        f"(default: environment variable {CONFIG_ENV}, else the built-in configuration).",
+    )
+    return result
+
+
+def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
+    given = getattr(args, "diffkv_config", None)
+    server_args = original(cls, args)
+    if is_selected(server_args):
+        try:
+            config = load_config(given)
+            check_server_args(server_args)
+        except (ConfigError, compat.UnsupportedError) as error:
+            sys.exit(f"sglang_diffkv: {error}")
+        os.environ[CONFIG_ENV] = config.model_dump_json(exclude_none=True)
+    elif given is not None:
+        sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
+    return server_args
+
+
+def support_triton(original: Any, backend: str) -> bool:
+    return False if backend == BACKEND else original(backend)
+
+
+def compute_cell_size(original: Any, self: Any, configurator: Any, num_layers: int) -> int:
+    if not is_selected(configurator.server_args):
+        return original(self, configurator, num_layers)
+    check_model(configurator)
+    return MemoryPlan.of(configurator, load_config(), num_layers).token_bytes
+
+
+def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
+    if not is_selected(self.server_args):
+        return original(self, **kwargs)
+    check_server_args(self.server_args)
+    check_model(self)
+    return DiffKVPool(
+        kwargs["max_total_num_tokens"],
+        self.kv_cache_dtype,
+        self.layer_info.num_effective_layers,
+        self.device,
+        False,
+        self.layer_info.start_layer,
+        self.layer_info.end_layer,
+    )
+
+
+def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
+    pool = kwargs["token_to_kv_pool"]
+    if not isinstance(pool, DiffKVPool):
+        if is_selected(self.server_args):
+            raise compat.UnsupportedError(
+                f"--attention-backend diffkv: SGLang built a {type(pool).__name__} for this model, which the "
+                "plugin does not replace. Use another --attention-backend for it."
+            )
+        return original(self, **kwargs)
+    config = load_config()
+    rows = kwargs["req_to_token_pool"]
+    plan = MemoryPlan.of(self, config, self.layer_info.num_effective_layers)
+    geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
+    manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device)
+    pool.bind(manager)
+    rows.diffkv_pool = pool
+    allocator = DiffKVAllocator(
+        PageLedger(manager, pool.size),
+        dtype=self.kv_cache_dtype,
+        device=self.device,
+        kvcache=pool,
+        need_sort=False,
+    )
+    _METERS[BACKEND] = pool.usage
+    logger.info("DiffKV plan: %s", plan.describe(config, geometry, pool.size))
+    return allocator
+
+
+def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
+    if not isinstance(ctx.params.token_to_kv_pool_allocator, DiffKVAllocator):
+        return original(ctx)
+    if ctx.disable_radix_cache and not compat.disabled_prefix_cache_needs_tree():
+        return original(ctx)
+    return create_prefix_cache(ctx)
+
+
+def create_prefix_cache(ctx: Any) -> Any:
+    return compat.prefix_cache_class()(ctx.params, load_config().share_min_tokens)
+
+
+def free_row(original: Any, self: Any, req: Any) -> Any:
+    """A request leaves its row: on finish, abort and retraction alike."""
+    pool = getattr(self, "diffkv_pool", None)
+    if pool is not None:
+        row = compat.row_of(req)
+        if row in pool.manager.lengths:
+            if req.finished() and not _aborted(req):
+                pool.usage.finish(row)
+            pool.manager.release(row)
+    return original(self, req)
+
+
+def _aborted(req: Any) -> bool:
+    return (req.finished_reason.to_json() or {}).get("type") == "abort"
+
+
+def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attach the matched prefixes before the pass, and note whose prompt ends with it."""
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, DiffKVAllocator):
+        return original(self, *args, **kwargs)
+    ledger = allocator.ledger
+    with ledger.prefilling():
+        result = original(self, *args, **kwargs)
+    manager = ledger.manager
+    for req in self.reqs:
+        row, start, end = compat.row_of(req), compat.prefix_len(req), compat.extend_end(req)
+        if start and not manager.lengths.get(row):
+            manager.attach_prefix(row, self.tree_cache.path(req.last_node))
+        if end == compat.prompt_len(req):
+            manager.finishing.add(row)
+        ledger.promise(req.rid, compat.prompt_len(req) - end)
+    return result
+
+
+def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Admit a prompt only if its pages fit, whatever SGLang's token arithmetic says."""
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, DiffKVAllocator):
+        return original(self, req, *args, **kwargs)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    ledger = allocator.ledger
+    needed = compat.prompt_len(req) - compat.prefix_len(req)
+    with compat.node_locked(self, req.last_node):
+        path = allocator.tree_cache.path(req.last_node) if allocator.tree_cache is not None else []
+        entries = sum(sum(ledger.manager.space.bound(segment.row)) for segment, _, _ in path)
+        if not ledger.admits(needed, entries, ledger.evictable_pages):
+            return AddReqResult.NO_TOKEN
+    result = original(self, req, *args, **kwargs)
+    if self.can_run_list and self.can_run_list[-1] is req:
+        ledger.promise(req.rid, needed)
+        if allocator.tree_cache is not None:
+            allocator.tree_cache.evict_uncovered()
+    return result
+
+
+def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before results go out, end the requests that lost tokens to an empty ring."""
+    allocator = self.token_to_kv_pool_allocator
+    if isinstance(allocator, DiffKVAllocator) and not batch.forward_mode.is_idle():
+        rows = {compat.row_of(req): req for req in batch.reqs if compat.row_of(req) is not None}
+        for row in allocator.ledger.manager.faults(list(rows)):
+            compat.finish_with_error(
+                rows[row],
+                "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
+                "Retry it, or give the server more memory.",
+            )
+    return original(self, batch, *args, **kwargs)
+
+
+def get_total_uncached_sizes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    allocator = self.token_to_kv_pool_allocator
+    if not isinstance(allocator, DiffKVAllocator):
+        return original(self, *args, **kwargs)
+    return allocator.ledger.uncached(), 0
+
+
+def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    allocator = self.token_to_kv_pool_allocator
+    if isinstance(allocator, DiffKVAllocator):
+        result.internal_state["diffkv"] = allocator.get_kvcache().usage.report()
+    return result
+
+
+_METERS: dict[str, Any] = {}
+"""The usage meter of this process, for the decode log line."""
+
+
+def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
+    parts = original(self)
+    if BACKEND in _METERS:
+        s = _METERS[BACKEND].live().summary()
+        parts.append(
+            f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
+            f"pruned {s['share_pruned']:.1%})"
+        )
+    return parts
+
+
+HOOKS = {
+    SRT + "utils.common.support_triton": support_triton,
+    SRT + "server_args.ServerArgs.add_cli_args": add_cli_args,
+    SRT + "server_args.ServerArgs.from_cli_args": from_cli_args,
+    SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": compute_cell_size,
+    CONFIGURATOR + "_build_mha_kv_pool": build_mha_kv_pool,
+    CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_allocator,
+    SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
+    SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
+    SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
+    SRT + "managers.schedule_policy.PrefillAdder.add_one_req": add_one_req,
+    SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
+    SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,
+    SRT
+    + "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (
+        get_total_uncached_sizes
+    ),
+    SRT + "managers.scheduler_components.pool_stats_observer.PoolStats.get_decode_usage_msg_parts": (
+        get_decode_usage_msg_parts
+    ),
+}
+"""Target in SGLang -> AROUND hook."""

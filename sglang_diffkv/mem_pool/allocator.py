@@ -1,0 +1,43 @@
+"""SGLang's slot allocator over names: slots are cheap names for tokens, bytes are pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+
+from sglang_diffkv.mem_pool.ledger import PageLedger
+
+NAME_FACTOR = 4
+"""Names for each token of nominal capacity; more than the lowest tier can shrink a token."""
+
+
+class DiffKVAllocator(TokenToKVPoolAllocator):
+    """Hands out names; ``available_size()`` is what the free pages can hold in high-tier tokens."""
+
+    def __init__(self, ledger: PageLedger, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
+        self.ledger = ledger
+        self.tree_cache: Any = None
+        super().__init__(NAME_FACTOR * ledger.capacity, dtype, device, kvcache, need_sort)
+
+    @property
+    def size_full(self) -> int:
+        return self.ledger.capacity
+
+    def clear(self) -> None:
+        """Forget all names and release all pages. SGLang calls this for flush_cache, with nothing running."""
+        super().clear()
+        self.ledger.manager.clear()
+        self.ledger.reset()
+
+    def names_free(self) -> int:
+        return len(self.free_pages) + len(self.release_pages)
+
+    def available_size(self) -> int:
+        return self.ledger.available()
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        if need_size > self.names_free() and self.tree_cache is not None:
+            self.tree_cache.evict_names(need_size - self.names_free())
+        return super().alloc(need_size)

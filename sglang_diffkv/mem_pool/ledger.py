@@ -1,0 +1,115 @@
+"""Accounting in the unit SGLang schedules with: one token at the high tier, in all layers and heads.
+
+Pages are the truth; tokens are pages times the high-tier tokens of a page, over the (layer, head) pairs.
+Everything here is a lower bound of what is free: pages that running requests may take in the next step and
+pages promised to admitted prompts count as used.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sglang_diffkv.mem_pool.page_manager import PageManager
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SPARE_PAGES = 3
+"""Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
+reach it: a part-filled page of each tier and the page a step takes before it returns another."""
+
+
+def pages_for(capacity: int, page_tokens: int, heads: int) -> int:
+    """Pages of a pool that holds ``capacity`` tokens at the high tier."""
+    return heads * (-(-capacity // page_tokens) + SPARE_PAGES)
+
+
+class PageLedger:
+    """Free, promised and shared pages of a manager, in tokens.
+
+    ``tree_pages`` and ``evictable_pages`` are kept by the prefix cache.
+    """
+
+    def __init__(self, manager: PageManager, capacity: int):
+        self.manager = manager
+        self.capacity = capacity
+        self.tree_pages = 0
+        self.evictable_pages = 0
+        self.promised: dict[str, int] = {}  # request id -> pages its admitted prompt may still take
+        self._allocating = False
+        self._headroom = (-1, 0)
+
+    def reset(self) -> None:
+        self.tree_pages = self.evictable_pages = 0
+        self.promised.clear()
+
+    def prompt_pages(self, tokens: int) -> int:
+        """Most pages that a prompt of ``tokens`` new tokens holds at any moment."""
+        if tokens <= 0:
+            return 0
+        return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
+
+    def headroom(self) -> int:
+        """Pages that the running requests may take in the next step."""
+        if self._headroom[0] != self.manager.version:
+            self._headroom = (self.manager.version, self.manager.headroom())
+        return self._headroom[1]
+
+    def uncommitted_pages(self) -> int:
+        """Free pages that nobody is going to take; negative if the tree must give some back first."""
+        return self.manager.free_pages() - self.headroom() - sum(self.promised.values())
+
+    def _tokens(self, used_pages: int) -> int:
+        """Capacity, in tokens, that ``used_pages`` take."""
+        heads = self.manager.geometry.heads
+        beyond_spare = max(used_pages - SPARE_PAGES * heads, 0)
+        return min(-(-beyond_spare * self.manager.fmt.high.tokens // heads), self.capacity)
+
+    def available(self) -> int:
+        """Tokens that can be stored without evicting anything."""
+        if self.manager.table_starved():
+            return 0
+        total = self.manager.geometry.num_pages
+        free = self.uncommitted_pages()
+        if self._allocating:
+            free += sum(self.promised.values())
+        return self.capacity - self._tokens(total - free)
+
+    def evictable(self) -> int:
+        return self._tokens(self.tree_pages) - self.protected()
+
+    def protected(self) -> int:
+        return self._tokens(self.tree_pages - self.evictable_pages)
+
+    def uncached(self) -> int:
+        """Tokens held by running requests alone; closes SGLang's invariant while requests run.
+
+        At idle SGLang checks the invariant without this term, so a page that neither a request
+        nor the tree gives back shows there.
+        """
+        return self.capacity - self.available() - self._tokens(self.tree_pages)
+
+    @contextmanager
+    def prefilling(self) -> Iterator[None]:
+        """While SGLang allocates the slots of admitted prompts, the pages promised to them are available."""
+        self._allocating = True
+        try:
+            yield
+        finally:
+            self._allocating = False
+
+    def admits(self, new_tokens: int, prefix_entries: int, evictable_pages: int) -> bool:
+        """Whether a prompt of ``new_tokens`` after ``prefix_entries`` table entries fits now, if
+        ``evictable_pages`` may go."""
+        entries = prefix_entries + -(-new_tokens // self.manager.fmt.high.tokens)
+        if self.manager.table_starved(entries) and not self.evictable_pages:
+            return False
+        return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + evictable_pages
+
+    def promise(self, request_id: str, new_tokens: int) -> None:
+        """Set aside pages for ``new_tokens`` prompt tokens that are still to be computed."""
+        if new_tokens > 0:
+            self.promised[request_id] = self.prompt_pages(new_tokens)
+        else:
+            self.promised.pop(request_id, None)

@@ -1,0 +1,57 @@
+"""The token-to-KV pool that SGLang sees. K and V live in pages of the manager, not in per-layer buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache
+
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.usage import UsageMeter
+
+GIB = 1 << 30
+
+
+class DiffKVPool(KVCache):
+    """Carries the page manager to the attention backend.
+
+    ``size`` is the capacity in high-tier tokens. Asking for a layer's K or V buffer raises: no such buffer
+    exists, and code that needs one cannot work with compressed pages.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        layer_num: int,
+        device: str,
+        enable_memory_saver: bool,
+        start_layer: int | None,
+        end_layer: int | None,
+    ):
+        super().__init__(size, 1, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
+        self.manager: PageManager | None = None
+        self.usage: UsageMeter | None = None
+
+    def bind(self, manager: PageManager) -> None:
+        """Give the pool its memory, once the number of request rows is known."""
+        self.manager = manager
+        self.usage = UsageMeter(manager)
+        self.mem_usage = sum(manager.state.nbytes().values()) / GIB
+
+    def get_kv_size_bytes(self) -> int:
+        return sum(self.manager.state.nbytes().values()) if self.manager else 0
+
+    def _no_buffer(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            "the DiffKV pool stores K and V in compressed pages; there is no buffer to read or write by slot. "
+            "Switch off the feature that asked for it, or use another --attention-backend."
+        )
+
+    get_key_buffer = _no_buffer
+    get_value_buffer = _no_buffer
+    get_kv_buffer = _no_buffer
+    set_kv_buffer = _no_buffer
+    get_cpu_copy = _no_buffer
+    load_cpu_copy = _no_buffer

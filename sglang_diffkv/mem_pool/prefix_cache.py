@@ -1,0 +1,228 @@
+"""SGLang's radix tree over page segments: nodes name tokens, segments hold their pages.
+
+A prompt is compacted before it joins the tree. A node refers to the segment that stores its tokens; a
+request that matches a path takes references to the pages of the path's segments, limited to the matched
+positions, so a node splits without moving a byte. Sizes are pages, in SGLang's unit (see ``PageLedger``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import time
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.page_manager import Segment
+
+Path = list[tuple[Segment, int, int]]
+
+
+class DiffKVPrefixCache(RadixCache):
+    """The parts that do not depend on the SGLang version; ``compat.prefix_cache_class`` adds the rest."""
+
+    def __init__(self, params: Any, share_min_tokens: int):
+        self.ledger: PageLedger = params.token_to_kv_pool_allocator.ledger
+        self.manager = self.ledger.manager
+        self.inserting_row: int | None = None
+        self.locked_nodes: dict[Segment, int] = {}
+        params.token_to_kv_pool_allocator.tree_cache = self
+        super().__init__(params)
+        if not self.disable:
+            self.manager.share_min_tokens = share_min_tokens
+
+    def reset(self) -> None:
+        super().reset()
+        for segment in list(self.manager.segments):
+            self.manager.release_segment(segment)
+        self.locked_nodes.clear()
+        self.ledger.tree_pages = self.ledger.evictable_pages = 0
+
+    # Insertion
+
+    def worth_sharing(self, row: int, end: int) -> bool:
+        """Whether a running request's first ``end`` tokens join the tree now rather than when it ends."""
+        return self.manager.sealed.get(row) == end
+
+    def make_room_to_share(self, row: int) -> bool:
+        """Evict until a segment can be made of the row's pages; False if that is not possible."""
+        while not self.manager.can_share(row):
+            if not self._evict_leaf():
+                return False
+        return True
+
+    def _insert_helper(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
+        length = len(key)
+        matched, leaf = super()._insert_helper(node, key, value, *args)
+        if matched < length:
+            if self.inserting_row is None:
+                raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
+            segment = self.manager.share(self.inserting_row, matched, length)
+            if segment is None:
+                raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
+            leaf.segment = segment
+            self.locked_nodes[segment] = 0
+            self._count(segment, segment.pages)
+        return matched, leaf
+
+    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+        parent = super()._split_node(key, child, split_len)
+        segment = parent.segment = child.segment
+        segment.nodes += 1
+        if child.lock_ref > 0:
+            self.locked_nodes[segment] += 1
+        return parent
+
+    # Matching
+
+    def match_prefix(self, params: Any) -> Any:
+        result = super().match_prefix(params)
+        path = self.path(result.last_device_node)
+        fitting = self.manager.fitting_path(path)
+        if len(fitting) == len(path):
+            return result
+        end = fitting[-1][2] if fitting else 0
+        return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))
+
+    def path(self, node: Any) -> Path:
+        """Segments from the root to ``node``: (segment, first position, position after the last)."""
+        nodes = []
+        while node is not None and node is not self.root_node:
+            nodes.append(node)
+            node = node.parent
+        parts: Path = []
+        at = 0
+        for node in reversed(nodes):
+            parts.append((node.segment, at, at + len(node.key)))
+            at += len(node.key)
+        return parts
+
+    # Locks
+
+    def inc_lock_ref(self, node: Any, *args: Any, **kwargs: Any) -> Any:
+        self._relock(node, 0, 1)
+        return super().inc_lock_ref(node, *args, **kwargs)
+
+    def dec_lock_ref(self, node: Any, *args: Any, **kwargs: Any) -> Any:
+        self._relock(node, 1, -1)
+        return super().dec_lock_ref(node, *args, **kwargs)
+
+    def _relock(self, node: Any, changing_at: int, delta: int) -> None:
+        """Count the nodes of the path whose lock is about to be taken or given up."""
+        while not self.disable and node is not self.root_node:
+            if node.lock_ref == changing_at:
+                segment = node.segment
+                before = self.locked_nodes[segment]
+                self.locked_nodes[segment] = before + delta
+                if before == 0:
+                    self.ledger.evictable_pages -= segment.pages
+                elif before + delta == 0:
+                    self.ledger.evictable_pages += segment.pages
+            node = node.parent
+
+    # Eviction
+
+    def evictable_size(self) -> int:
+        return self.ledger.evictable()
+
+    def protected_size(self) -> int:
+        return self.ledger.protected()
+
+    def full_evictable_size(self) -> int:
+        return self.ledger.evictable()
+
+    def full_protected_size(self) -> int:
+        return self.ledger.protected()
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now."""
+        if self.disable:
+            return EvictResult()
+        start, before = time.perf_counter(), self.ledger.available()
+        self._evict_while(lambda: self.ledger.available() - before < params.num_tokens)
+        gained = self.ledger.available() - before
+        self.update_eviction_metrics(gained, start)
+        return EvictResult(num_tokens_evicted=gained)
+
+    def evict_uncovered(self) -> None:
+        """Evict until free pages cover all promises and the next step."""
+        self._evict_while(lambda: self.ledger.uncommitted_pages() < 0)
+
+    def evict_names(self, count: int) -> None:
+        """Evict until ``count`` more names are free."""
+        allocator = self.token_to_kv_pool_allocator
+        goal = allocator.names_free() + count
+        self._evict_while(lambda: allocator.names_free() < goal)
+
+    def _evict_while(self, wanted: Any) -> None:
+        heap: list[tuple[Any, Any]] | None = None
+        while wanted():
+            if heap is None:
+                heap = [(self.eviction_strategy.get_priority(n), n) for n in self.evictable_leaves]
+                heapq.heapify(heap)
+            if not heap:
+                return
+            _, leaf = heapq.heappop(heap)
+            self._evict_node(leaf)
+            parent = leaf.parent
+            if not parent.children and parent.lock_ref == 0:
+                heapq.heappush(heap, (self.eviction_strategy.get_priority(parent), parent))
+
+    def _evict_leaf(self) -> bool:
+        if not self.evictable_leaves:
+            return False
+        self._evict_node(min(self.evictable_leaves, key=self.eviction_strategy.get_priority))
+        return True
+
+    def _evict_node(self, leaf: Any) -> None:
+        self.token_to_kv_pool_allocator.free(leaf.value)
+        self._delete_leaf(leaf)
+        self.record_removal(leaf)
+
+    def record_removal(self, leaf: Any) -> None:
+        """Tell SGLang's KV event stream; its name differs between versions."""
+        raise NotImplementedError
+
+    def _delete_leaf(self, node: Any) -> None:
+        super()._delete_leaf(node)
+        segment = node.segment
+        before = segment.pages
+        segment.nodes -= 1
+        if segment.nodes == 0:
+            self.manager.release_segment(segment)
+            locked = self.locked_nodes.pop(segment)
+        else:
+            self.manager.trim_segment(segment, segment.hi - len(node.key))
+            locked = self.locked_nodes[segment]
+        self.ledger.tree_pages += segment.pages - before
+        if not locked:
+            self.ledger.evictable_pages += segment.pages - before
+
+    def _count(self, segment: Segment, pages: int) -> None:
+        self.ledger.tree_pages += pages
+        self.ledger.evictable_pages += pages
+
+    # Checks
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless nodes, segments and page totals agree."""
+        nodes: dict[Segment, list[Any]] = {}
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            nodes.setdefault(node.segment, []).append(node)
+            stack.extend(node.children.values())
+        assert set(nodes) == self.manager.segments, "tree and page manager hold different segments"
+        evictable = 0
+        for segment, held in nodes.items():
+            assert segment.nodes == len(held), "a segment miscounts its nodes"
+            locked = sum(node.lock_ref > 0 for node in held)
+            assert self.locked_nodes[segment] == locked, "a segment miscounts its locked nodes"
+            assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
+            assert segment.pages == self.manager.pages_of(segment.row), "a segment miscounts its pages"
+            evictable += 0 if locked else segment.pages
+        assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
+        assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"

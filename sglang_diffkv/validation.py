@@ -1,0 +1,90 @@
+"""Combinations that are refused at start, by name and with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_diffkv.compat import UnsupportedError
+
+BACKEND = "diffkv"
+
+
+def is_selected(server_args: Any) -> bool:
+    """Whether any phase of attention is to run on diffkv."""
+    return BACKEND in (
+        server_args.attention_backend,
+        getattr(server_args, "prefill_attention_backend", None),
+        getattr(server_args, "decode_attention_backend", None),
+    )
+
+
+def check_server_args(args: Any) -> None:
+    """Raise UnsupportedError, listing every refused option at once."""
+    device = str(getattr(args, "device", None) or "")
+    refused = [
+        (
+            any(
+                getattr(args, name, None) not in (None, BACKEND)
+                for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+            ),
+            "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv",
+        ),
+        (
+            args.kv_cache_dtype != "auto",
+            f"--kv-cache-dtype {args.kv_cache_dtype}: leave it at auto and set tiers in --diffkv-config",
+        ),
+        (bool(args.speculative_algorithm), "speculative decoding: drop --speculative-algorithm"),
+        (
+            args.disaggregation_mode != "null",
+            "prefill/decode disaggregation: drop --disaggregation-mode",
+        ),
+        (args.enable_hierarchical_cache, "the hierarchical cache: drop --enable-hierarchical-cache"),
+        (getattr(args, "enable_lmcache", False), "LMCache: drop --enable-lmcache"),
+        (
+            args.radix_cache_backend not in (None, "", BACKEND),
+            f"--radix-cache-backend {args.radix_cache_backend}: drop it, diffkv brings its own",
+        ),
+        (args.page_size not in (None, 1), f"--page-size {args.page_size}: use 1 (pages are set by page_tokens)"),
+        (args.enable_mixed_chunk, "mixed chunks: drop --enable-mixed-chunk"),
+        (args.tp_size > 1, "tensor parallelism: use --tp-size 1"),
+        (args.pp_size > 1, "pipeline parallelism: use --pp-size 1"),
+        (args.dp_size > 1 and args.enable_dp_attention, "data-parallel attention: drop --enable-dp-attention"),
+        (getattr(args, "enable_unified_memory", False), "the unified memory pool: drop --enable-unified-memory"),
+        (getattr(args, "enable_memory_saver", False), "the memory saver: drop --enable-memory-saver"),
+        (getattr(args, "dllm_algorithm", None), "diffusion language models: drop --dllm-algorithm"),
+        (getattr(args, "enable_two_batch_overlap", False), "two-batch overlap: drop --enable-two-batch-overlap"),
+        (getattr(args, "enable_pdmux", False), "PD multiplexing: drop --enable-pdmux"),
+        (getattr(args, "enable_beam_search", False), "beam search: drop --enable-beam-search"),
+        (getattr(args, "enable_streaming_session", False), "streaming sessions: drop --enable-streaming-session"),
+        (
+            bool(device) and device != "cpu",
+            f"device {device}: this release serves on a CPU (--device cpu); GPU serving is not finished",
+        ),
+    ]
+    problems = [text for bad, text in refused if bad]
+    if problems:
+        raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
+
+
+def check_model(configurator: Any) -> None:
+    """Refuse model architectures that diffkv cannot serve. ``configurator`` is SGLang's KVCacheConfigurator."""
+    import torch
+
+    config = configurator.model_config
+    name = getattr(config, "hf_config", None).__class__.__name__
+    problems = []
+    if configurator.use_mla_backend:
+        problems.append("multi-head latent attention (MLA), which has no per-head keys and values to compress")
+    if configurator.is_hybrid_swa or (configurator.sliding_window_size or 0) > 0:
+        problems.append("sliding-window attention layers")
+    if getattr(configurator, "mambaish_config", None) is not None:
+        problems.append("state-space or linear-attention layers")
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append("cross attention")
+    if configurator.kv_cache_dtype not in (torch.bfloat16, torch.float16):
+        problems.append(f"a KV dtype of {configurator.kv_cache_dtype}; start with --dtype bfloat16 or float16")
+    if problems:
+        raise UnsupportedError(
+            f"--attention-backend diffkv cannot serve this model ({name}): it has {', and '.join(problems)}. "
+            "Use another --attention-backend for it."
+        )

@@ -1,0 +1,132 @@
+"""Builders that the page manager's tests share: small managers, poisoned memory, a reader of page tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_manager import Geometry, PageManager
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+
+PAIR = ("K8V4", "K4V2")
+
+POISONS = {"ones": -1, "nan": 0x7FFF}
+"""Two-byte words for unused memory. All ones reads as NaN, and as position -1; 0x7FFF reads as NaN in
+fp16, bf16 and fp32, and as a huge position that is nevertheless below the range limit of own pages."""
+
+
+def make_format(
+    tiers: tuple[str, ...] = PAIR, head_dim: int = 64, v_head_dim: int = 64, page_tokens: int = 8
+) -> PageFormat:
+    """A page format from tier names."""
+    return PageFormat(head_dim, v_head_dim, tuple(Tier.parse(t) for t in tiers), page_tokens)
+
+
+class LooseBoundsManager(PageManager):
+    """A page manager that never reads entry counts back, as on a GPU: the host has its own bounds only."""
+
+    def _tighten(self, row: int) -> None:
+        pass
+
+
+def make_manager(
+    fmt: PageFormat | None = None,
+    *,
+    policy: Policy | None = None,
+    layers: int = 2,
+    heads: int = 2,
+    pages: int = 800,
+    rows: int = 8,
+    segments: int = 8,
+    max_tokens: int = 600,
+    dtype: torch.dtype = torch.bfloat16,
+    poison: str = "nan",
+    loose_bounds: bool = False,
+) -> PageManager:
+    """A manager of odd size whose unused page memory holds ``POISONS[poison]``."""
+    geometry = Geometry(fmt or make_format(), layers, heads, pages, rows, segments, max_tokens)
+    kind = LooseBoundsManager if loose_bounds else PageManager
+    manager = kind(geometry, policy or DiffKVPolicy(1.0, 0.1, window=8), dtype=dtype)
+    manager.state.pages.view(torch.int16).fill_(POISONS[poison])
+    return manager
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The tokens that one row can see: arrays with one element a token, layer and head."""
+
+    tier: np.ndarray
+    layer: np.ndarray
+    head: np.ndarray
+    position: np.ndarray
+    page: np.ndarray
+    slot: np.ndarray
+    own: np.ndarray  # bool: the row may write the token's page
+    own_slot: np.ndarray  # its slot number among the row's own slots
+    score: np.ndarray
+
+    def pick(self, mask: np.ndarray) -> Visible:
+        """The tokens where ``mask``."""
+        return Visible(*(array[mask] for array in vars(self).values()))
+
+    def at(self, layer: int, head: int) -> Visible:
+        """The tokens of one layer and KV head."""
+        return self.pick((self.layer == layer) & (self.head == head))
+
+
+def table_of(state: PageState, row: int, tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pages and position ranges of all entry places of a row, each [L, H, width], read column by column."""
+    blocks = state.block_table[row].numpy()
+    tables = []
+    for source in (state.page_table, state.range_lo, state.range_hi):
+        wide = source.numpy()[blocks].transpose(1, 2, 0, 3)  # [L, H, max_blocks, TABLE_BLOCK]
+        wide = wide.reshape(*wide.shape[:2], -1)
+        tables.append(wide if tier == 0 else wide[:, :, ::-1])
+    return tables[0], tables[1], tables[2]
+
+
+def visible(state: PageState, row: int) -> Visible:
+    """What the device state says that ``row`` sees, worked out apart from the ops' own table addressing."""
+    parts = []
+    for tier, seg in enumerate(state.segments):
+        page, lo, hi = table_of(state, row, tier)
+        entry = np.arange(page.shape[2])
+        used = entry < state.entries[row, :, :, tier].numpy()[:, :, None]
+        layer, head, entry = used.nonzero()
+        page, lo, hi = (x[layer, head, entry] for x in (page, lo, hi))
+        position = seg.positions.numpy()[page]  # [entries, tokens]
+        first = state.own_entry[row, :, :, tier].numpy()[layer, head]
+        index, slot = ((position >= lo[:, None]) & (position < hi[:, None])).nonzero()
+        parts.append(
+            (
+                np.full(len(index), tier),
+                layer[index],
+                head[index],
+                position[index, slot],
+                page[index],
+                slot,
+                (entry >= first)[index],
+                (entry - first)[index] * seg.layout.tokens + slot,
+                seg.scores.numpy()[page[index], slot],
+            )
+        )
+    return Visible(*(np.concatenate(column) for column in zip(*parts)))
+
+
+def tier_map(state: PageState, row: int, length: int) -> np.ndarray:
+    """Tier of every (layer, head, position) of a row; the number of tiers for a token that is gone."""
+    tiers = len(state.segments)
+    out = np.full((state.num_layers, state.num_heads, length), tiers)
+    seen = visible(state, row)
+    out[seen.layer, seen.head, seen.position] = seen.tier
+    return out
+
+
+def page_bytes(state: PageState, pages: list[int]) -> bytes:
+    """The raw bytes of some pages."""
+    return state.pages[pages].numpy().tobytes()

@@ -1,0 +1,65 @@
+"""DiffKV's compression policy as the paper states it (section 4 and Algorithm 1), one token at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def threshold(alpha: float, count: int) -> np.float32:
+    """``alpha / count`` in the precision of the scores."""
+    return np.float32(alpha) / np.float32(count)
+
+
+def classify_prompt(
+    score: float, position: int, length: int, num_tiers: int, alpha_high: float, alpha_low: float, window: int
+) -> int:
+    """Tier of the token at 0-based ``position`` (the paper's token ``position + 1``); ``num_tiers`` prunes."""
+    if position >= length - window:
+        return 0
+    mean = np.float32(1) / np.float32(position + 1)
+    if num_tiers == 1:
+        return 0 if score >= np.float32(alpha_low) * mean else 1
+    if score >= np.float32(alpha_high) * mean:
+        return 0
+    return 1 if score >= np.float32(alpha_low) * mean else 2
+
+
+@dataclass
+class Caches:
+    """KV_h, with the candidate in it, and KV_l of one head: token to score."""
+
+    high: dict[int, float]
+    low: dict[int, float]
+    candidate: int | None
+
+
+def algorithm_1(
+    cache: Caches, length: int, alpha_high: float, alpha_low: float, num_tiers: int = 2
+) -> Caches:
+    """The caches after one generation step. With one tier both thresholds are the lower one."""
+    high, low = dict(cache.high), dict(cache.low)
+    if cache.candidate is None:
+        return Caches(high, low, None)
+    at_high = threshold(alpha_high if num_tiers > 1 else alpha_low, length)
+    at_low = threshold(alpha_low, length)
+    score = high.pop(cache.candidate)
+    if score >= at_high:
+        high[cache.candidate] = score
+        victim = min(high, key=high.__getitem__)
+        if at_low <= high[victim] < at_high:
+            low[_new_key(low, victim)] = high.pop(victim)
+        elif high[victim] < at_low:
+            del high[victim]
+    elif score >= at_low:
+        low[_new_key(low, cache.candidate)] = score
+        victim = min(low, key=low.__getitem__)
+        if low[victim] < at_low:
+            del low[victim]
+    return Caches(high, low, None)
+
+
+def _new_key(cache: dict[int, float], wanted: int) -> int:
+    """``wanted``, or a key that is free: keys of the two caches need not be from one numbering."""
+    return wanted if wanted not in cache else max(cache) + 1

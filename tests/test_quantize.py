@@ -1,0 +1,141 @@
+"""Quantisation and bit packing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_diffkv.kernels.quantize.reference import dequantize, pack, planes, quantize, unpack
+
+BITS = [8, 4, 2, 1]
+DIMS = [64, 96, 128, 256]
+HALF_MAX = torch.finfo(torch.float16).max
+TINY = 2.0**-24
+"""Smallest positive fp16 number."""
+
+
+def error_bound(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Half a step, and what rounding the scale and the zero point to fp16 adds."""
+    x = x.double()
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    levels = 2**bits - 1
+    scale_error = (high - low) / levels * 2**-11 + TINY
+    zero_error = low.abs() * 2**-11 + TINY
+    return (high - low) / levels / 2 + scale_error * (levels + 1) + zero_error
+
+
+def check_error(x: torch.Tensor, bits: int) -> torch.Tensor:
+    packed, meta = quantize(x, bits)
+    assert packed.dtype == torch.uint8 and packed.shape == (*x.shape[:-1], x.shape[-1] * bits // 8)
+    assert meta.dtype == torch.float16 and meta.shape == (*x.shape[:-1], 2) and meta.isfinite().all()
+    back = dequantize(packed, meta, bits)
+    assert back.dtype == torch.float32 and back.shape == x.shape
+    assert ((back.double() - x.double()).abs() <= error_bound(x, bits) * (1 + 1e-5)).all()
+    return back
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("bits", BITS)
+def test_pack_round_trip(bits, dim):
+    codes = torch.randint(0, 2**bits, (3, 5, dim), dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.shape == (3, 5, dim * bits // 8)
+    assert torch.equal(unpack(packed, bits), codes)
+    assert torch.equal(pack(unpack(packed, bits), bits), packed)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_plane_is_a_run_of_elements(bits):
+    codes = torch.randint(0, 2**bits, (96,), dtype=torch.uint8)
+    size = 96 * bits // 8
+    packed = pack(codes, bits)
+    for element in range(96):
+        plane, byte = divmod(element, size)
+        assert int(packed[byte]) >> (plane * bits) & (2**bits - 1) == int(codes[element])
+    for plane, part in enumerate(planes(packed, bits)):
+        assert torch.equal(part, codes[plane * size : (plane + 1) * size])
+
+
+def test_pack_does_not_change_its_input():
+    for bits in BITS:
+        codes = torch.randint(0, 2**bits, (64,), dtype=torch.uint8)
+        before = codes.clone()
+        pack(codes, bits)[:] = 0
+        assert torch.equal(codes, before)
+
+
+def test_pack_refuses_a_ragged_vector():
+    with pytest.raises(ValueError, match="do not fill"):
+        pack(torch.zeros(7, dtype=torch.uint8), 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", BITS)
+def test_error_bound(bits, dtype):
+    generator = torch.Generator().manual_seed(bits)
+    for scale, shift in [(1, 0), (50, 0), (1, 40), (0.01, -3), (1e-3, 0), (300, 5000)]:
+        x = (torch.randn(64, 128, generator=generator) * scale + shift).to(dtype)
+        check_error(x, bits)
+
+
+@given(st.lists(st.floats(-65504, 65504, width=32), min_size=8, max_size=8), st.sampled_from(BITS))
+@settings(deadline=None, max_examples=300)
+def test_error_bound_of_any_vector(numbers, bits):
+    check_error(torch.tensor(numbers), bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_constant_vectors(bits):
+    """A constant is stored as its fp16 value, which for bf16 input of ordinary size is exact."""
+    constants = torch.tensor([0.0, -0.0, 1.0, -3.140625, 1e-3, 1e-7, 300.0, -65280.0]).bfloat16()
+    back = check_error(constants.unsqueeze(1).expand(-1, 64), bits)
+    assert torch.equal(back, constants.half().float().unsqueeze(1).expand(-1, 64))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_extremes_are_reached(bits):
+    x = torch.linspace(0, 2**bits - 1, 64)
+    packed, meta = quantize(x, bits)
+    codes = unpack(packed, bits)
+    assert (int(codes.min()), int(codes.max())) == (0, 2**bits - 1)
+    assert meta.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", [1e-8, 3e-6, 1e-5])
+def test_tiny_values_stay_tiny(bits, size):
+    """Steps below what fp16 resolves: the result is off by no more than the fp16 grid."""
+    x = torch.randn(32, 64) * size
+    back = check_error(x, bits)
+    assert back.abs().max() <= 2 * x.abs().max() + 2 ** (bits + 1) * TINY
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", [1e5, 1e30, 3e38])
+def test_huge_values_saturate(bits, size):
+    """Beyond fp16's range codes and metadata stay finite and keep the order of the elements."""
+    x = torch.tensor([-1.0, -0.5, 0.0, 0.25, 1.0]).repeat_interleave(16)[:72] * size
+    packed, meta = quantize(x.bfloat16(), bits)
+    assert meta.isfinite().all() and (meta[..., 0] >= 0).all()
+    assert (dequantize(packed, meta, bits).diff() >= 0).all()
+    assert (meta[..., 1] == -HALF_MAX).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_requantising_is_stable(bits):
+    """Quantising a dequantised vector again moves it by no more than the rounding of its metadata."""
+    x = torch.randn(64, 64)
+    once = dequantize(*quantize(x, bits), bits)
+    twice = dequantize(*quantize(once, bits), bits)
+    assert (once - twice).abs().max() <= 2**-9 * x.abs().max()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_vectors_do_not_influence_each_other(bits):
+    x = torch.randn(4, 6, 64)
+    packed, meta = quantize(x, bits)
+    for index in [(0, 0), (3, 5), (2, 1)]:
+        alone, alone_meta = quantize(x[index], bits)
+        assert torch.equal(alone, packed[index]) and torch.equal(alone_meta, meta[index])

@@ -1,0 +1,137 @@
+"""The helpers that tests and benchmarks share: task files, grading, selection and table figures."""
+
+import math
+
+import pytest
+
+from sglang_diffkv.testing import client, report, tasks
+from sglang_diffkv.testing.paths import NANO
+
+
+@pytest.fixture(scope="module")
+def calib() -> list[tasks.Item]:
+    return tasks.load("calib")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tasks.load_tokenizer(NANO)
+
+
+def test_splits_are_complete_and_disjoint(calib):
+    dev = tasks.load("dev")
+    assert (len(calib), len(dev)) == (1008, 2016)
+    assert not {item.id for item in calib} & {item.id for item in dev}
+    assert {item.level for item in calib} == set(tasks.LEVELS)
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="unknown split 'train'"):
+        tasks.load("train")
+
+
+def test_every_reference_is_graded_right(calib):
+    assert all(tasks.is_right(item.reference, item.answer) for item in calib)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("Answer: 72", True),
+        ("24*3:\n=72 shifted 72\nAnswer: 72\n", True),
+        ("Answer: 71\nAnswer: 72", True),
+        ("Answer: 72\nAnswer: 71", False),
+        ("72", False),
+        ("Answer: 72 apples", False),
+        ("Answer: 7", False),
+        ("", False),
+    ],
+)
+def test_is_right_reads_the_last_answer(text, right):
+    assert tasks.is_right(text, "72") is right
+
+
+def test_selection_is_fixed_and_filtered(calib):
+    chosen = tasks.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=250, seed=3)
+    assert len(chosen) == len({item.id for item in chosen}) == 250
+    assert {item.level for item in chosen} == {"easy", "medium"}
+    assert not {item.task for item in chosen} & {"chain", "vars"}
+    again = tasks.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=20, seed=3)
+    assert again == chosen[:20]
+    other = tasks.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=20, seed=4)
+    assert other != again
+
+
+def test_selection_without_n_takes_all(calib):
+    assert len(tasks.select(calib, tasks=["mul"])) == 48
+
+
+@pytest.mark.parametrize("kwargs", [{"tasks": ["nope"]}, {"exclude": ["nope"]}, {"levels": ["nope"]}])
+def test_selection_refuses_unknown_names(calib, kwargs):
+    with pytest.raises(ValueError, match="nope"):
+        tasks.select(calib, **kwargs)
+
+
+def test_groups_share_a_long_prefix(calib):
+    for members in tasks.groups(calib).values():
+        assert len(members) == 16
+        prompts = [item.prompt for item in members]
+        common = next(i for i, letters in enumerate(zip(*prompts)) if len(set(letters)) > 1)
+        assert common > 0.9 * min(map(len, prompts))
+
+
+def test_chat_ids_follow_the_template(tokenizer):
+    ids = tasks.chat_ids(tokenizer, "Multiply 24 by 3.")
+    assert tokenizer.decode(ids) == "<|bos|><|user|>Multiply 24 by 3.<|assistant|>"
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_reply_limits_respect_the_context():
+    assert client.reply_limits([[0] * 10, [0] * 90], 50, 100) == [50, 9]
+    with pytest.raises(ValueError, match="no room"):
+        client.reply_limits([[0] * 100], 50, 100)
+
+
+def test_mcnemar_is_the_exact_binomial_test():
+    first = [True] * 8 + [False] * 2 + [True] * 10
+    second = [False] * 8 + [True] * 2 + [True] * 10
+    lost, won, p = report.mcnemar(first, second)
+    assert (lost, won) == (8, 2)
+    assert p == pytest.approx(2 * (1 + 10 + 45) / 2**10)
+    assert report.mcnemar(first, first) == (0, 0, 1.0)
+    with pytest.raises(ValueError, match="not pairs"):
+        report.mcnemar(first, second[1:])
+
+
+def test_standard_errors():
+    share, error = report.proportion([True] * 3 + [False])
+    assert (share, error) == (0.75, pytest.approx(math.sqrt(0.75 * 0.25 / 4)))
+    assert math.isnan(report.proportion([])[0])
+    first, second = [True, True, False, False], [True, False, True, True]
+    differences = [-1, 1, 1, 0]
+    mean = sum(differences) / 4
+    spread = math.sqrt(sum((d - mean) ** 2 for d in differences)) / 4
+    assert report.paired_error(first, second) == pytest.approx(spread)
+
+
+def test_ratios_come_from_what_was_added():
+    names = report.TOTALS
+    before = {"finished": dict.fromkeys(names, 10)}
+    after = {"finished": dict(zip(names, (12, 110, 50, 40, 110, 71, 49, 10)))}
+    added = report.since(report.totals(after), report.totals(before))
+    figures = report.ratios(added)
+    assert added is not None and figures is not None
+    assert (added["requests"], added["tokens"]) == (2, 100)
+    assert (figures["ratio_pages"], figures["ratio_tokens"]) == (0.4, 0.3)
+    assert report.shares_text(figures) == "high 61%, low 39%, pruned 0%"
+
+
+def test_ratios_are_absent_without_statistics():
+    assert report.totals(None) is report.totals({}) is None
+    assert report.since(None, None) is None
+    assert report.ratios(None) is report.ratios(dict.fromkeys(report.TOTALS, 0.0)) is None
+
+
+def test_small_shares_keep_a_decimal():
+    figures = {"share_high": 0.61, "share_low": 0.377, "share_pruned": 0.013}
+    assert report.shares_text(figures) == "high 61%, low 38%, pruned 1.3%"

@@ -1,0 +1,114 @@
+"""The Triton decode attention against its reference: outputs, scores and searches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.triton_helpers import BF16, DEVICE, add_prompt, clone_state, close, held_pages, make_format, make_manager
+
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
+from sglang_diffkv.kernels.decode_attention.triton import (
+    DecodeConfig,
+    DecodeWorkspace,
+    FoundTokens,
+    decode_attention,
+)
+
+WINDOW = 8
+CASES = [
+    # tiers, head_dim, v_head_dim, query heads of a KV head, splits, tile
+    ("K8V4 K4V2", 64, 64, 4, 2, 32),
+    ("K8V4 K4V2", 96, 96, 1, 3, 64),
+    ("K8V4 K4V2", 128, 64, 7, 1, 32),
+    ("K8V4 K4V2", 256, 256, 8, 2, 32),
+    ("K8V8 K4V4", 64, 64, 2, 2, 32),
+    ("K8V2 K4V1", 64, 64, 3, 2, 32),
+    ("BF16 K8V4", 64, 64, 5, 2, 32),
+    ("K8V4", 64, 64, 4, 2, 32),
+    ("BF16", 128, 128, 2, 3, 32),
+]
+
+
+def run_both(manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True):
+    generator = torch.Generator().manual_seed(len(tiers) + group)
+    state = manager.state
+    rows = torch.tensor([2, 5, 3], device=DEVICE)
+    for row, count in zip(rows.tolist(), lengths):
+        add_prompt(manager, row, count, generator)
+    seq_lens = torch.tensor(lengths, device=DEVICE)
+    q = torch.randn(len(lengths), state.num_heads * group, state.fmt.head_dim, generator=generator)
+    q = (q * torch.tensor([0.01, 1.0, 30.0]).view(3, 1, 1)).to(DEVICE, dtype)
+    twin, scale = clone_state(state), 0.3 / state.fmt.head_dim**0.5
+    config = DecodeConfig(tile=tile, warps=4, stages=2)
+    workspace = DecodeWorkspace.create(
+        state, 4, q.shape[1], splits=splits, max_tokens=400 if scores else 0, config=config
+    )
+    workspace.partial_out.fill_(float("nan"))
+    found = FoundTokens.create(state, 4, splits) if scores else None
+    expected_scores = StepScores.create(state, 3) if scores else None
+    valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    results = []
+    for layer in range(state.num_layers):
+        got = decode_attention(
+            state, layer, q, rows, seq_lens, scale, workspace, valid, found=found, window=WINDOW, logit_cap=cap
+        )
+        expected = reference(
+            twin, layer, q, rows, seq_lens, scale, scores=expected_scores, window=WINDOW, logit_cap=cap
+        )
+        results.append((got, expected))
+    return results, state, twin, found, expected_scores
+
+
+@pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "splits", "tile"), CASES)
+def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
+    manager = make_manager(make_format(tiers, dim, v_dim, page_tokens=8), window=WINDOW)
+    results, state, twin, found, expected = run_both(manager, tiers, group, splits, tile)
+    for (out, lse), (ref_out, ref_lse) in results:
+        assert out[1].abs().max() == 0 and torch.isneginf(lse[1]).all(), "an empty row has no attention"
+        for b in (0, 2):
+            assert close(out[b], ref_out[b]) < 6e-3
+            assert (lse[b] - ref_lse[b]).abs().max() < 5e-3
+    rows = torch.tensor([2, 3], device=DEVICE)
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments)):
+        held = torch.zeros_like(ref.positions, dtype=torch.bool)
+        held[held_pages(twin, rows, tier)] = True
+        held &= ref.positions >= 0
+        assert torch.equal(seg.positions[held], ref.positions[held])
+        assert close(seg.scores[held], ref.scores[held]) < 2e-2
+        torch.testing.assert_close(seg.scores[held], ref.scores[held], rtol=5e-2, atol=1e-4)
+    got = found.unpack()
+    assert torch.equal(got.candidate_slot[:3], expected.candidate_slot)
+    present = expected.candidate_slot >= 0
+    assert close(got.candidate_score[:3][present], expected.candidate_score[present]) < 2e-2
+    present = expected.least_slot >= 0
+    assert torch.equal(got.least_slot[:3] >= 0, present)
+    torch.testing.assert_close(
+        got.least_score[:3][present], expected.least_score[present], rtol=5e-2, atol=1e-5
+    )
+
+
+def test_logit_cap_and_no_scores():
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    results, *_ = run_both(manager, "cap", 4, 2, 32, cap=2.0, scores=False)
+    for (out, lse), (ref_out, ref_lse) in results:
+        assert close(out[0], ref_out[0]) < 6e-3 and close(lse[0], ref_lse[0]) < 1e-3
+
+
+def test_padded_requests_get_zeros():
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    add_prompt(manager, 1, 20, torch.Generator().manual_seed(0))
+    state = manager.state
+    rows = torch.tensor([1, 0, 0], device=DEVICE)
+    q = torch.randn(3, 4, 64, device=DEVICE).to(BF16)
+    workspace = DecodeWorkspace.create(state, 3, 4, splits=2, max_tokens=400, config=DecodeConfig(32, 4, 2))
+    found = FoundTokens.create(state, 3, 2)
+    found.packed.zero_()
+    out = torch.full((3, 4, 64), float("nan"), dtype=BF16, device=DEVICE)
+    before = state.pages.clone()
+    valid = torch.tensor([1], dtype=torch.int32, device=DEVICE)
+    seq_lens = torch.tensor([20, 1, 1], device=DEVICE)
+    decode_attention(state, 0, q, rows, seq_lens, 0.1, workspace, valid, out=out, found=found, window=WINDOW)
+    assert out[0].isfinite().all() and not out[1:].any()
+    assert (found.unpack().candidate_slot[1:, 0] == -1).all()
+    assert torch.equal(before[-1], state.pages[-1])

@@ -1,0 +1,87 @@
+"""States for the Triton tests: built by the reference ops, on the GPU where there is one, else interpreted."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from sglang_diffkv.kernels.append.reference import append  # noqa: E402
+from sglang_diffkv.kernels.table import max_entries, row_table  # noqa: E402
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier  # noqa: E402
+from sglang_diffkv.mem_pool.page_manager import Geometry, PageManager  # noqa: E402
+from sglang_diffkv.mem_pool.state import PageState  # noqa: E402
+from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
+
+BF16 = torch.bfloat16
+
+
+def make_format(tiers: str, head_dim: int = 64, v_head_dim: int = 0, page_tokens: int = 8) -> PageFormat:
+    """``make_format("K8V4 K4V2")``."""
+    parsed = tuple(Tier.parse(name) for name in tiers.split())
+    return PageFormat(head_dim, v_head_dim or head_dim, parsed, page_tokens)
+
+
+def make_manager(
+    fmt: PageFormat, *, layers: int = 2, heads: int = 2, pages: int = 400, window: int = 8, dtype=BF16
+) -> PageManager:
+    """An empty manager whose page memory is all NaN, and whose positions look like real ones."""
+    geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)
+    manager = PageManager(geometry, DiffKVPolicy(1.0, 0.2, window), dtype=dtype, device=DEVICE)
+    manager.state.pages.view(torch.int16).fill_(0x7FFF)
+    return manager
+
+
+def vectors(state: PageState, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random keys [count, H, D] with an offset per vector, and values [count, H, Dv]."""
+    heads, fmt = state.num_heads, state.fmt
+    key = torch.randn(count, heads, fmt.head_dim, generator=generator) + torch.randn(count, heads, 1, generator=generator)
+    value = torch.randn(count, heads, fmt.v_head_dim, generator=generator)
+    return key.to(DEVICE, state.dtype), value.to(DEVICE, state.dtype)
+
+
+def add_prompt(manager: PageManager, row: int, count: int, generator: torch.Generator, *, compact: bool = True) -> None:
+    """Append ``count`` random tokens to a row with random scores, then sort them into tiers."""
+    state, start = manager.state, manager.lengths.get(row, 0)
+    if not count:
+        return
+    manager.begin_step([row], [count], [start])
+    index = torch.arange(count, device=DEVICE)
+    rows = torch.full((count,), row, device=DEVICE)
+    for layer in range(state.num_layers):
+        append(state, layer, *vectors(state, count, generator), rows, index, start + index)
+    seg = state.segments[0]
+    fresh = torch.zeros_like(seg.scores, dtype=torch.bool)
+    fresh[held_pages(state, rows[:1], 0)] = True
+    fresh &= (seg.positions >= start) & (seg.positions < start + count)
+    noise = torch.rand(seg.scores.shape, generator=generator).to(DEVICE) * 2.0
+    seg.scores[fresh] = (noise**2 / (seg.positions + 1).float())[fresh]
+    if compact:
+        manager.end_prompt(row)
+
+
+def held_pages(state: PageState, rows: torch.Tensor, tier: int) -> torch.Tensor:
+    """Ids of the pages in the rows' tables, [n] int64."""
+    page, _, hi = row_table(state, rows, tier, max_entries(state, rows, tier))
+    return page[hi > 0].unique()
+
+
+def clone_state(state: PageState) -> PageState:
+    """A deep copy that shares nothing."""
+    twin = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            setattr(twin, name, value.clone())
+    twin.__dict__.pop("segments", None)
+    return twin
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative error of the whole tensor; NaN never passes a comparison."""
+    got, expected = got.double(), expected.double()
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-9))

@@ -1,0 +1,27 @@
+"""Importable stand-in for the CPU build of ``sgl_kernel``.
+
+With ``SGLANG_USE_CPU_ENGINE=1`` SGLang imports ``*_cpu`` operators from ``sgl_kernel`` at module level. No
+registry carries that build, and on a processor without AMX no such operator is called. Here every ``*_cpu``
+name resolves to a function that raises. Nothing is registered under ``torch.ops.sgl_kernel``, so SGLang sees
+no AMX support and its layers take their native PyTorch path.
+"""
+
+from typing import Any, Callable
+
+__version__ = "0.1.0+placeholder"
+
+
+def _unavailable(name: str) -> Callable[..., Any]:
+    def operator(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"sgl_kernel.{name} is not available: the installed sgl_kernel is a placeholder without operators"
+        )
+
+    operator.__name__ = operator.__qualname__ = name
+    return operator
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.endswith("_cpu"):
+        return _unavailable(name)
+    raise AttributeError(f"module {__name__!r} (placeholder) has no attribute {name!r}")
