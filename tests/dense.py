@@ -165,12 +165,20 @@ class Session:
         """A whole decode step."""
         self.end_decode(rows, self.decode(rows, check=check))
 
+    def end_prompt(self, row: int) -> None:
+        """Prompt-phase compaction; the manager may seal the row."""
+        self.manager.end_prompt(row)
+        if self.manager.sealed.get(row) == self.manager.lengths[row]:
+            self.own_from[row] = self.manager.lengths[row]
+
     def share(self, row: int, lo: int, hi: int) -> Segment | None:
         """Share and keep the dense form of the segment."""
+        sealed_there = self.manager.sealed.get(row) == hi
         segment = self.manager.share(row, lo, hi)
         if segment is not None:
             self.shared[segment] = self.dense[row].cut(lo, hi)
-            self.own_from[row] = self.manager.lengths[row]
+            if not sealed_there:
+                self.own_from[row] = self.manager.lengths[row]
         return segment
 
     def attach(self, row: int, parts: list[tuple[Segment, int, int]]) -> None:

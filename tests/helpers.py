@@ -34,6 +34,17 @@ class LooseBoundsManager(PageManager):
         pass
 
 
+@dataclass(frozen=True)
+class ShortTableGeometry(Geometry):
+    """Sizes with a page table of a given number of blocks."""
+
+    blocks: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.blocks or super().num_blocks
+
+
 def make_manager(
     fmt: PageFormat | None = None,
     *,
@@ -47,9 +58,11 @@ def make_manager(
     dtype: torch.dtype = torch.bfloat16,
     poison: str = "nan",
     loose_bounds: bool = False,
+    blocks: int = 0,
 ) -> PageManager:
-    """A manager of odd size whose unused page memory holds ``POISONS[poison]``."""
-    geometry = Geometry(fmt or make_format(), layers, heads, pages, rows, segments, max_tokens)
+    """A manager of odd size whose unused page memory holds ``POISONS[poison]``; ``blocks`` limits its table."""
+    sizes = (fmt or make_format(), layers, heads, pages, rows, segments, max_tokens)
+    geometry = ShortTableGeometry(*sizes, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager
     manager = kind(geometry, policy or DiffKVPolicy(1.0, 0.1, window=8), dtype=dtype)
     manager.state.pages.view(torch.int16).fill_(POISONS[poison])
@@ -116,6 +129,18 @@ def visible(state: PageState, row: int) -> Visible:
             )
         )
     return Visible(*(np.concatenate(column) for column in zip(*parts)))
+
+
+def own_pages(state: PageState, row: int) -> set[int]:
+    """Pages that a row may write."""
+    found: set[int] = set()
+    for tier in range(len(state.segments)):
+        page, _, _ = table_of(state, row, tier)
+        entry = np.arange(page.shape[2])
+        first = state.own_entry[row, :, :, tier].numpy()[:, :, None]
+        end = state.entries[row, :, :, tier].numpy()[:, :, None]
+        found.update(page[(entry >= first) & (entry < end)].tolist())
+    return found
 
 
 def tier_map(state: PageState, row: int, length: int) -> np.ndarray:

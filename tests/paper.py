@@ -15,7 +15,7 @@ def threshold(alpha: float, count: int) -> np.float32:
 def classify_prompt(
     score: float, position: int, length: int, num_tiers: int, alpha_high: float, alpha_low: float, window: int
 ) -> int:
-    """Tier of the token at 0-based ``position`` (the paper's token ``position + 1``); ``num_tiers`` prunes."""
+    """Tier of the token at 0-based ``position``, the paper's ``position + 1``; ``num_tiers`` prunes it."""
     if position >= length - window:
         return 0
     mean = np.float32(1) / np.float32(position + 1)

@@ -42,35 +42,46 @@ class StepScores:
         )
 
 
-def _logits(q: torch.Tensor, seg: Segments, page: torch.Tensor) -> torch.Tensor:
-    """q [B, H, G, D] float32 and pages [B, H, E] to unscaled logits [B, H, G, E * tokens]."""
-    keys = seg.keys[page].flatten(2, 3)  # [B, H, N, bytes or D]
+def _gather(state: PageState, tier: int, page: torch.Tensor) -> Segments:
+    """Segments of copies of pages [B, H, E], flat: [B * H * E, tokens, ...]. Whole pages are copied at once."""
+    copies = state.pages.index_select(0, page.flatten())
+    return Segments.of(copies, state.segments[tier].layout, state.dtype)
+
+
+def _logits(q: torch.Tensor, seg: Segments) -> torch.Tensor:
+    """q [B, H, G, D] float32 and gathered pages to unscaled logits [B, H, G, N], ``N = E * tokens``."""
+    heads = q.shape[:2]
+
+    def per_head(x: torch.Tensor) -> torch.Tensor:
+        return x.float().reshape(*heads, -1, x.shape[-1])  # [B, H, N, .]
+
     if seg.key_meta is None:
-        return q @ keys.float().transpose(2, 3)
-    step = keys.shape[3]
-    out = sum(
-        q[..., p * step : (p + 1) * step] @ plane.float().transpose(2, 3)
-        for p, plane in enumerate(planes(keys, seg.layout.tier.k_bits))
-    )
-    scale, zero = seg.key_meta[page].flatten(2, 3).float().unbind(-1)  # [B, H, N]
+        return q @ per_head(seg.keys).transpose(2, 3)
+    step = seg.layout.key_bytes
+    out = q.new_zeros(())
+    for p, plane in enumerate(planes(seg.keys, seg.layout.tier.k_bits)):
+        out = out + q[..., p * step : (p + 1) * step] @ per_head(plane).transpose(2, 3)
+    scale, zero = per_head(seg.key_meta).unbind(-1)  # [B, H, N]
     return out * scale.unsqueeze(2) + q.sum(3, keepdim=True) * zero.unsqueeze(2)
 
 
-def _weighted_values(
-    prob: torch.Tensor, seg: Segments, page: torch.Tensor, valid: torch.Tensor
-) -> torch.Tensor:
-    """prob [B, H, G, N], pages [B, H, E] and valid [B, H, N] to [B, H, G, v_head_dim].
+def _weighted_values(prob: torch.Tensor, seg: Segments, valid: torch.Tensor) -> torch.Tensor:
+    """prob [B, H, G, N], gathered pages and valid [B, H, N] to [B, H, G, v_head_dim].
 
     Slots that are not valid may hold any bytes, NaN among them, which a probability of 0 does not cancel.
     """
-    values = seg.values[page].flatten(2, 3)
+    heads = prob.shape[:2]
+
+    def per_head(x: torch.Tensor) -> torch.Tensor:
+        return x.float().reshape(*heads, -1, x.shape[-1])  # [B, H, N, .]
+
     if seg.value_meta is None:
-        return prob @ values.float().masked_fill(~valid.unsqueeze(3), 0.0)
-    meta = seg.value_meta[page].flatten(2, 3).float().masked_fill(~valid.unsqueeze(3), 0.0)
+        return prob @ per_head(seg.values).masked_fill(~valid.unsqueeze(3), 0.0)
+    meta = per_head(seg.value_meta).masked_fill(~valid.unsqueeze(3), 0.0)
     scale, zero = meta.unbind(-1)  # [B, H, N]
     scaled = prob * scale.unsqueeze(2)
-    parts = [scaled @ plane.float() for plane in planes(values, seg.layout.tier.v_bits)]
-    return torch.cat(parts, dim=3) + (prob @ zero.unsqueeze(3))
+    parts = [scaled @ per_head(plane) for plane in planes(seg.values, seg.layout.tier.v_bits)]
+    return torch.cat(parts, dim=3) + prob @ zero.unsqueeze(3)
 
 
 def decode_attention(
@@ -104,11 +115,12 @@ def decode_attention(
         layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer))
         for tier in range(len(state.segments))
     ]
+    gathered = [_gather(state, tier, table[0]) for tier, table in enumerate(tables)]
     logits, positions, valids = [], [], []
-    for seg, (page, lo, hi) in zip(state.segments, tables, strict=True):
-        position = seg.positions[page]  # [B, H, E, tokens]
+    for seg, (page, lo, hi) in zip(gathered, tables, strict=True):
+        position = seg.positions.reshape(*page.shape, seg.layout.tokens)  # [B, H, E, tokens]
         valid = ((position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))).flatten(2)
-        tier_logits = _logits(grouped, seg, page)
+        tier_logits = _logits(grouped, seg)
         if logit_cap:
             tier_logits = logit_cap * torch.tanh(tier_logits / logit_cap)
         logits.append(tier_logits.masked_fill(~valid.unsqueeze(2), float("-inf")))
@@ -118,15 +130,15 @@ def decode_attention(
     lse = joined.logsumexp(3)  # [B, H, G]
     prob = (joined - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(3)).exp()
     probs = prob.split([x.shape[3] for x in logits], dim=3)
-    out = sum(
-        _weighted_values(p, seg, page, valid)
-        for p, seg, (page, _, _), valid in zip(probs, state.segments, tables, valids, strict=True)
-    )
+    out = torch.zeros((), device=q.device)
+    for p, seg, valid in zip(probs, gathered, valids, strict=True):
+        out = out + _weighted_values(p, seg, valid)
     if scores is not None:
         for tier, (p, position, valid) in enumerate(zip(probs, positions, valids, strict=True)):
-            page = tables[tier][0]
+            page, old = tables[tier][0], gathered[tier].scores
+            received = p.amax(2)
             _update_scores(
-                state, layer, tier, rows, page, position, valid, p.amax(2), seq_lens, scores, window
+                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window
             )
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
 
@@ -139,6 +151,7 @@ def _update_scores(
     page: torch.Tensor,  # [B, H, E]
     position: torch.Tensor,  # [B, H, N]
     valid: torch.Tensor,  # [B, H, N]
+    old: torch.Tensor,  # [B * H * E, tokens], scores before this step
     received: torch.Tensor,  # [B, H, N]
     seq_lens: torch.Tensor,
     scores: StepScores,
@@ -153,7 +166,7 @@ def _update_scores(
     own = (entry >= first) & (entry < state.entries[rows, layer, :, tier].unsqueeze(2))
     own_token = own.repeat_interleave(tokens, dim=2) & valid
     count = (newest - position).clamp(min=1)
-    old = seg.scores[page].flatten(2)
+    old = old.reshape(position.shape)
     new = torch.where(position < newest, old + (received - old) / count, old)
     target = torch.where(own, page, state.scratch_page)
     seg.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))

@@ -9,7 +9,7 @@ that a tile never divides by the number of tokens of a page. Tokens are the rows
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_codec import MAGIC, exact_plane, meta_pair, shifted_plane
+from sglang_diffkv.kernels.triton_codec import MAGIC, exact_codes, meta_pair, shifted_codes
 from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, dot_padded, padded, table_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -67,19 +67,17 @@ def attend_tier(
     ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass.
     """
     RAW: tl.constexpr = KB == 16
-    KPLANES: tl.constexpr = 1 if RAW else 8 // KB
-    VPLANES: tl.constexpr = 1 if RAW else 8 // VB
-    KW: tl.constexpr = D // KPLANES  # elements of a plane, which are bytes of a packed vector
-    VW: tl.constexpr = DV // VPLANES
+    BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
+    KPARTS: tl.constexpr = 1 if RAW else BYTES * 8 // KB
+    VPARTS: tl.constexpr = 1 if RAW else BYTES * 8 // VB
+    KW: tl.constexpr = D // KPARTS  # words of a vector
+    VW: tl.constexpr = DV // VPARTS
     KWP: tl.constexpr = dot_padded(KW)
     VWP: tl.constexpr = dot_padded(VW)
     N: tl.constexpr = U * CHUNK
     raw_type: tl.constexpr = q_ptr.dtype.element_ty
     dot_type: tl.constexpr = raw_type if ASM else tl.float32  # the interpreter cannot multiply bf16
-    code_ptr = pages.to(tl.pointer_type(raw_type)) if RAW else pages
-    SIZE: tl.constexpr = 2 if RAW else 1
-    KROW: tl.constexpr = D * KB // 8 // SIZE
-    VROW: tl.constexpr = DV * VB // 8 // SIZE
+    word_ptr = pages.to(tl.pointer_type(raw_type if RAW else tl.int16))
 
     g = tl.arange(0, GP)
     kcol = tl.arange(0, KWP)
@@ -87,24 +85,25 @@ def attend_tier(
     q_parts = ()
     offset = tl.zeros([GP], tl.float32)
     total = tl.zeros([GP], tl.float32)
-    for p in tl.static_range(KPLANES):
+    for part in tl.static_range(KPARTS):
+        at = kcol * BYTES + part // BYTES * (KW * BYTES) + part % BYTES
         inside = (kcol[:, None] < KW) & (g[None, :] < G)
-        x = tl.load(q_ptr + g[None, :] * D + p * KW + kcol[:, None], mask=inside, other=0.0)  # [KWP, GP]
+        x = tl.load(q_ptr + g[None, :] * D + at[:, None], mask=inside, other=0.0)  # [KWP, GP]
         if RAW:
-            part = x.to(dot_type)
+            x = x.to(dot_type)
         else:
-            part = (x.to(tl.float32) * (qscale / (1 << (p * KB)))).to(tl.float16)
-            column_sum = tl.sum(part.to(tl.float32), 0)
+            x = (x.to(tl.float32) * (qscale / (1 << (part // BYTES * KB)))).to(tl.float16)
+            column_sum = tl.sum(x.to(tl.float32), 0)
             offset += column_sum * MAGIC
-            total += column_sum * (1 << (p * KB))
-        q_parts = q_parts + (part,)
+            total += column_sum * (1 << (part // BYTES * KB))
+        q_parts = q_parts + (x,)
     factor = sm_scale * LOG2E if RAW else sm_scale * LOG2E / qscale
 
     m = tl.full([GP], float("-inf"), tl.float32)
     l_part = tl.zeros([N, GP], tl.float32)
     z_part = tl.zeros([N, GP], tl.float32)
     accs = ()
-    for p in tl.static_range(VPLANES):
+    for _ in tl.static_range(VPARTS):
         accs = accs + (tl.zeros([VWP, GP], tl.float32),)
 
     page, lo, hi, entry = tile_units(
@@ -115,11 +114,11 @@ def attend_tier(
         slot = tile_slots(tile, TOKENS, CHUNK, U)
         live = (spread(entry, CHUNK, U) < count) & (slot < TOKENS)
         base = spread(page, CHUNK, U).to(tl.int64) * PAGE_BYTES
-        words = (pages + base).to(tl.pointer_type(tl.int32))
-        codes = code_ptr + base // SIZE
-        position = tl.load(words + POSITIONS // 4 + slot, mask=live, other=-1)
-        kptr = codes[:, None] + KEYS // SIZE + slot[:, None] * KROW + kcol[None, :]
-        vptr = codes[:, None] + VALUES // SIZE + slot[:, None] * VROW + vcol[None, :]
+        numbers = (pages + base).to(tl.pointer_type(tl.int32))
+        words = word_ptr + base // 2
+        position = tl.load(numbers + POSITIONS // 4 + slot, mask=live, other=-1)
+        kptr = words[:, None] + KEYS // 2 + slot[:, None] * KW + kcol[None, :]
+        vptr = words[:, None] + VALUES // 2 + slot[:, None] * VW + vcol[None, :]
         kmask = live[:, None] if KWP == KW else live[:, None] & (kcol[None, :] < KW)
         vmask = live[:, None] if VWP == VW else live[:, None] & (vcol[None, :] < VW)
         k = tl.load(kptr, mask=kmask, other=0)
@@ -128,11 +127,11 @@ def attend_tier(
         if RAW:
             s = tl.dot(k.to(dot_type), q_parts[0]) * factor
         else:
-            kscale, kzero = meta_pair(tl.load(words + KMETA // 4 + slot, mask=live, other=0))
-            vscale, vzero = meta_pair(tl.load(words + VMETA // 4 + slot, mask=live, other=0))
+            kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4 + slot, mask=live, other=0))
+            vscale, vzero = meta_pair(tl.load(numbers + VMETA // 4 + slot, mask=live, other=0))
             s = tl.broadcast_to(-offset[None, :], [N, GP])
-            for p in tl.static_range(KPLANES):
-                s = tl.dot(shifted_plane(k, KB, p, ASM), q_parts[p], s)
+            for part in tl.static_range(KPARTS):
+                s = tl.dot(shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), q_parts[part], s)
             s = s * (kscale * factor)[:, None] + total[None, :] * (kzero * factor)[:, None]
         if HAS_CAP:
             cap = logit_cap * LOG2E
@@ -152,9 +151,9 @@ def attend_tier(
             z_part = z_part * alpha[None, :] + prob * tl.where(valid, vzero, 0.0)[:, None]
             weight = (prob * tl.where(valid, vscale, 0.0)[:, None]).to(tl.float16)
         updated = ()
-        for p in tl.static_range(VPLANES):
-            plane = v if RAW else exact_plane(v, VB, p, ASM)  # [N, VWP]
-            updated = updated + (tl.dot(tl.trans(plane), weight, accs[p] * alpha[None, :]),)
+        for part in tl.static_range(VPARTS):
+            codes = v if RAW else exact_codes(v, VB, part // BYTES, part % BYTES, ASM)  # [N, VWP]
+            updated = updated + (tl.dot(tl.trans(codes), weight, accs[part] * alpha[None, :]),)
         accs = updated
         if KEEP:
             at = tile * N + tl.arange(0, N)
@@ -169,10 +168,11 @@ def attend_tier(
     z = tl.sum(z_part, 0)
     inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
     tl.store(lse_ptr + g, m + tl.log2(norm), mask=g < G)
-    for p in tl.static_range(VPLANES):
-        o = (accs[p] * (1.0 / (1 << (p * VB))) + z[None, :]) * inverse[None, :]
+    for part in tl.static_range(VPARTS):
+        o = (accs[part] * (1.0 / (1 << (part // BYTES * VB))) + z[None, :]) * inverse[None, :]
+        at = vcol * BYTES + part // BYTES * (VW * BYTES) + part % BYTES
         inside = (vcol[:, None] < VW) & (g[None, :] < G)
-        tl.store(out_ptr + g[None, :] * DV + p * VW + vcol[:, None], o, mask=inside)
+        tl.store(out_ptr + g[None, :] * DV + at[:, None], o, mask=inside)
 
 
 @triton.jit

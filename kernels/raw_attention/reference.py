@@ -10,20 +10,22 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_diffkv.kernels.table import layer_table, max_entries
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState, Segments
 
 
 def _gather(state: PageState, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [H, length, dim] and values [H, length, v_dim] of a row, in order of position."""
-    seg = state.segments[0]
+    layout = state.segments[0].layout
     rows = torch.tensor([row], device=state.device)
     page, lo, hi = (x[0] for x in layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer)))
-    position = seg.positions[page]  # [H, E, tokens]
+    seg = Segments.of(state.pages.index_select(0, page.flatten()), layout, state.dtype)
+    position = seg.positions.reshape(*page.shape, layout.tokens)  # [H, E, tokens]
     valid = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < length)
-    order = torch.where(valid, position, 2**31 - 1).flatten(1).argsort(dim=1)[:, :length]  # [H, length]
-    page = page.gather(1, order // seg.layout.tokens)
-    slot = order % seg.layout.tokens
-    return seg.keys[page, slot], seg.values[page, slot]
+    order = torch.where(valid, position, NO_LIMIT).flatten(1).argsort(dim=1)[:, :length]  # [H, length]
+    keys = seg.keys.reshape(page.shape[0], -1, seg.keys.shape[2])
+    values = seg.values.reshape(page.shape[0], -1, seg.values.shape[2])
+    head = torch.arange(page.shape[0], device=page.device).unsqueeze(1)
+    return keys[head, order], values[head, order]
 
 
 def raw_attention(

@@ -134,8 +134,14 @@ class PageManager:
         for row, at in zip(rows, start, strict=True):
             if self.lengths.get(row, 0) != at:
                 raise ValueError(f"row {row} holds {self.lengths.get(row, 0)} tokens, the step starts at {at}")
-        for row, count in zip(rows, new_tokens, strict=True):
-            self.space.append(row, count)
+        for i, (row, count) in enumerate(zip(rows, new_tokens, strict=True)):
+            try:
+                self.space.append(row, count)
+            except TableFull:
+                for done, taken in zip(rows[:i], new_tokens[:i]):
+                    self.space.withdraw(done, taken)
+                raise
+        for row, count in zip(rows, new_tokens):
             self.lengths[row] = self.lengths.get(row, 0) + count
         self.version += 1
         reserve(self.state, self._rows(rows), self._rows(new_tokens), max(new_tokens, default=0))
@@ -159,6 +165,7 @@ class PageManager:
         own = length - self.shared.get(row, 0)
         if self.share_min_tokens is not None and own >= self.share_min_tokens:
             seal(self.state, row)
+            self.space.seal(row)
             self.sealed[row] = length
         self._tighten(row)
 
@@ -179,7 +186,7 @@ class PageManager:
     def attach_prefix(self, row: int, parts: list[tuple[Segment, int, int]]) -> None:
         """Let an empty row refer to the pages of ``parts``, each (segment, lo, hi), consecutive from 0.
 
-        Raises TableFull, leaving the row empty.
+        Raises TableFull, and ValueError for parts that do not continue one another, leaving the row empty.
         """
         if self.lengths.get(row):
             raise ValueError(f"row {row} is not empty")
@@ -191,7 +198,7 @@ class PageManager:
                 attach(self.state, row, segment.row, lo, hi)
                 self.lengths[row] = self.shared[row] = hi
                 self._tighten(row)
-        except TableFull:
+        except (TableFull, ValueError):
             self.release(row)
             raise
         self.version += 1
@@ -229,6 +236,7 @@ class PageManager:
         attach(self.state, segment_row, row, lo, hi, kept_only=True)
         if self.sealed.get(row) != hi:
             seal(self.state, row)
+            self.space.seal(row)
             self.sealed[row] = self.lengths[row]
         self.state.kept_entry[row] = self.state.own_entry[row]
         self.shared[row] = hi

@@ -52,6 +52,17 @@ class TableSpace:
         self.base[row] = (have_high + high, have_low + low)
         self.appended[row] = 0
 
+    def seal(self, row: int) -> None:
+        """The row's next token starts a page of its own: count what it has now as entries."""
+        self.base[row] = self.bound(row)
+        self.appended[row] = 0
+
+    def withdraw(self, row: int, new_tokens: int) -> None:
+        """Undo the last ``append`` of a step that did not run; blocks stay with a row that holds entries."""
+        self.appended[row] -= new_tokens
+        if self.bound(row) == (0, 0):
+            self.release(row)
+
     def tighten(self, row: int, high: int, low: int) -> None:
         """Replace the bounds by counted entries; surplus blocks stay with the row."""
         self.base[row] = (high, low)
