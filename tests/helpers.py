@@ -60,7 +60,7 @@ def make_manager(
     loose_bounds: bool = False,
     blocks: int = 0,
 ) -> PageManager:
-    """A manager of odd size whose unused page memory holds ``POISONS[poison]``; ``blocks`` limits its table."""
+    """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table."""
     sizes = (fmt or make_format(), layers, heads, pages, rows, segments, max_tokens)
     geometry = ShortTableGeometry(*sizes, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager

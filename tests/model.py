@@ -18,6 +18,12 @@ from tests.paper import Caches, algorithm_1, classify_prompt
 Parts = list[tuple[Segment, int, int]]
 
 
+def split(parts: Parts, cuts: list[int]) -> Parts:
+    """``parts``, each cut in two at a position, as a tree does when its nodes split."""
+    halves = [(s, a, b) for (s, lo, hi), cut in zip(parts, cuts) for a, b in ((lo, cut), (cut, hi))]
+    return [(segment, lo, hi) for segment, lo, hi in halves if lo < hi]
+
+
 @dataclass
 class RowModel:
     """A request. ``tier[layer, head, position]`` is the number of tiers for a token that is gone."""
@@ -57,9 +63,7 @@ class RowModel:
                 for at in (here.tier == 0, here.tier == 1)
             ]
             candidate = leaving if leaving in sides[0] else None
-            after = algorithm_1(
-                Caches(*sides, candidate), self.length, policy.alpha_high, policy.alpha_low, tiers
-            )
+            after = algorithm_1(Caches(*sides, candidate), self.length, policy.alpha_high, policy.alpha_low, tiers)
             for position in sides[0].keys() | sides[1].keys():
                 kept = 0 if position in after.high else 1 if position in after.low else tiers
                 self.tier[layer, head, position] = kept

@@ -19,30 +19,27 @@ NOTHING = 2**63 - 1
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the first pass is cut: ``tile`` tokens an iteration, ``stages`` of asynchronous copies in flight."""
+    """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight."""
 
-    tile: int = 64
-    warps: int = 4
+    tile: int = 32
+    warps: int = 1
     stages: int = 3
 
 
-def chunk_of(layout: TierLayout, tile: int) -> int:
-    """Slots of a unit: the largest power of two that wastes least of a page, at most ``tile``."""
-    best = min((16, 32, 64), key=lambda c: (-(-layout.tokens // c) * c, -c))
-    return min(best, tile)
+def tile_tokens(layout: TierLayout, limit: int) -> int:
+    """Slots of a tile: the power of two (16 at least) up to ``limit`` that wastes least of a page."""
+    sizes = [n for n in (16, 32, 64, 128) if n <= max(limit, 16)]
+    return min(sizes, key=lambda n: (-(-layout.tokens // n) * n, -n))
 
 
 def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, int]:
-    """Units and bytes of a tile of each tier."""
-    chunk_high, chunk_low = chunk_of(fmt.high, config.tile), chunk_of(fmt.low, config.tile)
-    return {
-        "CHUNK_H": chunk_high,
-        "U_H": config.tile // chunk_high,
-        "CHUNK_L": chunk_low,
-        "U_L": config.tile // chunk_low,
-        "WEIGHT_H": fmt.high.tier.token_bytes(fmt.head_dim, fmt.v_head_dim),
-        "WEIGHT_L": fmt.low.tier.token_bytes(fmt.head_dim, fmt.v_head_dim),
-    }
+    """Tokens and bytes of a tile of each tier."""
+    sizes = [tile_tokens(layout, config.tile) for layout in (fmt.high, fmt.low)]
+    cost = [
+        n * x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) // 16
+        for n, x in zip(sizes, (fmt.high, fmt.low), strict=True)
+    ]
+    return {"N_H": sizes[0], "N_L": sizes[1], "WEIGHT_H": cost[0], "WEIGHT_L": cost[1]}
 
 
 @dataclass
@@ -69,17 +66,17 @@ class FoundTokens:
 class DecodeWorkspace:
     """Scratch of decode attention, shared by all layers; static addresses for graph capture.
 
-    ``logits`` and ``tile_max`` are empty unless scores are kept. A head's tokens past ``tiles`` tiles are
+    ``logits`` and ``tile_max`` are empty unless scores are kept. A head's slots past the first ``room`` are
     attended to, but keep their old score.
     """
 
     config: DecodeConfig
     splits: int
-    tiles: int
+    room: int
     partial_out: torch.Tensor  # [B, H, slots, G, v_head_dim] float32
     partial_lse: torch.Tensor  # [B, H, slots, G] float32, base 2
-    logits: torch.Tensor  # [B, H, tiles, tile, G] fp16, base 2, relative to tile_max
-    tile_max: torch.Tensor  # [B, H, tiles, G] float32
+    logits: torch.Tensor  # [B, H, room, G] fp16, base 2, relative to tile_max
+    tile_max: torch.Tensor  # [B, H, room / 16, G] float32
 
     @classmethod
     def create(
@@ -96,12 +93,13 @@ class DecodeWorkspace:
         config = config or DecodeConfig()
         fmt, heads = state.fmt, state.num_heads
         group, slots = q_heads // heads, splits + len(fmt.tiers) - 1
-        # A page in three of a row may be part-filled (segments, the tiers' ends) without losing tokens.
-        fill = 0.66
-        chunk = tile_constants(fmt, config)
-        waste = -(-fmt.high.tokens // chunk["CHUNK_H"]) * chunk["CHUNK_H"] / fmt.high.tokens
-        waste = max(waste, -(-fmt.low.tokens // chunk["CHUNK_L"]) * chunk["CHUNK_L"] / fmt.low.tokens)
-        tiles = int(max_tokens * waste / fill) // config.tile + 4 if max_tokens else 0
+        # Pages of segments and the ends of both tiers may be part-filled: half as many slots again as tokens.
+        tile = tile_constants(fmt, config)
+        waste = max(
+            -(-x.tokens // n) * n / x.tokens
+            for x, n in ((fmt.high, tile["N_H"]), (fmt.low, tile["N_L"]))
+        )
+        room = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(batch, heads, *shape, dtype=dtype, device=state.device)
@@ -109,11 +107,11 @@ class DecodeWorkspace:
         return cls(
             config,
             splits,
-            tiles,
+            room,
             empty(slots, group, fmt.v_head_dim),
             empty(slots, group),
-            empty(tiles, config.tile, group, dtype=torch.float16),
-            empty(tiles, group),
+            empty(room, group, dtype=torch.float16),
+            empty(room // 16, group),
         )
 
 
@@ -160,7 +158,7 @@ def decode_attention(
         lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     assert out.is_contiguous() and lse.is_contiguous()
     if found is not None:
-        assert workspace.tiles > 0, "scores are wanted: create the workspace with max_tokens"
+        assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
         assert found.packed.shape[4] == workspace.splits and found.packed.shape[0] >= batch
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
@@ -168,7 +166,7 @@ def decode_attention(
     split_kernel[(batch * heads, splits)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
         state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
-        rows, num_valid, layer, sm_scale, logit_cap, workspace.tiles,
+        rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
         HAS_CAP=logit_cap > 0, KEEP=found is not None, ASM=not INTERPRETED,
         num_warps=config.warps, num_stages=config.stages,
@@ -178,7 +176,7 @@ def decode_attention(
         out, lse, found.packed if found is not None else workspace.partial_lse,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
         state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
-        state.own_entry, rows, seq_lens, num_valid, layer, window, workspace.tiles,
+        state.own_entry, rows, seq_lens, num_valid, layer, window, workspace.room,
         **kept, **shape, num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -8,7 +8,7 @@ least significant token of each tier. Only the group's logits, scores and positi
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_split import LOG2E, split_span, spread, tile_slots, tile_units
+from sglang_diffkv.kernels.decode_attention.triton_split import LOG2E, kept_tiles, split_span, tile_page
 from sglang_diffkv.kernels.triton_table import ceil_div, padded
 
 NOTHING = tl.constexpr(2**63 - 1)
@@ -20,29 +20,28 @@ def score_tier(
     lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, range_lo, range_hi, block_table,
     row, layer, head, count, own_first, first, last,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
-    CHUNK: tl.constexpr, U: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """Tiles [first, last) of one tier; returns the packed candidate and least significant token, int64 each.
 
     ``lse`` [GP] is the head's base-2 normaliser; ``room`` tiles of logits were kept.
     """
-    N: tl.constexpr = U * CHUNK
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     g = tl.arange(0, GP)
     candidate = tl.full([N], NOTHING, tl.int64)
     least = tl.full([N], NOTHING, tl.int64)
-    for tile in range(first, tl.minimum(last, room)):
-        page, lo, hi, unit_entry = tile_units(
+    for tile in range(tl.maximum(first, own_first * CHUNKS), tl.minimum(last, room)):
+        page, lo, hi = tile_page(
             tile, count, block_table, page_table, range_lo, range_hi, row, layer, head,
-            HIGH, TOKENS, CHUNK, U, MAX_BLOCKS, L, H,
+            HIGH, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
-        entry = spread(unit_entry, CHUNK, U)
-        slot = tile_slots(tile, TOKENS, CHUNK, U)
-        own = (entry >= own_first) & (entry < count) & (slot < TOKENS)
-        words = (pages + spread(page, CHUNK, U).to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32))
-        score_ptr = (words + SCORES // 4 + slot).to(tl.pointer_type(tl.float32))
+        slot = (tile % CHUNKS) * N + tl.arange(0, N)
+        own = slot < TOKENS
+        words = (pages + page.to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32))
+        score_ptr = (words + SCORES // 4).to(tl.pointer_type(tl.float32)) + slot
         position = tl.load(words + POSITIONS // 4 + slot, mask=own, other=-1)
-        own &= (position >= spread(lo, CHUNK, U)) & (position < spread(hi, CHUNK, U))
+        own &= (position >= lo) & (position < hi)
         old = tl.load(score_ptr, mask=own, other=0.0)
         at = tile * N + tl.arange(0, N)
         inside = own[:, None] & (g[None, :] < G)
@@ -52,7 +51,7 @@ def score_tier(
         age = tl.maximum(newest - position, 1).to(tl.float32)
         new = tl.where(position < newest, old + (received - old) / age, old)
         tl.store(score_ptr, new, mask=own)
-        number = (entry - own_first) * TOKENS + slot
+        number = (tile // CHUNKS - own_first) * TOKENS + slot
         bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
         if HIGH:
@@ -65,13 +64,12 @@ def score_tier(
 @triton.jit(do_not_specialize=["layer", "window"])
 def finish_kernel(
     out, lse_out, found, partial_out, partial_lse, logits, tile_max, pages, page_table, range_lo, range_hi,
-    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, TILES,
+    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    CHUNK_H: tl.constexpr, U_H: tl.constexpr, CHUNK_L: tl.constexpr, U_L: tl.constexpr,
-    WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
+    N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, 1 + S): program 0 of a head joins the splits, program 1 + s scores the tokens of split s.
     Without scores the grid is (B * H, 1)."""
@@ -124,24 +122,24 @@ def finish_kernel(
     count_low = tl.load(entries + counts + TIERS - 1)
     high, high_first, high_last, low_first, low_last, turn = split_span(
         part - 1, count_high, count_low, S, WEIGHT_H, WEIGHT_L,
-        ceil_div(H_TOKENS, CHUNK_H), ceil_div(L_TOKENS, CHUNK_L), U_H, U_L, TIERS,
+        ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L), TIERS,
     )  # fmt: skip
-    N: tl.constexpr = CHUNK_H * U_H
+    room_high, room_low = kept_tiles(high, room, N_H, N_L)
     lse = tl.where(norm > 0, lse, 0.0)
-    logits_ptr = logits + bh64 * TILES * N * G
-    tile_max_ptr = tile_max + bh64 * TILES * G
+    logits_ptr = logits + bh64 * room * G
+    tile_max_ptr = tile_max + bh64 * (room // 16) * G
     candidate, least = score_tier(
-        lse, newest, window, logits_ptr, tile_max_ptr, TILES, pages, page_table, range_lo, range_hi, block_table,
+        lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, range_lo, range_hi, block_table,
         row, layer, head, count_high, tl.load(own_entry + counts), high_first, high_last,
-        True, H_TOKENS, H_SCORES, H_POSITIONS, CHUNK_H, U_H, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
     tl.store(found_ptr, candidate)
     tl.store(found_ptr + S, least)
     if TIERS == 2:
         _, least = score_tier(
-            lse, newest, window, logits_ptr + high * N * G, tile_max_ptr + high * G, TILES - high, pages,
+            lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
             page_table, range_lo, range_hi, block_table, row, layer, head, count_low,
             tl.load(own_entry + counts + 1), low_first, low_last,
-            False, L_TOKENS, L_SCORES, L_POSITIONS, CHUNK_L, U_L, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip
         tl.store(found_ptr + 2 * S, least)

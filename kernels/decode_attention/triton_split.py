@@ -1,70 +1,58 @@
 """First pass of decode attention: each program attends to a span of pages of one request and KV head.
 
 Shapes: ``B`` requests, ``H`` KV heads, ``G`` query heads of a KV head (``GP`` padded for the tensor core),
-``S`` splits, ``N`` tokens of a tile, ``U`` units of a tile. A *unit* is a run of ``CHUNK`` slots of one page, so
-that a tile never divides by the number of tokens of a page. Tokens are the rows of both products
-(``K q^T`` and ``V^T p^T``), so a group of up to 8 query heads fills the tensor core's narrow side.
+``S`` splits, ``N`` tokens of a tile. A tile is a run of slots of one page, so that everything about the page is a
+scalar and no token divides by the (odd) number of tokens of a page. Tokens are the long side of both
+products (``K q^T`` and ``V^T p^T``), so a group of up to 8 query heads fills the tensor core's narrow side.
 """
 
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_codec import MAGIC, exact_codes, meta_pair, shifted_codes
+from sglang_diffkv.kernels.triton_codec import MAGIC, meta_pair, shifted_codes
 from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, dot_padded, padded, table_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def tile_units(
+def tile_page(
     tile, count, block_table, page_table, range_lo, range_hi, row, layer, head,
-    HIGH: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, U: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    HIGH: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Page, position range and entry of each unit of a tile: four [U] int32. Units past the end see no token."""
-    entry = (tile * U + tl.arange(0, U)) // ceil_div(TOKENS, CHUNK)
+    """Page of a tile and its position range; past the last entry, page 0 and an empty range. Scalars."""
+    entry = tile // CHUNKS
     live = entry < count
     column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
     at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
     page = tl.load(page_table + at, mask=live, other=0)
     lo = tl.load(range_lo + at, mask=live, other=0)
     hi = tl.load(range_hi + at, mask=live, other=0)
-    return page, lo, hi, entry
+    return page, lo, hi
 
 
 @triton.jit
-def spread(unit_values, CHUNK: tl.constexpr, U: tl.constexpr):
-    """[U] to [U * CHUNK]: each unit's value for each of its slots."""
-    if U == 1:
-        return tl.broadcast_to(unit_values, [CHUNK])
-    return tl.reshape(tl.broadcast_to(tl.expand_dims(unit_values, 1), [U, CHUNK]), [U * CHUNK])
-
-
-@triton.jit
-def tile_slots(tile, TOKENS: tl.constexpr, CHUNK: tl.constexpr, U: tl.constexpr):
-    """Slot in its page of each token of a tile, [U * CHUNK] int32; slots of TOKENS and more do not exist."""
-    CPP: tl.constexpr = ceil_div(TOKENS, CHUNK)
-    if U == 1:
-        return (tile % CPP) * CHUNK + tl.arange(0, CHUNK)
-    unit = spread(tile * U + tl.arange(0, U), CHUNK, U)
-    return (unit % CPP) * CHUNK + tl.arange(0, U * CHUNK) % CHUNK
+def eighths(x):
+    """[N, GP] to [8, GP]: sums of every eighth row, which the accumulator layout keeps in one thread."""
+    return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), 0)
 
 
 @triton.jit
 def attend_tier(
     q_ptr, qscale, sm_scale, logit_cap,
     pages, page_table, range_lo, range_hi, block_table, row, layer, head, count, first, last,
-    logits_ptr, tile_max_ptr, out_ptr, lse_ptr,
+    logits_ptr, tile_max_ptr, room, out_ptr, lse_ptr,
     HIGH: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr, POSITIONS: tl.constexpr,
-    CHUNK: tl.constexpr, U: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
     ``q_ptr`` points at the group's [G, D]; ``qscale`` is a power of two that brings it into fp16.
-    ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass.
+    ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass; there
+    is room for those of ``room`` tiles.
     """
     RAW: tl.constexpr = KB == 16
     BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
@@ -74,7 +62,7 @@ def attend_tier(
     VW: tl.constexpr = DV // VPARTS
     KWP: tl.constexpr = dot_padded(KW)
     VWP: tl.constexpr = dot_padded(VW)
-    N: tl.constexpr = U * CHUNK
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     raw_type: tl.constexpr = q_ptr.dtype.element_ty
     dot_type: tl.constexpr = raw_type if ASM else tl.float32  # the interpreter cannot multiply bf16
     word_ptr = pages.to(tl.pointer_type(raw_type if RAW else tl.int16))
@@ -100,30 +88,30 @@ def attend_tier(
     factor = sm_scale * LOG2E if RAW else sm_scale * LOG2E / qscale
 
     m = tl.full([GP], float("-inf"), tl.float32)
-    l_part = tl.zeros([N, GP], tl.float32)
-    z_part = tl.zeros([N, GP], tl.float32)
+    l_part = tl.zeros([8, GP], tl.float32)
+    z_part = tl.zeros([8, GP], tl.float32)
     accs = ()
     for _ in tl.static_range(VPARTS):
         accs = accs + (tl.zeros([VWP, GP], tl.float32),)
 
-    page, lo, hi, entry = tile_units(
+    page, lo, hi = tile_page(
         first, count, block_table, page_table, range_lo, range_hi, row, layer, head,
-        HIGH, TOKENS, CHUNK, U, MAX_BLOCKS, L, H,
+        HIGH, CHUNKS, MAX_BLOCKS, L, H,
     )  # fmt: skip
     for tile in range(first, last):
-        slot = tile_slots(tile, TOKENS, CHUNK, U)
-        live = (spread(entry, CHUNK, U) < count) & (slot < TOKENS)
-        base = spread(page, CHUNK, U).to(tl.int64) * PAGE_BYTES
-        numbers = (pages + base).to(tl.pointer_type(tl.int32))
-        words = word_ptr + base // 2
+        slot = (tile % CHUNKS) * N + tl.arange(0, N)
+        live = slot < TOKENS
+        page_at = page.to(tl.int64) * PAGE_BYTES
+        numbers = (pages + page_at).to(tl.pointer_type(tl.int32))
+        words = word_ptr + page_at // 2
         position = tl.load(numbers + POSITIONS // 4 + slot, mask=live, other=-1)
-        kptr = words[:, None] + KEYS // 2 + slot[:, None] * KW + kcol[None, :]
-        vptr = words[:, None] + VALUES // 2 + slot[:, None] * VW + vcol[None, :]
+        kptr = words + KEYS // 2 + slot[:, None] * KW + kcol[None, :]
+        vptr = words + VALUES // 2 + slot[None, :] * VW + vcol[:, None]
         kmask = live[:, None] if KWP == KW else live[:, None] & (kcol[None, :] < KW)
-        vmask = live[:, None] if VWP == VW else live[:, None] & (vcol[None, :] < VW)
+        vmask = live[None, :] if VWP == VW else live[None, :] & (vcol[:, None] < VW)
         k = tl.load(kptr, mask=kmask, other=0)
-        v = tl.load(vptr, mask=vmask, other=0)
-        valid = (position >= spread(lo, CHUNK, U)) & (position < spread(hi, CHUNK, U))
+        v = tl.load(vptr, mask=vmask, other=0)  # [VWP, N]
+        valid = (position >= lo) & (position < hi)
         if RAW:
             s = tl.dot(k.to(dot_type), q_parts[0]) * factor
         else:
@@ -143,25 +131,30 @@ def attend_tier(
         prob = tl.exp2(s)
         alpha = tl.exp2(m - safe)
         m = m_new
-        l_part = l_part * alpha[None, :] + prob
+        l_part = l_part * alpha[None, :] + eighths(prob)
         if RAW:
             weight = prob.to(dot_type)
-            v = tl.where(valid[:, None], v.to(dot_type), tl.zeros([N, VWP], dot_type))
+            v = tl.where(valid[None, :], v.to(dot_type), tl.zeros([VWP, N], dot_type))
         else:
-            z_part = z_part * alpha[None, :] + prob * tl.where(valid, vzero, 0.0)[:, None]
+            z_part = z_part * alpha[None, :] + eighths(prob * tl.where(valid, vzero, 0.0)[:, None])
             weight = (prob * tl.where(valid, vscale, 0.0)[:, None]).to(tl.float16)
+            excess = tl.dot(tl.full([VWP, N], -MAGIC, tl.float16), weight)  # [VWP, GP], equal rows
         updated = ()
         for part in tl.static_range(VPARTS):
-            codes = v if RAW else exact_codes(v, VB, part // BYTES, part % BYTES, ASM)  # [N, VWP]
-            updated = updated + (tl.dot(tl.trans(codes), weight, accs[part] * alpha[None, :]),)
+            if RAW:
+                updated = updated + (tl.dot(v, weight, accs[part] * alpha[None, :]),)
+            else:
+                codes = shifted_codes(v, VB, part // BYTES, part % BYTES, ASM)
+                updated = updated + (tl.dot(codes, weight, accs[part] * alpha[None, :] + excess),)
         accs = updated
         if KEEP:
-            at = tile * N + tl.arange(0, N)
-            tl.store(logits_ptr + at[:, None] * G + g[None, :], s.to(tl.float16), mask=g[None, :] < G)
-            tl.store(tile_max_ptr + tile * G + g, safe, mask=g < G)
-        page, lo, hi, entry = tile_units(
+            token = tile * N + tl.arange(0, N)
+            fits = (g < G) & (tile < room)
+            tl.store(logits_ptr + token[:, None] * G + g[None, :], s.to(tl.float16), mask=fits[None, :])
+            tl.store(tile_max_ptr + tile * G + g, safe, mask=fits)
+        page, lo, hi = tile_page(
             tile + 1, count, block_table, page_table, range_lo, range_hi, row, layer, head,
-            HIGH, TOKENS, CHUNK, U, MAX_BLOCKS, L, H,
+            HIGH, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
 
     norm = tl.sum(l_part, 0)
@@ -178,15 +171,15 @@ def attend_tier(
 @triton.jit
 def split_span(
     split, count_high, count_low, S: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
-    UNITS_H: tl.constexpr, UNITS_L: tl.constexpr, U_H: tl.constexpr, U_L: tl.constexpr, TIERS: tl.constexpr,
+    CHUNKS_H: tl.constexpr, CHUNKS_L: tl.constexpr, TIERS: tl.constexpr,
 ):  # fmt: skip
-    """A split's share of a head's tiles, balanced by bytes (``WEIGHT``, of a tile).
+    """A split's share of a head's tiles, balanced by ``WEIGHT``, the cost of a tile.
 
     Returns tiles of the high tier, its span [first, last), the low tier's span, and the split in which the
     high tier ends.
     """
-    high = tl.cdiv(count_high * UNITS_H, U_H)
-    low = tl.cdiv(count_low * UNITS_L, U_L) if TIERS == 2 else 0
+    high = count_high * CHUNKS_H
+    low = count_low * CHUNKS_L if TIERS == 2 else 0
     end = high * WEIGHT_H
     per = tl.maximum(tl.cdiv(end + low * WEIGHT_L, S), 1)
     start, stop = split * per, (split + 1) * per
@@ -197,18 +190,23 @@ def split_span(
     return high, high_first, high_last, low_first, low_last, tl.minimum(end // per, S - 1)
 
 
+@triton.jit
+def kept_tiles(high, room, N_H: tl.constexpr, N_L: tl.constexpr):
+    """Tiles of each tier whose logits fit into ``room`` tokens, the high tier's ``high`` tiles first."""
+    return room // N_H, tl.maximum(room - high * N_H, 0) // N_L
+
+
 @triton.jit(do_not_specialize=["layer"])
 def split_kernel(
     q, partial_out, partial_lse, logits, tile_max, pages, page_table, range_lo, range_hi, block_table, entries,
-    rows, num_valid, layer, sm_scale, logit_cap, TILES,
+    rows, num_valid, layer, sm_scale, logit_cap, room,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
     L_VALUES: tl.constexpr, L_VMETA: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr,
-    CHUNK_H: tl.constexpr, U_H: tl.constexpr, CHUNK_L: tl.constexpr, U_L: tl.constexpr,
-    WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
+    N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
@@ -222,19 +220,17 @@ def split_kernel(
     counts = entries + ((row * L + layer) * H + head) * TIERS
     count_high = tl.load(counts)
     count_low = tl.load(counts + TIERS - 1)
-    UNITS_H: tl.constexpr = ceil_div(H_TOKENS, CHUNK_H)
-    UNITS_L: tl.constexpr = ceil_div(L_TOKENS, CHUNK_L)
     high, high_first, high_last, low_first, low_last, turn = split_span(
-        split, count_high, count_low, S, WEIGHT_H, WEIGHT_L, UNITS_H, UNITS_L, U_H, U_L, TIERS
+        split, count_high, count_low, S, WEIGHT_H, WEIGHT_L, ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L), TIERS
     )
-    N: tl.constexpr = CHUNK_H * U_H
+    room_high, room_low = kept_tiles(high, room, N_H, N_L)
     bh64 = bh.to(tl.int64)
     q_ptr = q + bh64 * G * D
     SLOTS: tl.constexpr = S + TIERS - 1
     out_ptr = partial_out + (bh64 * SLOTS + split) * G * DV
     lse_ptr = partial_lse + (bh64 * SLOTS + split) * G
-    logits_ptr = logits + bh64 * TILES * N * G
-    tile_max_ptr = tile_max + bh64 * TILES * G
+    logits_ptr = logits + bh64 * room * G
+    tile_max_ptr = tile_max + bh64 * (room // 16) * G
 
     d = tl.arange(0, padded(D))
     g = tl.arange(0, GP)
@@ -245,16 +241,16 @@ def split_kernel(
     if TIERS == 1 or split <= turn:
         attend_tier(
             q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, block_table, row, layer,
-            head, count_high, high_first, high_last, logits_ptr, tile_max_ptr, out_ptr, lse_ptr,
-            True, H_KB, H_VB, H_TOKENS, H_KEYS, H_KMETA, H_VALUES, H_VMETA, H_POSITIONS, CHUNK_H, U_H,
+            head, count_high, high_first, high_last, logits_ptr, tile_max_ptr, room_high, out_ptr, lse_ptr,
+            True, H_KB, H_VB, H_TOKENS, H_KEYS, H_KMETA, H_VALUES, H_VMETA, H_POSITIONS, N_H,
             PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP, ASM,
         )  # fmt: skip
     if TIERS == 2:
         if split >= turn:
             attend_tier(
                 q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, block_table, row,
-                layer, head, count_low, low_first, low_last, logits_ptr + high * N * G, tile_max_ptr + high * G,
-                out_ptr + G * DV, lse_ptr + G,
-                False, L_KB, L_VB, L_TOKENS, L_KEYS, L_KMETA, L_VALUES, L_VMETA, L_POSITIONS, CHUNK_L, U_L,
+                layer, head, count_low, low_first, low_last, logits_ptr + high * N_H * G, tile_max_ptr + high * G,
+                room_low, out_ptr + G * DV, lse_ptr + G,
+                False, L_KB, L_VB, L_TOKENS, L_KEYS, L_KMETA, L_VALUES, L_VMETA, L_POSITIONS, N_L,
                 PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP, ASM,
             )  # fmt: skip

@@ -1,0 +1,153 @@
+"""What cannot work is refused at start, with a reason that names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_diffkv.compat import UnsupportedError
+from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
+from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV
+from sglang_diffkv.validation import check_model, check_server_args
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"tier": ["K8V4"]}', "tier"),
+        ('{"tiers": ["K3V4"]}', "tiers"),
+        ('{"tiers": ["K4V2", "K8V4"]}', "ever fewer bytes"),
+        ('{"tiers": ["BF16", "K8V4", "K4V2"]}', "tiers"),
+        ('{"policy": {"name": "diffkv", "alpha_high": -1}}', "alpha_high"),
+        ('{"policy": {"name": "diffkv", "alpha_low": 2}}', "alpha_low"),
+        ('{"policy": {"name": "diffkv", "window": 0}}', "window"),
+        ('{"policy": {"name": "h2o"}}', "policy"),
+        ('{"policy": {"name": "uniform"}}', "uniform"),
+        ('{"page_tokens": 1}', "page_tokens"),
+        ('{"prefix_fidelity": "exact"}', "prefix_fidelity"),
+        ('{"tiers": ', "not valid JSON"),
+        ("no/such/file.json", "cannot read"),
+    ],
+)
+def test_config_errors_name_the_field(text: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        load_config(text)
+
+
+def test_config_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"tiers": ["k8v4"]}', encoding="utf-8")
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"page_tokens": 16}')
+    assert load_config(str(path)).tiers == ("K8V4",)
+    assert load_config().page_tokens == 16
+    monkeypatch.delenv("SGLANG_DIFFKV_CONFIG")
+    assert load_config() == DiffKVConfig()
+
+
+def test_defaults_and_round_trip() -> None:
+    config = DiffKVConfig()
+    assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 64, False)
+    assert load_config(config.model_dump_json(exclude_none=True)) == config
+    assert load_config('{"tiers": ["BF16"]}').lossless
+
+
+def _args(**changes: object) -> SimpleNamespace:
+    fields: dict[str, object] = {
+        "attention_backend": "diffkv",
+        "kv_cache_dtype": "auto",
+        "speculative_algorithm": None,
+        "disaggregation_mode": "null",
+        "enable_hierarchical_cache": False,
+        "radix_cache_backend": None,
+        "page_size": 1,
+        "enable_mixed_chunk": False,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": 1,
+        "enable_dp_attention": False,
+        "device": "cpu",
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"page_size": 16}, "--page-size 16"),
+        ({"tp_size": 2}, "--tp-size"),
+        ({"decode_attention_backend": "triton"}, "second attention backend"),
+        ({"device": "cuda"}, "device cuda"),
+    ],
+)
+def test_server_options_are_refused_by_name(changes: dict[str, object], name: str) -> None:
+    check_server_args(_args())
+    with pytest.raises(UnsupportedError, match=name):
+        check_server_args(_args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"use_mla_backend": True}, "MLA"),
+        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"mambaish_config": object()}, "state-space"),
+        ({"kv_cache_dtype": torch.float32}, "float32"),
+    ],
+)
+def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> None:
+    good = {
+        "model_config": SimpleNamespace(hf_config=None),
+        "use_mla_backend": False,
+        "is_hybrid_swa": False,
+        "sliding_window_size": None,
+        "mambaish_config": None,
+        "kv_cache_dtype": torch.bfloat16,
+    }
+    check_model(SimpleNamespace(**good))
+    with pytest.raises(UnsupportedError, match=name):
+        check_model(SimpleNamespace(**{**good, **changes}))
+
+
+def _launch(*args: str, path: Path | None = None) -> str:
+    """Output of a server that must refuse to start."""
+    import os
+
+    env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(NANO), "--device", "cpu", *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode != 0, done.stdout
+    return done.stdout + done.stderr
+
+
+@pytest.mark.server
+def test_malformed_config_stops_the_server_at_once() -> None:
+    output = _launch("--attention-backend", "diffkv", "--diffkv-config", '{"policy": {"name": "diffkv", "alpha": 1}}')
+    assert "policy.diffkv.alpha: Extra inputs are not permitted" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.server
+def test_untested_sglang_is_refused_by_name(tmp_path: Path) -> None:
+    info = tmp_path / "sglang-9.9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n", encoding="utf-8")
+    output = _launch("--attention-backend", "diffkv", path=tmp_path)
+    assert "was not tested with SGLang 9.9.9" in output
+
+
+@pytest.mark.server
+def test_config_without_the_backend_is_refused() -> None:
+    output = _launch("--attention-backend", "torch_native", "--diffkv-config", "{}")
+    assert "no effect without --attention-backend diffkv" in output
