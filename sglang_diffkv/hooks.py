@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 from sglang_diffkv import compat
 from sglang_diffkv.attention.backend import DiffKVAttnBackend
 from sglang_diffkv.config import CONFIG_ENV, ConfigError, load_config
@@ -21,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 SRT = "sglang.srt."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+
+
+def on_gpu() -> bool:
+    return torch.cuda.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1"
 
 
 def create_backend(runner: Any) -> DiffKVAttnBackend:
@@ -44,7 +50,7 @@ def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
     if is_selected(server_args):
         try:
             config = load_config(given)
-            check_server_args(server_args)
+            check_server_args(server_args, config.gpu_reference)
         except (ConfigError, compat.UnsupportedError) as error:
             sys.exit(f"sglang_diffkv: {error}")
         os.environ[CONFIG_ENV] = config.model_dump_json(exclude_none=True)
@@ -54,7 +60,8 @@ def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
 
 
 def support_triton(original: Any, backend: str) -> bool:
-    return False if backend == BACKEND else original(backend)
+    """SGLang takes its Triton paths for every backend it does not know; on a CPU there are none."""
+    return original(backend) and (backend != BACKEND or on_gpu())
 
 
 def compute_cell_size(original: Any, self: Any, configurator: Any, num_layers: int) -> int:
@@ -67,7 +74,7 @@ def compute_cell_size(original: Any, self: Any, configurator: Any, num_layers: i
 def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
     if not is_selected(self.server_args):
         return original(self, **kwargs)
-    check_server_args(self.server_args)
+    check_server_args(self.server_args, load_config().gpu_reference)
     check_model(self)
     return DiffKVPool(
         kwargs["max_total_num_tokens"],

@@ -18,9 +18,11 @@ def is_selected(server_args: Any) -> bool:
     )
 
 
-def check_server_args(args: Any) -> None:
+def check_server_args(args: Any, gpu_reference: bool = False) -> None:
     """Raise UnsupportedError, listing every refused option at once."""
     device = str(getattr(args, "device", None) or "")
+    gpu = bool(device) and device != "cpu"
+    eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
     refused = [
         (
             any(
@@ -57,8 +59,14 @@ def check_server_args(args: Any) -> None:
         (getattr(args, "enable_beam_search", False), "beam search: drop --enable-beam-search"),
         (getattr(args, "enable_streaming_session", False), "streaming sessions: drop --enable-streaming-session"),
         (
-            bool(device) and device != "cpu",
-            f"device {device}: this release serves on a CPU (--device cpu); GPU serving is not finished",
+            gpu and not gpu_reference,
+            f"device {device}: this release serves on a CPU (--device cpu). Its GPU kernels are not finished; to "
+            'measure accuracy on a GPU with the plain PyTorch ops, set "gpu_reference": true in --diffkv-config',
+        ),
+        (
+            gpu and gpu_reference and not eager,
+            "gpu_reference under CUDA graphs or overlap scheduling: add --disable-cuda-graph and "
+            "--disable-overlap-schedule",
         ),
     ]
     problems = [text for bad, text in refused if bad]

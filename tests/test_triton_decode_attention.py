@@ -40,12 +40,12 @@ def run_both(manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9)
     q = torch.randn(len(lengths), state.num_heads * group, state.fmt.head_dim, generator=generator)
     q = (q * torch.tensor([0.01, 1.0, 30.0]).view(3, 1, 1)).to(DEVICE, dtype)
     twin, scale = clone_state(state), 0.3 / state.fmt.head_dim**0.5
-    config = DecodeConfig(tile=tile, warps=1, stages=2)
+    config = DecodeConfig(tile=tile, score_parts=2, score_tokens=32)
     workspace = DecodeWorkspace.create(
         state, 4, q.shape[1], splits=splits, max_tokens=400 if scores else 0, config=config
     )
     workspace.partial_out.fill_(float("nan"))
-    found = FoundTokens.create(state, 4, splits) if scores else None
+    found = FoundTokens.create(state, 4, config) if scores else None
     expected_scores = StepScores.create(state, 3) if scores else None
     valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     results = []
@@ -101,8 +101,8 @@ def test_padded_requests_get_zeros():
     state = manager.state
     rows = torch.tensor([1, 0, 0], device=DEVICE)
     q = torch.randn(3, 4, 64, device=DEVICE).to(BF16)
-    workspace = DecodeWorkspace.create(state, 3, 4, splits=2, max_tokens=400, config=DecodeConfig(32, 1, 2))
-    found = FoundTokens.create(state, 3, 2)
+    workspace = DecodeWorkspace.create(state, 3, 4, splits=2, max_tokens=400, config=DecodeConfig(32))
+    found = FoundTokens.create(state, 3, workspace.config)
     found.packed.zero_()
     out = torch.full((3, 4, 64), float("nan"), dtype=BF16, device=DEVICE)
     before = state.pages.clone()

@@ -19,11 +19,16 @@ NOTHING = 2**63 - 1
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight."""
+    """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
+    at most ``registers`` of a thread (0: the compiler's choice); the score pass gives a head ``score_parts``
+    programs of ``score_tokens`` tokens an iteration."""
 
-    tile: int = 32
+    tile: int = 64
     warps: int = 1
-    stages: int = 3
+    stages: int = 2
+    registers: int = 0
+    score_parts: int = 4
+    score_tokens: int = 256
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
@@ -47,11 +52,11 @@ class FoundTokens:
     """Searches of a decode step, a packed (score bits, own slot) for each split: what ``StepScores`` is to the
     reference. Index 0 of the fourth axis is the candidate, 1 + t the least significant token of tier t."""
 
-    packed: torch.Tensor  # [B, L, H, T + 1, S] int64
+    packed: torch.Tensor  # [B, L, H, T + 1, score parts] int64
 
     @classmethod
-    def create(cls, state: PageState, batch: int, splits: int) -> FoundTokens:
-        shape = (batch, state.num_layers, state.num_heads, len(state.fmt.tiers) + 1, splits)
+    def create(cls, state: PageState, batch: int, config: DecodeConfig | None = None) -> FoundTokens:
+        shape = (batch, state.num_layers, state.num_heads, len(state.fmt.tiers) + 1, (config or DecodeConfig()).score_parts)
         return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device))
 
     def unpack(self) -> StepScores:
@@ -159,24 +164,25 @@ def decode_attention(
     assert out.is_contiguous() and lse.is_contiguous()
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
-        assert found.packed.shape[4] == workspace.splits and found.packed.shape[0] >= batch
+        assert found.packed.shape[4] == workspace.config.score_parts and found.packed.shape[0] >= batch
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = dict(MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=heads, G=group, S=splits)
+    limit = {"maxnreg": config.registers} if config.registers and not INTERPRETED else {}
     split_kernel[(batch * heads, splits)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
         state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
         rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
         HAS_CAP=logit_cap > 0, KEEP=found is not None, ASM=not INTERPRETED,
-        num_warps=config.warps, num_stages=config.stages,
+        num_warps=config.warps, num_stages=config.stages, **limit,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
-    finish_kernel[(batch * heads, 1 + splits if found is not None else 1)](
+    finish_kernel[(batch * heads, 1 + config.score_parts if found is not None else 1)](
         out, lse, found.packed if found is not None else workspace.partial_lse,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
-        state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
-        state.own_entry, rows, seq_lens, num_valid, layer, window, workspace.room,
-        **kept, **shape, num_warps=4,
+        state.pages, state.page_table, state.range_hi, state.block_table, state.entries, state.own_entry,
+        rows, seq_lens, num_valid, layer, window, workspace.room,
+        **kept, **shape, PARTS=config.score_parts, SIZE=config.score_tokens, num_warps=4,
     )  # fmt: skip
     return out, lse

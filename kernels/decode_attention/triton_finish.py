@@ -2,56 +2,63 @@
 
 The first pass cannot know a head's final normaliser; this one reads it, turns the kept logits into
 attention, folds that into each own token's running mean and finds the token that leaves the window and the
-least significant token of each tier. Only the group's logits, scores and positions are read again.
+least significant token of each tier. Only logits, scores and positions are read again. Slots are numbered
+flat: ``PADDED`` (a whole number of tiles) of each page.
 """
 
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_split import LOG2E, kept_tiles, split_span, tile_page
-from sglang_diffkv.kernels.triton_table import ceil_div, padded
+from sglang_diffkv.kernels.decode_attention.triton_split import LOG2E, kept_tiles
+from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, padded, table_index
 
 NOTHING = tl.constexpr(2**63 - 1)
-"""Search result of a split that found no token; above every (score bits, slot) pair."""
+"""Search result of a program that found no token; above every (score bits, slot) pair."""
 
 
 @triton.jit
 def score_tier(
-    lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, range_lo, range_hi, block_table,
-    row, layer, head, count, own_first, first, last,
+    part, lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, range_hi, block_table,
+    row, layer, head, count, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
-    N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    N: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Tiles [first, last) of one tier; returns the packed candidate and least significant token, int64 each.
+    """A program's share of one tier; returns the packed candidate and least significant token, int64 each.
 
     ``lse`` [GP] is the head's base-2 normaliser; ``room`` tiles of logits were kept.
     """
-    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    PADDED: tl.constexpr = ceil_div(TOKENS, N) * N
     g = tl.arange(0, GP)
-    candidate = tl.full([N], NOTHING, tl.int64)
-    least = tl.full([N], NOTHING, tl.int64)
-    for tile in range(tl.maximum(first, own_first * CHUNKS), tl.minimum(last, room)):
-        page, lo, hi = tile_page(
-            tile, count, block_table, page_table, range_lo, range_hi, row, layer, head,
-            HIGH, CHUNKS, MAX_BLOCKS, L, H,
-        )  # fmt: skip
-        slot = (tile % CHUNKS) * N + tl.arange(0, N)
-        own = slot < TOKENS
-        words = (pages + page.to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32))
-        score_ptr = (words + SCORES // 4).to(tl.pointer_type(tl.float32)) + slot
-        position = tl.load(words + POSITIONS // 4 + slot, mask=own, other=-1)
-        own &= (position >= lo) & (position < hi)
+    candidate = tl.full([SIZE], NOTHING, tl.int64)
+    least = tl.full([SIZE], NOTHING, tl.int64)
+    start = own_first * PADDED
+    stop = tl.minimum(count * PADDED, room * N)
+    share = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), PARTS), SIZE) * SIZE
+    start += part * share
+    stop = tl.minimum(stop, start + share)
+    for base in range(start, stop, SIZE):
+        at = base + tl.arange(0, SIZE)
+        entry = at // PADDED
+        slot = at % PADDED
+        own = (at < stop) & (slot < TOKENS)
+        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        index = table_index(block_table, row, layer, head, column, own, MAX_BLOCKS, L, H)
+        page = tl.load(page_table + index, mask=own, other=0)
+        hi = tl.load(range_hi + index, mask=own, other=0)  # a page of its own starts at position 0
+        words = (pages + page.to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32)) + slot
+        score_ptr = (words + SCORES // 4).to(tl.pointer_type(tl.float32))
+        position = tl.load(words + POSITIONS // 4, mask=own, other=-1)
         old = tl.load(score_ptr, mask=own, other=0.0)
-        at = tile * N + tl.arange(0, N)
+        own &= (position >= 0) & (position < hi)
         inside = own[:, None] & (g[None, :] < G)
         x = tl.load(logits_ptr + at[:, None] * G + g[None, :], mask=inside, other=float("-inf")).to(tl.float32)
-        shift = tl.load(tile_max_ptr + tile * G + g, mask=g < G, other=0.0) - lse
-        received = tl.max(tl.exp2(x + shift[None, :]), 1)
+        top = tl.load(tile_max_ptr + (at // N)[:, None] * G + g[None, :], mask=inside, other=0.0)
+        received = tl.max(tl.exp2(x + (top - lse[None, :])), 1)
         age = tl.maximum(newest - position, 1).to(tl.float32)
         new = tl.where(position < newest, old + (received - old) / age, old)
         tl.store(score_ptr, new, mask=own)
-        number = (tile // CHUNKS - own_first) * TOKENS + slot
+        number = (entry - own_first) * TOKENS + slot
         bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
         if HIGH:
@@ -63,15 +70,15 @@ def score_tier(
 
 @triton.jit(do_not_specialize=["layer", "window"])
 def finish_kernel(
-    out, lse_out, found, partial_out, partial_lse, logits, tile_max, pages, page_table, range_lo, range_hi,
+    out, lse_out, found, partial_out, partial_lse, logits, tile_max, pages, page_table, range_hi,
     block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
-    N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
+    N_H: tl.constexpr, N_L: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, 1 + S): program 0 of a head joins the splits, program 1 + s scores the tokens of split s.
+    """Grid (B * H, 1 + PARTS): program 0 of a head joins the splits, the others share its tokens' scores.
     Without scores the grid is (B * H, 1)."""
     bh = tl.program_id(0)
     part = tl.program_id(1)
@@ -84,32 +91,32 @@ def finish_kernel(
     d = tl.arange(0, DP)
     inside = (g[:, None] < G) & (d[None, :] < DV)
     out_ptr = out + bh64 * G * DV + g[:, None] * DV + d[None, :]
-    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * S + part - 1
+    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * PARTS + part - 1
     if b >= tl.load(num_valid):
         if part == 0:
             tl.store(out_ptr, tl.zeros([GP, DP], out.dtype.element_ty), mask=inside)
             tl.store(lse_out + bh64 * G + g, tl.full([GP], float("-inf"), tl.float32), mask=g < G)
         else:
             for k in tl.static_range(TIERS + 1):
-                tl.store(found_ptr + k * S, tl.full([], NOTHING, tl.int64))
+                tl.store(found_ptr + k * PARTS, tl.full([], NOTHING, tl.int64))
         return
 
-    lse_ptr = partial_lse + bh64 * SLOTS * G
-    top = tl.full([GP], float("-inf"), tl.float32)
-    for s in range(SLOTS):
-        top = tl.maximum(top, tl.load(lse_ptr + s * G + g, mask=g < G, other=float("-inf")))
+    s = tl.arange(0, padded(SLOTS))
+    lse_at = (bh64 * SLOTS + s[:, None]) * G + g[None, :]
+    known = (s[:, None] < SLOTS) & (g[None, :] < G)
+    each = tl.load(partial_lse + lse_at, mask=known, other=float("-inf"))  # [SLOTS, GP]
+    top = tl.max(each, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    norm = tl.zeros([GP], tl.float32)
-    for s in range(SLOTS):
-        norm += tl.exp2(tl.load(lse_ptr + s * G + g, mask=g < G, other=float("-inf")) - top)
+    norm = tl.sum(tl.exp2(each - top[None, :]), 0)
     lse = top + tl.log2(norm)
 
     if part == 0:
         acc = tl.zeros([GP, DP], tl.float32)
-        for s in range(SLOTS):
-            weight = tl.exp2(tl.load(lse_ptr + s * G + g, mask=g < G, other=float("-inf")) - top)
-            x_ptr = partial_out + (bh64 * SLOTS + s) * G * DV + g[:, None] * DV + d[None, :]
-            acc += weight[:, None] * tl.load(x_ptr, mask=inside, other=0.0)
+        for slot in range(SLOTS):
+            at = bh64 * SLOTS + slot
+            weight = tl.exp2(tl.load(partial_lse + at * G + g, mask=g < G, other=float("-inf")) - top)
+            x = tl.load(partial_out + at * G * DV + g[:, None] * DV + d[None, :], mask=inside, other=0.0)
+            acc += weight[:, None] * x
         acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
         tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=inside)
         tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=g < G)
@@ -119,27 +126,23 @@ def finish_kernel(
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
     count_high = tl.load(entries + counts)
-    count_low = tl.load(entries + counts + TIERS - 1)
-    high, high_first, high_last, low_first, low_last, turn = split_span(
-        part - 1, count_high, count_low, S, WEIGHT_H, WEIGHT_L,
-        ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L), TIERS,
-    )  # fmt: skip
+    high = count_high * ceil_div(H_TOKENS, N_H)
     room_high, room_low = kept_tiles(high, room, N_H, N_L)
     lse = tl.where(norm > 0, lse, 0.0)
     logits_ptr = logits + bh64 * room * G
     tile_max_ptr = tile_max + bh64 * (room // 16) * G
     candidate, least = score_tier(
-        lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, range_lo, range_hi, block_table,
-        row, layer, head, count_high, tl.load(own_entry + counts), high_first, high_last,
-        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+        part - 1, lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, range_hi,
+        block_table, row, layer, head, count_high, tl.load(own_entry + counts),
+        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
     tl.store(found_ptr, candidate)
-    tl.store(found_ptr + S, least)
+    tl.store(found_ptr + PARTS, least)
     if TIERS == 2:
         _, least = score_tier(
-            lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
-            page_table, range_lo, range_hi, block_table, row, layer, head, count_low,
-            tl.load(own_entry + counts + 1), low_first, low_last,
-            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+            part - 1, lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
+            page_table, range_hi, block_table, row, layer, head, tl.load(entries + counts + 1),
+            tl.load(own_entry + counts + 1),
+            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip
-        tl.store(found_ptr + 2 * S, least)
+        tl.store(found_ptr + 2 * PARTS, least)

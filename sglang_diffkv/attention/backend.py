@@ -66,8 +66,9 @@ class DiffKVAttnBackend(AttentionBackend):
         counts = [1] * len(rows) if decode else list(forward_batch.extend_seq_lens_cpu)
         prefixes = [n - c for n, c in zip(seq_lens, counts, strict=True)]
         self.manager.begin_step(rows, counts, prefixes)
-        row, count, prefix = (torch.tensor(x, dtype=torch.int64) for x in (rows, counts, prefixes))
-        offset = torch.cat([torch.arange(n) for n in counts])
+        device = self.state.device
+        row, count, prefix = (torch.tensor(x, dtype=torch.int64, device=device) for x in (rows, counts, prefixes))
+        offset = torch.cat([torch.arange(n, device=device) for n in counts])
         self.step = StepMetadata(
             rows=row,
             prefix_lens=prefix,

@@ -79,7 +79,7 @@ class Geometry:
         """Bytes of the page table and what else stands beside the pages."""
         rows, tiers = self.num_rows + self.num_segments, len(self.fmt.tiers)
         table = 12 * self.num_blocks * self.heads * TABLE_BLOCK
-        counts = 4 * rows * (self.heads * (3 * tiers + 2) + self.max_blocks + 1)
+        counts = 4 * rows * (self.heads * (4 * tiers + 2) + self.max_blocks + 1)
         return table + counts + 8 * (self.num_pages + 1)
 
 
@@ -117,6 +117,8 @@ class PageManager:
         self.share_min_tokens: int | None = None
         """A prompt with this many own tokens is sealed at its end, ready for the prefix cache; None: never."""
         self.finishing: set[int] = set()  # rows whose prompt ends with their next extend pass
+        self.reads_device = True
+        """Whether host bounds are refreshed from device counts. Always so with the reference ops."""
         self.version = 0
         """Grows with every change of page ownership, so that derived counts can be cached."""
 
@@ -280,8 +282,8 @@ class PageManager:
             self.release(row)
 
     def _tighten(self, row: int) -> None:
-        """Replace the row's entry bounds by its counts, where reading them does not stall a device."""
-        if self.state.device.type == "cpu":
+        """Replace the row's entry bounds by its counts (reads the device)."""
+        if self.reads_device:
             counts = self.state.entries[row].flatten(0, 1).amax(0).tolist()
             self.space.tighten(row, counts[0], counts[1] if len(counts) > 1 else 0)
 

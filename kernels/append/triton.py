@@ -1,0 +1,82 @@
+"""Quantise new tokens and write keys, values, scores and positions in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.quantize.triton import store_vectors
+from sglang_diffkv.kernels.triton_table import check_rows, layout_constants, table_index
+from sglang_diffkv.mem_pool.state import PageState
+
+
+@triton.jit(do_not_specialize=["layer"])
+def append_kernel(
+    key, value, key_stride, key_head, value_stride, value_head, pages, page_table, block_table, own_entry,
+    write_slot, rows, offset, position, num_valid, layer,
+    KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr,
+    VALUES: tl.constexpr, VMETA: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, KWP: tl.constexpr, VWP: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(tokens / R), H): ``R`` tokens of one KV head. Strides are in elements."""
+    token = tl.program_id(0) * R + tl.arange(0, R)
+    head = tl.program_id(1)
+    keep = token < tl.load(num_valid)
+    row = tl.load(rows + token, mask=keep, other=0).to(tl.int64)
+    at = (row * L + layer) * H + head
+    slot = tl.load(write_slot + at, mask=keep, other=0)
+    slot += tl.load(offset + token, mask=keep, other=0).to(tl.int32)
+    column = tl.load(own_entry + at * TIERS, mask=keep, other=0) + slot // TOKENS
+    index = table_index(block_table, row, layer, head, column, keep, MAX_BLOCKS, L, H)
+    page = tl.load(page_table + index, mask=keep, other=0)
+    keep = keep & (page >= 0)
+    page_ptr = pages + page.to(tl.int64) * PAGE_BYTES  # [R]
+    slot = slot % TOKENS
+    wide = token.to(tl.int64)
+    store_vectors(page_ptr, slot, key + wide * key_stride + head * key_head, keep, D, KB, KEYS, KMETA, KWP)
+    store_vectors(page_ptr, slot, value + wide * value_stride + head * value_head, keep, DV, VB, VALUES, VMETA, VWP)
+    numbers = page_ptr.to(tl.pointer_type(tl.int32)) + slot
+    tl.store(numbers + POSITIONS // 4, tl.load(position + token, mask=keep, other=0).to(tl.int32), mask=keep)
+    tl.store(numbers + SCORES // 4, tl.zeros([R], tl.int32), mask=keep)
+
+
+def append(
+    state: PageState,
+    layer: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    offset: torch.Tensor,
+    position: torch.Tensor,
+    num_valid: torch.Tensor,
+) -> None:
+    """Store one layer's new tokens in the high tier, with score 0, at the slots that ``reserve`` set aside.
+
+    Args:
+        key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim]. The last dimension is contiguous.
+        rows, offset, position: [tokens] integers: owner, number among its row's new tokens, position.
+        num_valid: [1] int32, tokens that are not padding.
+    """
+    fmt, count = state.fmt, key.shape[0]
+    assert key.shape == (count, state.num_heads, fmt.head_dim) and key.stride(2) == 1
+    assert value.shape == (count, state.num_heads, fmt.v_head_dim) and value.stride(2) == 1
+    assert rows.shape == offset.shape == position.shape == (count,)
+    assert offset.is_contiguous() and position.is_contiguous()
+    assert not fmt.high.tier.is_raw or key.dtype == value.dtype == state.dtype
+    check_rows(rows, num_valid, state)
+    if not count:
+        return
+    tier = fmt.high.tier
+    tokens = 1 if count <= 256 else 8
+    bits = (min(tier.k_bits, 8), min(tier.v_bits, 8))
+    append_kernel[(triton.cdiv(count, tokens), state.num_heads)](
+        key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), state.pages,
+        state.page_table, state.block_table, state.own_entry, state.write_slot, rows, offset, position,
+        num_valid, layer,
+        **layout_constants(fmt.high, ""), TIERS=len(fmt.tiers), D=fmt.head_dim, DV=fmt.v_head_dim,
+        PAGE_BYTES=fmt.page_bytes, MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
+        R=tokens, KWP=triton.next_power_of_2(fmt.head_dim * bits[0] // 8),
+        VWP=triton.next_power_of_2(fmt.v_head_dim * bits[1] // 8), num_warps=1 if tokens == 1 else 4,
+    )  # fmt: skip

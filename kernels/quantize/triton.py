@@ -1,0 +1,71 @@
+"""Device functions: per-vector asymmetric quantisation with bit packing by planes, as ``reference.py``."""
+
+import triton
+import triton.language as tl
+
+HALF_MAX = tl.constexpr(65504.0)
+ROUND = tl.constexpr(8388608.0)
+"""Adding and subtracting 2^23 rounds a float32 in [0, 2^22] to the nearest integer, ties to even."""
+
+
+@triton.jit
+def plane_elements(W: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr):
+    """Element of plane ``p`` and byte ``j`` of a packed vector of ``W`` bytes: [1, planes, WP] int32."""
+    plane = tl.arange(0, 8 // BITS)
+    return (plane[:, None] * W + tl.arange(0, WP)[None, :])[None, :, :]
+
+
+@triton.jit
+def quantize_planes(x, inside, BITS: tl.constexpr):
+    """Quantise vectors laid out by planes.
+
+    Args:
+        x: [R, planes, WP] float32. inside: mask of the elements that exist, broadcastable to x.
+
+    Returns:
+        bytes [R, WP] uint8, (scale, zero point) words [R] int32.
+    """
+    low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)
+    high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)
+    levels: tl.constexpr = (1 << BITS) - 1
+    zero = tl.minimum(tl.maximum(low, -HALF_MAX), HALF_MAX).to(tl.float16)
+    scale = tl.minimum(tl.div_rn(high - low, levels * 1.0), HALF_MAX).to(tl.float16)
+    step = scale.to(tl.float32)[:, None, None]
+    shifted = x - zero.to(tl.float32)[:, None, None]
+    level = tl.div_rn(shifted, tl.where(step > 0, step, 1.0))
+    level = tl.where(inside & (step > 0), tl.minimum(tl.maximum(level, 0.0), levels * 1.0), 0.0)
+    codes = ((level + ROUND) - ROUND).to(tl.int32)
+    packed = tl.sum(codes << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], 1).to(tl.uint8)
+    scale_bits = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    zero_bits = zero.to(tl.int16, bitcast=True).to(tl.int32)
+    return packed, scale_bits | (zero_bits << 16)
+
+
+@triton.jit
+def store_vectors(
+    page_ptr, slot, x_ptr, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
+    WP: tl.constexpr,
+):  # fmt: skip
+    """Quantise vectors and write codes and metadata of one segment; 16 bits copies them.
+
+    Args:
+        page_ptr: [R] uint8 pointers to the pages. slot: [R]. keep: [R] mask.
+        x_ptr: [R] pointers to the vectors, contiguous elements.
+        WP: bytes of a packed vector (elements of a raw one), padded to a power of two.
+    """
+    if BITS == 16:
+        column = tl.arange(0, WP)
+        inside = keep[:, None] & (column[None, :] < DIM)
+        x = tl.load(x_ptr[:, None] + column[None, :], mask=inside)
+        target = (page_ptr + OFFSET).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        tl.store(target[:, None] + slot[:, None] * DIM + column[None, :], x, mask=inside)
+    else:
+        W: tl.constexpr = DIM * BITS // 8
+        element = plane_elements(W, WP, BITS)
+        byte = tl.arange(0, WP)
+        inside = keep[:, None, None] & (byte < W)[None, None, :]
+        x = tl.load(x_ptr[:, None, None] + element, mask=inside, other=0.0).to(tl.float32)
+        packed, meta = quantize_planes(x, (byte < W)[None, None, :], BITS)
+        target = page_ptr[:, None] + OFFSET + slot[:, None] * W + byte[None, :]
+        tl.store(target, packed, mask=keep[:, None] & (byte < W)[None, :])
+        tl.store((page_ptr + META).to(tl.pointer_type(tl.int32)) + slot, meta, mask=keep)
