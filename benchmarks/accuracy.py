@@ -41,9 +41,7 @@ def parse_config(text: str) -> tuple[str, str | None]:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=parse_config, action="append", required=True, metavar="NAME=JSON")
     parser.add_argument("--split", choices=tasks.SPLITS, default="calib")
     parser.add_argument("--levels", nargs="+", choices=tasks.LEVELS, default=["easy", "medium"])
@@ -77,9 +75,7 @@ def measure(
         records = client.run(server.url, prompts, limits, concurrency=args.concurrency)
         seconds = time.perf_counter() - start
         after = server.stats()
-    finished = {
-        key: report.since(report.totals(after, key), report.totals(before, key)) for key in ("finished", LONG)
-    }
+    finished = {key: report.since(report.totals(after, key), report.totals(before, key)) for key in ("finished", LONG)}
     replies = [
         {
             "id": item.id,

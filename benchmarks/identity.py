@@ -44,9 +44,7 @@ class Difference:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--diffkv-config", default=LOSSLESS, help="default: %(default)s")
     parser.add_argument("--backend", default="diffkv", help="of the server under test")
     parser.add_argument("--split", choices=tasks.SPLITS, default="dev")
@@ -57,9 +55,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--chunk", type=int, default=64, help="chunked prefill size (default: %(default)s)")
-    parser.add_argument(
-        "--tie", type=float, default=0.125, help="largest gap of a rounding tie (default: %(default)s)"
-    )
+    parser.add_argument("--tie", type=float, default=0.125, help="largest gap of a rounding tie (default: %(default)s)")
     parser.add_argument("--model", default=str(NANO), help="default: the nano model of the repository")
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments, one string")
     parser.add_argument("--output", type=Path, help="write everything to this JSON file")
@@ -91,9 +87,7 @@ def collect(
     return replies
 
 
-def ask(
-    server: Server, args: argparse.Namespace, prompts: Sequence[Sequence[int]], size: int
-) -> list[client.Record]:
+def ask(server: Server, args: argparse.Namespace, prompts: Sequence[Sequence[int]], size: int) -> list[client.Record]:
     """All prompts at one concurrency; at concurrency 1 the prefix cache is emptied before each."""
     if size > 1:
         return client.run(server.url, prompts, args.max_new_tokens, concurrency=size, top_logprobs=2)

@@ -43,7 +43,8 @@ class Case:
 
     def page_counts(self) -> tuple[int, int]:
         """Pages of a (request, KV head) in each tier."""
-        return tuple(-(-n // x.tokens) for n, x in zip(self.tokens, (self.fmt.high, self.fmt.low)))
+        high, low = self.tokens
+        return -(-high // self.fmt.high.tokens), -(-low // self.fmt.low.tokens)
 
     def kv_bytes(self) -> int:
         """Bytes that attention must read: tokens' codes, metadata and positions (not scores)."""
@@ -52,14 +53,14 @@ class Case:
         return self.batch * self.kv_heads * sum(n * b for n, b in zip(self.tokens, per))
 
 
-def build_state(case: Case, layers: int) -> PageState:
+def build_state(case: Case, layers: int, free_pages: int = 0) -> PageState:
     """A state of ``layers`` layers on the GPU; row ``b + 1`` is request ``b``, and every page is its own."""
     fmt, counts = case.fmt, case.page_counts()
     heads = layers * case.kv_heads
     blocks = [-(-n // TABLE_BLOCK) for n in counts]
     state = PageState.create(
         fmt,
-        num_pages=case.batch * heads * sum(counts),
+        num_pages=case.batch * heads * sum(counts) + free_pages,
         num_rows=case.batch + 1,
         num_layers=layers,
         num_heads=case.kv_heads,
@@ -73,6 +74,8 @@ def build_state(case: Case, layers: int) -> PageState:
         at = 1 + case.batch * blocks[0]
         state.block_table[1:, -blocks[1] :] = _numbers(case.batch, blocks[1], at).flip(1)
     ids = torch.randperm(state.num_pages, device="cuda").int()
+    state.ring.copy_(ids)
+    state.counters[0] = state.num_pages - free_pages
     state.range_hi.fill_(2**31 - 1)
     taken = 0
     for tier, seg in enumerate(state.segments):
@@ -89,7 +92,7 @@ def build_state(case: Case, layers: int) -> PageState:
         block = state.block_table[1:][:, column // TABLE_BLOCK].long()  # [B, count]
         state.page_table[block, :, :, column % TABLE_BLOCK] = page
         flat = page.reshape(-1).long()
-        if seg.key_meta is not None:
+        if seg.key_meta is not None and seg.value_meta is not None:
             for meta in (seg.key_meta, seg.value_meta):
                 meta[flat] = torch.tensor([0.02, -1.0], dtype=torch.float16, device="cuda")
         else:

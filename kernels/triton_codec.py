@@ -6,8 +6,10 @@ its byte) reads ``1024 + c * 2^(p b)``, exactly, without an integer-to-float con
 sixteenth of the rate. The caller takes the 1024 out of the products: for keys once per query head, for
 values once per tile, with the sum of the weights as rounded.
 
-The words of a vector give ``2 * 8 / b`` operands: for byte ``i`` and plane ``p``, column ``j`` is element
-``p * bytes + 2 j + i`` of the vector.
+The words of a vector give ``2 * 8 / b`` operands, numbered ``2 p + i`` for plane ``p`` and byte ``i`` of a word:
+column ``j`` belongs to element ``p * bytes + 2 j + i`` of the vector. The operand of the last plane is the whole
+byte, the sum of all planes: that saves the shift, and the products with the other planes are subtracted
+once (:func:`query_operand`).
 """
 
 import triton
@@ -17,29 +19,60 @@ MAGIC = tl.constexpr(1024.0)
 
 
 @triton.constexpr_function
-def plane_mask(bits, plane):
-    return ((1 << bits) - 1) << (plane * bits)
+def operand_mask(bits, plane):
+    """Bits of a byte that an operand keeps."""
+    return 0xFF if plane == 8 // bits - 1 else ((1 << bits) - 1) << (plane * bits)
 
 
 @triton.constexpr_function
 def spread_asm(bits, plane, byte):
-    """Two words to two fp16: bring the byte down, put the magic exponent above it, mask the plane."""
-    if bits == 8 and byte == 1:
-        return "{ .reg .b32 t; mov.b32 t, 0x64006400; prmt.b32 $0, $1, t, 0x7351; }"
-    mask = (((1 << bits) - 1) << (plane * bits)) * 0x10001
+    """Two words to two fp16: the magic exponent above the byte, then the mask of the plane."""
+    mask = 0xFF if plane == 8 // bits - 1 else ((1 << bits) - 1) << (plane * bits)
     if byte == 0:
-        return f"lop3.b32 $0, $1, {mask}, 0x64006400, 0xEA;"
-    return f"{{ .reg .b32 t; shr.u32 t, $1, 8; lop3.b32 $0, t, {mask}, 0x64006400, 0xEA; }}"
+        return f"lop3.b32 $0, $1, {mask * 0x10001}, 0x64006400, 0xEA;"
+    spread = "{ .reg .b32 t; mov.b32 t, 0x64006400; prmt.b32 "
+    if mask == 0xFF:
+        return spread + "$0, $1, t, 0x7351; }"
+    return spread + f"t, $1, t, 0x7351; and.b32 $0, t, {(mask | 0x6400) * 0x10001}; }}"
 
 
 @triton.jit
 def shifted_codes(words, BITS: tl.constexpr, PLANE: tl.constexpr, BYTE: tl.constexpr, ASM: tl.constexpr):
-    """int16 words to fp16 ``1024 + c * 2^(PLANE * BITS)``, same shape."""
+    """int16 words to fp16 ``1024 + c * 2^(PLANE * BITS)``, or 1024 + the byte for the last plane, same shape."""
     if ASM:
         asm: tl.constexpr = spread_asm(BITS, PLANE, BYTE)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
-    mask: tl.constexpr = plane_mask(BITS, PLANE)
+    mask: tl.constexpr = operand_mask(BITS, PLANE)
     return (((words >> (8 * BYTE)) & mask) | 0x6400).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def query_operand(ptr, column, inside, scale, PART: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
+    """The fp16 operand that multiplies operand ``PART`` of keys of ``W`` words.
+
+    ``ptr`` points at the first elements of the queries, ``column`` is the word; both broadcast to the shape of
+    ``inside``. ``scale`` brings the query into fp16.
+    """
+    LAST: tl.constexpr = 8 // BITS - 1
+    at = column * 2 + (PART // 2) * (W * 2) + PART % 2
+    x = tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32) * (scale / (1 << (PART // 2 * BITS)))
+    if PART // 2 < LAST:
+        at += (LAST - PART // 2) * (W * 2)
+        x -= tl.load(ptr + at, mask=inside, other=0.0).to(tl.float32) * (scale / (1 << (LAST * BITS)))
+    return x.to(tl.float16)
+
+
+@triton.constexpr_function
+def operand_weight(bits, part):
+    """Weight of an operand's column sum in the sum of the whole query."""
+    last = 8 // bits - 1
+    return 255 // ((1 << bits) - 1) if part // 2 == last else 1 << (part // 2 * bits)
+
+
+@triton.jit
+def power_scale(largest):
+    """A power of two that brings numbers up to ``largest`` to at most 1."""
+    return tl.exp2(-tl.ceil(tl.log2(tl.maximum(largest.to(tl.float32), 1e-20))))
 
 
 @triton.jit

@@ -40,6 +40,14 @@ def row_of(req: Any) -> int | None:
     return req.req_pool_idx if release() < (0, 5, 18) else req.kv.req_pool_idx
 
 
+def allocated_row_of(req: Any) -> int:
+    """The row of a request that must have one."""
+    row = row_of(req)
+    if row is None:
+        raise RuntimeError(f"diffkv: request {req.rid} has no row")
+    return row
+
+
 def prefix_len(req: Any) -> int:
     """Tokens that the request's next extend pass does not compute."""
     return req.prefix_len if release() >= (0, 5, 22) else len(req.prefix_indices)
@@ -82,7 +90,7 @@ def prefix_cache_class() -> type:
             row = row_of(req)
             if row is None or (running and not self.worth_sharing(row, extend_end(req))):
                 return False
-            if not self.make_room_to_share(row):
+            if self.manager.faults([row]) or not self.make_room_to_share(row):
                 return False
             self.inserting_row = row
             try:

@@ -38,9 +38,9 @@ class DiffKVPolicyConfig(_Strict):
     """DiffKV's thresholds, in units of the mean attention of a sequence."""
 
     name: Literal["diffkv"] = "diffkv"
-    alpha_high: float = Field(1.0, ge=0, description="at or above this, a token stays in the high tier")
-    alpha_low: float = Field(0.0, ge=0, description="below this, a token is pruned")
-    window: int = Field(64, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
+    alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
+    window: int = Field(default=64, ge=1, le=4096, description="newest tokens that always stay in the high tier")
 
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:
@@ -68,9 +68,9 @@ class DiffKVConfig(_Strict):
 
     tiers: tuple[str, ...] = ("K8V4", "K4V2")
     policy: Annotated[DiffKVPolicyConfig | UniformPolicyConfig, Field(discriminator="name")] | None = None
-    page_tokens: int = Field(32, ge=4, le=256)
+    page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed"] = "compressed"
-    share_min_tokens: int = Field(128, ge=1)
+    share_min_tokens: int = Field(default=128, ge=1)
     gpu_reference: bool = False
 
     @field_validator("tiers")

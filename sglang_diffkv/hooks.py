@@ -13,6 +13,7 @@ from sglang_diffkv import compat
 from sglang_diffkv.attention.backend import DiffKVAttnBackend
 from sglang_diffkv.config import CONFIG_ENV, ConfigError, load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
+from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pool import DiffKVPool
@@ -20,6 +21,9 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.validation import BACKEND, check_model, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)
+
+CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
+"""Set to 1, a server checks ring, tables, counts and tree after every step (slow; for tests and bug reports)."""
 
 SRT = "sglang.srt."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
@@ -102,8 +106,7 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
     manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device)
     pool.bind(manager)
-    rows.diffkv_pool = pool
-    allocator = DiffKVAllocator(
+    allocator = rows.diffkv_allocator = DiffKVAllocator(
         PageLedger(manager, pool.size),
         dtype=self.kv_cache_dtype,
         device=self.device,
@@ -129,9 +132,10 @@ def create_prefix_cache(ctx: Any) -> Any:
 
 def free_row(original: Any, self: Any, req: Any) -> Any:
     """A request leaves its row: on finish, abort and retraction alike."""
-    pool = getattr(self, "diffkv_pool", None)
-    if pool is not None:
-        row = compat.row_of(req)
+    allocator = getattr(self, "diffkv_allocator", None)
+    if allocator is not None:
+        row, pool = compat.row_of(req), allocator.get_kvcache()
+        allocator.ledger.promised.pop(req.rid, None)
         if row in pool.manager.lengths:
             if req.finished() and not _aborted(req):
                 pool.usage.finish(row)
@@ -153,12 +157,12 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         result = original(self, *args, **kwargs)
     manager = ledger.manager
     for req in self.reqs:
-        row, start, end = compat.row_of(req), compat.prefix_len(req), compat.extend_end(req)
+        row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
         if start and not manager.lengths.get(row):
             manager.attach_prefix(row, self.tree_cache.path(req.last_node))
         if end == compat.prompt_len(req):
             manager.finishing.add(row)
-        ledger.promise(req.rid, compat.prompt_len(req) - end)
+        ledger.promise(req.rid, [], compat.prompt_len(req) - end)
     return result
 
 
@@ -170,31 +174,37 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     from sglang.srt.managers.schedule_policy import AddReqResult
 
     ledger = allocator.ledger
+    tree = allocator.tree_cache
+    path = tree.path(req.last_node) if tree is not None else []
     needed = compat.prompt_len(req) - compat.prefix_len(req)
     with compat.node_locked(self, req.last_node):
-        path = allocator.tree_cache.path(req.last_node) if allocator.tree_cache is not None else []
-        entries = sum(sum(ledger.manager.space.bound(segment.row)) for segment, _, _ in path)
-        if not ledger.admits(needed, entries, ledger.evictable_pages):
+        if tree is not None:
+            tree.evict_table_blocks(path, needed)
+        if not ledger.admits(path, needed):
             return AddReqResult.NO_TOKEN
     result = original(self, req, *args, **kwargs)
     if self.can_run_list and self.can_run_list[-1] is req:
-        ledger.promise(req.rid, needed)
-        if allocator.tree_cache is not None:
-            allocator.tree_cache.evict_uncovered()
+        ledger.promise(req.rid, path, needed)
+        if tree is not None:
+            tree.evict_uncovered()
     return result
 
 
 def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before results go out, end the requests that lost tokens to an empty ring."""
+    """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked."""
     allocator = self.token_to_kv_pool_allocator
     if isinstance(allocator, DiffKVAllocator) and not batch.forward_mode.is_idle():
-        rows = {compat.row_of(req): req for req in batch.reqs if compat.row_of(req) is not None}
+        rows = {row: req for req in batch.reqs if (row := compat.row_of(req)) is not None}
         for row in allocator.ledger.manager.faults(list(rows)):
             compat.finish_with_error(
                 rows[row],
                 "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
                 "Retry it, or give the server more memory.",
             )
+        if os.environ.get(CHECK_ENV) == "1":
+            check_integrity(allocator.ledger.manager)
+            if allocator.tree_cache is not None:
+                allocator.tree_cache.check_integrity()
     return original(self, batch, *args, **kwargs)
 
 
@@ -241,8 +251,7 @@ HOOKS = {
     SRT + "managers.schedule_policy.PrefillAdder.add_one_req": add_one_req,
     SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
     SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,
-    SRT
-    + "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (
+    SRT + "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (
         get_total_uncached_sizes
     ),
     SRT + "managers.scheduler_components.pool_stats_observer.PoolStats.get_decode_usage_msg_parts": (

@@ -36,9 +36,7 @@ class Dense:
 
     def cut(self, lo: int, hi: int) -> Dense:
         """Positions [lo, hi)."""
-        return Dense(
-            [x[lo:hi] for x in self.keys], [x[lo:hi] for x in self.values], self.received[lo:hi].clone()
-        )
+        return Dense([x[lo:hi] for x in self.keys], [x[lo:hi] for x in self.values], self.received[lo:hi].clone())
 
     def joined(self, other: Dense) -> Dense:
         """This sequence and then ``other``."""
@@ -77,11 +75,12 @@ class Session:
         values = [value, *stored(value, self.fmt.tiers, "v_bits", self.state.dtype)]
         return Dense(keys, values, torch.zeros(key.shape[:3]))
 
-    def _query(self, count: int) -> torch.Tensor:
+    def query(self, count: int) -> torch.Tensor:
+        """Random queries of new tokens."""
         shape = (count, self.state.num_heads * self.group, self.fmt.head_dim)
         return torch.randn(shape, generator=self.random) * self.spread
 
-    def _grow(self, rows: list[int], counts: list[int]) -> list[int]:
+    def grow(self, rows: list[int], counts: list[int]) -> list[int]:
         """Begin a step with random tokens; returns where each row started."""
         start = [self.manager.lengths.get(row, 0) for row in rows]
         self.manager.begin_step(rows, counts, start)
@@ -91,7 +90,8 @@ class Session:
             self.own_from.setdefault(row, 0)
         return start
 
-    def _append(self, layer: int, rows: list[int], start: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, rows: list[int], start: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the tokens from ``start`` on; returns their keys and values."""
         key = torch.cat([self.dense[r].keys[0][s:, layer] for r, s in zip(rows, start)]).bfloat16()
         value = torch.cat([self.dense[r].values[0][s:, layer] for r, s in zip(rows, start)]).bfloat16()
         counts = [len(self.dense[r].received) - s for r, s in zip(rows, start)]
@@ -111,11 +111,11 @@ class Session:
     def extend(self, counts: dict[int, int], *, check: bool = True, scores: bool = True) -> torch.Tensor:
         """Extend rows by new tokens in one call; returns the outputs [L, tokens, Hq, v_dim]."""
         rows = list(counts)
-        start = self._grow(rows, list(counts.values()))
+        start = self.grow(rows, list(counts.values()))
         outs = []
         for layer in range(self.state.num_layers):
-            key, value = self._append(layer, rows, start)
-            q = self._query(sum(counts.values()))
+            key, value = self.append(layer, rows, start)
+            q = self.query(sum(counts.values()))
             lens, prefix = torch.tensor(list(counts.values())), torch.tensor(start)
             out = extend_attention(
                 self.state, layer, q, key, value, torch.tensor(rows), lens, prefix, self.sm_scale,
@@ -134,13 +134,13 @@ class Session:
 
     def decode(self, rows: list[int], *, check: bool = True) -> StepScores | None:
         """One decode step up to, not including, compaction; returns what the searches found."""
-        start = self._grow(rows, [1] * len(rows))
+        start = self.grow(rows, [1] * len(rows))
         found = self.manager.new_scores(len(rows))
         index, seq_lens = torch.tensor(rows), torch.tensor(start) + 1
         window = self.manager.policy.window
         for layer in range(self.state.num_layers):
-            self._append(layer, rows, start)
-            q = self._query(len(rows))
+            self.append(layer, rows, start)
+            q = self.query(len(rows))
             out, lse = decode_attention(
                 self.state, layer, q, index, seq_lens, self.sm_scale,
                 scores=found, window=window, logit_cap=self.logit_cap,

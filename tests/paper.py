@@ -35,9 +35,7 @@ class Caches:
     candidate: int | None
 
 
-def algorithm_1(
-    cache: Caches, length: int, alpha_high: float, alpha_low: float, num_tiers: int = 2
-) -> Caches:
+def algorithm_1(cache: Caches, length: int, alpha_high: float, alpha_low: float, num_tiers: int = 2) -> Caches:
     """The caches after one generation step. With one tier both thresholds are the lower one."""
     high, low = dict(cache.high), dict(cache.low)
     if cache.candidate is None:

@@ -8,6 +8,7 @@ import torch
 
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
+from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
@@ -197,6 +198,26 @@ def test_scores_over_many_steps_and_chunks():
         session.step([2] if step % 3 else [3, 2])
     kinds = tier_map(session.state, 2, session.manager.lengths[2])
     assert {0, 1, 2} == set(np.unique(kinds).tolist())
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("counts", [(4, 1), (1, 1), (1, 12)])
+def test_raw_attention_agrees(counts, poison):
+    """The op for one raw tier gives what the general one gives, within bf16 arithmetic."""
+    session = Session(make_manager(make_format(("BF16",), 64, 96), policy=UniformPolicy(), poison=poison))
+    session.extend({1: 21, 2: 3}, scores=False)
+    session.attach(3, [(session.share(1, 0, 21), 0, 13)])
+    session.extend({2: 14, 3: 2}, scores=False)
+    rows = [3, 2]
+    start = session.grow(rows, list(counts))
+    lens = torch.tensor(rows), torch.tensor(counts), torch.tensor(start)
+    for layer in range(2):
+        key, value = session.append(layer, rows, start)
+        q = session.query(sum(counts)).bfloat16()
+        out = raw_attention(session.state, layer, q, *lens, session.sm_scale)
+        expected = extend_attention(session.state, layer, q, key, value, *lens, session.sm_scale)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_output_has_the_dtype_of_the_query():

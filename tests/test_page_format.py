@@ -80,9 +80,7 @@ def test_default_page():
     assert [x.tokens for x in fmt.layouts] == [32, 59]
 
 
-@pytest.mark.parametrize(
-    "name", ["", "K8", "K8V", "V4K8", "K16V4", "K8V16", "K3V4", "K8V0", "K8V4 ", "FP8", "bf 16"]
-)
+@pytest.mark.parametrize("name", ["", "K8", "K8V", "V4K8", "K16V4", "K8V16", "K3V4", "K8V0", "K8V4 ", "FP8", "bf 16"])
 def test_impossible_tiers_are_refused(name):
     with pytest.raises(ValueError, match="impossible tier"):
         Tier.parse(name)
@@ -117,9 +115,7 @@ def test_views_cover_the_segments(tiers):
     """Writing through the views of ``Segments`` touches exactly the bytes that the layout names."""
     fmt = make_format(tiers, 96, 64, 7)
     for tier, layout in enumerate(fmt.layouts):
-        state = PageState.create(
-            fmt, num_pages=2, num_rows=1, num_layers=1, num_heads=1, max_blocks=1, num_blocks=2
-        )
+        state = PageState.create(fmt, num_pages=2, num_rows=1, num_layers=1, num_heads=1, max_blocks=1, num_blocks=2)
         seg = state.segments[tier]
         fields = [seg.keys, seg.values, seg.key_meta, seg.value_meta, seg.scores, seg.positions]
         for field, (start, end) in zip(fields, segments(layout)):

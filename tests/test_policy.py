@@ -25,9 +25,7 @@ def test_prompt_classification(alphas, num_tiers):
     for seed, (length, window) in enumerate([(1, 4), (4, 4), (5, 4), (60, 7), (33, 0), (20, 64)]):
         score = np.random.default_rng(seed).exponential(1 / length, (2, 3, length)).astype(np.float32)
         score[..., ::5] = 0
-        position = np.random.default_rng(seed).permuted(
-            np.broadcast_to(np.arange(length), score.shape), axis=2
-        )
+        position = np.random.default_rng(seed).permuted(np.broadcast_to(np.arange(length), score.shape), axis=2)
         policy = DiffKVPolicy(*alphas, window)
         got = policy.classify_prompt(torch.tensor(score), torch.tensor(position).int(), length, num_tiers)
         for index in np.ndindex(score.shape):
@@ -40,9 +38,7 @@ def test_prompt_classification(alphas, num_tiers):
 def test_scores_at_a_threshold_stay(num_tiers):
     """Algorithm 1 compares with >=; powers of two make the thresholds exact."""
     policy = DiffKVPolicy(2.0, 0.5, 0)
-    score = torch.tensor(
-        [2 / 8, np.nextafter(np.float32(2 / 8), 0), 0.5 / 8, np.nextafter(np.float32(0.5 / 8), 0)]
-    )
+    score = torch.tensor([2 / 8, np.nextafter(np.float32(2 / 8), 0), 0.5 / 8, np.nextafter(np.float32(0.5 / 8), 0)])
     got = policy.classify_prompt(score, torch.full((4,), 7), 100, num_tiers)
     assert got.tolist() == ([0, 1, 1, 2] if num_tiers == 2 else [0, 0, 0, 1])
 
@@ -91,6 +87,30 @@ def test_plan_is_algorithm_1(alphas, num_tiers):
         assert sorted(low) == sorted(expected.low.values())
 
 
+@pytest.mark.parametrize(
+    ("candidate", "least", "worst", "expected"),
+    [
+        (0.25, 0.25, 0.0, (-1, -1, -1)),  # both exactly at the upper threshold stay
+        (0.25, 0.2, 0.0, (5, -1, -1)),
+        (0.25, 0.0625, 0.0, (5, -1, -1)),  # exactly at the lower threshold goes down, not out
+        (0.25, 0.06, 0.0, (-1, 5, -1)),
+        (0.2, 0.06, 0.0625, (9, -1, -1)),
+        (0.0625, 0.06, 0.06, (9, -1, 7)),
+        (0.06, 0.05, 0.0, (-1, 9, -1)),
+    ],
+)
+def test_plan_at_the_thresholds(candidate, least, worst, expected):
+    """alpha / N is 0.25 and 0.0625; the candidate is slot 9, the least high token 5, the least low one 7."""
+    found = StepScores(
+        torch.full((1, 1, 1), 9),
+        torch.full((1, 1, 1), candidate),
+        torch.tensor([5, 7]).view(1, 1, 1, 2),
+        torch.tensor([least, worst]).view(1, 1, 1, 2),
+    )
+    plan = DiffKVPolicy(2.0, 0.5, 4).plan_step(found, torch.tensor([8]), 2)
+    assert (int(plan.demote), int(plan.drop), int(plan.replace)) == expected
+
+
 def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int = 2) -> PageManager:
     """A manager whose one row has ``length`` tokens with random scores, not yet compacted."""
     manager = make_manager(make_format(tiers, 64, 96), policy=policy)
@@ -131,9 +151,7 @@ def test_prompt_compaction_moves_what_the_policy_says(tiers, length, window):
     tier = tier_map(manager.state, 2, length)
     for where, value in score.items():
         at = int(where[2])
-        expected = (
-            classify_prompt(float(value), at, length, len(tiers), 1.5, 0.3, window) if length > window else 0
-        )
+        expected = classify_prompt(float(value), at, length, len(tiers), 1.5, 0.3, window) if length > window else 0
         assert tier[where] == expected
         if expected == 0:
             assert bytes_after[where] == bytes_before[where]
@@ -169,9 +187,7 @@ def test_uniform_policy_keeps_all():
 def test_a_step_moves_one_token_and_no_other_byte():
     manager = filled(DiffKVPolicy(1.0, 0.0, 0), PAIR, 30)
     shape = (1, 2, 2)
-    for step, (demote, drop, replace) in enumerate(
-        [(17, -1, -1), (-1, 3, -1), (5, -1, 0), (-1, -1, -1), (29, -1, -1)]
-    ):
+    for step, (demote, drop, replace) in enumerate([(17, -1, -1), (-1, 3, -1), (5, -1, 0), (-1, -1, -1), (29, -1, -1)]):
         before, seen = codes(manager, 2), visible(manager.state, 2)
         plan = StepPlan(*(torch.full(shape, x) for x in (demote, drop, replace)))
         compact_step(manager.state, torch.tensor([2]), plan)

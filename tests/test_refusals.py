@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 from sglang_diffkv.compat import UnsupportedError
 from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
 from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV
+from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV, free_port
 from sglang_diffkv.validation import check_model, check_server_args
 
 
@@ -118,14 +120,12 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
         check_model(SimpleNamespace(**{**good, **changes}))
 
 
-def _launch(*args: str, path: Path | None = None) -> str:
+def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> str:
     """Output of a server that must refuse to start."""
-    import os
-
     env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}
     if path is not None:
         env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(NANO), "--device", "cpu", *args]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0, done.stdout
     return done.stdout + done.stderr
@@ -151,3 +151,17 @@ def test_untested_sglang_is_refused_by_name(tmp_path: Path) -> None:
 def test_config_without_the_backend_is_refused() -> None:
     output = _launch("--attention-backend", "torch_native", "--diffkv-config", "{}")
     assert "no effect without --attention-backend diffkv" in output
+
+
+@pytest.mark.server
+def test_mla_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parent / "data" / "mla" / "config.json", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(Path(NANO) / name, tmp_path)
+    output = _launch(
+        *("--attention-backend", "diffkv", "--dtype", "bfloat16", "--load-format", "dummy"),
+        *("--max-total-tokens", "2000", "--port", str(free_port())),
+        model=tmp_path,
+    )
+    assert "cannot serve this model" in output
+    assert "multi-head latent attention (MLA)" in output

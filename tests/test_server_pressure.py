@@ -14,7 +14,7 @@ from sglang_diffkv.testing.server import Server
 
 pytestmark = pytest.mark.server
 
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
 REQUESTS, NEW_TOKENS, POOL = 8, 320, 1100
 """Two requests of about 500 tokens fill the pool."""
 

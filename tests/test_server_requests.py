@@ -23,7 +23,7 @@ QUESTION = {"role": "user", "content": "What is 23 * 45? Show the steps."}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
     args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "5"]
     with Server(NANO, "diffkv", args, env=env) as running:
         yield running

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.triton_helpers import BF16, DEVICE, add_prompt, clone_state, close, held_pages, make_format, make_manager
 
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
@@ -14,6 +13,7 @@ from sglang_diffkv.kernels.decode_attention.triton import (
     FoundTokens,
     decode_attention,
 )
+from tests.triton_helpers import BF16, DEVICE, add_prompt, clone_state, close, held_pages, make_format, make_manager
 
 WINDOW = 8
 CASES = [
@@ -83,9 +83,7 @@ def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
     assert close(got.candidate_score[:3][present], expected.candidate_score[present]) < 2e-2
     present = expected.least_slot >= 0
     assert torch.equal(got.least_slot[:3] >= 0, present)
-    torch.testing.assert_close(
-        got.least_score[:3][present], expected.least_score[present], rtol=5e-2, atol=1e-5
-    )
+    torch.testing.assert_close(got.least_score[:3][present], expected.least_score[present], rtol=5e-2, atol=1e-5)
 
 
 def test_logit_cap_and_no_scores():

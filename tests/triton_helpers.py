@@ -40,7 +40,9 @@ def make_manager(
 def vectors(state: PageState, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Random keys [count, H, D] with an offset per vector, and values [count, H, Dv]."""
     heads, fmt = state.num_heads, state.fmt
-    key = torch.randn(count, heads, fmt.head_dim, generator=generator) + torch.randn(count, heads, 1, generator=generator)
+    key = torch.randn(count, heads, fmt.head_dim, generator=generator) + torch.randn(
+        count, heads, 1, generator=generator
+    )
     value = torch.randn(count, heads, fmt.v_head_dim, generator=generator)
     return key.to(DEVICE, state.dtype), value.to(DEVICE, state.dtype)
 

@@ -137,9 +137,7 @@ def decode_attention(
         for tier, (p, position, valid) in enumerate(zip(probs, positions, valids, strict=True)):
             page, old = tables[tier][0], gathered[tier].scores
             received = p.amax(2)
-            _update_scores(
-                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window
-            )
+            _update_scores(state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window)
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
 
 

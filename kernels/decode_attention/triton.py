@@ -20,21 +20,24 @@ NOTHING = 2**63 - 1
 @dataclass(frozen=True)
 class DecodeConfig:
     """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
-    at most ``registers`` of a thread (0: the compiler's choice); the score pass gives a head ``score_parts``
-    programs of ``score_tokens`` tokens an iteration."""
+    at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice); the score pass gives a head
+    ``score_parts`` programs of ``score_tokens`` tokens an iteration."""
 
     tile: int = 64
     warps: int = 1
     stages: int = 2
-    registers: int = 0
+    registers: int = 168
     score_parts: int = 4
     score_tokens: int = 256
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
-    """Slots of a tile: the power of two (16 at least) up to ``limit`` that wastes least of a page."""
+    """Slots of a tile, a power of two up to ``limit``: few tiles a page and few slots past its end.
+
+    A tile's fixed work is worth about 16 slots.
+    """
     sizes = [n for n in (16, 32, 64, 128) if n <= max(limit, 16)]
-    return min(sizes, key=lambda n: (-(-layout.tokens // n) * n, -n))
+    return min(sizes, key=lambda n: (-(-layout.tokens // n) * (n + 16), -n))
 
 
 def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, int]:
@@ -47,6 +50,15 @@ def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, int]:
     return {"N_H": sizes[0], "N_L": sizes[1], "WEIGHT_H": cost[0], "WEIGHT_L": cost[1]}
 
 
+def default_splits(state: PageState, batch: int) -> int:
+    """Splits of a head's pages that fill the GPU once for a batch of this size."""
+    processors = 8
+    if state.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(state.device).multi_processor_count
+    resident = 12 if state.fmt.head_dim <= 128 else 8  # one-warp programs that a processor's registers hold
+    return max(1, min(64, processors * resident // (batch * state.num_heads)))
+
+
 @dataclass
 class FoundTokens:
     """Searches of a decode step, a packed (score bits, own slot) for each split: what ``StepScores`` is to the
@@ -56,7 +68,13 @@ class FoundTokens:
 
     @classmethod
     def create(cls, state: PageState, batch: int, config: DecodeConfig | None = None) -> FoundTokens:
-        shape = (batch, state.num_layers, state.num_heads, len(state.fmt.tiers) + 1, (config or DecodeConfig()).score_parts)
+        shape = (
+            batch,
+            state.num_layers,
+            state.num_heads,
+            len(state.fmt.tiers) + 1,
+            (config or DecodeConfig()).score_parts,
+        )
         return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device))
 
     def unpack(self) -> StepScores:
@@ -90,20 +108,18 @@ class DecodeWorkspace:
         batch: int,
         q_heads: int,
         *,
-        splits: int,
+        splits: int = 0,
         max_tokens: int = 0,
         config: DecodeConfig | None = None,
     ) -> DecodeWorkspace:
-        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are."""
+        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are. ``splits`` 0 chooses."""
         config = config or DecodeConfig()
+        splits = splits or default_splits(state, batch)
         fmt, heads = state.fmt, state.num_heads
         group, slots = q_heads // heads, splits + len(fmt.tiers) - 1
         # Pages of segments and the ends of both tiers may be part-filled: half as many slots again as tokens.
         tile = tile_constants(fmt, config)
-        waste = max(
-            -(-x.tokens // n) * n / x.tokens
-            for x, n in ((fmt.high, tile["N_H"]), (fmt.low, tile["N_L"]))
-        )
+        waste = max(-(-x.tokens // n) * n / x.tokens for x, n in ((fmt.high, tile["N_H"]), (fmt.low, tile["N_L"])))
         room = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -167,8 +183,8 @@ def decode_attention(
         assert found.packed.shape[4] == workspace.config.score_parts and found.packed.shape[0] >= batch
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
-    shape = dict(MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=heads, G=group, S=splits)
-    limit = {"maxnreg": config.registers} if config.registers and not INTERPRETED else {}
+    shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group, "S": splits}
+    limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
     split_kernel[(batch * heads, splits)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
         state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,

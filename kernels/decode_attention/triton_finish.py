@@ -9,7 +9,7 @@ flat: ``PADDED`` (a whole number of tiles) of each page.
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_split import LOG2E, kept_tiles
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_tiles
 from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, padded, table_index
 
 NOTHING = tl.constexpr(2**63 - 1)

@@ -9,26 +9,16 @@ products (``K q^T`` and ``V^T p^T``), so a group of up to 8 query heads fills th
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_codec import MAGIC, meta_pair, shifted_codes
-from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, dot_padded, padded, table_index
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def tile_page(
-    tile, count, block_table, page_table, range_lo, range_hi, row, layer, head,
-    HIGH: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
-    """Page of a tile and its position range; past the last entry, page 0 and an empty range. Scalars."""
-    entry = tile // CHUNKS
-    live = entry < count
-    column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-    at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
-    page = tl.load(page_table + at, mask=live, other=0)
-    lo = tl.load(range_lo + at, mask=live, other=0)
-    hi = tl.load(range_hi + at, mask=live, other=0)
-    return page, lo, hi
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_tiles, split_span, tile_page
+from sglang_diffkv.kernels.triton_codec import (
+    MAGIC,
+    meta_pair,
+    operand_weight,
+    power_scale,
+    query_operand,
+    shifted_codes,
+)
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, padded
 
 
 @triton.jit
@@ -58,6 +48,7 @@ def attend_tier(
     BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
     KPARTS: tl.constexpr = 1 if RAW else BYTES * 8 // KB
     VPARTS: tl.constexpr = 1 if RAW else BYTES * 8 // VB
+    LAST_V: tl.constexpr = 0 if RAW else 8 // VB - 1  # the plane whose operand is the whole byte
     KW: tl.constexpr = D // KPARTS  # words of a vector
     VW: tl.constexpr = DV // VPARTS
     KWP: tl.constexpr = dot_padded(KW)
@@ -74,16 +65,14 @@ def attend_tier(
     offset = tl.zeros([GP], tl.float32)
     total = tl.zeros([GP], tl.float32)
     for part in tl.static_range(KPARTS):
-        at = kcol * BYTES + part // BYTES * (KW * BYTES) + part % BYTES
         inside = (kcol[:, None] < KW) & (g[None, :] < G)
-        x = tl.load(q_ptr + g[None, :] * D + at[:, None], mask=inside, other=0.0)  # [KWP, GP]
         if RAW:
-            x = x.to(dot_type)
+            x = tl.load(q_ptr + g[None, :] * D + kcol[:, None], mask=inside, other=0.0).to(dot_type)
         else:
-            x = (x.to(tl.float32) * (qscale / (1 << (part // BYTES * KB)))).to(tl.float16)
+            x = query_operand(q_ptr + g[None, :] * D, kcol[:, None], inside, qscale, part, KB, KW)  # [KWP, GP]
             column_sum = tl.sum(x.to(tl.float32), 0)
             offset += column_sum * MAGIC
-            total += column_sum * (1 << (part // BYTES * KB))
+            total += column_sum * operand_weight(KB, part)
         q_parts = q_parts + (x,)
     factor = sm_scale * LOG2E if RAW else sm_scale * LOG2E / qscale
 
@@ -116,7 +105,8 @@ def attend_tier(
             s = tl.dot(k.to(dot_type), q_parts[0]) * factor
         else:
             kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4 + slot, mask=live, other=0))
-            vscale, vzero = meta_pair(tl.load(numbers + VMETA // 4 + slot, mask=live, other=0))
+            vword = tl.load(numbers + VMETA // 4 + slot, mask=live, other=0)
+            vscale, vzero = meta_pair(tl.where(valid, vword, 0))
             s = tl.broadcast_to(-offset[None, :], [N, GP])
             for part in tl.static_range(KPARTS):
                 s = tl.dot(shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), q_parts[part], s)
@@ -136,8 +126,8 @@ def attend_tier(
             weight = prob.to(dot_type)
             v = tl.where(valid[None, :], v.to(dot_type), tl.zeros([VWP, N], dot_type))
         else:
-            z_part = z_part * alpha[None, :] + eighths(prob * tl.where(valid, vzero, 0.0)[:, None])
-            weight = (prob * tl.where(valid, vscale, 0.0)[:, None]).to(tl.float16)
+            z_part = z_part * alpha[None, :] + eighths(prob * vzero[:, None])
+            weight = (prob * vscale[:, None]).to(tl.float16)
             excess = tl.dot(tl.full([VWP, N], -MAGIC, tl.float16), weight)  # [VWP, GP], equal rows
         updated = ()
         for part in tl.static_range(VPARTS):
@@ -162,38 +152,14 @@ def attend_tier(
     inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
     tl.store(lse_ptr + g, m + tl.log2(norm), mask=g < G)
     for part in tl.static_range(VPARTS):
-        o = (accs[part] * (1.0 / (1 << (part // BYTES * VB))) + z[None, :]) * inverse[None, :]
+        o = accs[part]
+        if part // BYTES == LAST_V:
+            for plane in tl.static_range(LAST_V):
+                o -= accs[plane * BYTES + part % BYTES]
+        o = (o * (1.0 / (1 << (part // BYTES * VB))) + z[None, :]) * inverse[None, :]
         at = vcol * BYTES + part // BYTES * (VW * BYTES) + part % BYTES
         inside = (vcol[:, None] < VW) & (g[None, :] < G)
         tl.store(out_ptr + g[None, :] * DV + at[:, None], o, mask=inside)
-
-
-@triton.jit
-def split_span(
-    split, count_high, count_low, S: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
-    CHUNKS_H: tl.constexpr, CHUNKS_L: tl.constexpr, TIERS: tl.constexpr,
-):  # fmt: skip
-    """A split's share of a head's tiles, balanced by ``WEIGHT``, the cost of a tile.
-
-    Returns tiles of the high tier, its span [first, last), the low tier's span, and the split in which the
-    high tier ends.
-    """
-    high = count_high * CHUNKS_H
-    low = count_low * CHUNKS_L if TIERS == 2 else 0
-    end = high * WEIGHT_H
-    per = tl.maximum(tl.cdiv(end + low * WEIGHT_L, S), 1)
-    start, stop = split * per, (split + 1) * per
-    high_first = tl.minimum(tl.cdiv(start, WEIGHT_H), high)
-    high_last = tl.minimum(tl.cdiv(stop, WEIGHT_H), high)
-    low_first = tl.minimum(tl.cdiv(tl.maximum(start - end, 0), WEIGHT_L), low)
-    low_last = tl.minimum(tl.cdiv(tl.maximum(stop - end, 0), WEIGHT_L), low)
-    return high, high_first, high_last, low_first, low_last, tl.minimum(end // per, S - 1)
-
-
-@triton.jit
-def kept_tiles(high, room, N_H: tl.constexpr, N_L: tl.constexpr):
-    """Tiles of each tier whose logits fit into ``room`` tokens, the high tier's ``high`` tiles first."""
-    return room // N_H, tl.maximum(room - high * N_H, 0) // N_L
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -236,7 +202,7 @@ def split_kernel(
     g = tl.arange(0, GP)
     inside = (g[:, None] < G) & (d[None, :] < D)
     largest = tl.max(tl.max(tl.abs(tl.load(q_ptr + g[:, None] * D + d[None, :], mask=inside, other=0.0)), 1), 0)
-    qscale = tl.exp2(-tl.ceil(tl.log2(tl.maximum(largest.to(tl.float32), 1e-20))))
+    qscale = power_scale(largest)
 
     if TIERS == 1 or split <= turn:
         attend_tier(
@@ -245,7 +211,7 @@ def split_kernel(
             True, H_KB, H_VB, H_TOKENS, H_KEYS, H_KMETA, H_VALUES, H_VMETA, H_POSITIONS, N_H,
             PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP, ASM,
         )  # fmt: skip
-    if TIERS == 2:
+    if TIERS == 2:  # noqa: SIM102
         if split >= turn:
             attend_tier(
                 q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, block_table, row,

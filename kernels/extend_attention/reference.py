@@ -94,9 +94,7 @@ def _attend(
         if logit_cap:
             logits = logit_cap * torch.tanh(logits / logit_cap)
         causal = column <= query.unsqueeze(1)  # [n', n]
-        shown = torch.cat(
-            [paged.unsqueeze(1).expand(-1, len(query), -1), causal.expand(paged.shape[0], -1, -1)], 2
-        )
+        shown = torch.cat([paged.unsqueeze(1).expand(-1, len(query), -1), causal.expand(paged.shape[0], -1, -1)], 2)
         prob = logits.masked_fill(~shown.unsqueeze(1), float("-inf")).softmax(3)
         outs.append(prob @ all_values)
         own = prob[..., paged.shape[1] :]
@@ -107,9 +105,7 @@ def _attend(
     return out, list(received.amax(1).split(sizes, 1))
 
 
-def _record(
-    state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor]
-) -> None:
+def _record(state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor]) -> None:
     """Fold the column sums into the mean scores of own earlier tokens, and set those of the new tokens."""
     rows = torch.tensor([row], device=state.device)
     for tier, seg in enumerate(state.segments):

@@ -25,7 +25,8 @@ def _gather(state: PageState, layer: int, row: int, length: int) -> tuple[torch.
     keys = seg.keys.reshape(page.shape[0], -1, seg.keys.shape[2])
     values = seg.values.reshape(page.shape[0], -1, seg.values.shape[2])
     head = torch.arange(page.shape[0], device=page.device).unsqueeze(1)
-    return keys[head, order], values[head, order]
+    lost = ~valid.flatten(1).gather(1, order).unsqueeze(2)  # a row that found the ring empty has fewer tokens
+    return keys[head, order].masked_fill(lost, 0), values[head, order].masked_fill(lost, 0)
 
 
 def raw_attention(

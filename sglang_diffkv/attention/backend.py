@@ -108,9 +108,7 @@ class DiffKVAttnBackend(AttentionBackend):
             )
         else:
             update = self.manager.policy.compresses
-            out = extend_attention(
-                state, index, q, k, v, *lens, layer.scaling, update_scores=update, logit_cap=cap
-            )
+            out = extend_attention(state, index, q, k, v, *lens, layer.scaling, update_scores=update, logit_cap=cap)
         if layer.layer_id == self.last_layer:
             self._end(decode)
         return out.reshape(out.shape[0], -1)

@@ -8,9 +8,9 @@ pages promised to admitted prompts count as used.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.page_manager import PageManager, Path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,13 @@ def pages_for(capacity: int, page_tokens: int, heads: int) -> int:
     return heads * (-(-capacity // page_tokens) + SPARE_PAGES)
 
 
+class Promise(NamedTuple):
+    """Pages and page-table blocks."""
+
+    pages: int
+    blocks: int
+
+
 class PageLedger:
     """Free, promised and shared pages of a manager, in tokens.
 
@@ -36,7 +43,7 @@ class PageLedger:
         self.capacity = capacity
         self.tree_pages = 0
         self.evictable_pages = 0
-        self.promised: dict[str, int] = {}  # request id -> pages its admitted prompt may still take
+        self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
         self._allocating = False
         self._headroom = (-1, 0)
 
@@ -56,9 +63,16 @@ class PageLedger:
             self._headroom = (self.manager.version, self.manager.headroom())
         return self._headroom[1]
 
+    def promised_pages(self) -> int:
+        return sum(promise.pages for promise in self.promised.values())
+
+    def table_starved(self, new_blocks: int = 0) -> bool:
+        """Whether the page table might not hold the next step, all promises and ``new_blocks``."""
+        return self.manager.table_starved(new_blocks + sum(promise.blocks for promise in self.promised.values()))
+
     def uncommitted_pages(self) -> int:
         """Free pages that nobody is going to take; negative if the tree must give some back first."""
-        return self.manager.free_pages() - self.headroom() - sum(self.promised.values())
+        return self.manager.free_pages() - self.headroom() - self.promised_pages()
 
     def _tokens(self, used_pages: int) -> int:
         """Capacity, in tokens, that ``used_pages`` take."""
@@ -68,12 +82,12 @@ class PageLedger:
 
     def available(self) -> int:
         """Tokens that can be stored without evicting anything."""
-        if self.manager.table_starved():
+        if self.manager.lengths and self.table_starved():
             return 0
         total = self.manager.geometry.num_pages
         free = self.uncommitted_pages()
         if self._allocating:
-            free += sum(self.promised.values())
+            free += self.promised_pages()
         return self.capacity - self._tokens(total - free)
 
     def evictable(self) -> int:
@@ -99,17 +113,20 @@ class PageLedger:
         finally:
             self._allocating = False
 
-    def admits(self, new_tokens: int, prefix_entries: int, evictable_pages: int) -> bool:
-        """Whether a prompt of ``new_tokens`` after ``prefix_entries`` table entries fits now, if
-        ``evictable_pages`` may go."""
-        entries = prefix_entries + -(-new_tokens // self.manager.fmt.high.tokens)
-        if self.manager.table_starved(entries) and not self.evictable_pages:
+    def admits(self, path: Path, new_tokens: int) -> bool:
+        """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
+        if self.table_starved(self.blocks_for(path, new_tokens)):
             return False
-        return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + evictable_pages
+        return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
 
-    def promise(self, request_id: str, new_tokens: int) -> None:
-        """Set aside pages for ``new_tokens`` prompt tokens that are still to be computed."""
+    def blocks_for(self, path: Path, new_tokens: int) -> int:
+        """Table blocks of an admitted prompt until its first decode step."""
+        return self.manager.table_blocks(path, new_tokens) + 2
+
+    def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
+        """Set aside pages and table blocks for ``new_tokens`` prompt tokens that are still to be computed, and
+        blocks for a ``path`` still to be attached."""
         if new_tokens > 0:
-            self.promised[request_id] = self.prompt_pages(new_tokens)
+            self.promised[request_id] = Promise(self.prompt_pages(new_tokens), self.blocks_for(path, new_tokens))
         else:
             self.promised.pop(request_id, None)

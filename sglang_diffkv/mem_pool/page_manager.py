@@ -36,6 +36,10 @@ class Segment:
     nodes: int = field(default=1)
 
 
+Path = list[tuple[Segment, int, int]]
+"""Consecutive parts of a sequence from position 0: (segment, first position, position after the last)."""
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of a page manager.
@@ -185,7 +189,7 @@ class PageManager:
 
     # Ownership
 
-    def attach_prefix(self, row: int, parts: list[tuple[Segment, int, int]]) -> None:
+    def attach_prefix(self, row: int, parts: Path) -> None:
         """Let an empty row refer to the pages of ``parts``, each (segment, lo, hi), consecutive from 0.
 
         Raises TableFull, and ValueError for parts that do not continue one another, leaving the row empty.
@@ -196,7 +200,8 @@ class PageManager:
             for segment, lo, hi in parts:
                 if self.lengths.get(row, 0) != lo or not segment.lo <= lo < hi <= segment.hi:
                     raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
-                self.space.extend(row, *self.space.bound(segment.row))
+                high, low = self.path_entries([(segment, lo, hi)])
+                self.space.extend(row, high, low)
                 attach(self.state, row, segment.row, lo, hi)
                 self.lengths[row] = self.shared[row] = hi
                 self._tighten(row)
@@ -205,15 +210,23 @@ class PageManager:
             raise
         self.version += 1
 
-    def fitting_path(self, parts: list[tuple[Segment, int, int]]) -> list[tuple[Segment, int, int]]:
+    def path_entries(self, parts: Path) -> list[int]:
+        """Upper bound of the entries, of each tier, that attaching ``parts`` takes: a page holds a token at least."""
+        bounds = [[min(n, hi - lo) for n in self.space.bound(segment.row)] for segment, lo, hi in parts]
+        return [sum(column) for column in zip(*bounds, strict=True)] if bounds else [0, 0]
+
+    def table_blocks(self, parts: Path, new_tokens: int) -> int:
+        """Upper bound of the table blocks of a row with ``parts`` attached and ``new_tokens`` of its own."""
+        layouts = self.fmt.layouts
+        own = [-(-new_tokens // layouts[0].tokens), -(-new_tokens // layouts[-1].tokens)]
+        return sum(-(-(n + m) // TABLE_BLOCK) for n, m in zip(self.path_entries(parts), own, strict=True))
+
+    def fitting_path(self, parts: Path) -> Path:
         """The longest start of ``parts`` that leaves an empty row room for its longest sequence."""
-        entries = [-(-self.geometry.max_tokens // x.tokens) for x in self.fmt.layouts]
-        for count, (segment, _, _) in enumerate(parts):
-            bound = self.space.bound(segment.row)
-            entries = [have + more for have, more in zip(entries, bound, strict=False)]
-            if sum(-(-n // TABLE_BLOCK) for n in entries) > self.space.max_blocks:
-                return parts[:count]
-        return parts
+        count = len(parts)
+        while count and self.table_blocks(parts[:count], self.geometry.max_tokens) > self.space.max_blocks:
+            count -= 1
+        return parts[:count]
 
     def can_share(self, row: int) -> bool:
         """Whether a segment row and table blocks are left to make a segment of the row's own pages."""
@@ -311,10 +324,10 @@ class PageManager:
             full[..., 1:] = False
         return int(full.sum())
 
-    def table_starved(self, new_entries: int = 0) -> bool:
-        """Whether the page table might not hold the next step of all request rows, with ``new_entries`` more."""
-        needed = 2 * (len(self.lengths) + 1) + -(-new_entries // TABLE_BLOCK)
-        return bool(self.lengths or new_entries) and len(self.space.free_blocks) < needed
+    def table_starved(self, promised_blocks: int = 0) -> bool:
+        """Whether the page table might not hold the next step of all request rows and ``promised_blocks``."""
+        needed = 2 * len(self.lengths) + promised_blocks
+        return needed > len(self.space.free_blocks)
 
     def faults(self, rows: list[int]) -> list[int]:
         """Those of ``rows`` that found the ring empty and lost tokens."""

@@ -16,9 +16,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.mem_pool.page_manager import Segment
-
-Path = list[tuple[Segment, int, int]]
+from sglang_diffkv.mem_pool.page_manager import Path, Segment
 
 
 class DiffKVPrefixCache(RadixCache):
@@ -150,6 +148,11 @@ class DiffKVPrefixCache(RadixCache):
     def evict_uncovered(self) -> None:
         """Evict until free pages cover all promises and the next step."""
         self._evict_while(lambda: self.ledger.uncommitted_pages() < 0)
+
+    def evict_table_blocks(self, path: Path, new_tokens: int) -> None:
+        """Evict until the page table has room for a prompt after a matched path, which must be locked."""
+        blocks = self.ledger.blocks_for(path, new_tokens)
+        self._evict_while(lambda: self.ledger.table_starved(blocks))
 
     def evict_names(self, count: int) -> None:
         """Evict until ``count`` more names are free."""

@@ -84,9 +84,7 @@ class TableSpace:
         if not need_left and not need_right:
             return
         if need_left + need_right > len(self.free_blocks):
-            raise TableFull(
-                f"the page table has {len(self.free_blocks)} free blocks, {need_left + need_right} needed"
-            )
+            raise TableFull(f"the page table has {len(self.free_blocks)} free blocks, {need_left + need_right} needed")
         if len(left) + len(right) + need_left + need_right > self.max_blocks:
             raise TableFull(f"a row holds at most {self.max_blocks} table blocks; too many shared segments")
         at = [len(left) + i for i in range(need_left)]

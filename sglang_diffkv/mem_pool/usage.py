@@ -20,6 +20,8 @@ class Usage:
     Attributes:
         page_bytes: bytes of the pages held. token_bytes: bytes of the slots in use, without empty slots.
         bf16_bytes: what a two-byte cache takes for the same tokens.
+        ratio_sum: sum over requests of each one's own token_bytes / bf16_bytes (short requests count as much as
+            long ones in its mean).
     """
 
     requests: int = 0
@@ -30,6 +32,7 @@ class Usage:
     high: int = 0
     low: int = 0
     pruned: int = 0
+    ratio_sum: float = 0.0
 
     def add(self, other: Usage) -> None:
         for name, value in vars(other).items():
@@ -69,15 +72,18 @@ class UsageMeter:
             pages += int(held.any(4).sum())
         sizes = [x.token_bytes(manager.fmt.head_dim, manager.fmt.v_head_dim) for x in manager.fmt.tiers]
         total = (end - start) * manager.geometry.heads
+        token_bytes = sum(c * s for c, s in zip(counts, sizes, strict=False))
+        bf16_bytes = total * manager.fmt.bf16_token_bytes
         return Usage(
             requests=1,
             tokens=end - start,
             page_bytes=pages * manager.fmt.page_bytes,
-            token_bytes=sum(c * s for c, s in zip(counts, sizes, strict=False)),
-            bf16_bytes=total * manager.fmt.bf16_token_bytes,
+            token_bytes=token_bytes,
+            bf16_bytes=bf16_bytes,
             high=counts[0],
             low=counts[1],
             pruned=total - sum(counts),
+            ratio_sum=token_bytes / bf16_bytes if bf16_bytes else 0.0,
         )
 
     def finish(self, row: int) -> None:

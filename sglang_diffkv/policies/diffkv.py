@@ -50,9 +50,7 @@ class DiffKVPolicy:
         victim_out = stays & (least >= 0) & (least_score < low)
         none = torch.full_like(candidate, -1)
         demote = torch.where(goes_low, candidate, torch.where(victim_low, least, none))
-        drop = torch.where(
-            present & ~stays & ~goes_low, candidate, torch.where(victim_out, least, none)
-        )
+        drop = torch.where(present & ~stays & ~goes_low, candidate, torch.where(victim_out, least, none))
         replace = none
         if num_tiers > 1:
             worst = scores.least_slot[..., 1]

@@ -90,10 +90,7 @@ def run(
     if len(limits) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(limits)} values of max_new_tokens")
     with ThreadPoolExecutor(concurrency) as pool:
-        futures = [
-            pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs)
-            for ids, limit in zip(prompts, limits)
-        ]
+        futures = [pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs) for ids, limit in zip(prompts, limits)]
         try:
             return [future.result() for future in futures]
         except BaseException:

@@ -1,0 +1,84 @@
+"""Give a row references to another row's pages, on the GPU without host synchronisation."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.attach.reference import seal
+from sglang_diffkv.kernels.triton_table import BLOCK, layout_constants, padded, table_index
+from sglang_diffkv.mem_pool.state import PageState
+
+__all__ = ["attach", "seal"]
+
+ENTRIES = 32
+"""Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""
+
+
+@triton.jit
+def holds(page, lo, hi, live, pages, POSITIONS: tl.constexpr, TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr):
+    """Whether each of [E] pages has a token with position in [lo, hi)."""
+    token = tl.arange(0, padded(TOKENS))
+    numbers = (pages + page.to(tl.int64) * PAGE_BYTES + POSITIONS).to(tl.pointer_type(tl.int32))
+    inside = live[:, None] & (token[None, :] < TOKENS)
+    position = tl.load(numbers[:, None] + token[None, :], mask=inside, other=-1)
+    seen = inside & (position >= lo[:, None]) & (position < hi[:, None])
+    return tl.max(seen.to(tl.int32), 1) > 0
+
+
+@triton.jit(do_not_specialize=["target", "source", "lo", "hi"])
+def attach_kernel(
+    target, source, lo, hi, pages, page_table, range_lo, range_hi, block_table, entries, kept_entry, own_entry,
+    own_tokens, refcount, num_pages,
+    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KEPT_ONLY: tl.constexpr, TOKENS: tl.constexpr,
+    POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H): one (layer, head) of one tier, entries in order."""
+    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
+    target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
+    count = tl.load(entries + source_at)
+    done = tl.load(entries + target_at)
+    first = tl.load(kept_entry + source_at) if KEPT_ONLY else 0
+    for begin in range(first, count, E):
+        entry = begin + tl.arange(0, E)
+        live = entry < count
+        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        at = table_index(block_table, source, layer, head, column, live, MAX_BLOCKS, L, H)
+        page = tl.load(page_table + at, mask=live, other=0)
+        page_lo = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)
+        page_hi = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
+        keep = live & (page != num_pages)
+        keep = keep & holds(page, page_lo, page_hi, keep, pages, POSITIONS, TOKENS, PAGE_BYTES)
+        rank = tl.cumsum(keep.to(tl.int32), 0) - 1
+        entry = done + rank
+        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        at = table_index(block_table, target, layer, head, column, keep, MAX_BLOCKS, L, H)
+        tl.store(page_table + at, page, mask=keep)
+        tl.store(range_lo + at, page_lo, mask=keep)
+        tl.store(range_hi + at, page_hi, mask=keep)
+        tl.atomic_add(refcount + tl.where(keep, page, 0), keep.to(tl.int32))
+        done += tl.sum(keep.to(tl.int32), 0)
+    tl.store(entries + target_at, done)
+    tl.store(kept_entry + target_at, done)
+    tl.store(own_entry + target_at, done)
+    tl.store(own_tokens + target_at, 0)
+
+
+def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
+    """Append to ``target``'s page table the pages of ``source`` that hold a token with position in [lo, hi).
+
+    See ``reference.attach``; ``target`` must differ from ``source``.
+    """
+    assert target != source
+    for tier, layout in enumerate(state.fmt.layouts):
+        constants = layout_constants(layout, "")
+        attach_kernel[(state.num_layers * state.num_heads,)](
+            target, source, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi,
+            state.block_table, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount,
+            state.num_pages,
+            HIGH=tier == 0, TIER=tier, TIERS=len(state.fmt.tiers), KEPT_ONLY=kept_only, TOKENS=constants["TOKENS"],
+            POSITIONS=constants["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes,
+            MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES, num_warps=1,
+        )  # fmt: skip

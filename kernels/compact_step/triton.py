@@ -1,0 +1,143 @@
+"""Generation-phase compaction on the GPU: decide, take pages, requantise; two launches, no host synchronisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
+from sglang_diffkv.kernels.quantize.triton import plane_elements, quantize_planes
+from sglang_diffkv.kernels.triton_codec import meta_pair
+from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, format_constants, padded, table_index
+from sglang_diffkv.mem_pool.state import PageState
+
+HEADS = 128
+"""Heads of a planning program."""
+
+
+@triton.jit
+def requantize(
+    source, source_slot, target, target_slot, keep, raw, DIM: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
+    OFFSET: tl.constexpr, META: tl.constexpr, NEW_OFFSET: tl.constexpr, NEW_META: tl.constexpr,
+):  # fmt: skip
+    """Move a vector between pages of two tiers. Pointers to the pages; ``raw`` has the raw tier's type."""
+    W: tl.constexpr = DIM * TO // 8
+    WP: tl.constexpr = padded(W)
+    element = plane_elements(W, WP, TO)  # [1, planes, WP]
+    inside = (tl.arange(0, WP) < W)[None, None, :]
+    if FROM == 16:
+        x_ptr = (source + OFFSET).to(raw) + source_slot * DIM
+        x = tl.load(x_ptr + element, mask=inside & keep, other=0.0).to(tl.float32)
+    else:
+        BYTES: tl.constexpr = DIM * FROM // 8
+        codes = tl.load(source + OFFSET + source_slot * BYTES + element % BYTES, mask=inside & keep, other=0)
+        codes = (codes.to(tl.int32) >> (element // BYTES * FROM)) & ((1 << FROM) - 1)
+        meta = (source + META).to(tl.pointer_type(tl.int32)) + source_slot
+        scale, zero = meta_pair(tl.load(meta, mask=keep, other=0))
+        x = codes.to(tl.float32) * scale + zero
+    packed, meta = quantize_planes(x, inside, TO)
+    byte = tl.arange(0, WP)[None, :]
+    tl.store(target + NEW_OFFSET + target_slot * W + byte, packed, mask=(byte < W) & keep)
+    meta_ptr = (target + NEW_META).to(tl.pointer_type(tl.int32)) + target_slot
+    tl.store(meta_ptr + tl.zeros([1], tl.int32), meta, mask=keep)
+
+
+@triton.jit
+def move_kernel(
+    demote_in, leave_in, target_in, rows, raw_like, pages, page_table, block_table, own_entry, hole,
+    H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
+    H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
+    L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
+    L_VALUES: tl.constexpr, L_VMETA: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
+    TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Grid (batch * L * H): one head's token. ``raw_like`` is a pointer of the raw tier's type."""
+    flat = tl.program_id(0)
+    leave = tl.load(leave_in + flat)
+    if leave < 0:
+        return
+    layer, head = flat // H % L, flat % H
+    row = tl.load(rows + flat // (L * H)).to(tl.int64)
+    at = (row * L + layer) * H + head
+    column = tl.load(own_entry + at * TIERS) + leave // H_TOKENS
+    page = tl.load(page_table + table_index(block_table, row, layer, head, column, True, MAX_BLOCKS, L, H))
+    source = pages + page.to(tl.int64) * PAGE_BYTES
+    slot = leave % H_TOKENS
+    position_ptr = (source + H_POSITIONS).to(tl.pointer_type(tl.int32)) + slot
+    if TIERS == 2:
+        keep = tl.load(demote_in + flat) >= 0
+        number = tl.load(target_in + flat)
+        entry = tl.load(own_entry + at * TIERS + 1) + number // L_TOKENS
+        index = table_index(block_table, row, layer, head, MAX_BLOCKS * BLOCK - 1 - entry, keep, MAX_BLOCKS, L, H)
+        low_page = tl.load(page_table + index, mask=keep, other=0)
+        target = pages + low_page.to(tl.int64) * PAGE_BYTES
+        low_slot = number % L_TOKENS
+        raw: tl.constexpr = raw_like.dtype
+        requantize(source, slot, target, low_slot, keep, raw, D, H_KB, L_KB, H_KEYS, H_KMETA, L_KEYS, L_KMETA)
+        requantize(source, slot, target, low_slot, keep, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA, L_VALUES, L_VMETA)
+        score = tl.load((source + H_SCORES).to(tl.pointer_type(tl.int32)) + slot)
+        tl.store((target + L_SCORES).to(tl.pointer_type(tl.int32)) + low_slot, score, mask=keep)
+        position = tl.load(position_ptr)
+        tl.store((target + L_POSITIONS).to(tl.pointer_type(tl.int32)) + low_slot, position, mask=keep)
+    tl.store(position_ptr, -1)
+    tl.store(hole + at, leave)
+
+
+@dataclass
+class CompactWorkspace:
+    """A step's plan, static addresses for graph capture: own slots, -1 for none."""
+
+    demote: torch.Tensor  # [B, L, H] int32
+    leave: torch.Tensor  # [B, L, H] int32
+    target: torch.Tensor  # [B, L, H] int32
+    ticket: torch.Tensor  # [1] int32, zero between launches
+
+    @classmethod
+    def create(cls, state: PageState, batch: int) -> CompactWorkspace:
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=state.device)
+
+        heads = (batch, state.num_layers, state.num_heads)
+        return cls(ints(*heads), ints(*heads), ints(*heads), ints(1))
+
+
+def compact_step(
+    state: PageState,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    found: FoundTokens,
+    workspace: CompactWorkspace,
+    num_valid: torch.Tensor,
+    *,
+    alpha_high: float,
+    alpha_low: float,
+) -> None:
+    """DiffKV's Algorithm 1 after a decode step: ``DiffKVPolicy.plan_step``, then ``reference.compact_step``.
+
+    Args:
+        rows, seq_lens: [B] integers, the new token counted.
+        found: the step's searches, for at least B requests.
+        workspace: for at least B requests.
+    """
+    check_rows(rows, num_valid, state)
+    assert seq_lens.shape == rows.shape and found.packed.shape[0] >= rows.shape[0] <= workspace.leave.shape[0]
+    fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
+    shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
+    plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
+        found.packed, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, workspace.demote,
+        workspace.leave, workspace.target, state.entries, state.own_entry, state.own_tokens, state.pages,
+        state.ring, state.counters, state.refcount, state.block_table, state.page_table, state.range_lo,
+        state.range_hi, state.fault, workspace.ticket, state.num_pages,
+        TOKENS=fmt.low.tokens, POSITIONS=fmt.low.position_offset, TIERS=len(fmt.tiers), R=HEADS,
+        PARTS=found.packed.shape[4], **shape, num_warps=4,
+    )  # fmt: skip
+    move_kernel[(batch * layers * heads,)](
+        workspace.demote, workspace.leave, workspace.target, rows, state.pages.view(state.dtype), state.pages,
+        state.page_table, state.block_table, state.own_entry, state.hole,
+        **{**format_constants(fmt), **shape}, num_warps=1,
+    )  # fmt: skip

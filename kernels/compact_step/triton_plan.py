@@ -1,0 +1,73 @@
+"""DiffKV's generation-phase decisions and the low-tier pages they need, for all heads in one launch."""
+
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING
+from sglang_diffkv.kernels.triton_ring import add_own_pages, settle
+
+
+@triton.jit
+def best_found(found, at, live, PARTS: tl.constexpr):
+    """Least of a search's packed results: own slot [R] int32 (-1 for none) and score [R] float32."""
+    best = tl.full(at.shape, NOTHING, tl.int64)
+    for part in tl.static_range(PARTS):
+        best = tl.minimum(best, tl.load(found + at + part, mask=live, other=NOTHING))
+    slot = tl.where(best == NOTHING, -1, (best & 0xFFFFFFFF).to(tl.int32))
+    return slot, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def plan_kernel(
+    found, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, demote_out, leave_out, target_out,
+    entries, own_entry, own_tokens, pages, ring, counters, refcount, block_table, page_table, range_lo, range_hi,
+    fault, ticket, num_pages,
+    TOKENS: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head).
+
+    Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
+    free, and the low slot that takes the token. ``TOKENS`` and ``POSITIONS`` are the low tier's.
+    """
+    flat = tl.program_id(0) * R + tl.arange(0, R)
+    b = flat // (L * H)
+    layer = flat // H % L
+    head = flat % H
+    inside = b < batch
+    live = inside & (b < tl.load(num_valid))
+    row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
+    length = tl.load(seq_lens + b, mask=live, other=1).to(tl.float32)
+    at = (row * L + layer) * H + head
+    low = tl.div_rn(tl.zeros([R], tl.float32) + alpha_low, length)
+    high = tl.div_rn(tl.zeros([R], tl.float32) + alpha_high, length) if TIERS == 2 else low
+    first = flat.to(tl.int64) * (TIERS + 1) * PARTS
+    candidate, candidate_score = best_found(found, first, live, PARTS)
+    least, least_score = best_found(found, first + PARTS, live, PARTS)
+    present = candidate >= 0
+    stays = present & (candidate_score >= high)
+    goes_low = present & (candidate_score < high) & (candidate_score >= low)
+    goes_out = present & (candidate_score < high) & (candidate_score < low)
+    victim = stays & (least >= 0) & (least_score < high)
+    demote = tl.where(goes_low, candidate, tl.where(victim & (least_score >= low), least, -1))
+    drop = tl.where(goes_out, candidate, tl.where(victim & (least_score < low), least, -1))
+    target = tl.full([R], -1, tl.int32)
+    if TIERS == 2:
+        worst, worst_score = best_found(found, first + 2 * PARTS, live, PARTS)
+        replace = goes_low & (worst >= 0) & (worst_score < low)
+        used = tl.load(own_tokens + at * TIERS + 1, mask=live, other=0)
+        appended = live & (demote >= 0) & (replace == 0)
+        start = tl.load(entries + at * TIERS + 1, mask=live, other=0)
+        have = start - tl.load(own_entry + at * TIERS + 1, mask=live, other=0)
+        demand = (appended & (used >= have * TOKENS)).to(tl.int32)
+        tl.store(own_tokens + at * TIERS + 1, used + 1, mask=appended)
+        tl.store(entries + at * TIERS + 1, start + 1, mask=demand > 0)
+        target = tl.where(replace, worst, used)
+        add_own_pages(
+            demand, row, layer, head, start, pages, ring, counters, refcount, block_table, page_table, range_lo,
+            range_hi, fault, num_pages, False, TOKENS, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, R,
+        )  # fmt: skip
+    tl.store(demote_out + flat, tl.where(live, demote, -1), mask=inside)
+    tl.store(leave_out + flat, tl.where(live, tl.maximum(demote, drop), -1), mask=inside)
+    tl.store(target_out + flat, target, mask=inside)
+    settle(counters, ticket)

@@ -1,0 +1,146 @@
+"""Extend (prefill) attention on the GPU: packed pages, new tokens, merge, and the prompt's significance scores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sglang_diffkv.kernels.decode_attention.triton import tile_tokens
+from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
+from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
+from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
+from sglang_diffkv.mem_pool.state import PageState
+
+ROWS = 64
+"""Rows, (query, head of a group) pairs, of a program."""
+LN2 = 0.6931471805599453
+
+
+def _tiers(state: PageState) -> list[dict]:
+    """Compile-time constants of each tier's launch."""
+    fmt = state.fmt
+    shared = {
+        "TIERS": len(fmt.tiers),
+        "D": fmt.head_dim,
+        "PAGE_BYTES": fmt.page_bytes,
+        "MAX_BLOCKS": state.block_table.shape[1],
+        "L": state.num_layers,
+        "H": state.num_heads,
+        "ASM": not INTERPRETED,
+    }
+    return [
+        {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, 64)}
+        for tier, x in enumerate(fmt.layouts)
+    ]
+
+
+def extend_attention(
+    state: PageState,
+    layer: int,
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    max_extend: int,
+    max_prefix: int,
+    sm_scale: float,
+    *,
+    update_scores: bool = False,
+    logit_cap: float = 0.0,
+    new_part: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of each request's new tokens, which are already appended to its pages.
+
+    Args:
+        q: [tokens, Hq, head_dim], requests one after the other, contiguous. key: [tokens, H, head_dim] and value:
+            [tokens, H, v_head_dim] with a contiguous last dimension.
+        rows, starts, extend_lens, prefix_lens: [B] integers on the device: owner, first token in q, new tokens, and
+            tokens before them.
+        max_extend, max_prefix: host-known maxima; without a prefix no page is read.
+        update_scores: record the attention that own tokens received from the new ones.
+        new_part: output [tokens, Hq, v_head_dim] and natural lse [tokens, Hq] of the new tokens' causal
+            attention among themselves, where another kernel computed it.
+
+    Returns:
+        out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32 (natural logarithm).
+    """
+    fmt = state.fmt
+    tokens, q_heads, dim = q.shape
+    heads, batch = state.num_heads, rows.shape[0]
+    assert q.is_contiguous() and dim == fmt.head_dim and q_heads % heads == 0
+    assert key.shape == (tokens, heads, dim) and key.stride(2) == 1 and key.dtype == q.dtype
+    assert value.shape == (tokens, heads, fmt.v_head_dim) and value.stride(2) == 1 and value.dtype == q.dtype
+    assert q.dtype in (torch.bfloat16, torch.float16)
+    assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
+    assert starts.shape == extend_lens.shape == prefix_lens.shape == (batch,)
+    group = q_heads // heads
+    parts = 1 + len(fmt.tiers) if max_prefix else 1
+    outs = torch.empty(parts, tokens, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
+    lses = torch.empty(parts, tokens, q_heads, device=q.device)
+    if not tokens:
+        return outs[0], lses[0]
+    grid = (batch, heads, triton.cdiv(max_extend * group, ROWS))
+    common = {"G": group, "HAS_CAP": logit_cap > 0}
+    if new_part is None:
+        ragged_kernel[grid](
+            q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), outs[0], lses[0], starts,
+            extend_lens, sm_scale, logit_cap, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS, N=32 if dim > 128 else 64,
+            ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
+        )  # fmt: skip
+    else:
+        outs[0].copy_(new_part[0])
+        torch.mul(new_part[1], 1 / LN2, out=lses[0])
+    tables = (state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries)
+    if max_prefix:
+        for tier in _tiers(state):
+            paged_kernel[grid](
+                q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
+                *tables, layer, sm_scale, logit_cap, DV=fmt.v_head_dim, M=ROWS, **tier, **common,
+                num_warps=4, num_stages=2,
+            )  # fmt: skip
+        merge_kernel[(triton.cdiv(tokens * q_heads, 16),)](
+            outs[0], lses[0], outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
+        )
+    if update_scores:
+        _update_scores(
+            state, layer, q, key, lses[0], rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
+            logit_cap,
+        )  # fmt: skip
+    return outs[0], lses[0] * LN2
+
+
+def _update_scores(
+    state: PageState,
+    layer: int,
+    q: torch.Tensor,
+    key: torch.Tensor,
+    lse: torch.Tensor,  # [tokens, Hq] float32, base 2
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    max_extend: int,
+    max_prefix: int,
+    sm_scale: float,
+    logit_cap: float,
+) -> None:
+    group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
+    common = {"G": group, "HAS_CAP": logit_cap > 0, "M": 64}
+    tiers = _tiers(state)
+    if max_prefix:
+        for tier in tiers:
+            programs = min(64, triton.cdiv(max_prefix, tier["N"]))
+            page_scores_kernel[(batch, heads, programs)](
+                q, lse, starts, extend_lens, prefix_lens, rows, state.pages, state.page_table, state.range_lo,
+                state.range_hi, state.block_table, state.entries, state.own_entry, layer, sm_scale, logit_cap,
+                **tier, **common, num_warps=4, num_stages=2,
+            )  # fmt: skip
+    names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
+    new_scores_kernel[(batch, heads, triton.cdiv(max_extend, 64))](
+        q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, state.write_slot, state.own_entry,
+        state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
+        **{name: tiers[0][name] for name in names}, **common, N=64, num_warps=4, num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,235 @@
+"""Attention of new tokens over earlier tokens' pages, and over each other, with log-sum-exp for merging.
+
+``M`` rows of a program are (query, query head of the group) pairs, flat, so any group size fills a tile.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
+from sglang_diffkv.kernels.triton_codec import (
+    MAGIC,
+    meta_pair,
+    operand_weight,
+    power_scale,
+    query_operand,
+    shifted_codes,
+)
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, padded
+
+
+@triton.jit
+def query_rows(start, head, first, count, M: tl.constexpr, HQ: tl.constexpr, G: tl.constexpr):
+    """Rows first.. of a request's (query, head of the group) pairs: vector index [M] int64, query [M], mask."""
+    r = first + tl.arange(0, M)
+    query = r // G
+    return (start + query).to(tl.int64) * HQ + head * G + r % G, query, query < count
+
+
+@triton.jit
+def largest_of(q, vector, live, D: tl.constexpr):
+    d = tl.arange(0, padded(D))
+    inside = live[:, None] & (d[None, :] < D)
+    x = tl.load(q + vector[:, None] * D + d[None, :], mask=inside, other=0.0)
+    return tl.max(tl.max(tl.abs(x), 1), 0)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def paged_kernel(
+    q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
+    layer, sm_scale, logit_cap,
+    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
+    SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, H, ceil(longest extend * G / M)); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2."""
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.program_id(2) * M
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    if first >= extend * G:
+        return
+    RAW: tl.constexpr = KB == 16
+    KPARTS: tl.constexpr = 1 if RAW else 16 // KB
+    VPARTS: tl.constexpr = 1 if RAW else 16 // VB
+    KW: tl.constexpr = D // KPARTS
+    VW: tl.constexpr = DV // VPARTS
+    KWP: tl.constexpr = dot_padded(KW)
+    VWP: tl.constexpr = dot_padded(VW)
+    BYTES: tl.constexpr = 1 if RAW else 2
+    LAST_V: tl.constexpr = 0 if RAW else 8 // VB - 1
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    raw_type: tl.constexpr = q.dtype.element_ty
+    dot_type: tl.constexpr = raw_type if ASM else tl.float32
+    vector, _, live_row = query_rows(tl.load(starts + b), head, first, extend, M, H * G, G)
+    prefix = tl.load(prefix_lens + b).to(tl.int32)
+    row = tl.load(rows + b).to(tl.int64)
+    count = tl.load(entries + ((row * L + layer) * H + head) * TIERS + TIER)
+    count = tl.where(prefix > 0, count, 0)
+
+    kcol = tl.arange(0, KWP)
+    vcol = tl.arange(0, VWP)
+    qscale = power_scale(largest_of(q, vector, live_row, D))
+    q_parts = ()
+    offset = tl.zeros([M], tl.float32)
+    total = tl.zeros([M], tl.float32)
+    for part in tl.static_range(KPARTS):
+        inside = live_row[:, None] & (kcol[None, :] < KW)
+        if RAW:
+            x = tl.load(q + vector[:, None] * D + kcol[None, :], mask=inside, other=0.0).to(dot_type)
+        else:
+            x = query_operand(q + vector[:, None] * D, kcol[None, :], inside, qscale, part, KB, KW)  # [M, KWP]
+            row_sum = tl.sum(x.to(tl.float32), 1)
+            offset += row_sum * MAGIC
+            total += row_sum * operand_weight(KB, part)
+        q_parts = q_parts + (x,)
+    factor = sm_scale * LOG2E if RAW else sm_scale * LOG2E / qscale
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    z = tl.zeros([M], tl.float32)
+    accs = ()
+    for _ in tl.static_range(VPARTS):
+        accs = accs + (tl.zeros([M, VWP], tl.float32),)
+    page, lo, hi = tile_page(
+        0, count, block_table, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
+    )
+    for tile in range(0, count * CHUNKS):
+        slot = (tile % CHUNKS) * N + tl.arange(0, N)
+        live = slot < TOKENS
+        page_at = page.to(tl.int64) * PAGE_BYTES
+        numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
+        words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
+        position = tl.load(numbers + POSITIONS // 4, mask=live, other=-1)
+        k = tl.load(
+            words + KEYS // 2 + slot[None, :] * KW + kcol[:, None], mask=live[None, :] & (kcol[:, None] < KW), other=0
+        )  # [KWP, N]
+        v = tl.load(
+            words + VALUES // 2 + slot[:, None] * VW + vcol[None, :], mask=live[:, None] & (vcol[None, :] < VW), other=0
+        )  # [N, VWP]
+        valid = (position >= lo) & (position < tl.minimum(hi, prefix))
+        if RAW:
+            s = tl.dot(q_parts[0], k.to(dot_type)) * factor
+        else:
+            kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4, mask=live, other=0))
+            vword = tl.load(numbers + VMETA // 4, mask=live, other=0)
+            vscale, vzero = meta_pair(tl.where(valid, vword, 0))
+            s = tl.broadcast_to(-offset[:, None], [M, N])
+            for part in tl.static_range(KPARTS):
+                s = tl.dot(q_parts[part], shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), s)
+            s = s * (kscale * factor)[None, :] + total[:, None] * (kzero * factor)[None, :]
+        if HAS_CAP:
+            s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
+        s = tl.where(valid[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        prob = tl.exp2(s - safe[:, None])
+        alpha = tl.exp2(m - safe)
+        m = m_new
+        norm = norm * alpha + tl.sum(prob, 1)
+        if RAW:
+            weight = prob.to(dot_type)
+            excess = tl.zeros([M], tl.float32)
+            v = tl.where(valid[:, None], v.to(dot_type), tl.zeros([N, VWP], dot_type))
+        else:
+            z = z * alpha + tl.sum(prob * vzero[None, :], 1)
+            weight = (prob * vscale[None, :]).to(tl.float16)
+            excess = tl.sum(weight.to(tl.float32), 1) * MAGIC
+        updated = ()
+        for part in tl.static_range(VPARTS):
+            codes = v if RAW else shifted_codes(v, VB, part // BYTES, part % BYTES, ASM)
+            updated = updated + (tl.dot(weight, codes, accs[part] * alpha[:, None] - excess[:, None]),)
+        accs = updated
+        page, lo, hi = tile_page(
+            tile + 1, count, block_table, page_table, range_lo, range_hi, row, layer, head,
+            HIGH, CHUNKS, MAX_BLOCKS, L, H,
+        )  # fmt: skip
+
+    inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
+    tl.store(lse + vector, m + tl.log2(norm), mask=live_row)
+    for part in tl.static_range(VPARTS):
+        o = accs[part]
+        if part // BYTES == LAST_V:
+            for plane in tl.static_range(LAST_V):
+                o -= accs[plane * BYTES + part % BYTES]
+        o = (o * (1.0 / (1 << (part // BYTES * VB))) + z[:, None]) * inverse[:, None]
+        at = vcol * BYTES + part // BYTES * (VW * BYTES) + part % BYTES
+        inside = live_row[:, None] & (vcol[None, :] < VW)
+        tl.store(out + vector[:, None] * DV + at[None, :], o.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def ragged_kernel(
+    q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, sm_scale, logit_cap,
+    D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid as ``paged_kernel``: causal attention of new tokens among themselves. Strides are in elements."""
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * M  # the longest first
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    if first >= extend * G:
+        return
+    raw_type: tl.constexpr = q.dtype.element_ty
+    dot_type: tl.constexpr = raw_type if ASM else tl.float32
+    start = tl.load(starts + b)
+    vector, query, live_row = query_rows(start, head, first, extend, M, H * G, G)
+    DP: tl.constexpr = dot_padded(D)
+    DVP: tl.constexpr = dot_padded(DV)
+    d = tl.arange(0, DP)
+    dv = tl.arange(0, DVP)
+    inside = live_row[:, None] & (d[None, :] < D)
+    x = tl.load(q + vector[:, None] * D + d[None, :], mask=inside, other=0.0).to(dot_type)
+    factor = sm_scale * LOG2E
+    m = tl.full([M], float("-inf"), tl.float32)
+    norm = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DVP], tl.float32)
+    for begin in range(0, tl.minimum((first + M - 1) // G + 1, extend), N):
+        column = begin + tl.arange(0, N)
+        live = column < extend
+        token = (start + column).to(tl.int64)
+        k_ptr = key + token[None, :] * key_stride + head * key_head + d[:, None]
+        v_ptr = value + token[:, None] * value_stride + head * value_head + dv[None, :]
+        k = tl.load(k_ptr, mask=live[None, :] & (d[:, None] < D), other=0.0).to(dot_type)
+        v = tl.load(v_ptr, mask=live[:, None] & (dv[None, :] < DV), other=0.0).to(dot_type)
+        s = tl.dot(x, k) * factor
+        if HAS_CAP:
+            s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
+        s = tl.where(column[None, :] <= query[:, None], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        prob = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        m = m_new
+        norm = norm * alpha + tl.sum(prob, 1)
+        acc = tl.dot(prob.to(dot_type), v, acc * alpha[:, None])
+    tl.store(lse + vector, m + tl.log2(norm), mask=live_row)
+    o = acc / norm[:, None]
+    inside = live_row[:, None] & (dv[None, :] < DV)
+    tl.store(out + vector[:, None] * DV + dv[None, :], o.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def merge_kernel(out, lse, parts_out, parts_lse, count, PARTS: tl.constexpr, DV: tl.constexpr, R: tl.constexpr):
+    """Grid (ceil(count / R)): join [PARTS, count, DV] by base-2 lse [PARTS, count]; lse is left in base 2."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    d = tl.arange(0, padded(DV))
+    live = r < count
+    wide = r.to(tl.int64)
+    top = tl.full([R], float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        top = tl.maximum(top, tl.load(parts_lse + part * count + wide, mask=live, other=float("-inf")))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    norm = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, padded(DV)], tl.float32)
+    inside = live[:, None] & (d[None, :] < DV)
+    for part in tl.static_range(PARTS):
+        weight = tl.exp2(tl.load(parts_lse + part * count + wide, mask=live, other=float("-inf")) - top)
+        x = tl.load(parts_out + (part * count + wide[:, None]) * DV + d[None, :], mask=inside, other=0.0)
+        norm += weight
+        acc += weight[:, None] * x.to(tl.float32)
+    acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
+    tl.store(out + wide[:, None] * DV + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + wide, top + tl.log2(norm), mask=live)

@@ -1,0 +1,157 @@
+"""Significance of prompt tokens: column sums of the attention matrix from q, k and lse, never materialised.
+
+Each program owns some keys of one request and KV head, walks over the queries, and keeps one sum a key for one
+query head at a time; the maximum over the group's heads is what counts.
+"""
+
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
+from sglang_diffkv.kernels.extend_attention.triton_paged import largest_of
+from sglang_diffkv.kernels.triton_codec import (
+    MAGIC,
+    meta_pair,
+    operand_weight,
+    power_scale,
+    query_operand,
+    shifted_codes,
+)
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, table_index
+
+
+@triton.jit
+def capped(s, logit_cap, HAS_CAP: tl.constexpr):
+    if HAS_CAP:
+        s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
+    return s
+
+
+@triton.jit(do_not_specialize=["layer"])
+def new_scores_kernel(
+    q, key, key_stride, key_head, lse, starts, extend_lens, rows, write_slot, own_entry, pages, page_table, block_table,
+    layer, sm_scale, logit_cap,
+    TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, H, ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
+
+    ``lse`` [tokens, Hq] is base 2.
+    """
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    first = tl.program_id(2) * N
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    if first >= extend:
+        return
+    dot_type: tl.constexpr = key.dtype.element_ty if ASM else tl.float32
+    start = tl.load(starts + b)
+    d = tl.arange(0, dot_padded(D))
+    column = first + tl.arange(0, N)
+    live = column < extend
+    token = (start + column).to(tl.int64)
+    k_ptr = key + token[:, None] * key_stride + head * key_head + d[None, :]
+    k = tl.load(k_ptr, mask=live[:, None] & (d[None, :] < D), other=0.0).to(dot_type)  # [N, D]
+    received = tl.zeros([N], tl.float32)
+    for g in range(G):
+        total = tl.zeros([N], tl.float32)
+        for begin in range(first, extend, M):
+            query = begin + tl.arange(0, M)
+            asked = query < extend
+            vector = (start + query).to(tl.int64) * (H * G) + head * G + g
+            inside = asked[None, :] & (d[:, None] < D)
+            x = tl.load(q + vector[None, :] * D + d[:, None], mask=inside, other=0.0).to(dot_type)  # [D, M]
+            norm = tl.load(lse + vector, mask=asked, other=0.0)
+            s = capped(tl.dot(k, x) * (sm_scale * LOG2E), logit_cap, HAS_CAP) - norm[None, :]
+            later = (query[None, :] > column[:, None]) & asked[None, :]
+            total += tl.sum(tl.exp2(tl.where(later, s, float("-inf"))), 1)
+        received = tl.maximum(received, total)
+    score = received / tl.maximum(extend - 1 - column, 1).to(tl.float32)
+    row = tl.load(rows + b).to(tl.int64)
+    at = (row * L + layer) * H + head
+    slot = tl.load(write_slot + at) + column
+    entry = tl.load(own_entry + at * TIERS) + slot // TOKENS
+    index = table_index(block_table, row, layer, head, entry, live, MAX_BLOCKS, L, H)
+    page = tl.load(page_table + index, mask=live, other=0)
+    target = (pages + page.to(tl.int64) * PAGE_BYTES + SCORES).to(tl.pointer_type(tl.float32))
+    tl.store(target + slot % TOKENS, score, mask=live)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def page_scores_kernel(
+    q, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
+    own_entry, layer, sm_scale, logit_cap,
+    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
+    SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin."""
+    b = tl.program_id(0)
+    head = tl.program_id(1)
+    RAW: tl.constexpr = KB == 16
+    KPARTS: tl.constexpr = 1 if RAW else 16 // KB
+    BYTES: tl.constexpr = 1 if RAW else 2
+    KW: tl.constexpr = D // KPARTS
+    KWP: tl.constexpr = dot_padded(KW)
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    raw_type: tl.constexpr = q.dtype.element_ty
+    dot_type: tl.constexpr = raw_type if ASM else tl.float32
+    row = tl.load(rows + b).to(tl.int64)
+    counts = ((row * L + layer) * H + head) * TIERS + TIER
+    count = tl.load(entries + counts)
+    start = tl.load(starts + b)
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    prefix = tl.load(prefix_lens + b).to(tl.int32)
+    kcol = tl.arange(0, KWP)
+    for tile in range(tl.load(own_entry + counts) * CHUNKS + tl.program_id(2), count * CHUNKS, tl.num_programs(2)):
+        page, lo, hi = tile_page(
+            tile, count, block_table, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        )
+        slot = (tile % CHUNKS) * N + tl.arange(0, N)
+        live = slot < TOKENS
+        page_at = page.to(tl.int64) * PAGE_BYTES
+        numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
+        words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
+        position = tl.load(numbers + POSITIONS // 4, mask=live, other=-1)
+        judge = live & (position >= lo) & (position < tl.minimum(hi, prefix))
+        kmask = live[:, None] & (kcol[None, :] < KW)
+        k = tl.load(words + KEYS // 2 + slot[:, None] * KW + kcol[None, :], mask=kmask, other=0)  # [N, KWP]
+        if not RAW:
+            kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4, mask=live, other=0))
+        received = tl.zeros([N], tl.float32)
+        for g in range(G):
+            sums = tl.zeros([N], tl.float32)
+            for begin in range(0, extend, M):
+                query = begin + tl.arange(0, M)
+                asked = query < extend
+                vector = (start + query).to(tl.int64) * (H * G) + head * G + g
+                norm = tl.load(lse + vector, mask=asked, other=0.0)
+                inside = asked[None, :] & (kcol[:, None] < KW)
+                if RAW:
+                    x = tl.load(q + vector[None, :] * D + kcol[:, None], mask=inside, other=0.0).to(dot_type)
+                    s = tl.dot(k.to(dot_type), x) * (sm_scale * LOG2E)
+                else:
+                    qscale = power_scale(largest_of(q, vector, asked, D))
+                    factor = sm_scale * LOG2E / qscale
+                    s = tl.zeros([N, M], tl.float32)
+                    offset = tl.zeros([M], tl.float32)
+                    total = tl.zeros([M], tl.float32)
+                    for part in tl.static_range(KPARTS):
+                        x = query_operand(q + vector[None, :] * D, kcol[:, None], inside, qscale, part, KB, KW)
+                        column_sum = tl.sum(x.to(tl.float32), 0)
+                        offset += column_sum * MAGIC
+                        total += column_sum * operand_weight(KB, part)
+                        s = tl.dot(shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), x, s)
+                    s = (s - offset[None, :]) * (kscale * factor)[:, None]
+                    s += total[None, :] * (kzero * factor)[:, None]
+                s = capped(s, logit_cap, HAS_CAP) - norm[None, :]
+                shown = judge[:, None] & asked[None, :]
+                sums += tl.sum(tl.exp2(tl.where(shown, s, float("-inf"))), 1)
+            received = tl.maximum(received, sums)
+        score_ptr = (numbers + SCORES // 4).to(tl.pointer_type(tl.float32))
+        judged = tl.maximum(prefix - 1 - position, 0).to(tl.float32)
+        seen = judged * tl.load(score_ptr, mask=judge, other=0.0) + received
+        tl.store(score_ptr, seen / tl.maximum(judged + extend, 1.0), mask=judge)

@@ -1,0 +1,167 @@
+"""Host-side bounds and blocks of the page table: what is refused leaves nothing behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+from sglang_diffkv.mem_pool.table_space import TableFull
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.checks import check_row
+from tests.dense import Session
+from tests.helpers import make_format, make_manager, tier_map, visible
+
+
+def snapshot(manager: PageManager) -> list[object]:
+    """All that an operation could change, tensors by their bytes; not what stands in free table blocks."""
+    space = manager.space
+    fields = vars(manager.state).keys() - {"page_table", "range_lo", "range_hi", "fmt", "dtype", "segments"}
+    tensors = [getattr(manager.state, name).numpy().tobytes() for name in sorted(fields)]
+    host = [dict(manager.lengths), dict(manager.shared), dict(manager.sealed), set(manager.segments)]
+    bounds = [space.bound(row) for row in range(manager.state.entries.shape[0])]
+    return [*tensors, *host, bounds, sorted(space.free_blocks)]
+
+
+@pytest.mark.parametrize("loose_bounds", [False, True])
+def test_a_refused_step_changes_nothing(loose_bounds):
+    manager = make_manager(blocks=9, loose_bounds=loose_bounds)
+    session = Session(manager)
+    session.extend({1: 20})
+    before = snapshot(manager)
+    with pytest.raises(TableFull, match="free blocks"):
+        manager.begin_step([2, 1, 3], [10, 1, 500], [0, 20, 0])
+    assert snapshot(manager) == before
+    check_integrity(manager)
+    session.extend({2: 10, 1: 3})
+    session.step([1, 2])
+    check_integrity(manager)
+
+
+def test_a_step_at_the_wrong_place_is_refused():
+    manager = make_manager()
+    Session(manager).extend({1: 20})
+    before = snapshot(manager)
+    for start in (0, 19, 21):
+        with pytest.raises(ValueError, match="row 1 holds 20 tokens"):
+            manager.begin_step([2, 1], [3, 1], [0, start])
+    assert snapshot(manager) == before
+
+
+def test_a_row_is_limited_to_its_columns():
+    manager = make_manager(make_format(page_tokens=4), max_tokens=60, pages=900)
+    limit = manager.space.max_blocks * TABLE_BLOCK * 4
+    with pytest.raises(TableFull, match="at most"):
+        manager.begin_step([1], [limit], [0])
+    assert manager.space.blocks[1] == ([], []) and not manager.lengths
+
+
+@pytest.mark.parametrize("loose_bounds", [False, True])
+def test_refused_parts_leave_the_row_empty(loose_bounds):
+    session = Session(make_manager(loose_bounds=loose_bounds))
+    session.extend({1: 40})
+    segment = session.share(1, 0, 40)
+    before = snapshot(session.manager)
+    for parts in (
+        [(segment, 1, 9)],
+        [(segment, 0, 9), (segment, 10, 20)],
+        [(segment, 0, 41)],
+        [(segment, 0, 20), (segment, 20, 20)],
+    ):
+        with pytest.raises(ValueError, match="does not continue"):
+            session.manager.attach_prefix(3, parts)
+        assert snapshot(session.manager) == before
+    session.attach(3, [(segment, 0, 40)])
+    with pytest.raises(ValueError, match="not empty"):
+        session.manager.attach_prefix(3, [(segment, 0, 40)])
+    check_integrity(session.manager)
+
+
+def test_an_attach_without_blocks_leaves_the_row_empty():
+    session = Session(make_manager(make_format(page_tokens=4), blocks=6, policy=UniformPolicy()))
+    session.extend({1: 100}, scores=False)
+    segment = session.share(1, 0, 100)
+    assert segment is None and not session.manager.can_share(1)
+    session.release(1)
+    session.extend({1: 60}, scores=False)
+    segment = session.share(1, 0, 60)
+    before = snapshot(session.manager)
+    with pytest.raises(TableFull, match="0 free blocks"):
+        session.manager.attach_prefix(3, [(segment, 0, 20), (segment, 20, 60)])
+    assert snapshot(session.manager) == before
+    check_integrity(session.manager)
+
+
+@pytest.mark.parametrize("loose_bounds", [False, True])
+def test_bounds_hold_when_pages_stay_part_filled(loose_bounds):
+    """Every share leaves a part-filled page behind, which token counts alone do not show."""
+    session = Session(make_manager(make_format(page_tokens=4), segments=40, loose_bounds=loose_bounds))
+    session.extend({1: 1})
+    for length in range(1, 30):
+        assert session.share(1, length - 1, length) is not None
+        session.step([1])
+        check_integrity(session.manager)
+    check_row(session, 1)
+
+
+def test_share_takes_what_no_segment_holds():
+    session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.3, 4)), spread=3.0)
+    session.manager.share_min_tokens = 20
+    session.extend({1: 30})
+    session.end_prompt(1)
+    for _ in range(5):
+        session.step([1])
+    first = session.share(1, 0, 30)
+    for _ in range(12):
+        session.step([1])
+    before = tier_map(session.state, 1, 47)
+    second = session.share(1, 0, 47)
+    pages = [set(visible(session.state, s.row).page.tolist()) for s in (first, second)]
+    assert not pages[0] & pages[1]
+    assert np.array_equal(tier_map(session.state, first.row, 30), before[..., :30])
+    assert np.array_equal(tier_map(session.state, second.row, 47)[..., 30:], before[..., 30:])
+    check_integrity(session.manager)
+
+
+@pytest.mark.parametrize("min_tokens", [None, 1, 30, 31])
+def test_a_prompt_is_sealed_from_the_given_length(min_tokens):
+    session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.3, 4)), spread=3.0)
+    session.manager.share_min_tokens = min_tokens
+    session.extend({1: 30})
+    session.end_prompt(1)
+    sealed = min_tokens is not None and min_tokens <= 30
+    assert session.manager.sealed == ({1: 30} if sealed else {})
+    prompt = tier_map(session.state, 1, 30)
+    for _ in range(8):
+        session.step([1])
+        check_integrity(session.manager)
+    assert np.array_equal(prompt, tier_map(session.state, 1, 38)[..., :30]) or not sealed
+    check_row(session, 1)
+
+
+def test_headroom_is_what_the_next_step_takes():
+    session = Session(make_manager(policy=UniformPolicy()))
+    assert session.manager.headroom() == 0
+    session.extend({1: 15, 2: 16, 3: 1}, scores=False)
+    for expected in (4, 4, 0):  # row 2 needs a page in each of four heads, then row 1, then nobody
+        before = session.manager.free_pages()
+        assert session.manager.headroom() == expected
+        session.step([1, 2, 3])
+        assert before - session.manager.free_pages() == expected
+
+
+def test_a_hole_needs_no_page():
+    """Every step prunes a token, so that full pages take the next one."""
+    session = Session(make_manager(make_format(("K8V4",)), policy=DiffKVPolicy(0.0, 1e9, 15)))
+    session.extend({1: 15})
+    session.end_prompt(1)
+    session.step([1])
+    for _ in range(5):
+        assert session.manager.headroom() == 0
+        before = session.manager.free_pages()
+        session.step([1])
+        assert session.manager.free_pages() == before
+        check_integrity(session.manager)

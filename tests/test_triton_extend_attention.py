@@ -1,0 +1,81 @@
+"""The Triton extend attention and prompt scores against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.kernels.extend_attention.reference import extend_attention as reference
+from sglang_diffkv.kernels.extend_attention.triton import extend_attention
+from tests.triton_helpers import (
+    BF16,
+    DEVICE,
+    add_prompt,
+    clone_state,
+    close,
+    held_pages,
+    make_format,
+    make_manager,
+    vectors,
+)
+
+CASES = [
+    # tiers, head_dim, v_head_dim, query heads of a KV head, prefixes, new tokens, logit cap
+    ("K8V4 K4V2", 64, 64, 4, (45, 0, 13), (9, 70, 1), 0.0),
+    ("K8V4 K4V2", 96, 128, 3, (20, 33, 0), (5, 2, 11), 0.0),
+    ("K8V2 K4V1", 128, 64, 1, (30, 0, 5), (3, 8, 20), 3.0),
+    ("BF16 K8V4", 64, 64, 5, (40, 7, 0), (6, 18, 3), 0.0),
+    ("K8V4", 64, 64, 7, (0, 0, 0), (21, 1, 13), 0.0),
+]
+
+
+@pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "prefix", "new", "cap"), CASES)
+def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap):
+    manager = make_manager(make_format(tiers, dim, v_dim), window=4, heads=1, layers=1)
+    generator = torch.Generator().manual_seed(dim + group)
+    state, owners, layer = manager.state, [2, 6, 3], 0
+    for row, count in zip(owners, prefix, strict=True):
+        add_prompt(manager, row, count, generator, compact=row != 3)
+    manager.begin_step(owners, list(new), list(prefix))
+    rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in (owners, new, prefix))
+    starts = extend_lens.cumsum(0) - extend_lens
+    count = sum(new)
+    key, value = vectors(state, count, generator)
+    q = torch.randn(count, state.num_heads * group, dim, generator=generator).to(DEVICE, BF16)
+    owner = rows.repeat_interleave(extend_lens)
+    offset = torch.arange(count, device=DEVICE) - starts.repeat_interleave(extend_lens)
+    append(state, layer, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
+    twin = clone_state(state)
+    scale = 0.5 / dim**0.5
+    out, lse = extend_attention(
+        state, layer, q, key, value, rows, starts, extend_lens, prefix_lens, max(new), max(prefix), scale,
+        update_scores=True, logit_cap=cap,
+    )  # fmt: skip
+    expected = reference(
+        twin, layer, q, key, value, rows, extend_lens, prefix_lens, scale, update_scores=True, logit_cap=cap
+    )
+    assert lse.isfinite().all()
+    assert close(out, expected) < 6e-3
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+        pages = held_pages(twin, rows, tier)
+        held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 200)
+        if held.any():
+            assert close(seg.scores[pages][held], ref.scores[pages][held]) < 1e-2
+            torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
+
+
+def test_part_from_another_kernel():
+    manager = make_manager(make_format("K8V4 K4V2"), window=4, heads=1, layers=1)
+    generator = torch.Generator().manual_seed(0)
+    add_prompt(manager, 1, 30, generator)
+    manager.begin_step([1], [6], [30])
+    state, one = manager.state, torch.tensor([1], device=DEVICE)
+    key, value = vectors(state, 6, generator)
+    q = torch.randn(6, 2, 64, generator=generator).to(DEVICE, BF16)
+    new, prefix, start = one * 6, one * 30, one * 0
+    arguments = (state, 0, q, key, value, one, start, new, prefix, 6)
+    expected, _ = extend_attention(*arguments, 30, 0.1)
+    alone = extend_attention(*arguments, 0, 0.1)
+    got, _ = extend_attention(*arguments, 30, 0.1, new_part=alone)
+    assert close(got, expected) < 1e-3
