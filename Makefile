@@ -51,8 +51,8 @@ test: venv ## run all CPU tests
 test-fast: venv ## run the CPU tests that start no server
 	$(CPU_ENV) $(BIN)/python -m pytest -q -m "not gpu and not server" $(PYTEST_ARGS)
 
-test-gpu: ## run the GPU tests with $(PYTHON), which has SGLang and the package installed
-	$(PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
+test-gpu: ## run the kernel tests on a CUDA GPU with $(PYTHON), which has torch and triton
+	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py $(PYTEST_ARGS)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check .

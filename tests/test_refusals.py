@@ -123,6 +123,7 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
 def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> str:
     """Output of a server that must refuse to start."""
     env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}
+    env.pop("TRITON_INTERPRET", None)
     if path is not None:
         env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *args]

@@ -55,7 +55,8 @@ def test_matches_reference(tiers, alphas):
             for got, expected in zip(tokens_of(state, 1, layer, tier), tokens_of(twin, 1, layer, tier), strict=True):
                 assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
                 for a, b in zip(got[1:3], expected[1:3], strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+                    # a GPU may round a scale or a zero point to the neighbouring fp16 number
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
     assert int(workspace.ticket) == 0
 
 

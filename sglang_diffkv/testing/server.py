@@ -78,7 +78,8 @@ class Server:
             text = diffkv_config if isinstance(diffkv_config, str) else json.dumps(dict(diffkv_config))
             self.command += ["--diffkv-config", text]
         self.command += args
-        self._env = {**os.environ, **(CPU_ENV if cpu else {}), **OFFLINE_ENV, **(env or {})}
+        inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self._env = {**inherited, **(CPU_ENV if cpu else {}), **OFFLINE_ENV, **(env or {})}
         self._keep_log = log_path is not None
         if log_path is None:
             handle, log_path = tempfile.mkstemp(prefix="sglang-", suffix=".log")
