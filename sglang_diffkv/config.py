@@ -61,7 +61,8 @@ class DiffKVConfig(_Strict):
             uniform with one.
         page_tokens: high-tier tokens of a page.
         prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share.
-        gpu_reference: serve on a GPU with the plain PyTorch ops (slow, synchronising; for measuring accuracy).
+        gpu_ops: serve on a GPU with these ops, launched eagerly: ``triton``, or ``reference`` for the plain PyTorch
+            oracle. Experimental; without it a GPU server is refused.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
     """
@@ -71,7 +72,7 @@ class DiffKVConfig(_Strict):
     page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed"] = "compressed"
     share_min_tokens: int = Field(default=128, ge=1)
-    gpu_reference: bool = False
+    gpu_ops: Literal["triton", "reference"] | None = None
 
     @field_validator("tiers")
     @classmethod

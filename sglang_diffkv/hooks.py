@@ -54,7 +54,7 @@ def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
     if is_selected(server_args):
         try:
             config = load_config(given)
-            check_server_args(server_args, config.gpu_reference)
+            check_server_args(server_args, config.gpu_ops)
         except (ConfigError, compat.UnsupportedError) as error:
             sys.exit(f"sglang_diffkv: {error}")
         os.environ[CONFIG_ENV] = config.model_dump_json(exclude_none=True)
@@ -78,7 +78,7 @@ def compute_cell_size(original: Any, self: Any, configurator: Any, num_layers: i
 def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
     if not is_selected(self.server_args):
         return original(self, **kwargs)
-    check_server_args(self.server_args, load_config().gpu_reference)
+    check_server_args(self.server_args, load_config().gpu_ops)
     check_model(self)
     return DiffKVPool(
         kwargs["max_total_num_tokens"],
@@ -105,6 +105,10 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     plan = MemoryPlan.of(self, config, self.layer_info.num_effective_layers)
     geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
     manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device)
+    if config.gpu_ops == "triton" and manager.state.device.type == "cuda":
+        from sglang_diffkv.ops.triton import TritonOps
+
+        manager.ops = TritonOps(manager.state, manager.policy, geometry.max_tokens)
     pool.bind(manager)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
         PageLedger(manager, pool.size),

@@ -18,7 +18,7 @@ def is_selected(server_args: Any) -> bool:
     )
 
 
-def check_server_args(args: Any, gpu_reference: bool = False) -> None:
+def check_server_args(args: Any, gpu_ops: str | None = None) -> None:
     """Raise UnsupportedError, listing every refused option at once."""
     device = str(getattr(args, "device", None) or "")
     gpu = bool(device) and device != "cpu"
@@ -59,14 +59,13 @@ def check_server_args(args: Any, gpu_reference: bool = False) -> None:
         (getattr(args, "enable_beam_search", False), "beam search: drop --enable-beam-search"),
         (getattr(args, "enable_streaming_session", False), "streaming sessions: drop --enable-streaming-session"),
         (
-            gpu and not gpu_reference,
-            f"device {device}: this release serves on a CPU (--device cpu). Its GPU kernels are not finished; to "
-            'measure accuracy on a GPU with the plain PyTorch ops, set "gpu_reference": true in --diffkv-config',
+            gpu and not gpu_ops,
+            f"device {device}: this release serves on a CPU (--device cpu). GPU serving is experimental, without CUDA "
+            'graphs and overlap; to try it, set "gpu_ops": "triton" in --diffkv-config',
         ),
         (
-            gpu and gpu_reference and not eager,
-            "gpu_reference under CUDA graphs or overlap scheduling: add --disable-cuda-graph and "
-            "--disable-overlap-schedule",
+            gpu and gpu_ops and not eager,
+            "gpu_ops under CUDA graphs or overlap scheduling: add --disable-cuda-graph and --disable-overlap-schedule",
         ),
     ]
     problems = [text for bad, text in refused if bad]

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
-from sglang_diffkv.kernels.extend_attention.reference import extend_attention
-from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.mem_pool.pool import DiffKVPool
-
-
-@dataclass
-class StepMetadata:
-    """One forward pass: ``B`` requests with ``extend_lens`` new tokens after ``prefix_lens`` stored ones."""
-
-    rows: torch.Tensor  # [B] int64
-    prefix_lens: torch.Tensor  # [B] int64
-    extend_lens: torch.Tensor  # [B] int64
-    token_rows: torch.Tensor  # [tokens] int64
-    token_offset: torch.Tensor  # [tokens] int64
-    token_position: torch.Tensor  # [tokens] int64
-    scores: StepScores | None
-    finishing: list[int]
-    """Rows whose prompt ends with this pass."""
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        return self.prefix_lens + self.extend_lens
+from sglang_diffkv.ops import Step
 
 
 class DiffKVAttnBackend(AttentionBackend):
@@ -53,8 +30,9 @@ class DiffKVAttnBackend(AttentionBackend):
         self.state = pool.manager.state
         self.first_layer = pool.start_layer
         self.last_layer = pool.start_layer + self.manager.geometry.num_layers - 1
-        self.exact = self.manager.fmt.high.tier.is_raw and not self.manager.policy.compresses
-        self.step: StepMetadata | None = None
+        self.step: Step | None = None
+        self.finishing: list[int] = []
+        """Rows whose prompt ends with this pass."""
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if forward_batch.forward_mode.is_idle():
@@ -66,49 +44,25 @@ class DiffKVAttnBackend(AttentionBackend):
         counts = [1] * len(rows) if decode else list(forward_batch.extend_seq_lens_cpu)
         prefixes = [n - c for n, c in zip(seq_lens, counts, strict=True)]
         self.manager.begin_step(rows, counts, prefixes)
-        device = self.state.device
-        row, count, prefix = (torch.tensor(x, dtype=torch.int64, device=device) for x in (rows, counts, prefixes))
-        offset = torch.cat([torch.arange(n, device=device) for n in counts])
-        self.step = StepMetadata(
-            rows=row,
-            prefix_lens=prefix,
-            extend_lens=count,
-            token_rows=row.repeat_interleave(count),
-            token_offset=offset,
-            token_position=prefix.repeat_interleave(count) + offset,
-            scores=self.manager.new_scores(len(rows)) if decode else None,
-            finishing=[] if decode else self.manager.take_finishing(rows),
-        )
+        self.step = Step.build(rows, prefixes, counts, self.state.device)
+        self.step.found = self.manager.new_scores(len(rows)) if decode else None
+        self.finishing = [] if decode else self.manager.take_finishing(rows)
 
     def _run(self, q: torch.Tensor, k: Any, v: Any, layer: Any, decode: bool) -> torch.Tensor:
         step, state, index = self.step, self.state, layer.layer_id - self.first_layer
+        ops, policy = self.manager.ops, self.manager.policy
         assert step is not None
         if k is None or v is None:
             raise NotImplementedError("diffkv does not serve models that share one layer's KV with another")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        append(state, index, k, v, step.token_rows, step.token_offset, step.token_position)
-        lens = (step.rows, step.extend_lens, step.prefix_lens)
+        ops.append(state, index, k, v, step)
         cap = layer.logit_cap or 0.0
-        if self.exact and not cap:
-            out = raw_attention(state, index, q, *lens, layer.scaling)
-        elif decode:
-            window = self.manager.policy.window
-            out, _ = decode_attention(
-                state,
-                index,
-                q,
-                step.rows,
-                step.seq_lens,
-                layer.scaling,
-                scores=step.scores,
-                window=window,
-                logit_cap=cap,
-            )
+        if decode:
+            out = ops.decode(state, index, q, step, layer.scaling, policy.window, cap)
         else:
-            update = self.manager.policy.compresses
-            out = extend_attention(state, index, q, k, v, *lens, layer.scaling, update_scores=update, logit_cap=cap)
+            out = ops.extend(state, index, q, k, v, step, layer.scaling, cap, policy.compresses)
         if layer.layer_id == self.last_layer:
             self._end(decode)
         return out.reshape(out.shape[0], -1)
@@ -117,8 +71,8 @@ class DiffKVAttnBackend(AttentionBackend):
         step = self.step
         assert step is not None
         if decode:
-            self.manager.end_decode(step.rows, step.seq_lens, step.scores)
-        for row in step.finishing:
+            self.manager.end_decode(step.rows, step.seq_lens, step.found)
+        for row in self.finishing:
             self.manager.end_prompt(row)
 
     def forward_extend(

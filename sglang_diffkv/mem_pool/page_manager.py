@@ -7,18 +7,15 @@ segments take rows behind them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.allocate.reference import reserve
-from sglang_diffkv.kernels.attach.reference import attach, seal
-from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
-from sglang_diffkv.kernels.compact_step.reference import compact_step
-from sglang_diffkv.kernels.decode_attention.reference import StepScores
-from sglang_diffkv.kernels.release.reference import release, trim
+from sglang_diffkv.kernels.attach.reference import seal
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
+from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy
 
 
@@ -112,6 +109,8 @@ class PageManager:
             dtype=dtype,
             device=device,
         )
+        exact = geometry.fmt.high.tier.is_raw and not policy.compresses
+        self.ops: Ops = ReferenceOps(exact)
         self.space = TableSpace(self.state)
         self.lengths: dict[int, int] = {}  # row of a request -> tokens of its sequence stored or pruned
         self.shared: dict[int, int] = {}  # row of a request -> tokens that segments hold for it
@@ -150,7 +149,7 @@ class PageManager:
         for row, count in zip(rows, new_tokens):
             self.lengths[row] = self.lengths.get(row, 0) + count
         self.version += 1
-        reserve(self.state, self._rows(rows), self._rows(new_tokens), max(new_tokens, default=0))
+        self.ops.reserve(self.state, self._rows(rows), self._rows(new_tokens), max(new_tokens, default=0))
 
     def take_finishing(self, rows: list[int]) -> list[int]:
         """Those of ``rows`` marked as ending their prompt now; the marks are cleared."""
@@ -166,7 +165,7 @@ class PageManager:
         """
         length = self.lengths[row]
         if self.policy.compresses and length > self.policy.window:
-            compact_prompt(self.state, row, length, self.policy)
+            self.ops.compact_prompt(self.state, row, length, self.policy)
             self.version += 1
         own = length - self.shared.get(row, 0)
         if self.share_min_tokens is not None and own >= self.share_min_tokens:
@@ -175,17 +174,16 @@ class PageManager:
             self.sealed[row] = length
         self._tighten(row)
 
-    def end_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: StepScores | None) -> None:
+    def end_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any) -> None:
         """Generation-phase compaction after a decode step; rows and seq_lens are [B] int64."""
         if scores is None:
             return
-        plan = self.policy.plan_step(scores, seq_lens, len(self.fmt.tiers))
-        compact_step(self.state, rows, plan)
+        self.ops.compact_step(self.state, rows, seq_lens, scores, self.policy)
         self.version += 1
 
-    def new_scores(self, batch: int) -> StepScores | None:
+    def new_scores(self, batch: int) -> Any:
         """Buffers for a decode step's searches; None if the policy never asks."""
-        return StepScores.create(self.state, batch) if self.policy.compresses else None
+        return self.ops.new_found(self.state, batch) if self.policy.compresses else None
 
     # Ownership
 
@@ -202,7 +200,7 @@ class PageManager:
                     raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
                 high, low = self.path_entries([(segment, lo, hi)])
                 self.space.extend(row, high, low)
-                attach(self.state, row, segment.row, lo, hi)
+                self.ops.attach(self.state, row, segment.row, lo, hi)
                 self.lengths[row] = self.shared[row] = hi
                 self._tighten(row)
         except (TableFull, ValueError):
@@ -248,7 +246,7 @@ class PageManager:
             self.space.release(segment_row)
             return None
         self._segment_rows.pop()
-        attach(self.state, segment_row, row, lo, hi, kept_only=True)
+        self.ops.attach(self.state, segment_row, row, lo, hi, kept_only=True)
         if self.sealed.get(row) != hi:
             seal(self.state, row)
             self.space.seal(row)
@@ -264,7 +262,7 @@ class PageManager:
 
     def release(self, row: int) -> None:
         """Drop all that a request's row refers to."""
-        release(self.state, row)
+        self.ops.release(self.state, row)
         self.space.release(row)
         self.lengths.pop(row, None)
         self.shared.pop(row, None)
@@ -281,7 +279,7 @@ class PageManager:
 
     def trim_segment(self, segment: Segment, hi: int) -> None:
         """Forget positions from ``hi`` on and return the pages that held nothing else."""
-        trim(self.state, segment.row, hi)
+        self.ops.trim(self.state, segment.row, hi)
         segment.hi = hi
         segment.pages = self.pages_of(segment.row)
         self._tighten(segment.row)

@@ -1,0 +1,81 @@
+"""The plain PyTorch ops: the CPU server's, and on a GPU the oracle."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_diffkv.kernels.allocate.reference import reserve
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.kernels.attach.reference import attach
+from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
+from sglang_diffkv.kernels.compact_step.reference import compact_step
+from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
+from sglang_diffkv.kernels.extend_attention.reference import extend_attention
+from sglang_diffkv.kernels.raw_attention.reference import raw_attention
+from sglang_diffkv.kernels.release.reference import release, trim
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops.base import Step
+from sglang_diffkv.policies.base import Policy
+
+
+class ReferenceOps:
+    """Each method is the reference of its op.
+
+    With one raw tier and no policy attention takes ``raw_attention``, whose numbers are stock SGLang's bit for bit.
+    """
+
+    def __init__(self, exact: bool = False):
+        self.exact = exact
+
+    def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
+        reserve(state, rows, new_tokens, most)
+
+    def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+        append(state, layer, key, value, step.token_rows, step.token_offset, step.token_position)
+
+    def new_found(self, state: PageState, batch: int) -> StepScores:
+        return StepScores.create(state, batch)
+
+    def decode(
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float
+    ) -> torch.Tensor:
+        if self.exact and not cap:
+            return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale)
+        out, _ = decode_attention(
+            state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=window, logit_cap=cap
+        )
+        return out
+
+    def extend(
+        self,
+        state: PageState,
+        layer: int,
+        q: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        step: Step,
+        scale: float,
+        cap: float,
+        update_scores: bool,
+    ) -> torch.Tensor:
+        lens = (step.rows, step.extend_lens, step.prefix_lens)
+        if self.exact and not cap:
+            return raw_attention(state, layer, q, *lens, scale)
+        return extend_attention(state, layer, q, key, value, *lens, scale, update_scores=update_scores, logit_cap=cap)
+
+    def compact_step(
+        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, found: StepScores, policy: Policy
+    ) -> None:
+        compact_step(state, rows, policy.plan_step(found, seq_lens, len(state.fmt.tiers)))
+
+    def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
+        compact_prompt(state, row, seq_len, policy)
+
+    def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
+        attach(state, target, source, lo, hi, kept_only=kept_only)
+
+    def release(self, state: PageState, row: int) -> None:
+        release(state, row)
+
+    def trim(self, state: PageState, row: int, end: int) -> None:
+        trim(state, row, end)
