@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.page_manager import Geometry
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 
 MIB = 1 << 20

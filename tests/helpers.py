@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
-from sglang_diffkv.mem_pool.page_manager import Geometry, PageManager
+from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

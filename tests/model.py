@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.page_manager import PageManager, Segment
+from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.checks import check_row
 from tests.dense import Session

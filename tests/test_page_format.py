@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import SUPPORTED_HEAD_DIMS, PageFormat, Tier, TierLayout
-from sglang_diffkv.mem_pool.page_manager import Geometry
 from sglang_diffkv.mem_pool.state import PageState
 from tests.helpers import make_format, make_manager
 

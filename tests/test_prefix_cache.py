@@ -26,10 +26,11 @@ from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
-from sglang_diffkv.mem_pool.page_manager import Geometry, PageManager
+from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 pytestmark = pytest.mark.skipif(

@@ -13,8 +13,9 @@ if DEVICE == "cpu":
 
 from sglang_diffkv.kernels.append.reference import append  # noqa: E402
 from sglang_diffkv.kernels.table import max_entries, row_table  # noqa: E402
+from sglang_diffkv.mem_pool.geometry import Geometry  # noqa: E402
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier  # noqa: E402
-from sglang_diffkv.mem_pool.page_manager import Geometry, PageManager  # noqa: E402
+from sglang_diffkv.mem_pool.page_manager import PageManager  # noqa: E402
 from sglang_diffkv.mem_pool.state import PageState  # noqa: E402
 from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_diffkv.mem_pool.page_manager import PageManager, Path
+from sglang_diffkv.mem_pool.geometry import Path
+from sglang_diffkv.mem_pool.page_manager import PageManager
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,82 +6,16 @@ segments take rows behind them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sglang_diffkv.kernels.attach.reference import seal
-from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy
-
-
-@dataclass(eq=False)
-class Segment:
-    """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
-
-    ``nodes`` counts the tree nodes that refer to it (splitting a node adds one and moves no byte).
-    """
-
-    row: int
-    lo: int
-    hi: int
-    pages: int
-    nodes: int = field(default=1)
-
-
-Path = list[tuple[Segment, int, int]]
-"""Consecutive parts of a sequence from position 0: (segment, first position, position after the last)."""
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of a page manager.
-
-    Attributes:
-        max_tokens: longest sequence of a request.
-        num_rows: rows of requests, row 0 (padding) included.
-        num_segments: rows of tree segments.
-        num_pages: pages in the ring.
-    """
-
-    fmt: PageFormat
-    num_layers: int
-    num_heads: int
-    num_pages: int
-    num_rows: int
-    num_segments: int
-    max_tokens: int
-
-    @property
-    def heads(self) -> int:
-        """(layer, head) pairs: each has pages of its own."""
-        return self.num_layers * self.num_heads
-
-    @property
-    def max_blocks(self) -> int:
-        """Table blocks of a row: twice what its longest sequence needs, for the part-filled pages of segments."""
-        high = -(-self.max_tokens // (self.fmt.high.tokens * TABLE_BLOCK)) + 1
-        low = -(-self.max_tokens // (self.fmt.low.tokens * TABLE_BLOCK)) + 1
-        return 2 * (high + low)
-
-    @property
-    def num_blocks(self) -> int:
-        """Table blocks: the entries of all pages twice over, and two blocks (an end of each tier) for rows that
-        are in use together. Where they run out, prefixes are evicted, then requests retracted."""
-        entries = -(-self.num_pages // self.heads)
-        rows = min(self.num_rows, 512) + min(self.num_segments, 512)
-        return 1 + 2 * -(-entries // TABLE_BLOCK) + 2 * min(rows, entries)
-
-    def table_bytes(self) -> int:
-        """Bytes of the page table and what else stands beside the pages."""
-        rows, tiers = self.num_rows + self.num_segments, len(self.fmt.tiers)
-        table = 12 * self.num_blocks * self.heads * TABLE_BLOCK
-        counts = 4 * rows * (self.heads * (4 * tiers + 2) + self.max_blocks + 1)
-        return table + counts + 8 * (self.num_pages + 1)
 
 
 class PageManager:

@@ -15,8 +15,8 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
+from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.mem_pool.page_manager import Path, Segment
 
 
 class DiffKVPrefixCache(RadixCache):
