@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
 
@@ -17,6 +15,7 @@ class UnsupportedError(RuntimeError):
     """A combination that DiffKV refuses at start."""
 
 
+@cache
 def sglang_version() -> str:
     return version("sglang")
 
@@ -31,6 +30,7 @@ def require_tested_version() -> None:
         )
 
 
+@cache
 def release() -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
 
@@ -63,11 +63,9 @@ def prompt_len(req: Any) -> int:
     return len(req.full_untruncated_fill_ids)
 
 
-@contextmanager
-def node_locked(adder: Any, node: Any) -> Iterator[None]:
+def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
     """Hold a tree node while an admission is judged."""
-    with adder._lock_node(node):
-        yield
+    return adder._lock_node(node)
 
 
 def finish_with_error(req: Any, message: str) -> None:

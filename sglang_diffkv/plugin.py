@@ -7,10 +7,9 @@ import logging
 from typing import Any
 
 from sglang_diffkv.compat import UnsupportedError, require_tested_version
+from sglang_diffkv.validation import BACKEND, is_selected
 
 logger = logging.getLogger(__name__)
-
-BACKEND = "diffkv"
 
 
 def register() -> None:
@@ -58,11 +57,7 @@ def _refuse(register_attention_backend: Any, registry: Any, hook_type: Any, erro
     logger.error("%s", reason)
 
     def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
-        if BACKEND in (
-            getattr(args, "attention_backend", None),
-            getattr(args, "prefill_attention_backend", None),
-            getattr(args, "decode_attention_backend", None),
-        ):
+        if is_selected(args):
             raise SystemExit(reason)
         return original(cls, args)
 
