@@ -25,7 +25,7 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-gpu lint format clean distclean
+.PHONY: help venv demo test test-fast fuzz test-gpu lint format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,10 @@ test: venv ## run all CPU tests
 
 test-fast: venv ## run the CPU tests that start no server
 	$(CPU_ENV) $(BIN)/python -m pytest -q -m "not gpu and not server" $(PYTEST_ARGS)
+
+fuzz: venv ## run the property tests on new examples, ten times as many
+	$(CPU_ENV) HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q $(PYTEST_ARGS) \
+		tests/test_page_manager.py tests/test_prefix_cache.py tests/test_quantize.py
 
 test-gpu: ## run the kernel tests on a CUDA GPU with $(PYTHON), which has torch and triton
 	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py $(PYTEST_ARGS)

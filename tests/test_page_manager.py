@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
@@ -18,8 +16,6 @@ from tests.model import Model, RowModel, SegmentModel, split
 
 LAYERS, HEADS = 1, 2
 ROWS, SEGMENTS, LONGEST = 6, 9, 150
-EXAMPLES = int(os.environ.get("DIFFKV_EXAMPLES", "30"))
-"""Runs of 100 rules in each of the two settings; raise it for a long search."""
 
 
 class PageManagerMachine(RuleBasedStateMachine):
@@ -241,7 +237,7 @@ class LooseBoundsMachine(PageManagerMachine):
 
 
 SEARCH = settings(
-    max_examples=EXAMPLES, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=settings.default.max_examples // 3, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestPageManager = PageManagerMachine.TestCase
 TestPageManager.settings = SEARCH

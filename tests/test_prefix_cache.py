@@ -187,9 +187,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 120))
     def evict(self, tokens: int) -> None:
-        before = self.allocator.available_size() + self.tree.evictable_size()
-        self.tree.evict(EvictParams(num_tokens=tokens))
-        assert self.allocator.available_size() + self.tree.evictable_size() >= before
+        ledger = self.allocator.ledger
+        available, obtainable = ledger.available(), ledger.uncommitted_pages() + ledger.evictable_pages
+        gained = self.tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
+        assert ledger.uncommitted_pages() + ledger.evictable_pages >= obtainable, "an evicted page did not become free"
+        assert ledger.available() == available + gained
+        assert gained >= tokens or not self.tree.evictable_leaves
 
     @precondition(lambda self: not self.running)
     @rule()
@@ -232,7 +235,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TreeMachine.TestCase.settings = settings(
-    max_examples=25,
+    max_examples=settings.default.max_examples // 4,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
