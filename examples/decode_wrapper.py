@@ -40,6 +40,7 @@ def main() -> None:
 
     extend = ExtendWrapper(state, sm_scale=SCALE, policy=policy)
     space.append(ROW, prompt)
+    space.flush()
     extend.plan([ROW], [prompt], [0])
     extend.run(0, q[:prompt], key[:prompt], value[:prompt])
     extend.end_prompt(ROW, prompt)
@@ -47,6 +48,7 @@ def main() -> None:
     decode = DecodeWrapper(state, Q_HEADS, 4, sm_scale=SCALE, policy=policy, max_tokens=prompt + steps)
     for length in range(prompt + 1, prompt + steps + 1):
         space.append(ROW, 1)
+        space.flush()
         decode.plan(torch.tensor([ROW]), torch.tensor([length]))
         decode.begin_step()
         at = slice(length - 1, length)

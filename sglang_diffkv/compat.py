@@ -9,6 +9,8 @@ from importlib.metadata import version
 from typing import Any
 
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
+GPU_VERSIONS = ("0.5.17",)
+"""Those of the tested versions that were tested on a GPU."""
 
 
 class UnsupportedError(RuntimeError):
@@ -68,6 +70,19 @@ def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
     return adder._lock_node(node)
 
 
+def prefill_graphs_wanted(server_args: Any) -> bool:
+    """Whether prefill would run in CUDA graphs."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    return config is not None and config.prefill.backend != "disabled"
+
+
+def decline_prefill_graphs(server_args: Any) -> None:
+    """Switch SGLang's default prefill graphs off, unless the user asked for them by name."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    if config is not None and ("prefill", "backend") not in getattr(server_args, "_cuda_graph_config_locked", ()):
+        config.prefill.backend = "disabled"
+
+
 def finish_with_error(req: Any, message: str) -> None:
     """End a running request with an error that its client sees."""
     from http import HTTPStatus
@@ -88,7 +103,7 @@ def prefix_cache_class() -> type:
             row = row_of(req)
             if row is None or (running and not self.worth_sharing(row, extend_end(req))):
                 return False
-            if self.manager.faults([row]) or not self.make_room_to_share(row):
+            if self.manager.faulted([row]) or not self.make_room_to_share(row):
                 return False
             self.inserting_row = row
             try:

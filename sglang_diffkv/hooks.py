@@ -13,7 +13,7 @@ from sglang_diffkv import compat
 from sglang_diffkv.attention.backend import DiffKVAttnBackend
 from sglang_diffkv.config import CONFIG_ENV, ConfigError, load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
-from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pool import DiffKVPool
@@ -54,6 +54,7 @@ def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
     if is_selected(server_args):
         try:
             config = load_config(given)
+            compat.decline_prefill_graphs(server_args)
             check_server_args(server_args, config.gpu_ops)
         except (ConfigError, compat.UnsupportedError) as error:
             sys.exit(f"sglang_diffkv: {error}")
@@ -78,6 +79,7 @@ def compute_cell_size(original: Any, self: Any, configurator: Any, num_layers: i
 def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
     if not is_selected(self.server_args):
         return original(self, **kwargs)
+    compat.decline_prefill_graphs(self.server_args)
     check_server_args(self.server_args, load_config().gpu_ops)
     check_model(self)
     return DiffKVPool(
@@ -105,10 +107,6 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     plan = MemoryPlan.of(self, config, self.layer_info.num_effective_layers)
     geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
     manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device)
-    if config.gpu_ops == "triton" and manager.state.device.type == "cuda":
-        from sglang_diffkv.ops.triton import TritonOps
-
-        manager.ops = TritonOps(manager.state, manager.policy, geometry.max_tokens)
     pool.bind(manager)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
         PageLedger(manager, pool.size),
@@ -152,7 +150,7 @@ def _aborted(req: Any) -> bool:
 
 
 def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attach the matched prefixes before the pass, and note whose prompt ends with it."""
+    """Attach the matched prefixes, note whose prompt ends with the pass, and plan it."""
     allocator = self.token_to_kv_pool_allocator
     if not isinstance(allocator, DiffKVAllocator):
         return original(self, *args, **kwargs)
@@ -160,6 +158,7 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     with ledger.prefilling():
         result = original(self, *args, **kwargs)
     manager = ledger.manager
+    rows, starts, counts = [], [], []
     for req in self.reqs:
         row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
         if start and not manager.lengths.get(row):
@@ -167,6 +166,21 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         if end == compat.prompt_len(req):
             manager.finishing.add(row)
         ledger.promise(req.rid, [], compat.prompt_len(req) - end)
+        rows.append(row)
+        starts.append(start)
+        counts.append(end - start)
+    manager.plan_step(rows, counts, starts)
+    return result
+
+
+def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Plan the decode step."""
+    result = original(self, *args, **kwargs)
+    allocator = self.token_to_kv_pool_allocator
+    if isinstance(allocator, DiffKVAllocator):
+        rows = [compat.allocated_row_of(req) for req in self.reqs]
+        starts = [length - 1 for length in self.seq_lens_cpu.tolist()]
+        allocator.ledger.manager.plan_step(rows, [1] * len(rows), starts)
     return result
 
 
@@ -198,15 +212,18 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked."""
     allocator = self.token_to_kv_pool_allocator
     if isinstance(allocator, DiffKVAllocator) and not batch.forward_mode.is_idle():
+        manager = allocator.ledger.manager
+        manager.tracker.report()
         rows = {row: req for req in batch.reqs if (row := compat.row_of(req)) is not None}
-        for row in allocator.ledger.manager.faults(list(rows)):
+        for row in manager.faulted(list(rows)):
             compat.finish_with_error(
                 rows[row],
                 "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
                 "Retry it, or give the server more memory.",
             )
         if os.environ.get(CHECK_ENV) == "1":
-            check_integrity(allocator.ledger.manager)
+            check_bounds(manager)
+            check_integrity(manager)
             if allocator.tree_cache is not None:
                 allocator.tree_cache.check_integrity()
     return original(self, batch, *args, **kwargs)
@@ -234,7 +251,7 @@ _METERS: dict[str, Any] = {}
 def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
     parts = original(self)
     if BACKEND in _METERS:
-        s = _METERS[BACKEND].live().summary()
+        s = _METERS[BACKEND].latest().summary()
         parts.append(
             f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
             f"pruned {s['share_pruned']:.1%})"
@@ -252,6 +269,7 @@ HOOKS = {
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
+    SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode": prepare_for_decode,
     SRT + "managers.schedule_policy.PrefillAdder.add_one_req": add_one_req,
     SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
     SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,

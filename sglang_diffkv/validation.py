@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_diffkv.compat import UnsupportedError
+from sglang_diffkv.compat import GPU_VERSIONS, UnsupportedError, prefill_graphs_wanted, sglang_version
 
 BACKEND = "diffkv"
 
@@ -18,10 +18,9 @@ def is_selected(server_args: Any) -> bool:
     )
 
 
-def check_server_args(args: Any, gpu_ops: str | None = None) -> None:
+def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
     """Raise UnsupportedError, listing every refused option at once."""
     device = str(getattr(args, "device", None) or "")
-    gpu = bool(device) and device != "cpu"
     eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
     refused = [
         (
@@ -58,14 +57,20 @@ def check_server_args(args: Any, gpu_ops: str | None = None) -> None:
         (getattr(args, "enable_pdmux", False), "PD multiplexing: drop --enable-pdmux"),
         (getattr(args, "enable_beam_search", False), "beam search: drop --enable-beam-search"),
         (getattr(args, "enable_streaming_session", False), "streaming sessions: drop --enable-streaming-session"),
+        (bool(device) and device not in ("cpu", "cuda"), f"device {device}: use cuda or cpu"),
         (
-            gpu and not gpu_ops,
-            f"device {device}: this release serves on a CPU (--device cpu). GPU serving is experimental, without CUDA "
-            'graphs and overlap; to try it, set "gpu_ops": "triton" in --diffkv-config',
+            device == "cuda" and gpu_ops == "reference" and not eager,
+            '"gpu_ops": "reference" under CUDA graphs or overlap scheduling: add --disable-cuda-graph and '
+            "--disable-overlap-schedule",
         ),
         (
-            gpu and gpu_ops and not eager,
-            "gpu_ops under CUDA graphs or overlap scheduling: add --disable-cuda-graph and --disable-overlap-schedule",
+            device == "cuda" and sglang_version() not in GPU_VERSIONS,
+            f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, "
+            "or serve with --device cpu",
+        ),
+        (
+            device == "cuda" and prefill_graphs_wanted(args),
+            "CUDA graphs for prefill: drop the option that asks for them (decode graphs work)",
         ),
     ]
     problems = [text for bad, text in refused if bad]

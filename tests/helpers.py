@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +30,11 @@ def make_format(
 
 
 class LooseBoundsManager(PageManager):
-    """A page manager that never reads entry counts back, as on a GPU: the host has its own bounds only."""
+    """A page manager whose table bounds never learn of counted entries: the worst case of their lag."""
 
-    def _tighten(self, row: int) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.space.tighten = lambda rows, entries, total: None  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

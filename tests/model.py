@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sglang_diffkv.mem_pool.geometry import Segment
-from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.checks import check_row
@@ -129,6 +129,7 @@ class Model:
 
     def check(self, frozen: tuple[torch.Tensor, torch.Tensor], touched: list[int]) -> None:
         """All invariants; ``frozen`` pages that are still in use hold the same bytes."""
+        check_bounds(self.manager)
         check_integrity(self.manager)
         ids, before = frozen
         still = self.state.refcount[ids] > 0
@@ -144,4 +145,3 @@ class Model:
             found = tier_map(self.state, segment.row, segment.hi)
             assert np.array_equal(found[:, :, segment.lo :], held.tier), segment
             assert (found[:, :, : segment.lo] == self.tiers).all(), segment
-            assert segment.pages == self.manager.pages_of(segment.row)

@@ -27,7 +27,7 @@ from sglang_diffkv.kernels.decode_attention.reference import decode_attention
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -200,11 +200,18 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.reset()
         self.pool.clear()
         self.allocator.clear()
+        check_settled(self.manager)
         assert self.manager.free_pages() == self.manager.geometry.num_pages
         assert self.allocator.available_size() == CAPACITY
 
+    @rule()
+    def settle(self) -> None:
+        """The host waits for the device."""
+        check_settled(self.manager)
+
     @invariant()
     def structures_are_consistent(self) -> None:
+        check_bounds(self.manager)
         check_integrity(self.manager)
         self.tree.check_integrity()
         ledger = self.allocator.ledger

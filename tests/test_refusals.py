@@ -88,7 +88,8 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"page_size": 16}, "--page-size 16"),
         ({"tp_size": 2}, "--tp-size"),
         ({"decode_attention_backend": "triton"}, "second attention backend"),
-        ({"device": "cuda"}, "device cuda"),
+        ({"device": "cuda"}, "0.5.21 on a GPU"),
+        ({"device": "xpu"}, "device xpu"),
     ],
 )
 def test_server_options_are_refused_by_name(changes: dict[str, object], name: str) -> None:

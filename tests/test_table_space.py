@@ -19,6 +19,8 @@ from tests.helpers import make_format, make_manager, tier_map, visible
 def snapshot(manager: PageManager) -> list[object]:
     """All that an operation could change, tensors by their bytes; not what stands in free table blocks."""
     space = manager.space
+    manager.tracker.settle()
+    manager.launch_step()
     fields = vars(manager.state).keys() - {"page_table", "range_lo", "range_hi", "fmt", "dtype", "segments"}
     tensors = [getattr(manager.state, name).numpy().tobytes() for name in sorted(fields)]
     host = [dict(manager.lengths), dict(manager.shared), dict(manager.sealed), set(manager.segments)]
@@ -165,3 +167,20 @@ def test_a_hole_needs_no_page():
         session.step([1])
         assert session.manager.free_pages() == before
         check_integrity(session.manager)
+
+
+def test_counts_that_arrive_together_are_not_applied_twice():
+    """Two snapshots on their way, as under overlap scheduling, with a step planned between them."""
+    session = Session(make_manager())
+    manager = session.manager
+    session.extend({1: 21, 2: 5})
+    session.end_prompt(1)
+    session.end_prompt(2)
+    session.step([1, 2])
+    manager.tracker.take_snapshot(manager.step)
+    manager.tracker.take_snapshot(manager.step)
+    manager.plan_step([1], [1], [22])
+    manager.tracker.settle()
+    counts = session.state.entries[1].amax((0, 1)).tolist()
+    assert manager.space.bound(1) == (counts[0] + 1, counts[1] + 1)
+    assert manager.space.bound(2) == tuple(session.state.entries[2].amax((0, 1)).tolist())

@@ -95,6 +95,7 @@ def test_steps_match_references(tiers):
         for row in (1, 3):
             manager.space.append(row, 1)
             manager.lengths[row] += 1
+        manager.space.flush()
         new = torch.ones(3, dtype=torch.int64, device=DEVICE)
         reserve(state, rows, new, workspace.ticket, valid)
         reserve_reference(twin, rows[:2], new[:2], 1)
@@ -126,6 +127,7 @@ def test_prompt_pages_and_an_empty_ring():
     for counts in ([9, 3], [5, 7], [30, 1]):
         for row, count in zip((1, 2), counts, strict=True):
             manager.space.append(row, count)
+        manager.space.flush()
         new = torch.tensor(counts, device=DEVICE)
         reserve(state, rows, new, workspace.ticket, valid)
         reserve_reference(twin, rows, new, max(counts))

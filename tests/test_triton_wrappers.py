@@ -29,6 +29,7 @@ def test_prompt_and_steps_match_references():
     for row, count in zip(rows, lengths, strict=True):
         mine.space.append(row, count)
         mine.lengths[row] = count
+    mine.space.flush()
     extend.plan(rows, lengths, start)
     reference.begin_step(rows, lengths, start)
     key, value = vectors(state, 35, generator)
@@ -51,6 +52,7 @@ def test_prompt_and_steps_match_references():
         for row, count in zip(rows, lengths, strict=True):
             mine.space.append(row, 1)
             mine.lengths[row] = count
+        mine.space.flush()
         reference.begin_step(rows, [1, 1], [n - 1 for n in lengths])
         key, value = vectors(state, 3, generator)
         q = queries(state, 3, generator)
@@ -100,6 +102,7 @@ def test_step_replays_from_a_graph():
             for row in rows:
                 manager.space.append(row, 1)
                 manager.lengths[row] += 1
+            manager.space.flush()
             decode.plan(torch.tensor(rows), torch.tensor([manager.lengths[r] for r in rows]))
             for x in static:
                 x.copy_(torch.randn(x.shape, generator=generator))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -113,26 +114,76 @@ class DecodeWorkspace:
         config: DecodeConfig | None = None,
     ) -> DecodeWorkspace:
         """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are. ``splits`` 0 chooses."""
+        scratch = DecodeScratch.create(state, batch, q_heads, splits=splits, max_tokens=max_tokens, config=config)
+        return scratch.workspace(state, batch)
+
+
+@dataclass
+class DecodeScratch:
+    """Memory from which workspaces for all batch sizes are cut, for steps that follow one another: a smaller batch
+    gets more splits in the same memory."""
+
+    config: DecodeConfig
+    splits: int  # of every batch size; 0: as many as fill the GPU
+    slots: int  # of one head, all requests together
+    room: int
+    group: int
+    partial_out: torch.Tensor  # [slots * H * G * v_head_dim] float32
+    partial_lse: torch.Tensor  # [slots * H * G] float32
+    logits: torch.Tensor  # [max batch, H, room, G] fp16
+    tile_max: torch.Tensor  # [max batch, H, room / 16, G] float32
+
+    @classmethod
+    def create(
+        cls,
+        state: PageState,
+        max_batch: int,
+        q_heads: int,
+        *,
+        splits: int = 0,
+        max_tokens: int = 0,
+        config: DecodeConfig | None = None,
+    ) -> DecodeScratch:
+        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are."""
         config = config or DecodeConfig()
-        splits = splits or default_splits(state, batch)
         fmt, heads = state.fmt, state.num_heads
-        group, slots = q_heads // heads, splits + len(fmt.tiers) - 1
+        group = q_heads // heads
+        extra = len(fmt.tiers) - 1
+        slots = max(b * ((splits or default_splits(state, b)) + extra) for b in range(1, max_batch + 1))
         # Pages of segments and the ends of both tiers may be part-filled: half as many slots again as tokens.
         tile = tile_constants(fmt, config)
         waste = max(-(-x.tokens // n) * n / x.tokens for x, n in ((fmt.high, tile["N_H"]), (fmt.low, tile["N_L"])))
         room = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(batch, heads, *shape, dtype=dtype, device=state.device)
+            return torch.empty(shape, dtype=dtype, device=state.device)
 
         return cls(
             config,
             splits,
+            slots,
             room,
-            empty(slots, group, fmt.v_head_dim),
-            empty(slots, group),
-            empty(room, group, dtype=torch.float16),
-            empty(room // 16, group),
+            group,
+            empty(slots * heads * group * fmt.v_head_dim),
+            empty(slots * heads * group),
+            empty(max_batch, heads, room, group, dtype=torch.float16),
+            empty(max_batch, heads, room // 16, group),
+        )
+
+    def workspace(self, state: PageState, batch: int) -> DecodeWorkspace:
+        """The scratch of a step of ``batch`` requests, at most the scratch's."""
+        assert batch <= self.logits.shape[0]
+        splits = self.splits or default_splits(state, batch)
+        shape = (batch, state.num_heads, splits + len(state.fmt.tiers) - 1, self.group)
+        size, dim = math.prod(shape), state.fmt.v_head_dim
+        return DecodeWorkspace(
+            self.config,
+            splits,
+            self.room,
+            self.partial_out[: size * dim].view(*shape, dim),
+            self.partial_lse[:size].view(shape),
+            self.logits[:batch],
+            self.tile_max[:batch],
         )
 
 

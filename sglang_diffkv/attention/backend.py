@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pool import DiffKVPool
-from sglang_diffkv.ops import Step
+from sglang_diffkv.ops import Ops, Step
+
+logger = logging.getLogger(__name__)
+
+
+def gpu_ops(manager: PageManager, config: DiffKVConfig, model_config: Any) -> Ops:
+    """The Triton ops for a model, with FlashInfer for new tokens where that can be."""
+    from sglang_diffkv.ops.ragged import RaggedPrefill
+    from sglang_diffkv.ops.triton import TritonOps
+
+    state, fmt = manager.state, manager.fmt
+    q_heads = model_config.num_attention_heads
+    ragged = None
+    usable = RaggedPrefill.supports(fmt.head_dim, fmt.v_head_dim)
+    if config.prefill == "flashinfer" and not usable:
+        raise RuntimeError(f'"prefill": "flashinfer": not installed, or no kernel for head_dim {fmt.head_dim}')
+    if config.prefill != "triton" and usable:
+        ragged = RaggedPrefill(
+            q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim, state.dtype, state.device, fmt.head_dim**-0.5
+        )
+    logger.info("DiffKV: new tokens attend among themselves by %s", "FlashInfer" if ragged else "Triton")
+    return TritonOps(state, manager.policy, q_heads, manager.geometry.max_tokens, ragged)
 
 
 class DiffKVAttnBackend(AttentionBackend):
     """Extend and decode over compressed pages.
 
-    The step's protocol: ``init_forward_metadata`` reserves slots for all layers; each layer appends and
-    attends; after the last layer the policy's decisions are carried out for all layers together.
+    The step's protocol: hooks plan it on the host; ``init_forward_metadata`` takes slots for all layers; each
+    layer appends and attends; after the last layer the policy's decisions are carried out for all layers
+    together. A CUDA graph holds all of a decode step but the table blocks that the host hands out.
     """
 
     def __init__(self, runner: Any):
@@ -26,27 +51,62 @@ class DiffKVAttnBackend(AttentionBackend):
                 "--attention-backend diffkv: the KV pool is not DiffKV's, so nothing would be compressed. "
                 "The plugin's hooks did not take effect; see the log for 'Failed to apply hooks'."
             )
-        self.manager = pool.manager
-        self.state = pool.manager.state
+        self.manager = manager = pool.manager
+        self.state = manager.state
         self.first_layer = pool.start_layer
-        self.last_layer = pool.start_layer + self.manager.geometry.num_layers - 1
+        self.last_layer = pool.start_layer + manager.geometry.num_layers - 1
+        config = load_config()
+        if self.state.pages.is_cuda:
+            if config.gpu_ops == "triton":
+                manager.ops = gpu_ops(manager, config, runner.model_config)
+            if not runner.server_args.disable_overlap_schedule:
+                manager.stream = runner.forward_stream
         self.step: Step | None = None
         self.finishing: list[int] = []
         """Rows whose prompt ends with this pass."""
 
+    # What SGLang's graph runner asks
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.manager.ops.prepare_graphs(self.state, max_bs)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        if forward_batch.forward_mode.is_idle():
-            self.step = None
+        """A pass outside graphs."""
+        self._prepare(forward_batch)
+        self.init_forward_metadata_in_graph(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """What a graph cannot hold: for a replay the host's table blocks, the rest is captured."""
+        if in_capture:
+            self._prepare(forward_batch)
+        else:
+            self.manager.launch_step()
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        if self.step is not None:
+            self.manager.ops.begin(self.state, self.step, forward_batch.forward_mode.is_decode())
+
+    def _prepare(self, forward_batch: Any) -> None:
+        mode = forward_batch.forward_mode
+        self.step, self.finishing = None, []
+        if mode.is_idle():
             return
-        rows = forward_batch.req_pool_indices.tolist()
-        seq_lens = forward_batch.seq_lens.tolist()
-        decode = forward_batch.forward_mode.is_decode()
-        counts = [1] * len(rows) if decode else list(forward_batch.extend_seq_lens_cpu)
-        prefixes = [n - c for n, c in zip(seq_lens, counts, strict=True)]
-        self.manager.begin_step(rows, counts, prefixes)
-        self.step = Step.build(rows, prefixes, counts, self.state.device)
-        self.step.found = self.manager.new_scores(len(rows)) if decode else None
-        self.finishing = [] if decode else self.manager.take_finishing(rows)
+        self.manager.launch_step()
+        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if mode.is_decode():
+            self.step = self.manager.ops.decode_step(self.state, rows, seq_lens, self.manager.policy)
+            return
+        planned = self.manager.planned
+        if planned is None or list(forward_batch.extend_seq_lens_cpu) != planned.new_tokens:
+            raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
+        lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
+        self.step = Step.extend(rows, *lens, planned.start, planned.new_tokens)
+        self.finishing = self.manager.take_finishing(planned.rows)
+
+    # Layers
 
     def _run(self, q: torch.Tensor, k: Any, v: Any, layer: Any, decode: bool) -> torch.Tensor:
         step, state, index = self.step, self.state, layer.layer_id - self.first_layer
@@ -68,12 +128,12 @@ class DiffKVAttnBackend(AttentionBackend):
         return out.reshape(out.shape[0], -1)
 
     def _end(self, decode: bool) -> None:
-        step = self.step
+        step, manager = self.step, self.manager
         assert step is not None
-        if decode:
-            self.manager.end_decode(step.rows, step.seq_lens, step.found)
+        if decode and step.found is not None:
+            manager.ops.compact_step(self.state, step.rows, step.seq_lens, step.found, manager.policy, step.num_rows)
         for row in self.finishing:
-            self.manager.end_prompt(row)
+            manager.end_prompt(row)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
@@ -86,4 +146,4 @@ class DiffKVAttnBackend(AttentionBackend):
         return self._run(q, k, v, layer, decode=True)
 
     def support_triton(self) -> bool:
-        return False
+        return self.state.pages.is_cuda

@@ -1,8 +1,8 @@
 """Plan/run wrappers over the GPU kernels, usable without SGLang.
 
 As in FlashInfer, ``plan`` takes what a step knows once and ``run`` is called once a layer. Both wrappers work on
-a :class:`PageState`; the caller keeps a :class:`TableSpace` for it and calls ``space.append(row, tokens)``
-before a step, so that every table entry has its block.
+a :class:`PageState`; the caller keeps a :class:`TableSpace` for it and calls ``space.append(row, tokens)`` for each
+row and ``space.flush()`` before a step, so that every table entry has its block.
 """
 
 from __future__ import annotations

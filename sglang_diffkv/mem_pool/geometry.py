@@ -12,13 +12,14 @@ from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 class Segment:
     """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
 
-    ``nodes`` counts the tree nodes that refer to it (splitting a node adds one and moves no byte).
+    ``pages`` is 0 until the manager has counted them. ``nodes`` counts the tree nodes that refer to the segment
+    (splitting a node adds one and moves no byte).
     """
 
     row: int
     lo: int
     hi: int
-    pages: int
+    pages: int = 0
     nodes: int = field(default=1)
 
 

@@ -11,9 +11,30 @@ from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 
 def check_integrity(manager: PageManager) -> None:
     """Raise AssertionError naming the first violated invariant of ring, tables, counts and blocks."""
+    with manager.launching():
+        pass
+    if manager.state.pages.is_cuda:
+        torch.cuda.synchronize()
     references = _check_rows(manager)
     _check_ring(manager, references)
     _check_blocks(manager)
+
+
+def check_bounds(manager: PageManager) -> None:
+    """Raise AssertionError if the host believes in pages that are not free."""
+    free, headroom = manager.free_bound(), manager.headroom_bound()
+    assert free - headroom <= manager.free_pages() - manager.headroom(), "the host believes in pages that are not free"
+    for segment in manager.segments:
+        known = segment.row not in manager.tracker.uncounted
+        assert segment.pages == known * manager.pages_of(segment.row), "a segment miscounts its pages"
+
+
+def check_settled(manager: PageManager) -> None:
+    """Raise AssertionError if the host's counts are wrong once it has waited for all that it launched."""
+    manager.tracker.settle()
+    assert not manager.tracker.uncounted
+    assert manager.counts.free() == manager.free_pages(), "settled counts differ from the device's"
+    check_bounds(manager)
 
 
 def _check_ring(manager: PageManager, references: torch.Tensor) -> None:

@@ -46,7 +46,6 @@ class PageLedger:
         self.evictable_pages = 0
         self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
         self._allocating = False
-        self._headroom = (-1, 0)
 
     def reset(self) -> None:
         self.tree_pages = self.evictable_pages = 0
@@ -58,12 +57,6 @@ class PageLedger:
             return 0
         return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
 
-    def headroom(self) -> int:
-        """Pages that the running requests may take in the next step."""
-        if self._headroom[0] != self.manager.version:
-            self._headroom = (self.manager.version, self.manager.headroom())
-        return self._headroom[1]
-
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())
 
@@ -73,7 +66,7 @@ class PageLedger:
 
     def uncommitted_pages(self) -> int:
         """Free pages that nobody is going to take; negative if the tree must give some back first."""
-        return self.manager.free_pages() - self.headroom() - self.promised_pages()
+        return self.manager.free_bound() - self.manager.headroom_bound() - self.promised_pages()
 
     def _tokens(self, used_pages: int) -> int:
         """Capacity, in tokens, that ``used_pages`` take."""

@@ -1,21 +1,34 @@
 """The page manager: rows, segments and the order of operations on the device state.
 
-All calls are made by one thread and take effect in call order. Requests use row ``req_pool_idx``; tree
-segments take rows behind them.
+All calls are made by one thread and take effect in call order: they launch on one stream, and none waits for it
+except where its docstring says so. Requests use row ``req_pool_idx``; tree segments take rows behind them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sglang_diffkv.kernels.attach.reference import seal
+from sglang_diffkv.mem_pool.count_tracker import CountTracker
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """The rows of the forward pass that runs next, as the host knows them."""
+
+    rows: list[int]
+    new_tokens: list[int]
+    start: list[int]
 
 
 class PageManager:
@@ -54,18 +67,37 @@ class PageManager:
         self.share_min_tokens: int | None = None
         """A prompt with this many own tokens is sealed at its end, ready for the prefix cache; None: never."""
         self.finishing: set[int] = set()  # rows whose prompt ends with their next extend pass
-        self.reads_device = True
-        """Whether host bounds are refreshed from device counts. Always so with the reference ops."""
+        self.prompting: set[int] = set()  # rows whose prompt may still be compacted
         self.version = 0
-        """Grows with every change of page ownership, so that derived counts can be cached."""
+        """Grows with every change of page ownership."""
+        self.stream: torch.cuda.Stream | None = None
+        """Where forward passes run; None for the current stream."""
+        self.planned: PlannedStep | None = None
+        self.launched = True
+        """Whether the planned step's kernels follow all launched so far."""
+        self.step = 0  # planned so far
+        self.on_counted: Callable[[Segment], None] = lambda segment: None
+        """Called when the pages of a segment become known."""
+        self.tracker = CountTracker(self)
+        self.counts = self.tracker.host
 
-    def _rows(self, rows: list[int]) -> torch.Tensor:
-        return torch.tensor(rows, dtype=torch.int64, device=self.state.device)
+    def to_device(self, numbers: Any) -> torch.Tensor:
+        """[n] int64 on the device, without waiting for it."""
+        host = torch.as_tensor(numbers, dtype=torch.int64)
+        return host.pin_memory().to(self.state.device, non_blocking=True) if self.state.pages.is_cuda else host
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Kernels launched inside run in order with the forward passes and see the host's table blocks."""
+        with torch.cuda.stream(self.stream):
+            self.space.flush()
+            yield
 
     # A step
 
-    def begin_step(self, rows: list[int], new_tokens: list[int], start: list[int]) -> None:
-        """Reserve slots for ``new_tokens[i]`` tokens of row ``rows[i]`` at positions ``start[i]`` and on.
+    def plan_step(self, rows: list[int], new_tokens: list[int], start: list[int]) -> None:
+        """Room for ``new_tokens[i]`` tokens of row ``rows[i]`` at positions ``start[i]`` and on: table blocks on the
+        host, and a snapshot of the counts before the step. The device takes the slots in ``Ops.begin``, in the step.
 
         Raises TableFull, before anything changes, if the page table cannot hold a row's next entries, and
         ValueError if a row does not end at ``start``.
@@ -73,6 +105,7 @@ class PageManager:
         for row, at in zip(rows, start, strict=True):
             if self.lengths.get(row, 0) != at:
                 raise ValueError(f"row {row} holds {self.lengths.get(row, 0)} tokens, the step starts at {at}")
+        self.tracker.take_snapshot(self.step)
         for i, (row, count) in enumerate(zip(rows, new_tokens, strict=True)):
             try:
                 self.space.append(row, count)
@@ -81,9 +114,28 @@ class PageManager:
                     self.space.withdraw(done, taken)
                 raise
         for row, count in zip(rows, new_tokens):
+            if count > 1 or row not in self.lengths:
+                self.prompting.add(row)
+                self.counts.touch(row)
+                self.counts.record(-self.geometry.heads * -(-count // self.fmt.high.tokens))
             self.lengths[row] = self.lengths.get(row, 0) + count
         self.version += 1
-        self.ops.reserve(self.state, self._rows(rows), self._rows(new_tokens), max(new_tokens, default=0))
+        self.step += 1
+        self.tracker.planned(self.step)
+        self.planned = PlannedStep(list(rows), list(new_tokens), list(start))
+        self.launched = False
+
+    def begin_step(self, rows: list[int], new_tokens: list[int], start: list[int]) -> None:
+        """``plan_step``, and the slots taken at once."""
+        self.plan_step(rows, new_tokens, start)
+        self.launch_step()
+        with self.launching():
+            self.ops.reserve(self.state, self.to_device(rows), self.to_device(new_tokens), max(new_tokens, default=0))
+
+    def launch_step(self) -> None:
+        """The planned step's kernels come next on the current stream: make the table blocks known to them."""
+        self.space.flush()
+        self.launched = True
 
     def take_finishing(self, rows: list[int]) -> list[int]:
         """Those of ``rows`` marked as ending their prompt now; the marks are cleared."""
@@ -99,21 +151,29 @@ class PageManager:
         """
         length = self.lengths[row]
         if self.policy.compresses and length > self.policy.window:
-            self.ops.compact_prompt(self.state, row, length, self.policy)
-            self.version += 1
+            with self.launching():
+                self.ops.compact_prompt(self.state, row, length, self.policy)
+            if self.tracker.low_grows:
+                self.counts.record(-self.geometry.heads)
         own = length - self.shared.get(row, 0)
         if self.share_min_tokens is not None and own >= self.share_min_tokens:
+            self._seal(row)
+        self.counts.touch(row)
+        self.prompting.discard(row)
+        self.version += 1
+
+    def _seal(self, row: int) -> None:
+        """The row's next token starts a page of its own."""
+        with self.launching():
             seal(self.state, row)
-            self.space.seal(row)
-            self.sealed[row] = length
-        self._tighten(row)
+        self.space.seal(row)
+        self.sealed[row] = self.lengths[row]
 
     def end_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any) -> None:
         """Generation-phase compaction after a decode step; rows and seq_lens are [B] int64."""
         if scores is None:
             return
         self.ops.compact_step(self.state, rows, seq_lens, scores, self.policy)
-        self.version += 1
 
     def new_scores(self, batch: int) -> Any:
         """Buffers for a decode step's searches; None if the policy never asks."""
@@ -134,9 +194,11 @@ class PageManager:
                     raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
                 high, low = self.path_entries([(segment, lo, hi)])
                 self.space.extend(row, high, low)
-                self.ops.attach(self.state, row, segment.row, lo, hi)
+                with self.launching():
+                    self.ops.attach(self.state, row, segment.row, lo, hi)
                 self.lengths[row] = self.shared[row] = hi
-                self._tighten(row)
+                self.prompting.add(row)
+                self.counts.touch(row)
         except (TableFull, ValueError):
             self.release(row)
             raise
@@ -180,88 +242,101 @@ class PageManager:
             self.space.release(segment_row)
             return None
         self._segment_rows.pop()
-        self.ops.attach(self.state, segment_row, row, lo, hi, kept_only=True)
+        with self.launching():
+            self.ops.attach(self.state, segment_row, row, lo, hi, kept_only=True)
         if self.sealed.get(row) != hi:
-            seal(self.state, row)
-            self.space.seal(row)
-            self.sealed[row] = self.lengths[row]
-        self.state.kept_entry[row] = self.state.own_entry[row]
+            self._seal(row)
+        with self.launching():
+            self.state.kept_entry[row] = self.state.own_entry[row]
         self.shared[row] = hi
-        self._tighten(row)
-        self._tighten(segment_row)
-        segment = Segment(segment_row, lo, hi, self.pages_of(segment_row))
+        self.counts.touch(row, decoded=True)
+        segment = Segment(segment_row, lo, hi)
         self.segments.add(segment)
+        self.tracker.count_later(segment)
         self.version += 1
         return segment
 
     def release(self, row: int) -> None:
         """Drop all that a request's row refers to."""
-        self.ops.release(self.state, row)
+        with self.launching():
+            self.ops.release(self.state, row)
         self.space.release(row)
+        self.counts.forget(row)
         self.lengths.pop(row, None)
         self.shared.pop(row, None)
         self.sealed.pop(row, None)
         self.finishing.discard(row)
+        self.prompting.discard(row)
         self.version += 1
 
-    def release_segment(self, segment: Segment) -> None:
-        """Drop a segment. Rows that refer to its pages keep them."""
+    def release_segment(self, segment: Segment, *, exclusive: bool = False) -> None:
+        """Drop a segment. Rows that refer to its pages keep them.
+
+        Its pages count as free at once if ``exclusive``: if no row refers to them.
+        """
         self.segments.remove(segment)
+        self.tracker.uncounted.pop(segment.row, None)
+        self.counts.private[segment.row] = segment.pages if exclusive else 0
         self.release(segment.row)
         self._segment_rows.append(segment.row)
         segment.pages = 0
 
     def trim_segment(self, segment: Segment, hi: int) -> None:
-        """Forget positions from ``hi`` on and return the pages that held nothing else."""
-        self.ops.trim(self.state, segment.row, hi)
+        """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device."""
+        with self.launching():
+            self.ops.trim(self.state, segment.row, hi)
         segment.hi = hi
-        segment.pages = self.pages_of(segment.row)
-        self._tighten(segment.row)
+        self.tracker.count_later(segment)
         self.version += 1
+        self.tracker.settle()
 
     def clear(self) -> None:
         """Release everything."""
+        self.tracker.clear()
         for segment in list(self.segments):
             self.release_segment(segment)
         for row in list(self.lengths):
             self.release(row)
 
-    def _tighten(self, row: int) -> None:
-        """Replace the row's entry bounds by its counts (reads the device)."""
-        if self.reads_device:
-            counts = self.state.entries[row].flatten(0, 1).amax(0).tolist()
-            self.space.tighten(row, counts[0], counts[1] if len(counts) > 1 else 0)
-
     # Counts
 
+    def free_bound(self) -> int:
+        """Pages in the ring, at least; decode steps not counted yet take from them up to ``headroom_bound``."""
+        if not self.lengths:
+            self.tracker.settle()
+        self.tracker.refresh()
+        return self.counts.free()
+
+    def headroom_bound(self) -> int:
+        """Pages, at most, that launched decode steps took since ``free_bound`` was counted and the next will take."""
+        self.tracker.refresh()
+        return self.counts.headroom()
+
     def free_pages(self) -> int:
-        """Pages in the ring."""
+        """Pages in the ring. Waits for the device."""
         taken, put = self.state.counters.tolist()
         return put - taken
 
-    def pages_of(self, row: int) -> int:
-        """Table entries of a row."""
-        return int(self.state.entries[row].sum())
-
     def headroom(self) -> int:
-        """Most pages that the next decode step of all request rows can take."""
-        if not self.lengths:
-            return 0
-        state, rows = self.state, self._rows(list(self.lengths))
-        own = state.entries[rows] - state.own_entry[rows]  # [B, L, H, T]
-        tokens = torch.tensor([x.tokens for x in self.fmt.layouts], device=state.device)
-        full = state.own_tokens[rows] >= own * tokens
-        full[..., 0] &= state.hole[rows] < 0
-        if not self.policy.compresses:
-            full[..., 1:] = False
-        return int(full.sum())
+        """Most pages that the next decode step of all request rows can take. Waits for the device."""
+        rows = self.to_device(list(self.lengths))
+        counts = self.ops.count_rows(self.state, rows, steps=1, low_grows=self.tracker.low_grows)
+        return int(counts[:-1, 0].sum())
+
+    def pages_of(self, row: int) -> int:
+        """Table entries of a row. Waits for the device."""
+        return int(self.state.entries[row].sum())
 
     def table_starved(self, promised_blocks: int = 0) -> bool:
         """Whether the page table might not hold the next step of all request rows and ``promised_blocks``."""
         needed = 2 * len(self.lengths) + promised_blocks
         return needed > len(self.space.free_blocks)
 
+    def faulted(self, rows: list[int]) -> list[int]:
+        """Those of ``rows`` that are known to have found the ring empty and lost tokens."""
+        return [row for row in rows if row in self.counts.faulted]
+
     def faults(self, rows: list[int]) -> list[int]:
-        """Those of ``rows`` that found the ring empty and lost tokens."""
-        flags = self.state.fault[self._rows(rows)].tolist()
+        """Those of ``rows`` that found the ring empty and lost tokens. Waits for the device."""
+        flags = self.state.fault[self.to_device(rows)].tolist()
         return [row for row, flag in zip(rows, flags, strict=True) if flag]

@@ -29,6 +29,7 @@ class DiffKVPrefixCache(RadixCache):
         self.locked_nodes: dict[Segment, int] = {}
         params.token_to_kv_pool_allocator.tree_cache = self
         super().__init__(params)
+        self.manager.on_counted = self._count
         if not self.disable:
             self.manager.share_min_tokens = share_min_tokens
 
@@ -63,7 +64,6 @@ class DiffKVPrefixCache(RadixCache):
                 raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
             leaf.segment = segment
             self.locked_nodes[segment] = 0
-            self._count(segment, segment.pages)
         return matched, leaf
 
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
@@ -192,21 +192,22 @@ class DiffKVPrefixCache(RadixCache):
     def _delete_leaf(self, node: Any) -> None:
         super()._delete_leaf(node)
         segment = node.segment
-        before = segment.pages
+        if segment.row in self.manager.tracker.uncounted:
+            self.manager.tracker.settle()
+        self.ledger.tree_pages -= segment.pages
+        if not self.locked_nodes[segment]:
+            self.ledger.evictable_pages -= segment.pages
         segment.nodes -= 1
         if segment.nodes == 0:
-            self.manager.release_segment(segment)
-            locked = self.locked_nodes.pop(segment)
+            self.manager.release_segment(segment, exclusive=self.locked_nodes.pop(segment) == 0)
         else:
             self.manager.trim_segment(segment, segment.hi - len(node.key))
-            locked = self.locked_nodes[segment]
-        self.ledger.tree_pages += segment.pages - before
-        if not locked:
-            self.ledger.evictable_pages += segment.pages - before
 
-    def _count(self, segment: Segment, pages: int) -> None:
-        self.ledger.tree_pages += pages
-        self.ledger.evictable_pages += pages
+    def _count(self, segment: Segment) -> None:
+        """The pages of a segment became known."""
+        self.ledger.tree_pages += segment.pages
+        if not self.locked_nodes[segment]:
+            self.ledger.evictable_pages += segment.pages
 
     # Checks
 
@@ -225,7 +226,6 @@ class DiffKVPrefixCache(RadixCache):
             locked = sum(node.lock_ref > 0 for node in held)
             assert self.locked_nodes[segment] == locked, "a segment miscounts its locked nodes"
             assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
-            assert segment.pages == self.manager.pages_of(segment.row), "a segment miscounts its pages"
             evictable += 0 if locked else segment.pages
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
 
 
 class TableFull(RuntimeError):
@@ -16,16 +16,19 @@ class TableSpace:
     """Hands out table blocks so that a row's entries always lie in blocks of its own.
 
     Entry counts live on the device; the host works with upper bounds of them: a row whose own region
-    took ``n`` tokens has at most ``ceil(n / tokens of a page)`` own entries in each tier.
+    took ``n`` tokens has at most ``ceil(n / tokens of a page)`` own entries in each tier. Changes of the device's
+    block table are gathered and written by ``flush``, which has to precede every kernel that reads tables.
     """
 
     def __init__(self, state: PageState):
         self.state = state
         rows, self.max_blocks = state.block_table.shape
         self.free_blocks = list(range(state.page_table.shape[0] - 1, 0, -1))
-        self.base = np.zeros((rows, 2), dtype=np.int64)  # entries when the own tokens were last counted
-        self.appended = np.zeros(rows, dtype=np.int64)  # own tokens since
+        self.base = np.zeros((rows, 2), dtype=np.int64)  # entries when they were last counted
+        self.total = np.zeros(rows, dtype=np.int64)  # own tokens ever appended
+        self.counted = np.zeros(rows, dtype=np.int64)  # of these, those that ``base`` covers
         self.blocks: list[tuple[list[int], list[int]]] = [([], []) for _ in range(rows)]
+        self._writes: dict[int, int] = {}  # flat index into the block table -> block
 
     @property
     def num_blocks(self) -> int:
@@ -35,7 +38,7 @@ class TableSpace:
     def bound(self, row: int, new_tokens: int = 0) -> tuple[int, int]:
         """Upper bound of the row's high and low entries after ``new_tokens`` more."""
         layouts = self.state.fmt.layouts
-        tokens = int(self.appended[row]) + new_tokens
+        tokens = int(self.total[row] - self.counted[row]) + new_tokens
         high = int(self.base[row, 0]) + -(-tokens // layouts[0].tokens)
         low = int(self.base[row, 1]) + -(-tokens // layouts[1].tokens) if len(layouts) > 1 else 0
         return high, low
@@ -43,39 +46,65 @@ class TableSpace:
     def append(self, row: int, new_tokens: int) -> None:
         """Room for ``new_tokens`` more own tokens. Raises TableFull, changing nothing."""
         self._grow(row, *self.bound(row, new_tokens))
-        self.appended[row] += new_tokens
+        self.total[row] += new_tokens
 
     def extend(self, row: int, high: int, low: int) -> None:
         """Room for ``high`` and ``low`` attached entries. Raises TableFull, changing nothing."""
         have_high, have_low = self.bound(row)
         self._grow(row, have_high + high, have_low + low)
         self.base[row] = (have_high + high, have_low + low)
-        self.appended[row] = 0
+        self.counted[row] = self.total[row]
 
     def seal(self, row: int) -> None:
         """The row's next token starts a page of its own: count what it has now as entries."""
         self.base[row] = self.bound(row)
-        self.appended[row] = 0
+        self.counted[row] = self.total[row]
 
     def withdraw(self, row: int, new_tokens: int) -> None:
         """Undo the last ``append`` of a step that did not run; blocks stay with a row that holds entries."""
-        self.appended[row] -= new_tokens
+        self.total[row] -= new_tokens
         if self.bound(row) == (0, 0):
             self.release(row)
 
-    def tighten(self, row: int, high: int, low: int) -> None:
-        """Replace the bounds by counted entries; surplus blocks stay with the row."""
-        self.base[row] = (high, low)
-        self.appended[row] = 0
+    def tighten(self, rows: np.ndarray, entries: np.ndarray, total: np.ndarray) -> None:
+        """Replace bounds by counted entries where that lowers them; surplus blocks stay with their row.
+
+        Args:
+            rows: [n], rows that only appended since they were counted.
+            entries: [n, 2], high and low entries counted.
+            total: [n], what ``self.total`` was when they were counted.
+        """
+        tokens = np.array([x.tokens for x in self.state.fmt.layouts] + [NO_LIMIT])[:2]
+
+        def bound(base: np.ndarray, counted: np.ndarray) -> np.ndarray:
+            return base + -(-(self.total[rows] - counted)[:, None] // tokens)  # [n, 2]
+
+        lower = (bound(entries, total) <= bound(self.base[rows], self.counted[rows])).all(1)
+        self.base[rows[lower]] = entries[lower]
+        self.counted[rows[lower]] = total[lower]
 
     def release(self, row: int) -> None:
         """Take all blocks of the row back."""
-        for side in self.blocks[row]:
+        left, right = self.blocks[row]
+        first = row * self.max_blocks
+        for at in [*range(len(left)), *range(self.max_blocks - len(right), self.max_blocks)]:
+            self._writes[first + at] = 0
+        for side in (left, right):
             self.free_blocks.extend(side)
             side.clear()
         self.base[row] = 0
-        self.appended[row] = 0
-        self.state.block_table[row] = 0
+        self.counted[row] = self.total[row]
+
+    def flush(self) -> None:
+        """Bring the device's block table up to date, on the current stream, without waiting."""
+        if not self._writes:
+            return
+        table = self.state.block_table
+        changes = torch.tensor([[*self._writes], [*self._writes.values()]], dtype=torch.int64)
+        if table.is_cuda:
+            changes = changes.pin_memory().to(table.device, non_blocking=True)
+        table.view(-1)[changes[0]] = changes[1].int()
+        self._writes.clear()
 
     def _grow(self, row: int, high: int, low: int) -> None:
         left, right = self.blocks[row]
@@ -92,7 +121,5 @@ class TableSpace:
         taken = [self.free_blocks.pop() for _ in at]
         left.extend(taken[:need_left])
         right.extend(taken[need_left:])
-        device = self.state.device
-        self.state.block_table[row, torch.tensor(at, device=device)] = torch.tensor(
-            taken, dtype=torch.int32, device=device
-        )
+        for column, block in zip(at, taken, strict=True):
+            self._writes[row * self.max_blocks + column] = block

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.page_manager import PageManager
+
+COUNT_AT = 1024
+"""Ended requests that are counted together at the latest."""
 
 LONG_REQUEST = 1000
 """Tokens from which a finished request also counts in the totals of long requests."""
@@ -51,65 +54,114 @@ class Usage:
 
 
 class UsageMeter:
-    """Measures rows of a manager. Reads the device."""
+    """Measures rows of a manager, in stream order with the forward passes."""
 
     def __init__(self, manager: PageManager):
         self.manager = manager
-        self.finished = Usage()
-        self.finished_1k = Usage()
+        self._finished = Usage()
+        self._finished_1k = Usage()
+        self._ended: list[tuple[torch.Tensor, int]] = []  # requests not yet counted: [L, H, T + 1] and tokens
+        self._latest = Usage()
+        self._coming: tuple[torch.Tensor, Any, int] | None = None  # totals on their way to the host
 
-    def of_row(self, row: int, start: int, end: int) -> Usage:
-        """Usage of a row for its sequence positions [start, end)."""
-        manager, state = self.manager, self.manager.state
-        rows = torch.tensor([row], device=state.device)
-        counts, pages = [0, 0], 0
-        for tier, seg in enumerate(state.segments):
-            page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))
-            position = seg.positions[page]
-            lo, hi = lo.clamp(min=start).unsqueeze(4), hi.clamp(max=end).unsqueeze(4)
-            held = (position >= lo) & (position < hi)
-            counts[tier] = int(held.sum())
-            pages += int(held.any(4).sum())
-        sizes = [x.token_bytes(manager.fmt.head_dim, manager.fmt.v_head_dim) for x in manager.fmt.tiers]
-        total = (end - start) * manager.geometry.heads
-        token_bytes = sum(c * s for c, s in zip(counts, sizes, strict=False))
-        bf16_bytes = total * manager.fmt.bf16_token_bytes
+    def _measure(self, parts: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Tokens of each tier and pages, [n, L, H, T + 1] int32, of (row, first position, position after the last)."""
+        manager = self.manager
+        with manager.launching():
+            columns = manager.to_device(parts or torch.empty(0, 3)).unbind(1)
+            return manager.ops.measure(manager.state, *(x.contiguous() for x in columns))
+
+    def _usage(self, counts: list[int], tokens: int) -> Usage:
+        """``counts``: tokens of each tier and pages, summed over heads."""
+        fmt = self.manager.fmt
+        *held, pages = counts
+        total = tokens * self.manager.geometry.heads
+        sizes = [x.token_bytes(fmt.head_dim, fmt.v_head_dim) for x in fmt.tiers]
         return Usage(
-            requests=1,
-            tokens=end - start,
-            page_bytes=pages * manager.fmt.page_bytes,
-            token_bytes=token_bytes,
-            bf16_bytes=bf16_bytes,
-            high=counts[0],
-            low=counts[1],
-            pruned=total - sum(counts),
-            ratio_sum=token_bytes / bf16_bytes if bf16_bytes else 0.0,
+            tokens=tokens,
+            page_bytes=pages * fmt.page_bytes,
+            token_bytes=sum(c * s for c, s in zip(held, sizes, strict=True)),
+            bf16_bytes=total * fmt.bf16_token_bytes,
+            high=held[0],
+            low=sum(held[1:]),
+            pruned=total - sum(held),
         )
 
     def finish(self, row: int) -> None:
         """Count a request that ends now, with the shared pages it refers to."""
-        usage = self.of_row(row, 0, self.manager.lengths[row])
-        self.finished.add(usage)
-        if usage.tokens >= LONG_REQUEST:
-            self.finished_1k.add(usage)
+        length = self.manager.lengths[row]
+        self._ended.append((self._measure([(row, 0, length)])[0], length))
+        if len(self._ended) >= COUNT_AT:
+            self._count_ended()
+
+    def _count_ended(self) -> None:
+        """Add up what ended. Waits for the device."""
+        if not self._ended:
+            return
+        with self.manager.launching():
+            counts = torch.stack([x for x, _ in self._ended]).sum((1, 2)).tolist()
+        for row, (_, length) in zip(counts, self._ended, strict=True):
+            usage = self._usage(row, length)
+            usage.requests = 1
+            usage.ratio_sum = usage.token_bytes / usage.bf16_bytes if usage.bf16_bytes else 0.0
+            self._finished.add(usage)
+            if length >= LONG_REQUEST:
+                self._finished_1k.add(usage)
+        self._ended.clear()
+
+    @property
+    def finished(self) -> Usage:
+        """Totals of requests that ended. Waits for the device."""
+        self._count_ended()
+        return self._finished
+
+    @property
+    def finished_1k(self) -> Usage:
+        """The same for requests of ``LONG_REQUEST`` tokens and more."""
+        self._count_ended()
+        return self._finished_1k
+
+    def _live_parts(self) -> list[tuple[int, int, int]]:
+        manager = self.manager
+        parts = [(row, manager.shared.get(row, 0), length) for row, length in manager.lengths.items()]
+        return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.segments]
+
+    def by_head(self) -> torch.Tensor:
+        """What each (layer, head) holds now: tokens of each tier and pages, [L, H, T + 1] on the device."""
+        return self._measure(self._live_parts()).sum(0)
 
     def live(self) -> Usage:
-        """What is held now: each request's tokens that no segment holds, and all segments."""
-        total = Usage()
-        for row, length in self.manager.lengths.items():
-            total.add(self.of_row(row, self.manager.shared.get(row, 0), length))
-        total.requests = len(self.manager.lengths)
-        for segment in self.manager.segments:
-            usage = self.of_row(segment.row, segment.lo, segment.hi)
-            usage.requests = 0
-            total.add(usage)
-        return total
+        """What is held now: each request's tokens that no segment holds, and all segments. Waits for the device."""
+        parts = self._live_parts()
+        usage = self._usage(self.by_head().sum((0, 1)).tolist(), sum(hi - lo for _, lo, hi in parts))
+        usage.requests = len(self.manager.lengths)
+        return usage
+
+    def latest(self) -> Usage:
+        """What was held at the previous call; starts to measure what is held now, without waiting."""
+        parts = self._live_parts()
+        tokens = sum(hi - lo for _, lo, hi in parts)
+        if not self.manager.state.pages.is_cuda:
+            return self.live()
+        if self._coming is not None and self._coming[1].query():
+            self._latest = self._usage(self._coming[0].tolist(), self._coming[2])
+            self._coming = None
+        if self._coming is None:
+            with self.manager.launching():
+                totals = self._measure(parts).sum((0, 1, 2))
+                host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True).copy_(totals, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            self._coming = (host, event, tokens)
+        return self._latest
 
     def report(self) -> dict[str, object]:
-        """The ``diffkv`` entry of ``/server_info``."""
+        """The ``diffkv`` entry of ``/server_info``. Waits for the device."""
         manager = self.manager
         live = self.live()
         used = manager.geometry.num_pages - manager.free_pages()
+        heads = self.by_head().tolist()
+        names = ("high", "low")[: len(manager.fmt.tiers)]
         return {
             **live.summary(),
             "tokens": live.tokens,
@@ -119,4 +171,8 @@ class UsageMeter:
             "segments": len(manager.segments),
             "finished": asdict(self.finished),
             "finished_1k": asdict(self.finished_1k),
+            "by_head": {
+                "tokens": live.tokens,
+                **{name: [[head[i] for head in layer] for layer in heads] for i, name in enumerate((*names, "pages"))},
+            },
         }

@@ -15,43 +15,69 @@ from sglang_diffkv.policies.base import Policy
 class Step:
     """One forward pass: ``B`` requests with ``extend_lens`` new tokens after ``prefix_lens`` stored ones.
 
-    Tensors are on the state's device. ``found`` holds what decode attention finds for the policy, in the ops' own
-    form; None where nothing is asked.
+    Tensors are on the state's device. A decode step has one new token a request; those past the first ``num_rows``
+    are padding. ``found`` holds what decode attention finds for the policy and ``scratch`` what the ops keep for the
+    step, in their own form.
     """
 
-    rows: torch.Tensor  # [B] int64
+    rows: torch.Tensor  # [B] integers
+    seq_lens: torch.Tensor  # [B] integers, new tokens included
     prefix_lens: torch.Tensor  # [B] int64
     extend_lens: torch.Tensor  # [B] int64
-    token_rows: torch.Tensor  # [tokens] int64
+    token_rows: torch.Tensor  # [tokens] integers
     token_offset: torch.Tensor  # [tokens] int64
     token_position: torch.Tensor  # [tokens] int64
-    max_extend: int
-    max_prefix: int
+    num_rows: torch.Tensor  # [1] int32
+    num_tokens: torch.Tensor  # [1] int32
+    max_extend: int = 1
+    max_prefix: int = 0
+    counts: tuple[int, ...] = ()  # an extend step's new tokens of each request, on the host
     found: Any = None
-
-    @property
-    def seq_lens(self) -> torch.Tensor:
-        """[B] int64, new tokens included."""
-        return self.prefix_lens + self.extend_lens
+    scratch: Any = None
 
     @classmethod
-    def build(cls, rows: list[int], prefixes: list[int], counts: list[int], device: torch.device) -> Step:
-        row, prefix, count = (torch.tensor(x, dtype=torch.int64, device=device) for x in (rows, prefixes, counts))
-        offset = torch.cat([torch.arange(n, device=device) for n in counts])
+    def extend(
+        cls, rows: torch.Tensor, prefix_lens: torch.Tensor, extend_lens: torch.Tensor, prefixes: list[int],
+        counts: list[int],
+    ) -> Step:  # fmt: skip
+        """An extend step. rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are
+        the latter two on the host, so that nothing waits for the device."""
+        rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
+        total, device = sum(counts), rows.device
+        owner = torch.arange(len(counts), device=device).repeat_interleave(extend_lens, output_size=total)
+        starts = extend_lens.cumsum(0) - extend_lens
+        offset = torch.arange(total, device=device) - starts[owner]
+        prefix = prefix_lens[owner]
         return cls(
-            row,
-            prefix,
-            count,
-            row.repeat_interleave(count),
+            rows,
+            prefix_lens + extend_lens,
+            prefix_lens,
+            extend_lens,
+            rows[owner],
             offset,
-            prefix.repeat_interleave(count) + offset,
+            prefix + offset,
+            torch.full((1,), len(counts), dtype=torch.int32, device=device),
+            torch.full((1,), total, dtype=torch.int32, device=device),
             max(counts),
             max(prefixes),
+            tuple(counts),
         )
 
 
 class Ops(Protocol):
     """Kernels over a ``PageState``. The references in ``kernels/<op>/reference.py`` are their specification."""
+
+    def prepare_graphs(self, state: PageState, max_batch: int) -> None:
+        """Static buffers for decode steps of up to ``max_batch`` requests that a CUDA graph will hold."""
+        ...
+
+    def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
+        """A decode step over rows and seq_lens, [B] integers, whose values ``begin`` reads."""
+        ...
+
+    def begin(self, state: PageState, step: Step, decode: bool) -> None:
+        """Slots and pages for the step's new tokens in all layers; for decode a graph may hold it."""
+        ...
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None: ...
 
@@ -77,7 +103,13 @@ class Ops(Protocol):
     ) -> torch.Tensor: ...
 
     def compact_step(
-        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, found: Any, policy: Policy
+        self,
+        state: PageState,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        found: Any,
+        policy: Policy,
+        num_rows: torch.Tensor | None = None,
     ) -> None: ...
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None: ...
@@ -89,3 +121,7 @@ class Ops(Protocol):
     def release(self, state: PageState, row: int) -> None: ...
 
     def trim(self, state: PageState, row: int, end: int) -> None: ...
+
+    def count_rows(self, state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor: ...
+
+    def measure(self, state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor: ...

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from sglang_diffkv.compat import UnsupportedError
 from sglang_diffkv.kernels.allocate.reference import reserve
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.attach.reference import attach
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
 from sglang_diffkv.kernels.compact_step.reference import compact_step
+from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
+from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.kernels.release.reference import release, trim
 from sglang_diffkv.mem_pool.state import PageState
@@ -26,6 +29,19 @@ class ReferenceOps:
 
     def __init__(self, exact: bool = False):
         self.exact = exact
+
+    def prepare_graphs(self, state: PageState, max_batch: int) -> None:
+        raise UnsupportedError("the reference ops cannot be captured in a CUDA graph; add --disable-cuda-graph")
+
+    def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
+        rows, seq_lens, batch = rows.long(), seq_lens.long(), rows.shape[0]
+        ones, count = torch.ones_like(rows), torch.full((1,), batch, dtype=torch.int32, device=rows.device)
+        step = Step(rows, seq_lens, seq_lens - 1, ones, rows, torch.zeros_like(rows), seq_lens - 1, count, count)
+        step.found = StepScores.create(state, batch) if policy.compresses else None
+        return step
+
+    def begin(self, state: PageState, step: Step, decode: bool) -> None:
+        reserve(state, step.rows, step.extend_lens, step.max_extend)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         reserve(state, rows, new_tokens, most)
@@ -64,7 +80,13 @@ class ReferenceOps:
         return extend_attention(state, layer, q, key, value, *lens, scale, update_scores=update_scores, logit_cap=cap)
 
     def compact_step(
-        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, found: StepScores, policy: Policy
+        self,
+        state: PageState,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        found: StepScores,
+        policy: Policy,
+        num_rows: torch.Tensor | None = None,
     ) -> None:
         compact_step(state, rows, policy.plan_step(found, seq_lens, len(state.fmt.tiers)))
 
@@ -79,3 +101,9 @@ class ReferenceOps:
 
     def trim(self, state: PageState, row: int, end: int) -> None:
         trim(state, row, end)
+
+    def count_rows(self, state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
+        return count_rows(state, rows, steps=steps, low_grows=low_grows)
+
+    def measure(self, state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        return measure(state, rows, lo, hi)

@@ -1,6 +1,8 @@
-"""The Triton ops, launched eagerly. DiffKV's policy is fused into them, so other policies are refused."""
+"""The Triton ops. DiffKV's policy is fused into them, so other policies are refused."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -10,49 +12,107 @@ from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
-from sglang_diffkv.kernels.decode_attention.triton import DecodeWorkspace, FoundTokens, decode_attention
+from sglang_diffkv.kernels.count_rows.triton import count_rows
+from sglang_diffkv.kernels.decode_attention.triton import DecodeScratch, FoundTokens, decode_attention
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
+from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 
+@dataclass
+class DecodeBuffers:
+    """What decode steps of up to ``max_batch`` requests write: static addresses, shared by all batch sizes and
+    layers, since steps follow one another on one stream."""
+
+    max_batch: int
+    scratch: DecodeScratch
+    found: FoundTokens | None
+    compaction: CompactWorkspace
+    positions: torch.Tensor  # [max_batch] int64
+    ones: torch.Tensor  # [max_batch] int64
+    zeros: torch.Tensor  # [max_batch] int64
+    num_rows: torch.Tensor  # [1] int32
+
+    @classmethod
+    def create(cls, state: PageState, max_batch: int, q_heads: int, max_tokens: int, compresses: bool) -> DecodeBuffers:
+        def full(value: int) -> torch.Tensor:
+            return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
+
+        return cls(
+            max_batch,
+            DecodeScratch.create(state, max_batch, q_heads, max_tokens=max_tokens if compresses else 0),
+            FoundTokens.create(state, max_batch) if compresses else None,
+            CompactWorkspace.create(state, max_batch),
+            full(0),
+            full(1),
+            full(0),
+            torch.zeros(1, dtype=torch.int32, device=state.device),
+        )
+
+
 class TritonOps:
-    """Workspaces are made once for each batch size rounded up to a power of two.
+    """Kernels of a server on a GPU.
 
     Args:
-        max_tokens: longest sequence, for the scratch that keeps a step's logits.
+        q_heads: query heads. max_tokens: longest sequence, for the scratch that keeps a step's logits.
+        ragged: computes the attention of new tokens among themselves; None for the Triton kernel.
     """
 
-    def __init__(self, state: PageState, policy: Policy, max_tokens: int):
+    def __init__(
+        self, state: PageState, policy: Policy, q_heads: int, max_tokens: int, ragged: RaggedPrefill | None = None
+    ):
         if policy.compresses and not isinstance(policy, DiffKVPolicy):
             raise UnsupportedError(f"the Triton kernels carry out DiffKV's policy, not {type(policy).__name__}")
-        self.max_tokens = max_tokens if policy.compresses else 0
+        self.q_heads, self.max_tokens, self.compresses, self.ragged = q_heads, max_tokens, policy.compresses, ragged
         self.ticket = torch.zeros(1, dtype=torch.int32, device=state.device)
         self.prompt = PromptWorkspace.create(state)
-        self.decoding: dict[tuple[int, int], DecodeWorkspace] = {}
-        self.compacting: dict[int, CompactWorkspace] = {}
+        self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
-    def _count(self, like: torch.Tensor) -> torch.Tensor:
-        """[1] int32: all entries of ``like`` are valid, there is no padding."""
-        return torch.full((1,), like.shape[0], dtype=torch.int32, device=like.device)
+    def prepare_graphs(self, state: PageState, max_batch: int) -> None:
+        self.buffers.append(DecodeBuffers.create(state, max_batch, self.q_heads, self.max_tokens, self.compresses))
+
+    def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
+        if not self.buffers or self.buffers[-1].max_batch < batch:
+            self.prepare_graphs(state, 1 << (batch - 1).bit_length())
+        return next(x for x in self.buffers if x.max_batch >= batch)
+
+    def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
+        batch = rows.shape[0]
+        b = self._buffers(state, batch)
+        return Step(
+            rows,
+            seq_lens,
+            b.positions[:batch],
+            b.ones[:batch],
+            rows,
+            b.zeros[:batch],
+            b.positions[:batch],
+            b.num_rows,
+            b.num_rows,
+            found=b.found,
+            scratch=(b.scratch.workspace(state, batch), b.compaction),
+        )
+
+    def begin(self, state: PageState, step: Step, decode: bool) -> None:
+        if decode:
+            torch.sub(step.seq_lens, 1, out=step.prefix_lens)
+            step.num_rows.copy_((step.rows != 0).sum())
+        elif self.ragged is not None:
+            self.ragged.plan(step)
+        reserve(state, step.rows, step.extend_lens, self.ticket, step.num_rows)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
-        reserve(state, rows, new_tokens, self.ticket, self._count(rows))
+        count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+        reserve(state, rows, new_tokens, self.ticket, count)
 
     def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
-        append(
-            state,
-            layer,
-            key,
-            value,
-            step.token_rows,
-            step.token_offset,
-            step.token_position,
-            self._count(step.token_rows),
-        )
+        owners = (step.token_rows, step.token_offset, step.token_position)
+        append(state, layer, key, value, *owners, step.num_tokens)
 
     def new_found(self, state: PageState, batch: int) -> FoundTokens:
         return FoundTokens.create(state, batch)
@@ -60,11 +120,6 @@ class TritonOps:
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float
     ) -> torch.Tensor:
-        batch = 1 << (q.shape[0] - 1).bit_length()
-        workspace = self.decoding.get((batch, q.shape[1]))
-        if workspace is None:
-            workspace = DecodeWorkspace.create(state, batch, q.shape[1], max_tokens=self.max_tokens)
-            self.decoding[batch, q.shape[1]] = workspace
         return decode_attention(
             state,
             layer,
@@ -72,8 +127,8 @@ class TritonOps:
             step.rows,
             step.seq_lens,
             scale,
-            workspace,
-            self._count(step.rows),
+            step.scratch[0],
+            step.num_rows,
             found=step.found,
             window=window,
             logit_cap=cap,
@@ -92,10 +147,14 @@ class TritonOps:
         update_scores: bool,
     ) -> torch.Tensor:
         starts = step.extend_lens.cumsum(0) - step.extend_lens
+        q = q.contiguous()
+        new_part = None
+        if self.ragged is not None and (scale, cap) == (self.ragged.scale, self.ragged.logit_cap):
+            new_part = self.ragged.run(q, key, value)
         return extend_attention(
             state,
             layer,
-            q.contiguous(),
+            q,
             key,
             value,
             step.rows,
@@ -107,17 +166,24 @@ class TritonOps:
             scale,
             update_scores=update_scores,
             logit_cap=cap,
+            new_part=new_part,
         )[0]
 
     def compact_step(
-        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, found: FoundTokens, policy: Policy
+        self,
+        state: PageState,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        found: FoundTokens,
+        policy: Policy,
+        num_rows: torch.Tensor | None = None,
     ) -> None:
         assert isinstance(policy, DiffKVPolicy)
-        workspace = self.compacting.get(rows.shape[0])
-        if workspace is None:
-            workspace = self.compacting[rows.shape[0]] = CompactWorkspace.create(state, rows.shape[0])
+        workspace = self._buffers(state, rows.shape[0]).compaction
+        if num_rows is None:
+            num_rows = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         thresholds = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
-        compact_step(state, rows, seq_lens, found, workspace, self._count(rows), **thresholds)
+        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds)
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         assert isinstance(policy, DiffKVPolicy)
@@ -132,3 +198,9 @@ class TritonOps:
 
     def trim(self, state: PageState, row: int, end: int) -> None:
         trim(state, row, end)
+
+    def count_rows(self, state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
+        return count_rows(state, rows, steps=steps, low_grows=low_grows)
+
+    def measure(self, state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        return measure(state, rows, lo, hi)

@@ -1,0 +1,88 @@
+"""Counts of rows in one launch, without host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.count_rows.reference import COLUMNS
+from sglang_diffkv.mem_pool.state import PageState
+
+HEADS = 256
+"""(Layer, head) pairs of an iteration."""
+
+
+@triton.jit
+def pages_needed(held, own_entry, own_tokens, at, live, spare, steps, TOKENS: tl.constexpr):
+    """Pages [R] that ``steps`` more tokens take of one tier; ``held`` [R] entries, ``spare`` slots beside the end."""
+    own = held - tl.load(own_entry + at, mask=live, other=0)
+    slack = own * TOKENS - tl.load(own_tokens + at, mask=live, other=0) + spare
+    return tl.where(live, tl.cdiv(tl.maximum(steps - slack, 0), TOKENS), 0)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def count_rows_kernel(
+    rows, steps, entries, kept_entry, own_entry, own_tokens, hole, fault, counters, out,
+    H_TOKENS: tl.constexpr, L_TOKENS: tl.constexpr, TIERS: tl.constexpr, LOW_GROWS: tl.constexpr,
+    LH: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Grid (n + 1): a row each, and last the ring's counters. ``R`` of a row's ``LH`` heads at a time."""
+    number = tl.program_id(0)
+    target = out + number.to(tl.int64) * COLUMNS
+    if number == tl.num_programs(0) - 1:
+        tl.store(target, tl.load(counters))
+        tl.store(target + 1, tl.load(counters + 1))
+        for column in tl.static_range(2, COLUMNS):
+            tl.store(target + column, 0)
+    else:
+        row = tl.load(rows + number).to(tl.int64)
+        demand = tl.zeros([R], tl.int32)
+        most_high = tl.zeros([R], tl.int32)
+        most_low = tl.zeros([R], tl.int32)
+        total = tl.zeros([R], tl.int32)
+        private = tl.zeros([R], tl.int32)
+        for begin in range(0, LH, R):
+            head = begin + tl.arange(0, R)
+            live = head < LH
+            at = (row * LH + head) * TIERS
+            held = tl.load(entries + at, mask=live, other=0)
+            spare = (tl.load(hole + row * LH + head, mask=live, other=-1) >= 0).to(tl.int32)
+            demand += pages_needed(held, own_entry, own_tokens, at, live, spare, steps, H_TOKENS)
+            most_high = tl.maximum(most_high, held)
+            total += held
+            private += held - tl.load(kept_entry + at, mask=live, other=0)
+            if TIERS == 2:
+                held = tl.load(entries + at + 1, mask=live, other=0)
+                if LOW_GROWS:
+                    demand += pages_needed(held, own_entry, own_tokens, at + 1, live, 0, steps, L_TOKENS)
+                most_low = tl.maximum(most_low, held)
+                total += held
+                private += held - tl.load(kept_entry + at + 1, mask=live, other=0)
+        tl.store(target, tl.sum(demand.to(tl.int64), 0))
+        tl.store(target + 1, tl.max(most_high, 0).to(tl.int64))
+        tl.store(target + 2, tl.max(most_low, 0).to(tl.int64))
+        tl.store(target + 3, tl.sum(total.to(tl.int64), 0))
+        tl.store(target + 4, tl.sum(private.to(tl.int64), 0))
+        tl.store(target + 5, tl.load(fault + row).to(tl.int64))
+
+
+def count_rows(state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
+    """Counts of each row, and the ring's counters: [n + 1, COLUMNS] int64; see ``reference.count_rows``.
+
+    Args:
+        rows: [n] int32 or int64, n may be 0.
+    """
+    assert rows.ndim == 1 and rows.dtype in (torch.int32, torch.int64) and rows.is_contiguous()
+    assert rows.device == state.device and 0 <= steps < 2**30
+    for counts in (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault):
+        assert counts.dtype == torch.int32 and counts.is_contiguous()  # [R, L, H, T], [R, L, H] or [R]
+    assert state.counters.shape == (2,) and state.counters.dtype == torch.int64
+    out = torch.empty(rows.shape[0] + 1, COLUMNS, dtype=torch.int64, device=state.device)
+    count_rows_kernel[(rows.shape[0] + 1,)](
+        rows, steps, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault,
+        state.counters, out,
+        H_TOKENS=state.fmt.high.tokens, L_TOKENS=state.fmt.low.tokens, TIERS=len(state.fmt.tiers),
+        LOW_GROWS=low_grows, LH=state.num_layers * state.num_heads, R=HEADS, COLUMNS=COLUMNS, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,34 @@
+"""Tokens and pages that rows hold of a range of positions."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.mem_pool.state import PageState
+
+
+def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    """Tokens of each tier, and pages with at least one such token, for each layer and head of ``rows``.
+
+    A token counts if its position lies both in [lo, hi) and in its table entry's range. The scratch page's
+    entries have an empty range, so nothing on it counts.
+
+    Args:
+        rows, lo, hi: [n] int64, lo >= 0; n may be 0.
+
+    Returns:
+        [n, L, H, T + 1] int32: tokens of each tier, then pages of all tiers.
+    """
+    tiers = len(state.segments)
+    shape = (rows.shape[0], state.num_layers, state.num_heads, tiers + 1)
+    out = torch.zeros(shape, dtype=torch.int32, device=state.device)
+    first, end = lo.view(-1, 1, 1, 1), hi.view(-1, 1, 1, 1)
+    for tier, seg in enumerate(state.segments):
+        page, range_lo, range_hi = row_table(state, rows, tier, max_entries(state, rows, tier))  # [n, L, H, E]
+        position = seg.positions[page]  # [n, L, H, E, tokens]
+        above = position >= torch.maximum(range_lo, first).unsqueeze(4)
+        held = above & (position < torch.minimum(range_hi, end).unsqueeze(4))
+        out[..., tier] = held.sum((3, 4))
+        out[..., tiers] += held.any(4).sum(3, dtype=torch.int32)
+    return out

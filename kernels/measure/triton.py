@@ -1,0 +1,107 @@
+"""Tokens and pages that rows hold of a range of positions, in one launch, without host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.triton_ring import NO_LIMIT
+from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+
+ENTRIES = 16
+"""Table entries of an iteration."""
+
+
+@triton.jit
+def clamped(position):
+    """An int64 bound of positions as int32: none lies outside [0, NO_LIMIT)."""
+    return tl.minimum(tl.maximum(position, 0), NO_LIMIT).to(tl.int32)
+
+
+@triton.jit
+def count_held(
+    row, layer, head, count, lo, hi, pages, page_table, range_lo, range_hi, block_table,
+    HIGH: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Tokens with position in [lo, hi) on the first ``count`` entries of a tier, and pages that hold one."""
+    token = tl.arange(0, padded(TOKENS))
+    tokens = tl.zeros([E], tl.int32)
+    held_pages = tl.zeros([E], tl.int32)
+    for begin in range(0, count, E):
+        entry = begin + tl.arange(0, E)
+        live = entry < count
+        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        first = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)  # [E]
+        end = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
+        live = live & (first < end)  # never the scratch page
+        page = tl.load(page_table + at, mask=live, other=0)
+        numbers = (pages + page.to(tl.int64) * PAGE_BYTES + POSITIONS).to(tl.pointer_type(tl.int32))
+        inside = live[:, None] & (token[None, :] < TOKENS)
+        position = tl.load(numbers[:, None] + token[None, :], mask=inside, other=-1)  # [E, padded tokens]
+        held = inside & (position >= first[:, None]) & (position < end[:, None])
+        found = tl.sum(held.to(tl.int32), 1)
+        tokens += found
+        held_pages += (found > 0).to(tl.int32)
+    return tl.sum(tokens, 0), tl.sum(held_pages, 0)
+
+
+@triton.jit
+def measure_kernel(
+    rows, lo, hi, pages, page_table, range_lo, range_hi, block_table, entries, out,
+    H_TOKENS: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr, L_POSITIONS: tl.constexpr,
+    TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """Grid (n, L * H): one (layer, head) of a row, both tiers."""
+    number, place = tl.program_id(0), tl.program_id(1)
+    layer, head = place // H, place % H
+    row = tl.load(rows + number).to(tl.int64)
+    first, end = clamped(tl.load(lo + number)), clamped(tl.load(hi + number))
+    at = entries + (row * (L * H) + place) * TIERS
+    target = out + (number.to(tl.int64) * (L * H) + place) * (TIERS + 1)
+    tokens, held_pages = count_held(
+        row, layer, head, tl.load(at), first, end, pages, page_table, range_lo, range_hi, block_table,
+        True, H_TOKENS, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+    )  # fmt: skip
+    tl.store(target, tokens)
+    if TIERS == 2:
+        tokens, low_pages = count_held(
+            row, layer, head, tl.load(at + 1), first, end, pages, page_table, range_lo, range_hi, block_table,
+            False, L_TOKENS, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+        )  # fmt: skip
+        tl.store(target + 1, tokens)
+        held_pages += low_pages
+    tl.store(target + TIERS, held_pages)
+
+
+def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+    """Tokens of each tier, and pages that hold one: [n, L, H, T + 1] int32; see ``reference.measure``.
+
+    Args:
+        rows, lo, hi: [n] int64, lo >= 0; n may be 0.
+    """
+    for numbers in (rows, lo, hi):
+        assert numbers.shape == (rows.numel(),) and numbers.dtype == torch.int64 and numbers.is_contiguous()
+        assert numbers.device == state.device
+    layers, heads, tiers = state.num_layers, state.num_heads, len(state.fmt.tiers)
+    assert state.entries.dtype == torch.int32 and state.entries.is_contiguous()  # [R, L, H, T]
+    assert state.block_table.dtype == torch.int32 and state.block_table.is_contiguous()  # [R, max_blocks]
+    for table in (state.page_table, state.range_lo, state.range_hi):  # [C, L, H, TABLE_BLOCK]
+        assert table.shape[1:] == (layers, heads, TABLE_BLOCK)
+        assert table.dtype == torch.int32 and table.is_contiguous()
+    assert state.pages.shape[1] == state.fmt.page_bytes and state.pages.is_contiguous()
+    out = torch.empty(rows.shape[0], layers, heads, tiers + 1, dtype=torch.int32, device=state.device)
+    if rows.shape[0]:
+        high, low = state.fmt.high, state.fmt.low
+        measure_kernel[(rows.shape[0], layers * heads)](
+            rows, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table,
+            state.entries, out,
+            H_TOKENS=high.tokens, H_POSITIONS=high.position_offset, L_TOKENS=low.tokens,
+            L_POSITIONS=low.position_offset, TIERS=tiers, PAGE_BYTES=state.fmt.page_bytes,
+            MAX_BLOCKS=state.block_table.shape[1], L=layers, H=heads, E=ENTRIES, num_warps=4,
+        )  # fmt: skip
+    return out

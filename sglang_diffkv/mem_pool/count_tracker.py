@@ -1,0 +1,95 @@
+"""Carries page counts from the device to the host without making either wait for the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sglang_diffkv.mem_pool.geometry import Segment
+from sglang_diffkv.mem_pool.host_counts import LOOKAHEAD, HostCounts, Snapshot
+
+if TYPE_CHECKING:
+    from sglang_diffkv.mem_pool.page_manager import PageManager
+
+
+class CountTracker:
+    """Takes snapshots for a manager and spreads what they say: bounds of pages and of table entries, faults, and the
+    pages of new segments."""
+
+    def __init__(self, manager: PageManager):
+        self.manager = manager
+        geometry = manager.geometry
+        self.low_grows = manager.policy.compresses and len(geometry.fmt.tiers) > 1
+        rows = geometry.num_rows + geometry.num_segments
+        self.host = HostCounts(rows, geometry.num_pages, geometry.heads * (2 if self.low_grows else 1))
+        self.uncounted: dict[int, Segment] = {}  # row -> segment whose pages the host does not know
+        self._snapshots: deque[Snapshot] = deque()
+        self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
+        self._settled = self._counted_step = 0
+        self._rows: tuple[np.ndarray, torch.Tensor] = (np.array([-1]), torch.empty(0))
+
+    def planned(self, step: int) -> None:
+        """Step number ``step`` is planned; its results are reported later."""
+        self._unreported.append(step)
+
+    def count_later(self, segment: Segment) -> None:
+        """The next snapshot counts the segment's pages."""
+        self.host.touch(segment.row, grows=False)
+        self.uncounted[segment.row] = segment
+
+    def take_snapshot(self, step: int) -> None:
+        """Enqueue a count of all request rows and of the segments not yet counted, after step ``step``."""
+        manager = self.manager
+        rows = np.array([*manager.lengths, *self.uncounted], dtype=np.int64)
+        with manager.launching():
+            if not np.array_equal(rows, self._rows[0]):
+                self._rows = (rows, manager.to_device(rows))
+            values = manager.ops.count_rows(manager.state, self._rows[1], steps=LOOKAHEAD, low_grows=self.low_grows)
+            event = None
+            if values.is_cuda:
+                values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+        total = manager.space.total.copy()
+        if not manager.launched and manager.planned is not None:
+            total[manager.planned.rows] -= manager.planned.new_tokens
+        steady = np.array([row not in manager.prompting for row in rows.tolist()], dtype=bool)
+        self._snapshots.append(Snapshot(self.host.tick, step, rows, total[rows], steady, values, event))
+
+    def refresh(self) -> None:
+        """Take over the snapshots on their way. They were enqueued before the last planned step."""
+        while self._snapshots:
+            snapshot = self._snapshots.popleft()
+            values = snapshot.wait()
+            requests = snapshot.rows < self.manager.geometry.num_rows
+            current = self.host.apply(snapshot, values, requests)
+            bounded = current & snapshot.steady
+            self.manager.space.tighten(snapshot.rows[bounded], values[:-1, 1:3][bounded], snapshot.total[bounded])
+            new = current & ~requests
+            for row, pages in zip(snapshot.rows[new].tolist(), values[:-1, 3][new].tolist(), strict=True):
+                if segment := self.uncounted.pop(row, None):
+                    segment.pages = pages
+                    self.manager.on_counted(segment)
+            self._counted_step = snapshot.step
+
+    def settle(self) -> None:
+        """Make the host's counts exact. Waits for the device."""
+        if self._settled != self.manager.version or self._snapshots:
+            self.take_snapshot(self.manager.step)
+            self.refresh()
+            self._settled = self.manager.version
+
+    def report(self) -> None:
+        """The results of the oldest planned step are about to be processed: know its faults. Waits for that step only,
+        if the next one is planned."""
+        step = self._unreported.popleft() if self._unreported else self.manager.step
+        self.refresh()
+        if self._counted_step < step:
+            self.take_snapshot(self.manager.step)
+            self.refresh()
+
+    def clear(self) -> None:
+        self._unreported.clear()

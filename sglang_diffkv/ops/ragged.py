@@ -1,0 +1,64 @@
+"""Attention of a prefill's new tokens among themselves by FlashInfer, where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import torch
+
+from sglang_diffkv.ops.base import Step
+
+WORKSPACE_BYTES = 128 << 20
+"""FlashInfer's recommended size of the buffer for split results."""
+HEAD_DIMS = (64, 128, 256)
+
+
+class RaggedPrefill:
+    """FlashInfer's ragged prefill wrapper: planned once a pass, run once a layer, without waiting for the device.
+
+    Args:
+        scale: softmax scale of every layer. logit_cap: 0 for none.
+    """
+
+    def __init__(
+        self,
+        q_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scale: float,
+        logit_cap: float = 0.0,
+    ):
+        from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+
+        buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD")
+        self._shape = (q_heads, kv_heads, head_dim, v_head_dim)
+        self._options = {"causal": True, "sm_scale": scale, "logits_soft_cap": logit_cap, "q_data_type": dtype}
+        self.scale, self.logit_cap = scale, logit_cap
+
+    @staticmethod
+    def supports(head_dim: int, v_head_dim: int) -> bool:
+        """Whether FlashInfer is installed and has a kernel for these heads."""
+        return importlib.util.find_spec("flashinfer") is not None and head_dim == v_head_dim and head_dim in HEAD_DIMS
+
+    def plan(self, step: Step) -> None:
+        """Plan for the requests of an extend step."""
+        ends = torch.tensor([0, *step.counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)  # [B + 1], on the host
+        q_heads, kv_heads, head_dim, v_head_dim = self._shape
+        self._wrapper.plan(ends, ends, q_heads, kv_heads, head_dim, v_head_dim, **self._options)
+
+    def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Causal attention within each request.
+
+        Args:
+            q: [tokens, Hq, head_dim]. key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
+
+        Returns:
+            out [tokens, Hq, v_head_dim], lse [tokens, Hq] float32 (natural logarithm; FlashInfer's is base 2).
+        """
+        out, lse = self._wrapper.run(q, key, value, return_lse=True)
+        return out, lse * math.log(2)

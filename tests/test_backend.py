@@ -1,0 +1,96 @@
+"""The attention backend over the Triton ops gives what it gives over the references, padded decode batches included."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_diffkv.attention.backend import DiffKVAttnBackend
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.mem_pool.pool import DiffKVPool
+from sglang_diffkv.ops.triton import TritonOps
+from tests.triton_helpers import BF16, DEVICE, close, make_format, make_manager
+
+LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
+LAYER = {"tp_q_head_num": HEADS * GROUP, "tp_k_head_num": HEADS, "tp_v_head_num": HEADS, "qk_head_dim": DIM}
+
+
+class Twin:
+    """A backend with its manager, fed as SGLang's runners do."""
+
+    def __init__(self, *, triton: bool, tiers: str):
+        self.manager = make_manager(make_format(tiers), layers=LAYERS, heads=HEADS, window=6)
+        pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
+        pool.bind(self.manager)
+        args = SimpleNamespace(disable_overlap_schedule=True)
+        model = SimpleNamespace(num_attention_heads=HEADS * GROUP)
+        self.backend = DiffKVAttnBackend(SimpleNamespace(token_to_kv_pool=pool, server_args=args, model_config=model))
+        if triton:
+            state = self.manager.state
+            self.manager.ops = TritonOps(state, self.manager.policy, HEADS * GROUP, max_tokens=80)
+            self.backend.init_cuda_graph_state(4, 4)
+        self.triton = triton
+
+    def layers(self, decode: bool, drawn: int, count: int, generator: torch.Generator) -> torch.Tensor:
+        """All layers over the first ``count`` of ``drawn`` random tokens."""
+        outs = []
+        for number in range(LAYERS):
+            q, k, v = (
+                torch.randn(drawn, heads * DIM, generator=generator)[:count].to(DEVICE, BF16)
+                for heads in (HEADS * GROUP, HEADS, HEADS)
+            )
+            layer = SimpleNamespace(layer_id=number, v_head_dim=DIM, scaling=0.1, logit_cap=0.0, **LAYER)
+            run = self.backend.forward_decode if decode else self.backend.forward_extend
+            outs.append(run(q, k, v, layer, None))
+        return torch.stack(outs)
+
+    def extend(self, rows: list[int], counts: list[int], starts: list[int], seed: int) -> torch.Tensor:
+        self.manager.plan_step(rows, counts, starts)
+        self.manager.finishing.update(rows)
+        batch: Any = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            req_pool_indices=torch.tensor(rows, device=DEVICE),
+            seq_lens=torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], device=DEVICE),
+            extend_seq_lens_cpu=counts,
+            extend_seq_lens=torch.tensor(counts, device=DEVICE, dtype=torch.int32),
+            extend_prefix_lens=torch.tensor(starts, device=DEVICE, dtype=torch.int32),
+        )
+        self.backend.init_forward_metadata(batch)
+        return self.layers(False, sum(counts), sum(counts), torch.Generator().manual_seed(seed))
+
+    def decode(self, rows: list[int], padding: int, seed: int) -> torch.Tensor:
+        lens = [self.manager.lengths[row] for row in rows]
+        self.manager.plan_step(rows, [1] * len(rows), lens)
+        drawn = len(rows) + padding
+        padding = padding if self.triton else 0
+        batch: Any = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.tensor(rows + [0] * padding, device=DEVICE),
+            seq_lens=torch.tensor([n + 1 for n in lens] + [1] * padding, device=DEVICE),
+        )
+        self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        self.backend.init_forward_metadata_in_graph(batch)
+        out = self.layers(True, drawn, len(rows) + padding, torch.Generator().manual_seed(seed))
+        return out[:, : len(rows)]
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
+def test_both_ops_agree(tiers: str) -> None:
+    mine, reference = Twin(triton=True, tiers=tiers), Twin(triton=False, tiers=tiers)
+    for twin_seed, (rows, counts) in enumerate([([2, 1], [13, 22]), ([4], [5])]):
+        outs = [t.extend(rows, counts, [0] * len(rows), twin_seed) for t in (mine, reference)]
+        assert close(*outs) < 1e-2
+    for step, (rows, padding) in enumerate([([1, 2, 4], 1), ([2], 0), ([4, 1], 2), ([1, 2, 4], 0)]):
+        outs = [t.decode(rows, padding, 10 + step) for t in (mine, reference)]
+        assert close(*outs) < 2e-2
+        for twin in (mine, reference):
+            check_bounds(twin.manager)
+            check_integrity(twin.manager)
+    for twin in (mine, reference):
+        for row in (1, 2, 4):
+            twin.manager.release(row)
+        check_integrity(twin.manager)
