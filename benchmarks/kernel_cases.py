@@ -1,15 +1,12 @@
-"""Synthetic page states and timers for the kernel benchmark: random pages, shuffled page tables, graph replay."""
+"""Cases of the kernel benchmark and synthetic page states for them: random pages, shuffled page tables."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
+from benchmarks.kernel_timing import layers_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
@@ -46,6 +43,28 @@ class Case:
         high, low = self.tokens
         return -(-high // self.fmt.high.tokens), -(-low // self.fmt.low.tokens)
 
+    def max_blocks(self) -> int:
+        """Table blocks of a row, the same for all mixes of the tiers: kernels are compiled for this number."""
+        fmt = self.fmt
+        pages = [-(-self.length // layout.tokens) for layout in (fmt.high, fmt.low)]
+        return 1 + sum(-(-n // TABLE_BLOCK) for n in pages)
+
+    def layers(self) -> int:
+        """Layers to cycle through, the same for all mixes of the tiers."""
+        fmt = self.fmt
+        least = fmt.low.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4
+        return layers_for(self.batch * self.kv_heads * self.length * least)
+
+    def state_bytes(self, layers: int, free_pages: int = 0) -> int:
+        """Memory of a state of this case, with what building it and attending to it take besides."""
+        pages = self.batch * layers * self.kv_heads * sum(self.page_counts()) + free_pages
+        scratch = 4 * self.batch * self.q_heads * self.length
+        return int(1.3 * pages * self.fmt.page_bytes) + scratch + (256 << 20)
+
+    def bf16_bytes(self) -> int:
+        """Bytes of the same tokens in an uncompressed cache."""
+        return self.batch * self.length * self.kv_heads * self.fmt.bf16_token_bytes
+
     def kv_bytes(self) -> int:
         """Bytes that attention must read: tokens' codes, metadata and positions (not scores)."""
         fmt = self.fmt
@@ -53,8 +72,8 @@ class Case:
         return self.batch * self.kv_heads * sum(n * b for n, b in zip(self.tokens, per))
 
 
-def build_state(case: Case, layers: int, free_pages: int = 0) -> PageState:
-    """A state of ``layers`` layers on the GPU; row ``b + 1`` is request ``b``, and every page is its own."""
+def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cuda") -> PageState:
+    """A state of ``layers`` layers; row ``b + 1`` is request ``b``, and every page is its own."""
     fmt, counts = case.fmt, case.page_counts()
     heads = layers * case.kv_heads
     blocks = [-(-n // TABLE_BLOCK) for n in counts]
@@ -64,16 +83,16 @@ def build_state(case: Case, layers: int, free_pages: int = 0) -> PageState:
         num_rows=case.batch + 1,
         num_layers=layers,
         num_heads=case.kv_heads,
-        max_blocks=sum(blocks) + 1,
+        max_blocks=case.max_blocks(),
         num_blocks=case.batch * sum(blocks) + 1,
-        device="cuda",
+        device=device,
     )
-    state.pages.random_(0, 256)
-    state.block_table[1:, : blocks[0]] = _numbers(case.batch, blocks[0], 1)
+    state.pages.view(torch.int64).random_()
+    state.block_table[1:, : blocks[0]] = _numbers(case.batch, blocks[0], 1, device)
     if blocks[1]:
         at = 1 + case.batch * blocks[0]
-        state.block_table[1:, -blocks[1] :] = _numbers(case.batch, blocks[1], at).flip(1)
-    ids = torch.randperm(state.num_pages, device="cuda").int()
+        state.block_table[1:, -blocks[1] :] = _numbers(case.batch, blocks[1], at, device).flip(1)
+    ids = torch.randperm(state.num_pages, device=device).int()
     state.ring.copy_(ids)
     state.counters[0] = state.num_pages - free_pages
     state.range_hi.fill_(2**31 - 1)
@@ -87,67 +106,24 @@ def build_state(case: Case, layers: int, free_pages: int = 0) -> PageState:
         size = case.batch * heads * count
         page = ids[taken : taken + size].view(case.batch, count, layers, case.kv_heads)
         taken += size
-        entry = torch.arange(count, device="cuda")
+        entry = torch.arange(count, device=device)
         column = entry if tier == 0 else state.width - 1 - entry
         block = state.block_table[1:][:, column // TABLE_BLOCK].long()  # [B, count]
         state.page_table[block, :, :, column % TABLE_BLOCK] = page
         flat = page.reshape(-1).long()
         if seg.key_meta is not None and seg.value_meta is not None:
             for meta in (seg.key_meta, seg.value_meta):
-                meta[flat] = torch.tensor([0.02, -1.0], dtype=torch.float16, device="cuda")
+                meta[flat] = torch.tensor([0.02, -1.0], dtype=torch.float16, device=device)
         else:
-            seg.keys[flat] = torch.randn(tokens, case.head_dim, device="cuda").to(state.dtype)
-            seg.values[flat] = torch.randn(tokens, case.head_dim, device="cuda").to(state.dtype)
-        number = entry.view(1, -1, 1) * tokens + torch.arange(tokens, device="cuda")
+            seg.keys[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
+            seg.values[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
+        number = entry.view(1, -1, 1) * tokens + torch.arange(tokens, device=device)
         position = torch.where(number < case.tokens[tier], number + (case.tokens[0] if tier else 0), -1)
         position = position.view(1, count, 1, 1, tokens).expand(case.batch, count, layers, case.kv_heads, tokens)
         seg.positions[flat] = position.reshape(-1, tokens).int()
-        seg.scores[flat] = torch.rand(tokens, device="cuda") / case.length
+        seg.scores[flat] = torch.rand(tokens, device=device) / case.length
     return state
 
 
-def _numbers(rows: int, columns: int, start: int) -> torch.Tensor:
-    return torch.arange(start, start + rows * columns, dtype=torch.int32, device="cuda").view(rows, columns)
-
-
-def median_ms(run: Callable[[], None], calls: int, repeats: int = 15) -> float:
-    """Median over replays of a CUDA graph of ``run``, in milliseconds for each of its ``calls`` calls."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    del graph
-    return statistics.median(times) / calls
-
-
-@triton.jit
-def _read_kernel(source, sink, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
-    """Grid (elements / (BLOCK * ROUNDS)): reads int32 [elements], keeps one number a program."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK * ROUNDS + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.int32)
-    for step in range(ROUNDS):
-        total += tl.load(source + at + step * BLOCK)
-    tl.store(sink + tl.program_id(0), tl.sum(total, 0))
-
-
-def read_bandwidth() -> float:
-    """GB/s of a plain streaming read of 4 GiB."""
-    block, rounds = 4096, 8
-    source = torch.zeros(2**30, dtype=torch.int32, device="cuda").random_()
-    grid = source.numel() // (block * rounds)
-    sink = torch.empty(grid, dtype=torch.int32, device="cuda")
-    ms = median_ms(lambda: _read_kernel[(grid,)](source, sink, BLOCK=block, ROUNDS=rounds, num_warps=8), 1)
-    return source.nbytes / ms / 1e6
+def _numbers(rows: int, columns: int, start: int, device: str) -> torch.Tensor:
+    return torch.arange(start, start + rows * columns, dtype=torch.int32, device=device).view(rows, columns)

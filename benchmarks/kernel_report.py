@@ -1,4 +1,4 @@
-"""Writes the kernel benchmark's results as JSON, Markdown and, where matplotlib is installed, a chart."""
+"""Writes the kernel benchmark's results as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -6,82 +6,96 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
+from benchmarks import kernel_charts
+from benchmarks.provenance import headline
+from sglang_diffkv.testing.report import markdown
 
-COLUMNS = {
+ATTENTION = {
     "case": "case",
     "batch": "batch",
     "heads": "heads",
     "length": "length",
     "ms": "ms",
-    "ms_scores": "ms with scores",
     "gb_s": "GB/s",
     "fraction": "of read bandwidth",
     "flashinfer_bf16_ms": "FlashInfer bf16 ms",
     "flashinfer_fp8_ms": "FlashInfer fp8 ms",
-    "vs_bf16": "vs bf16",
-    "vs_bf16_scores": "vs bf16, with scores",
-    "vs_fp8": "vs fp8",
+    "sglang_triton_ms": "SGLang Triton ms",
+    "to_flashinfer_bf16": "to bf16",
+    "to_flashinfer_fp8": "to fp8",
+    "to_sglang_triton": "to Triton",
+    "ms_scores": "ms with policy",
+    "to_flashinfer_bf16_scores": "with policy to bf16",
+    "to_flashinfer_fp8_scores": "with policy to fp8",
+    "to_sglang_triton_scores": "with policy to Triton",
+}
+MANAGEMENT = {
+    "batch": "batch",
+    "reserve_ms": "reserve ms",
+    "management_ms": "reserve, plan and compact ms",
+    "attention_ms": "attention ms",
+    "share": "share of both",
+    "cpu_reserve_ms": "CPU: reserve ms",
+    "cpu_management_ms": "CPU: all ms",
+    "cpu_ratio": "CPU to GPU",
+    "cpu_threads": "CPU threads",
 }
 
 
-def versions() -> dict[str, str]:
-    """Hardware and software of the run."""
-    found = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-    try:
-        import flashinfer
-
-        found["flashinfer"] = flashinfer.__version__
-    except ImportError:
-        pass
-    return found
-
-
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A figure with four digits, or nothing."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _table(rows: list[dict[str, Any]], columns: dict[str, str]) -> list[str]:
-    lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
-    return lines + ["| " + " | ".join(_cell(row.get(key)) for key in columns) + " |" for row in rows]
+def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
+    """The rows that were measured."""
+    measured = [[cell(row.get(key)) for key in columns] for row in rows if "skipped" not in row]
+    return markdown(list(columns.values()), measured)
 
 
-def write_report(report: dict[str, Any], folder: Path) -> None:
+def skipped(data: dict[str, Any]) -> list[str]:
+    """What was not measured, and why."""
+    lines = [f"- {note}" for note in data["notes"]]
+    for row in data["attention"]:
+        if "skipped" in row:
+            place = f"{row['case']}, batch {row['batch']}, heads {row['heads']}, length {row['length']}"
+            lines.append(f"- attention, {place}: {row['skipped']}")
+    lines += [f"- management, batch {row['batch']}: {row['skipped']}" for row in data["management"] if "skipped" in row]
+    return lines
+
+
+def document(data: dict[str, Any]) -> str:
+    """The whole report."""
+    parts = [
+        f"# Kernels\n\n{headline(data['provenance'])}; measured read bandwidth {data['read_gb_s']:.0f} GB/s.",
+        f"`{data['provenance']['command']}`",
+        "Decode attention of one layer, medians of CUDA-graph replays over inputs larger than the L2 cache; the ratios "
+        "say how many times faster DiffKV is. With policy: score update and the search for tokens to move.",
+        table(data["attention"], ATTENTION),
+        f"Page management of one decode step, 32 layers x 8 KV heads, every head moving one token, against the "
+        f"attention of that step at length {data['step_length']} with the policy on, and against the plain PyTorch "
+        f"ops on the CPU ({data['provenance']['cpu']}), with one thread or all, whichever is faster:",
+        table(data["management"], MANAGEMENT),
+    ]
+    if lines := skipped(data):
+        parts += ["Not measured:", "\n".join(lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_tables(data: dict[str, Any], folder: Path) -> None:
+    """JSON and Markdown of what is known so far."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "kernels.json").write_text(json.dumps(report, indent=1) + "\n")
-    system = ", ".join(f"{k} {v}" for k, v in report["system"].items())
-    lines = ["# Kernels", "", f"{system}; measured read bandwidth {report['read_gb_s']:.0f} GB/s.", ""]
-    lines += ["Decode attention of one layer, medians of graph replays:", ""]
-    lines += _table(report["attention"], COLUMNS)
-    management = report["management"]
-    lines += ["", "Page management of one step, 32 layers x 8 heads, milliseconds:", ""]
-    lines += _table(management, {key: key for key in management[0]})
-    (folder / "kernels.md").write_text("\n".join(lines) + "\n")
-    _chart(report, folder / "kernels.png")
+    (folder / "kernels.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    (folder / "kernels.md").write_text(document(data), encoding="utf-8")
 
 
-def _chart(report: dict[str, Any], path: Path) -> None:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return
-    rows = [r for r in report["attention"] if r["batch"] == 64 and r["length"] in (4096, 16384)]
-    figure, axis = plt.subplots(figsize=(9, 4))
-    names = [f"{r['case']}\n{r['length']}" for r in rows]
-    place = range(len(rows))
-    bars = (("ms", "DiffKV"), ("ms_scores", "DiffKV with scores"), ("flashinfer_bf16_ms", "FlashInfer bf16"),
-            ("flashinfer_fp8_ms", "FlashInfer fp8"))  # fmt: skip
-    for i, (key, label) in enumerate(bars):
-        axis.bar([x + (i - 1.5) * 0.2 for x in place], [r[key] or 0 for r in rows], 0.2, label=label)
-    axis.set_xticks(list(place), names, fontsize=7)
-    axis.set_ylabel("ms a layer")
-    axis.set_title(f"Decode attention, batch 64, {report['system']['gpu']}")
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def write_charts(data: dict[str, Any], folder: Path) -> None:
+    """A chart of each table. Raises ImportError without matplotlib."""
+    gpu = data["provenance"]["gpus"][0]
+    rows = [row for row in data["attention"] if "skipped" not in row]
+    kernel_charts.bars(rows, gpu, folder / "kernels.png")
+    kernel_charts.curves(rows, gpu, folder / "kernels_grid.png")
+    managed = [row for row in data["management"] if "skipped" not in row]
+    kernel_charts.management(managed, gpu, data["step_length"], folder / "kernels_management.png")

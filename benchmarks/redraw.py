@@ -1,0 +1,34 @@
+"""Writes tables and charts again from the JSON results of ``serving`` or ``kernels``, next to them.
+
+python -m benchmarks.redraw benchmarks/results/serving_llama3-8b.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import kernel_report, serving_charts, serving_report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Redraw each file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path)
+    for path in parser.parse_args(argv).results:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kind = data.get("kind")
+        if kind == "serving":
+            path.with_suffix(".md").write_text(serving_report.document(data), encoding="utf-8")
+            serving_charts.charts(data, path.parent, path.stem)
+        elif kind == "kernels":
+            kernel_report.write_tables(data, path.parent)
+            kernel_report.write_charts(data, path.parent)
+        else:
+            parser.error(f"{path.name} is no result of serving or kernels")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Equal KV memory for every backend: how many tokens fit into the same bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.plan import MemoryPlan
+
+GIB = 1 << 30
+DTYPE_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+CONTEXT_SLACK = 4
+"""Positions that SGLang adds to a model's context in its table of requests."""
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a model's KV cache depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    vocab: int
+
+    @classmethod
+    def of(cls, model: str | Path) -> KVShape:
+        """Read from the model's ``config.json``. Raises ValueError for a folder without one."""
+        path = Path(model) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{model} is not a model's folder: it has no config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        heads = config["num_attention_heads"]
+        return cls(
+            config["num_hidden_layers"],
+            config.get("num_key_value_heads") or heads,
+            config.get("head_dim") or config["hidden_size"] // heads,
+            config["max_position_embeddings"],
+            config["vocab_size"],
+        )
+
+    def token_bytes(self, dtype: str) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+def stock_tokens(kv_bytes: int, shape: KVShape, dtype: str) -> int:
+    """Tokens of a stock cache of ``dtype`` in ``kv_bytes``."""
+    tokens = kv_bytes // shape.token_bytes(dtype)
+    if tokens < 1:
+        raise ValueError(f"{kv_bytes} bytes do not hold one {dtype} token of {shape.token_bytes(dtype)} bytes")
+    return tokens
+
+
+def diffkv_geometry(tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> Geometry:
+    """Pages and tables of a DiffKV server of ``tokens`` high-tier tokens: a padding row beside those of requests."""
+    plan = MemoryPlan(config.page_format(shape.head_dim, shape.head_dim), shape.layers, shape.kv_heads)
+    return plan.geometry(tokens, max_running + 1, shape.context + CONTEXT_SLACK)
+
+
+def diffkv_bytes(tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> int:
+    """Bytes of its page pool, page tables and counts."""
+    geometry = diffkv_geometry(tokens, shape, config, max_running)
+    return geometry.num_pages * geometry.fmt.page_bytes + geometry.table_bytes()
+
+
+def diffkv_tokens(kv_bytes: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> int:
+    """Most high-tier tokens whose pages and tables fit into ``kv_bytes``."""
+    low, high = 0, kv_bytes
+    while high - low > 1:
+        middle = (low + high) // 2
+        if diffkv_bytes(middle, shape, config, max_running) <= kv_bytes:
+            low = middle
+        else:
+            high = middle
+    if low < 1:
+        least = diffkv_bytes(1, shape, config, max_running)
+        raise ValueError(f"{kv_bytes} bytes do not hold DiffKV's smallest pool of {least} bytes")
+    return low
+
+
+def check_bytes(held: float, wanted: float, rounding: float) -> None:
+    """Raise ValueError if a server's cache is not within 2% of the wanted GiB (and the server's own rounding)."""
+    if abs(held - wanted) > 0.02 * wanted + rounding:
+        raise ValueError(f"the server's cache has {held:.3f} GiB where {wanted:.3f} GiB were to be compared")
