@@ -11,7 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
@@ -52,27 +55,76 @@ class DiffKVPolicyConfig(_Strict):
         return DiffKVPolicy(self.alpha_high, self.alpha_low, self.window)
 
 
+class _BudgetPolicyConfig(_Strict):
+    """The same number of tokens for every head: ``fraction`` of the sequence, but at least ``budget`` tokens."""
+
+    budget: int = Field(default=0, ge=0, description="tokens that a head keeps in any case")
+    fraction: float = Field(default=0.0, ge=0, le=1, description="share of its tokens that a head keeps")
+    window: int = Field(default=64, ge=1, le=4096, description="newest tokens that always stay, within the budget")
+
+    @model_validator(mode="after")
+    def _sensible(self) -> _BudgetPolicyConfig:
+        if not self.budget and not self.fraction:
+            raise ValueError("give budget (tokens) or fraction (of the sequence)")
+        if 0 < self.budget <= self.window:
+            raise ValueError(f"budget {self.budget} must be above window {self.window}")
+        return self
+
+
+class SnapKVPolicyConfig(_BudgetPolicyConfig):
+    """A static budget for each head, applied once at the end of the prompt."""
+
+    name: Literal["snapkv"] = "snapkv"
+    window: int = Field(default=32, ge=1, le=4096, description="newest prompt tokens that always stay")
+    pool: int = Field(default=7, ge=1, le=63, description="width of the max-pooling of scores, odd")
+
+    @field_validator("pool")
+    @classmethod
+    def _odd(cls, pool: int) -> int:
+        if pool % 2 == 0:
+            raise ValueError(f"pool {pool} is even: a neighbourhood has the token in its middle")
+        return pool
+
+    def build(self) -> Policy:
+        return SnapKVPolicy(Budget(self.budget, self.fraction), self.window, self.pool)
+
+
+class H2OPolicyConfig(_BudgetPolicyConfig):
+    """Heavy hitters and the newest tokens, kept to a budget at every step."""
+
+    name: Literal["h2o"] = "h2o"
+
+    def build(self) -> Policy:
+        return H2OPolicy(Budget(self.budget, self.fraction), self.window)
+
+
+PolicyConfig = DiffKVPolicyConfig | UniformPolicyConfig | SnapKVPolicyConfig | H2OPolicyConfig
+
+
 class DiffKVConfig(_Strict):
     """Everything a user can set.
 
     Attributes:
         tiers: high tier first, for example ``["K8V4", "K4V2"]``, ``["K8V4"]`` or ``["BF16"]``.
         policy: ``{"name": "diffkv", ...}`` or ``{"name": "uniform"}``; by default DiffKV with two tiers,
-            uniform with one.
+            uniform with one. ``snapkv`` and ``h2o`` are baselines that keep what they keep at one tier.
         page_tokens: high-tier tokens of a page.
         prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share.
-        gpu_ops: serve on a GPU with these ops, launched eagerly: ``triton``, or ``reference`` for the plain PyTorch
-            oracle. Experimental; without it a GPU server is refused.
+        gpu_ops: the ops of a GPU server: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
+            --disable-cuda-graph and --disable-overlap-schedule.
+        prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
+            or ``auto`` for FlashInfer where it is installed and has the model's head size.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
     """
 
     tiers: tuple[str, ...] = ("K8V4", "K4V2")
-    policy: Annotated[DiffKVPolicyConfig | UniformPolicyConfig, Field(discriminator="name")] | None = None
+    policy: Annotated[PolicyConfig, Field(discriminator="name")] | None = None
     page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed"] = "compressed"
     share_min_tokens: int = Field(default=128, ge=1)
-    gpu_ops: Literal["triton", "reference"] | None = None
+    gpu_ops: Literal["triton", "reference"] = "triton"
+    prefill: Literal["auto", "flashinfer", "triton"] = "auto"
 
     @field_validator("tiers")
     @classmethod
@@ -84,8 +136,8 @@ class DiffKVConfig(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> DiffKVConfig:
         PageFormat(128, 128, self.parsed_tiers, self.page_tokens)
-        if len(self.tiers) > 1 and isinstance(self.policy, UniformPolicyConfig):
-            raise ValueError("policy uniform keeps every token at one tier, but tiers lists two")
+        if len(self.tiers) > 1 and self.policy is not None and not isinstance(self.policy, DiffKVPolicyConfig):
+            raise ValueError(f"policy {self.policy.name} keeps tokens at one tier, but tiers lists two")
         return self
 
     @property

@@ -40,6 +40,7 @@ def test_rows_share_and_return_pages(tiers):
     for target in (9, 10, 3):
         blocks = [b for b in state.block_table[1].tolist() if b]
         manager.space.extend(target, *manager.space.bound(1))
+        manager.space.flush()
         twin.block_table.copy_(state.block_table)
         assert blocks
     for op, ref in ((attach, attach_reference.attach),):

@@ -27,7 +27,6 @@ class Snapshot:
     rows: np.ndarray  # [n] int64
     total: np.ndarray  # [n] int64, tokens ever appended to each row
     steady: np.ndarray  # [n] bool, rows past their prompt's compaction: a step moves one token of a head at most
-    steady: np.ndarray  # [n] bool, rows whose prompt was compacted, so that a step moves one token at most
     values: torch.Tensor  # [n + 1, 6] int64 on the host
     event: Any  # device event that marks ``values`` as written, or None
 

@@ -314,18 +314,21 @@ class PageManager:
 
     def free_pages(self) -> int:
         """Pages in the ring. Waits for the device."""
-        taken, put = self.state.counters.tolist()
+        with self.launching():
+            taken, put = self.state.counters.tolist()
         return put - taken
 
     def headroom(self) -> int:
         """Most pages that the next decode step of all request rows can take. Waits for the device."""
-        rows = self.to_device(list(self.lengths))
-        counts = self.ops.count_rows(self.state, rows, steps=1, low_grows=self.tracker.low_grows)
-        return int(counts[:-1, 0].sum())
+        with self.launching():
+            rows = self.to_device(list(self.lengths))
+            counts = self.ops.count_rows(self.state, rows, steps=1, low_grows=self.tracker.low_grows)
+            return int(counts[:-1, 0].sum())
 
     def pages_of(self, row: int) -> int:
         """Table entries of a row. Waits for the device."""
-        return int(self.state.entries[row].sum())
+        with self.launching():
+            return int(self.state.entries[row].sum())
 
     def table_starved(self, promised_blocks: int = 0) -> bool:
         """Whether the page table might not hold the next step of all request rows and ``promised_blocks``."""
@@ -338,5 +341,6 @@ class PageManager:
 
     def faults(self, rows: list[int]) -> list[int]:
         """Those of ``rows`` that found the ring empty and lost tokens. Waits for the device."""
-        flags = self.state.fault[self.to_device(rows)].tolist()
+        with self.launching():
+            flags = self.state.fault[self.to_device(rows)].tolist()
         return [row for row, flag in zip(rows, flags, strict=True) if flag]

@@ -127,8 +127,10 @@ class UsageMeter:
         return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.segments]
 
     def by_head(self) -> torch.Tensor:
-        """What each (layer, head) holds now: tokens of each tier and pages, [L, H, T + 1] on the device."""
-        return self._measure(self._live_parts()).sum(0)
+        """What each (layer, head) holds now: tokens of each tier and pages, [L, H, T + 1] on the host. Waits for the
+        device."""
+        with self.manager.launching():
+            return self._measure(self._live_parts()).sum(0).cpu()
 
     def live(self) -> Usage:
         """What is held now: each request's tokens that no segment holds, and all segments. Waits for the device."""

@@ -11,12 +11,17 @@ from typing import Any
 import requests
 
 
+class RequestError(RuntimeError):
+    """The server refused or ended a request; the message has its words."""
+
+
 @dataclass
 class Record:
     """One reply of ``/generate``.
 
     ``logprobs`` has the log-probability of each output token, ``top_logprobs`` for each output position the
-    most likely tokens as ``(logprob, token id)``, best first. Both are empty unless they were asked for.
+    most likely tokens as ``(logprob, token id)``, best first; ``input_logprobs`` those of prompt tokens. They are
+    empty unless they were asked for.
     """
 
     text: str
@@ -28,6 +33,7 @@ class Record:
     finish_reason: str
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
+    input_logprobs: list[float] = field(default_factory=list)
 
     @property
     def total_tokens(self) -> int:
@@ -42,18 +48,40 @@ class Record:
 def ask(
     url: str, input_ids: Sequence[int], max_new_tokens: int, *, top_logprobs: int = 0, timeout: float = 1800.0
 ) -> Record:
-    """Greedy continuation of one prompt; ``top_logprobs`` > 0 asks for log-probabilities as well."""
+    """Greedy continuation of one prompt; ``top_logprobs`` > 0 asks for log-probabilities as well.
+
+    With ``max_new_tokens`` 0 the prompt is only read, and joins the prefix cache. Raises RequestError.
+    """
     payload: dict[str, Any] = {
         "input_ids": list(input_ids),
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens},
     }
     if top_logprobs:
         payload.update(return_logprob=True, top_logprobs_num=top_logprobs)
+    return _post(url, payload, timeout)
+
+
+def score(url: str, input_ids: Sequence[int], start: int, *, timeout: float = 1800.0) -> Record:
+    """Log-probabilities of ``input_ids[start + 1:]`` as ``input_logprobs``; no token is generated.
+
+    Tokens before ``start`` come from the prefix cache as far as it has them; SGLang gives none for the token at
+    ``start`` itself. Raises RequestError.
+    """
+    payload = {
+        "input_ids": list(input_ids),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+    return _post(url, payload, timeout)
+
+
+def _post(url: str, payload: dict[str, Any], timeout: float) -> Record:
     start = time.perf_counter()
     response = requests.post(f"{url}/generate", json=payload, timeout=timeout)
     latency = time.perf_counter() - start
     if not response.ok:
-        raise RuntimeError(f"/generate answered {response.status_code}: {response.text[:500]}")
+        raise RequestError(f"/generate answered {response.status_code}: {response.text[:500]}")
     return _record(response.json(), latency)
 
 
@@ -61,7 +89,7 @@ def _record(reply: dict[str, Any], latency: float) -> Record:
     meta = reply["meta_info"]
     reason = meta["finish_reason"]
     if reason["type"] == "abort":
-        raise RuntimeError(f"the server aborted a request: {reason.get('message')}")
+        raise RequestError(f"the server aborted a request: {reason.get('message')}")
     return Record(
         text=reply["text"],
         output_ids=reply["output_ids"],
@@ -74,6 +102,7 @@ def _record(reply: dict[str, Any], latency: float) -> Record:
         top_logprobs=[
             [(entry[0], entry[1]) for entry in position] for position in meta.get("output_top_logprobs") or ()
         ],
+        input_logprobs=[entry[0] for entry in (meta.get("input_token_logprobs") or ())[1:]],
     )
 
 

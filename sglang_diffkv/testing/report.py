@@ -29,9 +29,14 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> tuple[int, int, fl
         raise ValueError(f"{len(first)} and {len(second)} results are not pairs")
     lost = sum(a and not b for a, b in zip(first, second))
     won = sum(b and not a for a, b in zip(first, second))
-    discordant = lost + won
-    tail = sum(math.comb(discordant, k) for k in range(min(lost, won) + 1)) / 2**discordant
-    return lost, won, min(1.0, 2 * tail)
+    return lost, won, sign_test(lost, won)
+
+
+def sign_test(lost: int, won: int) -> float:
+    """Two-sided p-value of the exact sign test: how likely is a split at least as uneven of a fair coin's throws?"""
+    thrown = lost + won
+    tail = sum(math.comb(thrown, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2**thrown)
 
 
 def paired_error(first: Sequence[bool], second: Sequence[bool]) -> float:
@@ -90,14 +95,15 @@ def environment() -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("sglang-diffkv", "sglang", "torch", "triton")},
+        "versions": {name: version(name) for name in ("sglang-diffkv", "sglang", "torch", "triton")},
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": gpus,
     }
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """An installed distribution's version."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

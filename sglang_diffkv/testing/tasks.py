@@ -8,7 +8,7 @@ import random
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from sglang_diffkv.testing.paths import DATA
 
@@ -30,6 +30,22 @@ class Item:
     group: str | None = None
 
 
+class Selectable(Protocol):
+    """A question with a task, a level and perhaps a group."""
+
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def level(self) -> str: ...
+
+    @property
+    def group(self) -> str | None: ...
+
+
+Chosen = TypeVar("Chosen", bound=Selectable)
+
+
 def load(split: str, folder: Path = DATA) -> list[Item]:
     """All items of a split (``calib`` to fit on, ``dev`` to report on), in file order."""
     if split not in SPLITS:
@@ -39,14 +55,14 @@ def load(split: str, folder: Path = DATA) -> list[Item]:
 
 
 def select(
-    items: Iterable[Item],
+    items: Iterable[Chosen],
     *,
     tasks: Collection[str] | None = None,
     levels: Collection[str] | None = None,
     exclude: Collection[str] = (),
     n: int | None = None,
     seed: int = 0,
-) -> list[Item]:
+) -> list[Chosen]:
     """A fixed random sample: the items of ``tasks`` and ``levels`` without ``exclude``, at most ``n``.
 
     The order depends on ``seed`` and the filters only, so a smaller ``n`` takes the head of a larger one's.
@@ -69,9 +85,9 @@ def select(
     return chosen[:n]
 
 
-def groups(items: Iterable[Item]) -> dict[str, list[Item]]:
+def groups(items: Iterable[Chosen]) -> dict[str, list[Chosen]]:
     """The items that share a long prefix, by group."""
-    result: dict[str, list[Item]] = {}
+    result: dict[str, list[Chosen]] = {}
     for item in items:
         if item.group is not None:
             result.setdefault(item.group, []).append(item)
@@ -101,3 +117,10 @@ def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
         [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
     )
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def prompt_ids(tokenizer: Any, prompt: str, reply_prefix: str = "") -> list[int]:
+    """As ``chat_ids``, the reply begun with ``reply_prefix``; plain text where the tokenizer has no chat template."""
+    if not tokenizer.chat_template:
+        return list(tokenizer.encode(prompt + reply_prefix))
+    return chat_ids(tokenizer, prompt) + list(tokenizer.encode(reply_prefix, add_special_tokens=False))

@@ -1,0 +1,1 @@
+"""Thresholds of a model within a loss of accuracy: ``python -m sglang_diffkv.calibrate --help``."""

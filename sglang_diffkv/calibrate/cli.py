@@ -1,0 +1,215 @@
+"""Find the thresholds that save most of a model's KV cache within a loss of accuracy.
+
+Each setting answers the questions of a calibration file on a server of its own and is compared with stock SGLang
+in bf16 on the same questions. The answers are kept in the work folder, so a search that was broken off goes on
+with the same command. Copy the result into the model's folder as diffkv_calibration.json. Example:
+
+    python -m sglang_diffkv.calibrate --model examples/models/nano --task reference=benchmarks/data/calib.jsonl.xz \\
+        --exclude chain vars --n 250 --tolerance 3 --work calibration --output diffkv_calibration.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_diffkv.calibrate.search import Search, Setting, grid, paper
+from sglang_diffkv.calibration import (
+    CalibratedThresholds,
+    CalibrationFile,
+    GridPoint,
+    ModelGeometry,
+    Provenance,
+    model_name,
+)
+from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
+from sglang_diffkv.evaluate import runner
+from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
+from sglang_diffkv.evaluate.configuration import STOCK, Configuration, device_name
+from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.store import Store
+from sglang_diffkv.evaluate.summary import Result, summarise
+from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
+from sglang_diffkv.testing import report
+from sglang_diffkv.testing.client import RequestError
+from sglang_diffkv.testing.server import ServerError
+from sglang_diffkv.testing.tasks import load_tokenizer
+
+PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
+PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
+REPORTING = "dev"
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_diffkv.calibrate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--task", required=True, metavar="KIND=PATH", help="calibration file, as for evaluate")
+    parser.add_argument("--tolerance", type=float, default=1.0, help="points below bf16 (default: %(default)s)")
+    parser.add_argument("--procedure", choices=("paper", "grid"), default="paper")
+    parser.add_argument(
+        "--tiers",
+        type=lambda text: tuple(text.upper().split(",")),
+        action="append",
+        metavar="HIGH,LOW",
+        help="repeat it for several choices with --procedure grid (default: K8V4,K4V2)",
+    )
+    parser.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
+    parser.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
+    parser.add_argument("--window", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
+    parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")
+    add_question_arguments(parser)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the answers")
+    parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
+    args = parser.parse_args(argv)
+    args.tiers = args.tiers or [("K8V4", "K4V2")]
+    if args.procedure == "paper" and len(args.tiers) > 1:
+        parser.error("--procedure paper takes one choice of --tiers")
+    if args.tolerance < 0:
+        parser.error("--tolerance is a number of points from 0 on")
+    return args
+
+
+class Calibration:
+    """Settings measured on one model and one calibration file."""
+
+    def __init__(self, args: argparse.Namespace, store: Store):
+        self.args, self.store = args, store
+        self.task = load_task(args.task, question_options(args))
+        if self.task.metric != "accuracy":
+            raise TaskFileError(f"{self.task.name}: thresholds are fitted to right and wrong answers")
+        if self.task.name.endswith(f"/{REPORTING}"):
+            raise TaskFileError(f"{self.task.name} is for reporting: fit on another file")
+        self.suite = runner.Suite.of(self.task, load_tokenizer(args.tokenizer or args.model))
+        runner.register(store, [self.suite])
+        self.stock = self.run(Configuration(STOCK))
+        if next(iter(store.configurations)) != STOCK:
+            raise EvaluationError(f"{store.path} compares with another configuration than {STOCK}: use a new --work")
+
+    def run(self, configuration: Configuration) -> Result:
+        """The configuration's figures, from the store where it has them."""
+        args, name = self.args, configuration.name
+        self.store.add_configuration(name, configuration.fingerprint(args.model, args.server_args))
+        connect = partial(runner.start, configuration, args.model, args.server_args)
+        runner.evaluate(name, connect, [self.suite], self.store, args.concurrency)
+        return next(x for x in summarise(self.store, [self.suite]) if x.configuration == name)
+
+    def config(self, setting: Setting) -> DiffKVConfig:
+        """The DiffKV configuration of a setting."""
+        base = load_config(self.args.base).model_dump(exclude_unset=True)
+        policy: dict[str, Any] = {"name": "diffkv", "alpha_low": setting.alpha_low, "window": self.args.window}
+        policy["alpha_high"] = max(1.0, setting.alpha_low) if setting.alpha_high is None else setting.alpha_high
+        return load_config(json.dumps({**base, "tiers": setting.tiers, "policy": policy}))
+
+    def measure(self, setting: Setting) -> GridPoint:
+        """One point of the grid."""
+        result = self.run(Configuration(setting.name, self.config(setting)))
+        change, cache = result.difference, result.cache
+        if change is None or cache is None:
+            raise EvaluationError(f"{setting.name}: the server reported no figures of its cache")
+        return GridPoint(
+            tiers=setting.tiers,
+            alpha_high=setting.alpha_high,
+            alpha_low=setting.alpha_low,
+            n=change.n,
+            accuracy=result.score.mean,
+            accuracy_error=result.score.error,
+            difference=change.mean,
+            difference_error=change.error,
+            p=change.p,
+            ratio_pages=cache.ratio_pages,
+            ratio_tokens=cache.ratio_tokens,
+            long_ratio_pages=cache.long_ratio_pages,
+            long_ratio_tokens=cache.long_ratio_tokens,
+            share_high=cache.share_high,
+            share_low=cache.share_low,
+            share_pruned=cache.share_pruned,
+        )
+
+    def entry(self, chosen: Setting, search: Search) -> CalibratedThresholds:
+        """What is written for a chosen setting."""
+        args, task = self.args, self.task.fingerprint()
+        selection = {name: getattr(args, name) for name in ("seed", "levels", "only", "exclude", "max_new_tokens")}
+        return CalibratedThresholds(
+            models=(model_name(args.model),),
+            geometry=ModelGeometry.of(args.model),
+            tiers=chosen.tiers,
+            alpha_high=chosen.alpha_high,
+            alpha_low=chosen.alpha_low,
+            window=args.window,
+            source="measured",
+            chosen=search.tried[chosen],
+            provenance=Provenance(
+                date=datetime.now(timezone.utc).date().isoformat(),
+                procedure=args.procedure,
+                tolerance_points=args.tolerance,
+                task_file=task["file"],
+                task_sha256=task["sha256"],
+                n=self.stock.score.n,
+                selection=selection,
+                bf16_accuracy=self.stock.score.mean,
+                bf16_accuracy_error=self.stock.score.error,
+                versions=report.environment()["versions"],
+                device=device_name(),
+                grid=tuple(search.tried.values()),
+            ),
+        )
+
+
+def table(stock: Result, search: Search, chosen: Setting | None) -> str:
+    """The settings tried, as Markdown."""
+    header = ["setting", "accuracy %", "to bf16", "ratio, tokens", "ratio, pages", "high / low / pruned %", ""]
+    rows = [[STOCK, f"{100 * stock.score.mean:.1f} ± {100 * stock.score.error:.1f}", "", "1", "1", "", ""]]
+    for setting, x in search.tried.items():
+        shares = " / ".join("" if s is None else f"{100 * s:.1f}" for s in (x.share_high, x.share_low, x.share_pruned))
+        verdict = "chosen" if setting == chosen else "" if search.within(x) else "too lossy"
+        rows.append(
+            [
+                setting.name,
+                f"{100 * x.accuracy:.1f} ± {100 * x.accuracy_error:.1f}",
+                f"{100 * x.difference:+.1f} ± {100 * x.difference_error:.1f} (p = {x.p:.2g})",
+                f"{x.ratio_tokens:.3f}",
+                f"{x.ratio_pages:.3f}",
+                shares,
+                verdict,
+            ]
+        )
+    return report.markdown(header, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search, print the grid, write the thresholds; 1 if none are within the tolerance or the search cannot go on."""
+    args = parse_args(argv)
+    try:
+        with Store(args.work) as store:
+            calibration = Calibration(args, store)
+            search = Search(calibration.measure, args.tolerance / 100, args.whole_grid)
+            if args.procedure == "paper":
+                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low)
+            else:
+                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low)
+    except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
+        print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)
+        return 1
+    print(f"{calibration.stock.score.n} questions of {calibration.task.name}\n")
+    print(table(calibration.stock, search, chosen))
+    if chosen is None:
+        print(f"\nno setting is within {args.tolerance:g} points of bf16", file=sys.stderr)
+        return 1
+    content = CalibrationFile(entries=(calibration.entry(chosen, search),))
+    args.output.write_text(content.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    print(f"\n{chosen.name} saves most within {args.tolerance:g} points of bf16; written to {args.output}")
+    return 0

@@ -1,0 +1,191 @@
+"""Calibrated thresholds of models: where they are kept, and how a model finds its own.
+
+A file of them is JSON: what ``python -m sglang_diffkv.calibrate`` writes. ``lookup`` reads
+``diffkv_calibration.json`` in the model's folder, then the files in ``sglang_diffkv/calibrated``, by the model's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from sglang_diffkv.config import DiffKVConfig
+
+FILE_NAME = "diffkv_calibration.json"
+
+
+class CalibrationError(ValueError):
+    """A calibration file is unusable; the message names it."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelGeometry(_Strict):
+    """The shape that thresholds depend on, to tell models apart that have the same name."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, model_path: str | Path) -> ModelGeometry | None:
+        """From the model's ``config.json``; None if there is none or it lacks a field."""
+        try:
+            config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+            heads = config["num_attention_heads"]
+            return cls(
+                layers=config["num_hidden_layers"],
+                query_heads=heads,
+                kv_heads=config.get("num_key_value_heads") or heads,
+                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            )
+        except (OSError, KeyError, ValueError):
+            return None
+
+
+class GridPoint(_Strict):
+    """One setting that was tried. Accuracies are shares, differences are to stock bf16 on the same questions.
+
+    ``ratio_pages`` and ``ratio_tokens`` are measured bytes over bf16 bytes, with and without the pages' free
+    slots; the ``long`` ones over requests of 1,000 tokens and more.
+    """
+
+    tiers: tuple[str, ...]
+    alpha_high: float | None
+    alpha_low: float
+    n: int
+    accuracy: float
+    accuracy_error: float
+    difference: float
+    difference_error: float
+    p: float
+    ratio_pages: float
+    ratio_tokens: float
+    long_ratio_pages: float | None = None
+    long_ratio_tokens: float | None = None
+    share_high: float | None = None
+    share_low: float | None = None
+    share_pruned: float | None = None
+
+
+class Provenance(_Strict):
+    """How thresholds were found. ``selection`` holds what chose the questions and how they were asked."""
+
+    date: str
+    procedure: str
+    tolerance_points: float
+    task_file: str
+    task_sha256: str
+    n: int
+    selection: dict[str, Any]
+    bf16_accuracy: float
+    bf16_accuracy_error: float
+    versions: dict[str, str | None]
+    device: str
+    grid: tuple[GridPoint, ...]
+
+
+class CalibratedThresholds(_Strict):
+    """Thresholds of one model at one choice of tiers.
+
+    Attributes:
+        models: base names of the model's folder or Hugging Face id, compared without regard to letter case.
+        alpha_high: None with a single tier, which has nothing to choose between.
+        source: ``measured`` with this package, as ``provenance`` says, or ``published`` elsewhere (``note``) and not
+            measured here.
+        chosen: the measured figures of these thresholds.
+    """
+
+    models: tuple[str, ...] = Field(min_length=1)
+    geometry: ModelGeometry | None = None
+    tiers: tuple[str, ...]
+    alpha_high: float | None
+    alpha_low: float
+    window: int = 64
+    source: Literal["measured", "published"]
+    note: str = ""
+    chosen: GridPoint | None = None
+    provenance: Provenance | None = None
+
+    @model_validator(mode="after")
+    def _usable(self) -> CalibratedThresholds:
+        if self.source == "measured" and (self.provenance is None or self.chosen is None):
+            raise ValueError("measured thresholds need their provenance and figures")
+        if (self.alpha_high is None) != (len(self.tiers) == 1):
+            raise ValueError("alpha_high is given with two tiers and only then")
+        self.config()
+        return self
+
+    def config(self) -> DiffKVConfig:
+        """The configuration that these thresholds are."""
+        policy = {"name": "diffkv", "alpha_low": self.alpha_low, "window": self.window}
+        # A single tier ignores alpha_high, which must not be below alpha_low.
+        policy["alpha_high"] = max(1.0, self.alpha_low) if self.alpha_high is None else self.alpha_high
+        return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy})
+
+
+class CalibrationFile(_Strict):
+    """The content of a file."""
+
+    format: Literal[1] = 1
+    entries: tuple[CalibratedThresholds, ...]
+
+
+def read_file(path: Any) -> CalibrationFile:
+    """Read a calibration file. Raises CalibrationError."""
+    try:
+        return CalibrationFile.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        raise CalibrationError(f"{path} is not a usable calibration file: {error}") from None
+
+
+def shipped_files() -> Iterator[Any]:
+    """The files that come with the package, in the order of their names."""
+    folder = resources.files("sglang_diffkv") / "calibrated"
+    yield from sorted((x for x in folder.iterdir() if x.name.endswith(".json")), key=lambda x: x.name)
+
+
+def model_name(model_path: str | Path) -> str:
+    """The base name of a folder or a Hugging Face id, also for a snapshot in the Hugging Face cache."""
+    parts = Path(model_path).parts
+    for part in reversed(parts):
+        if part.startswith("models--"):
+            return part.rpartition("--")[2]
+    return parts[-1] if parts else ""
+
+
+def lookup(model_path: str | Path, tiers: Sequence[str] | None = None) -> CalibratedThresholds | None:
+    """Thresholds for a model, or None.
+
+    Args:
+        model_path: a folder or a Hugging Face id.
+        tiers: only thresholds for exactly these; None for the first choice of tiers on file, which may switch the low
+            tier off.
+
+    An entry whose geometry differs from the model's is passed over. Raises CalibrationError for an unusable file.
+    """
+    geometry, name = ModelGeometry.of(model_path), model_name(model_path).casefold()
+    wanted = None if tiers is None else tuple(tier.upper() for tier in tiers)
+
+    def fits(entry: CalibratedThresholds) -> bool:
+        same_shape = geometry is None or entry.geometry is None or entry.geometry == geometry
+        return same_shape and wanted in (None, entry.tiers)
+
+    own = Path(model_path) / FILE_NAME
+    if own.is_file():
+        for entry in read_file(own).entries:
+            if fits(entry):
+                return entry
+    for path in shipped_files():
+        for entry in read_file(path).entries:
+            if name in (x.casefold() for x in entry.models) and fits(entry):
+                return entry
+    return None

@@ -1,0 +1,169 @@
+"""Quality of cache configurations on task files, against a running server or on servers of its own.
+
+Every configuration answers the same questions, greedily; the others are compared with the first by a paired test.
+Answers are kept in the output folder as they come, so a run that was broken off goes on with the same command, and
+configurations can be added later. Example:
+
+    python -m sglang_diffkv.evaluate --model examples/models/nano --config stock --config fp8 \\
+        --config 'K8V4={"tiers":["K8V4"]}' --config 'default={}' \\
+        --task reference=benchmarks/data/dev.jsonl.xz --n 200 --output quality
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_diffkv.config import ConfigError
+from sglang_diffkv.evaluate import runner
+from sglang_diffkv.evaluate.configuration import Configuration, fingerprint_of, parse_configuration, tokenizer_path
+from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
+from sglang_diffkv.evaluate.store import Store
+from sglang_diffkv.evaluate.summary import summarise
+from sglang_diffkv.evaluate.table import tables
+from sglang_diffkv.evaluate.tasks import LOADERS, Options, TaskFileError, load_task
+from sglang_diffkv.testing import report
+from sglang_diffkv.testing.client import RequestError
+from sglang_diffkv.testing.server import ServerError
+from sglang_diffkv.testing.tasks import LEVELS, load_tokenizer
+
+DEFAULT_CONFIGS = ("stock", "fp8", "diffkv={}")
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose questions and how they are asked; ``question_options`` reads them."""
+    parser.add_argument("--n", type=int, help="questions of each task file, a fixed random sample (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, help="of reference questions (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks of a reference file")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="TASK", help="not these tasks of it")
+    parser.add_argument("--max-new-tokens", type=int, default=4096, help="of a reply (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default: %(default)s)")
+    parser.add_argument("--tokenizer", help="its folder (default: the model's)")
+    parser.add_argument("--server-args", type=shlex.split, default=[], help="more server arguments, one string")
+
+
+def question_options(args: argparse.Namespace) -> Options:
+    """What ``add_question_arguments`` added, with a perplexity's windows where they were asked for."""
+    names = ("n", "seed", "max_new_tokens", "levels", "only", "exclude", "prefix_tokens", "window_tokens")
+    return Options(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_diffkv.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model", help="start a server for this model and each --config")
+    where.add_argument("--url", help="ask this running server")
+    parser.add_argument("--name", help="of the running server in the tables (default: its attention backend)")
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="NAME=JSON",
+        help=f"stock, fp8, or a DiffKV configuration, inline or a file (default: {', '.join(DEFAULT_CONFIGS)})",
+    )
+    kinds = ", ".join(LOADERS)
+    parser.add_argument("--task", action="append", required=True, metavar="KIND=PATH", help=f"KIND: {kinds}")
+    add_question_arguments(parser)
+    parser.add_argument("--prefix-tokens", type=int, default=1024, help="of a wikitext window (default: %(default)s)")
+    parser.add_argument("--window-tokens", type=int, default=128, help="scored after them (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for answers, results.json and results.md")
+    args = parser.parse_args(argv)
+    if args.url and args.config:
+        parser.error("--config starts servers and goes with --model; a running server has its configuration")
+    if args.name and not args.url:
+        parser.error("--name goes with --url")
+    return args
+
+
+def write(folder: Path, store: Store, suites: Sequence[runner.Suite], skipped: dict[str, str]) -> str:
+    """Write ``results.json`` and ``results.md``; returns the tables."""
+    results = summarise(store, suites)
+    data = {
+        "environment": report.environment(),
+        "configurations": store.configurations,
+        "tasks": {name: suite.fingerprint for name, suite in store.suites.items()},
+        "skipped": skipped,
+        "results": [result.model_dump(mode="json") for result in results],
+    }
+    (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    text = tables(results, skipped)
+    (folder / "results.md").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def evaluate_url(args: argparse.Namespace, tasks: Sequence[Any], store: Store) -> str:
+    """One running server on all tasks."""
+    endpoint = Endpoint.connect(args.url)
+    tokenizer = load_tokenizer(args.tokenizer or tokenizer_path(endpoint))
+    suites = [runner.Suite.of(task, tokenizer) for task in tasks]
+    fingerprint = fingerprint_of(endpoint)
+    name = args.name or str(fingerprint["backend"])
+    store.add_configuration(name, fingerprint)
+    runner.register(store, suites)
+    runner.evaluate(name, lambda: nullcontext(endpoint), suites, store, args.concurrency)
+    return write(args.output, store, suites, {})
+
+
+def evaluate_model(
+    args: argparse.Namespace, configurations: Sequence[Configuration], tasks: Sequence[Any], store: Store
+) -> str:
+    """A server for each configuration on all tasks."""
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    suites = [runner.Suite.of(task, tokenizer) for task in tasks]
+    runner.register(store, suites)
+    skipped: dict[str, str] = {}
+    text = ""
+    for configuration in configurations:
+        if why := configuration.unsupported():
+            skipped[configuration.name] = why
+            print(f"{configuration.name}: skipped: {why}", file=sys.stderr)
+            continue
+        store.add_configuration(configuration.name, configuration.fingerprint(args.model, args.server_args))
+        connect = partial(runner.start, configuration, args.model, args.server_args)
+        runner.evaluate(configuration.name, connect, suites, store, args.concurrency)
+        text = write(args.output, store, suites, skipped)
+    return text or write(args.output, store, suites, skipped)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask what is left to ask and print the tables; 1 with the reason if that is not possible."""
+    try:
+        configurations = [parse_configuration(spec) for spec in args.config or DEFAULT_CONFIGS]
+        names = [configuration.name for configuration in configurations]
+        if len(set(names)) < len(names):
+            raise ConfigError("every --config needs a name of its own")
+        tasks = [load_task(spec, question_options(args)) for spec in args.task]
+        if len({task.name for task in tasks}) < len(tasks):
+            raise TaskFileError("two task files of one kind have the same name; rename one")
+        with Store(args.output) as store:
+            if args.url:
+                text = evaluate_url(args, tasks, store)
+            else:
+                text = evaluate_model(args, configurations, tasks, store)
+    except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError) as error:
+        print(f"sglang_diffkv.evaluate: {error}", file=sys.stderr)
+        return 1
+    except requests.RequestException as error:
+        print(f"sglang_diffkv.evaluate: the server stopped answering: {error}", file=sys.stderr)
+        return 1
+    print(text)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    return run(parse_args(argv))

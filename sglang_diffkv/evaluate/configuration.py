@@ -1,0 +1,111 @@
+"""Cache configurations to compare: stock SGLang in bf16 and fp8, and DiffKV configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
+from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
+from sglang_diffkv.testing.report import version
+from sglang_diffkv.testing.server import Server, has_gpu, stock_backend
+
+STOCK, FP8 = "stock", "fp8"
+FP8_DTYPE = "fp8_e4m3"
+ELEMENT_RATIO = {"auto": 1.0, "bfloat16": 1.0, "fp8_e4m3": 0.5, "fp8_e5m2": 0.5}
+"""Bytes of a stock cache's element over those of bf16, by ``--kv-cache-dtype``; fp8 keeps no scales by token."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A server to start. ``diffkv`` is the resolved configuration, None for SGLang without the plugin's backend."""
+
+    name: str
+    diffkv: DiffKVConfig | None = None
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def backend(self) -> str:
+        return stock_backend() if self.diffkv is None else "diffkv"
+
+    def unsupported(self) -> str | None:
+        """Why this machine cannot serve it, or None."""
+        if not self.kv_cache_dtype.startswith("fp8"):
+            return None
+        if not has_gpu():
+            return "stock SGLang's fp8 KV cache is measured on a GPU, and there is none (on a CPU it needs Intel AMX)"
+        import torch
+
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 9):
+            return f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.9, the first with fp8"
+        return None
+
+    def server(self, model: str, args: Sequence[str] = ()) -> Server:
+        """The server, not started."""
+        dtype = [] if self.kv_cache_dtype == "auto" else ["--kv-cache-dtype", self.kv_cache_dtype]
+        config = None if self.diffkv is None else self.diffkv.model_dump_json(exclude_none=True)
+        return Server(model, self.backend, [*dtype, *args], diffkv_config=config)
+
+    def fingerprint(self, model: str, args: Sequence[str] = ()) -> dict[str, Any]:
+        """All that an answer depends on, as JSON data."""
+        return {
+            "model": Path(model).name,
+            "device": device_name(),
+            "sglang": version("sglang"),
+            "backend": self.backend,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "diffkv": None if self.diffkv is None else self.diffkv.model_dump(mode="json"),
+            "server_args": list(args),
+        }
+
+
+def parse_configuration(spec: str) -> Configuration:
+    """``stock``, ``fp8``, or ``NAME=`` and a DiffKV configuration as JSON or as a file's path.
+
+    Raises ConfigError.
+    """
+    name, equals, source = spec.partition("=")
+    if not equals and name == STOCK:
+        return Configuration(STOCK)
+    if not equals and name == FP8:
+        return Configuration(FP8, kv_cache_dtype=FP8_DTYPE)
+    if not equals or not source.strip():
+        raise ConfigError(f"expected {STOCK!r}, {FP8!r} or NAME=JSON, got {spec!r}")
+    if name in (STOCK, FP8):
+        raise ConfigError(f"{name!r} is stock SGLang; give the configuration {source!r} another name")
+    return Configuration(name, load_config(source))
+
+
+def fingerprint_of(endpoint: Endpoint) -> dict[str, Any]:
+    """As ``Configuration.fingerprint`` for a running server, as far as it tells."""
+    info = endpoint.info()
+    stats = (info.get("internal_states") or [{}])[0].get("diffkv") or {}
+    return {
+        "model": Path(str(info.get("model_path"))).name,
+        "device": info.get("device"),
+        "sglang": info.get("version"),
+        "backend": info.get("attention_backend"),
+        "kv_cache_dtype": info.get("kv_cache_dtype"),
+        "diffkv": stats.get("config"),
+        "server_args": None,
+    }
+
+
+def tokenizer_path(endpoint: Endpoint) -> str:
+    """Where the server's tokenizer is. Raises EvaluationError if it does not say."""
+    path = endpoint.info().get("tokenizer_path")
+    if not path:
+        raise EvaluationError(f"{endpoint.url} does not name its tokenizer: give --tokenizer")
+    return str(path)
+
+
+def device_name() -> str:
+    """The GPU's name, or ``cpu``."""
+    if not has_gpu():
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(0)

@@ -1,0 +1,112 @@
+"""A running server, as a task sees it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+from sglang_diffkv.testing import client, report
+
+LONG = "finished_1k"
+TOTALS = ("finished", LONG)
+
+
+class EvaluationError(RuntimeError):
+    """The evaluation cannot go on, or would not measure what it says."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Greedy requests to the server at ``url``, whose model takes ``context`` tokens of prompt and reply.
+
+    ``owned`` says that nobody else uses the server, so that its prefix cache may be emptied.
+    """
+
+    url: str
+    context: int
+    owned: bool = False
+    timeout: float = 3600.0
+
+    @classmethod
+    def connect(cls, url: str, owned: bool = False) -> Endpoint:
+        """Ask the server for its model's context. Raises EvaluationError if no SGLang server answers."""
+        url = url.rstrip("/")
+        try:
+            reply = requests.get(f"{url}/v1/models", timeout=60.0)
+            reply.raise_for_status()
+            return cls(url, int(reply.json()["data"][0]["max_model_len"]), owned)
+        except (requests.RequestException, LookupError, TypeError, ValueError) as error:
+            raise EvaluationError(f"no SGLang server answers at {url}: {error}") from error
+
+    def generate(self, prompt_ids: Sequence[int], max_new_tokens: int) -> client.Record:
+        """Greedy reply of at most ``max_new_tokens``, fewer where the context ends."""
+        room = self.context - len(prompt_ids) - 1
+        if room < 1:
+            raise EvaluationError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.context}")
+        return client.ask(self.url, prompt_ids, min(max_new_tokens, room), timeout=self.timeout)
+
+    def cache(self, prompt_ids: Sequence[int]) -> client.Record:
+        """Prefill only, so that the prompt is in the prefix cache afterwards."""
+        return client.ask(self.url, prompt_ids, 0, timeout=self.timeout)
+
+    def score(self, prompt_ids: Sequence[int], start: int) -> client.Record:
+        """Log-probabilities of the prompt's tokens after position ``start``, in ``input_logprobs``."""
+        return client.score(self.url, prompt_ids, start, timeout=self.timeout)
+
+    def forget_prefixes(self, patience: float = 10.0) -> None:
+        """Empty the prefix cache of an owned server, so that one task file does not profit from another.
+
+        SGLang refuses while a request is still leaving, so a refusal is tried again for ``patience`` s.
+        """
+        deadline = time.monotonic() + patience
+        while self.owned and not requests.post(f"{self.url}/flush_cache", timeout=60.0).ok:
+            if time.monotonic() > deadline:
+                raise EvaluationError(f"{self.url} does not empty its prefix cache")
+            time.sleep(0.1)
+
+    def info(self) -> dict[str, Any]:
+        """The reply of ``/server_info``."""
+        reply = requests.get(f"{self.url}/server_info", timeout=300.0)
+        reply.raise_for_status()
+        return reply.json()
+
+    def totals(self) -> dict[str, dict[str, float]] | None:
+        """DiffKV's cumulative figures over finished requests, all and long ones; None without DiffKV."""
+        stats = (self.info().get("internal_states") or [{}])[0].get("diffkv")
+        found = {key: report.totals(stats, key) for key in TOTALS}
+        return {key: value for key, value in found.items() if value is not None} or None
+
+
+class Meter:
+    """What finished requests add to the server's figures from now on."""
+
+    def __init__(self, endpoint: Endpoint):
+        self.endpoint = endpoint
+        self._before = endpoint.totals()
+
+    @property
+    def measures(self) -> bool:
+        """Whether the server reports figures at all."""
+        return self._before is not None
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """Totals added so far."""
+        if self._before is None:
+            return {}
+        after = self.endpoint.totals() or {}
+        added = {key: report.since(after.get(key), self._before.get(key)) for key in TOTALS}
+        return {key: value for key, value in added.items() if value is not None}
+
+    def settle(self, count: int, patience: float = 10.0) -> dict[str, dict[str, float]]:
+        """As ``read``, after waiting up to ``patience`` s for ``count`` requests: a request is counted some steps
+        after its reply."""
+        deadline = time.monotonic() + patience
+        while True:
+            added = self.read()
+            if not added or added["finished"]["requests"] >= count or time.monotonic() > deadline:
+                return added
+            time.sleep(0.2)

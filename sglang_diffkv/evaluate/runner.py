@@ -1,0 +1,105 @@
+"""Asking: every configuration, one server after the other, all the questions that have no answer yet."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+from tqdm import tqdm
+
+from sglang_diffkv.evaluate.configuration import Configuration
+from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError, Meter
+from sglang_diffkv.evaluate.store import Answer, Store, UsageRecord
+from sglang_diffkv.evaluate.task import Question, Task
+
+SNAPSHOT_SECONDS = 60.0
+"""How often the server's figures are noted while questions run, so that a broken run keeps most of them."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A task with its questions for one tokenizer."""
+
+    task: Task
+    questions: tuple[Question, ...]
+
+    @classmethod
+    def of(cls, task: Task, tokenizer: Any) -> Suite:
+        return cls(task, tuple(task.questions(tokenizer)))
+
+
+@contextmanager
+def start(configuration: Configuration, model: str, args: Sequence[str] = ()) -> Iterator[Endpoint]:
+    """A server for the time of the ``with`` block. EvaluationError with the end of its log if it stops answering."""
+    with configuration.server(model, args) as server:
+        try:
+            yield Endpoint.connect(server.url, owned=True)
+        except requests.RequestException as error:
+            tail = "\n".join(server.log_text().splitlines()[-40:])
+            raise EvaluationError(f"{configuration.name}: the server stopped answering: {error}\n{tail}") from error
+
+
+def register(store: Store, suites: Sequence[Suite]) -> None:
+    """Note the tasks, or refuse answers to others by the same names. Raises EvaluationError."""
+    for suite in suites:
+        store.add_suite(suite.task.name, suite.task.metric, suite.task.fingerprint())
+
+
+def missing(store: Store, name: str, suite: Suite) -> list[Question]:
+    """Questions that configuration ``name`` has not answered."""
+    done = store.answered(name, suite.task.name)
+    return [question for question in suite.questions if question.id not in done]
+
+
+def evaluate(
+    name: str,
+    connect: Callable[[], AbstractContextManager[Endpoint]],
+    suites: Sequence[Suite],
+    store: Store,
+    concurrency: int = 8,
+) -> None:
+    """Ask configuration ``name`` what it has not answered yet; without such questions no server is started."""
+    if not any(missing(store, name, suite) for suite in suites):
+        return
+    with connect() as endpoint:
+        for suite in suites:
+            _ask_all(name, endpoint, suite, store, concurrency)
+
+
+def _ask_all(name: str, endpoint: Endpoint, suite: Suite, store: Store, concurrency: int) -> None:
+    questions, task = missing(store, name, suite), suite.task
+    if not questions:
+        return
+    endpoint.forget_prefixes()
+    meter, run, asked = Meter(endpoint), uuid.uuid4().hex[:12], 0
+    total, done = len(suite.questions), len(suite.questions) - len(questions)
+
+    def note(totals: dict[str, dict[str, float]]) -> None:
+        if totals:
+            store.add(UsageRecord(configuration=name, suite=task.name, run=run, totals=totals))
+
+    pool = ThreadPoolExecutor(concurrency)
+    noted = time.monotonic()
+    try:
+        futures = {pool.submit(task.ask, question, endpoint): question for question in questions}
+        with tqdm(total=total, initial=done, desc=f"{name}: {task.name}", unit="question") as bar:
+            for future in as_completed(futures):
+                question, outcome = futures[future], future.result()
+                answer = Answer(
+                    configuration=name, suite=task.name, id=question.id, task=question.task, outcome=outcome
+                )
+                store.add(answer)
+                asked += outcome.requests if outcome.error is None else 0
+                bar.update()
+                if meter.measures and time.monotonic() - noted > SNAPSHOT_SECONDS:
+                    note(meter.read())
+                    noted = time.monotonic()
+        note(meter.settle(asked))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

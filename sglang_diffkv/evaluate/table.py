@@ -1,0 +1,121 @@
+"""Results as Markdown tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from sglang_diffkv.evaluate.summary import CacheFigures, Difference, Estimate, Result
+from sglang_diffkv.testing.report import markdown
+
+CACHE_HEADER = ("ratio, pages", "ratio, tokens", "1,000+: pages", "1,000+: tokens", "high / low / pruned %")
+
+
+def tables(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
+    """All tables: one a task file, the mean over several files, and the accuracy by task."""
+    suites = list(dict.fromkeys(result.suite for result in results))
+    accurate = [name for name in suites if any(r.suite == name and r.metric == "accuracy" for r in results)]
+    parts = [_suite_table(name, [r for r in results if r.suite == name], skipped) for name in suites]
+    if len(accurate) > 1:
+        parts.append(_mean_table(accurate, results))
+    parts += [
+        _task_table(name, [r for r in results if r.suite == name])
+        for name in accurate
+        if any(len(r.by_task) > 1 for r in results if r.suite == name)
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _suite_table(name: str, results: Sequence[Result], skipped: Mapping[str, str]) -> str:
+    accurate = results[0].metric == "accuracy"
+    scores = ("accuracy %", "of 1,000+ tokens") if accurate else ("perplexity", "bits a token")
+    header = ["configuration", "n", *scores, "to the first", *CACHE_HEADER, "cached %"]
+    rows = []
+    for result in results:
+        cells = _accuracy_cells(result) if accurate else _perplexity_cells(result)
+        row = [result.configuration, str(result.score.n), *cells, *_cache_cells(result.cache)]
+        rows.append([*row, f"{100 * result.cached:.0f}"])
+    rows += [[label, f"skipped: {why}", *[""] * (len(header) - 2)] for label, why in skipped.items()]
+    notes = _notes(results)
+    return f"### {name}\n\n{markdown(header, rows)}" + (f"\n\n{notes}" if notes else "")
+
+
+def _notes(results: Sequence[Result]) -> str:
+    notes = []
+    if any(r.cache and not r.cache.measured for r in results):
+        notes.append("Ratios of stock caches are those of their element sizes; the others are measured.")
+    for r in results:
+        if r.failed:
+            notes.append(f"{r.configuration}: the server ended {r.failed} requests, counted as wrong.")
+        if r.cache and r.cache.requests != r.cache.asked:
+            notes.append(f"{r.configuration}: bytes of {r.cache.requests} requests, {r.cache.asked} were asked.")
+    return "\n".join(notes)
+
+
+def percent(estimate: Estimate | None) -> str:
+    """A share in per cent with its standard error."""
+    return f"{100 * estimate.mean:.1f} ± {100 * estimate.error:.1f}" if estimate else ""
+
+
+def _accuracy_cells(result: Result) -> list[str]:
+    long = f"{percent(result.long)} (n = {result.long.n})" if result.long else ""
+    return [percent(result.score), long, points(result.difference)]
+
+
+def points(change: Difference | None) -> str:
+    """A difference of shares in points, with its standard error and test."""
+    if change is None:
+        return ""
+    return f"{100 * change.mean:+.1f} ± {100 * change.error:.1f} (+{change.won} -{change.lost}, p = {change.p:.2g})"
+
+
+def _perplexity_cells(result: Result) -> list[str]:
+    score, change = result.score, result.difference
+    perplexity = math.exp(score.mean)
+    text = ""
+    if change is not None:
+        ratio = math.exp(change.mean)
+        text = f"{100 * (ratio - 1):+.2f} ± {100 * ratio * change.error:.2f} % (+{change.won} -{change.lost}, "
+        text += f"p = {change.p:.2g})"
+    bits = f"{score.mean / math.log(2):.4f} ± {score.error / math.log(2):.4f}"
+    return [f"{perplexity:.3f} ± {perplexity * score.error:.3f}", bits, text]
+
+
+def _cache_cells(cache: CacheFigures | None) -> list[str]:
+    if cache is None:
+        return [""] * len(CACHE_HEADER)
+    if not cache.measured:
+        return [f"{cache.ratio_pages:g}", f"{cache.ratio_tokens:g}", "", "", ""]
+    ratios = (cache.ratio_pages, cache.ratio_tokens, cache.long_ratio_pages, cache.long_ratio_tokens)
+    shares = (cache.share_high, cache.share_low, cache.share_pruned)
+    return [
+        *("" if x is None else f"{x:.3f}" for x in ratios),
+        " / ".join("" if x is None else f"{100 * x:.{1 if 0 < x < 0.1 else 0}f}" for x in shares),
+    ]
+
+
+def _mean_table(suites: Sequence[str], results: Sequence[Result]) -> str:
+    """Mean of the files' accuracies, each file counting the same; the files' errors are independent."""
+    rows = []
+    for configuration in dict.fromkeys(result.configuration for result in results):
+        mine = {r.suite: r.score for r in results if r.configuration == configuration and r.suite in suites}
+        cells = [percent(mine.get(name)) for name in suites]
+        if len(mine) == len(suites):
+            scores = list(mine.values())
+            mean = sum(x.mean for x in scores) / len(scores)
+            error = math.sqrt(sum(x.error**2 for x in scores)) / len(scores)
+            cells.append(percent(Estimate(n=sum(x.n for x in scores), mean=mean, error=error)))
+        rows.append([configuration, *cells, *[""] * (len(suites) + 1 - len(cells))])
+    return f"### Accuracy %, mean over task files\n\n{markdown(['configuration', *suites, 'mean'], rows)}"
+
+
+def _task_table(name: str, results: Sequence[Result]) -> str:
+    """Accuracy by task: the tasks are the rows, since there may be many."""
+    tasks = sorted({task for result in results for task in result.by_task})
+    rows = []
+    for task in tasks:
+        n = max(r.by_task[task].n for r in results if task in r.by_task)
+        rows.append([task, str(n), *(percent(r.by_task.get(task)) for r in results)])
+    rows.append(["all", str(max(r.score.n for r in results)), *(percent(r.score) for r in results)])
+    header = ["task", "n", *(r.configuration for r in results)]
+    return f"### {name}: accuracy % by task\n\n{markdown(header, rows)}"

@@ -1,0 +1,73 @@
+"""What a task is: questions, how one is put to a server, and how the reply is judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from sglang_diffkv.evaluate.endpoint import Endpoint
+
+Metric = Literal["accuracy", "perplexity"]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question, ready to be sent.
+
+    Attributes:
+        id: unique within its task file.
+        task: the line of the table that it counts in.
+        prompt_ids: token ids of the whole prompt.
+        answers: what the reply is compared with, as the task's judge understands it.
+        cached_tokens: of a perplexity window, the tokens of the prompt that come from the prefix cache.
+    """
+
+    id: str
+    task: str
+    prompt_ids: tuple[int, ...]
+    answers: tuple[str, ...] = ()
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a question: ``right`` for accuracy, ``nll`` (nats, summed over ``scored_tokens``) for perplexity.
+
+    ``error`` is set if the server ended the request; it then counts as wrong and is asked again by a later run.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    requests: int = 1
+    latency: float = 0.0
+    finish_reason: str = ""
+    text: str = ""
+    right: bool | None = None
+    nll: float | None = None
+    scored_tokens: int = 0
+    error: str | None = None
+
+
+class Task(Protocol):
+    """A file of questions. Implementations are in ``evaluate/tasks``, one file each."""
+
+    @property
+    def name(self) -> str:
+        """Unique in a run, for example ``reference/dev``."""
+        ...
+
+    @property
+    def metric(self) -> Metric: ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The file and the settings that an answer depends on, as JSON data; answers to another one are not reused."""
+        ...
+
+    def questions(self, tokenizer: Any) -> list[Question]:
+        """The selected questions in the order of asking."""
+        ...
+
+    def ask(self, question: Question, endpoint: Endpoint) -> Outcome:
+        """Put one question and judge the reply. Called from several threads."""
+        ...

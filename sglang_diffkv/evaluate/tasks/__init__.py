@@ -1,0 +1,30 @@
+"""Task files by kind: ``reference``, ``shared``, ``gsm8k``, ``math``, ``needle`` and ``wikitext``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from sglang_diffkv.evaluate.task import Task
+from sglang_diffkv.evaluate.tasks import gsm8k, math_problems, needle, reference, shared_prefix, wikitext
+from sglang_diffkv.evaluate.tasks.files import TaskFileError
+from sglang_diffkv.evaluate.tasks.generation import Options
+
+LOADERS: dict[str, Callable[[Path, Options], Task]] = {
+    "reference": reference.load,
+    "shared": shared_prefix.load,
+    "gsm8k": gsm8k.load,
+    "math": math_problems.load,
+    "needle": needle.load,
+    "wikitext": wikitext.load,
+}
+
+
+def load_task(spec: str, options: Options) -> Task:
+    """The task that ``KIND=PATH`` names. Raises TaskFileError."""
+    kind, equals, path = spec.partition("=")
+    if kind not in LOADERS or not equals:
+        raise TaskFileError(f"expected KIND=PATH with a kind of {', '.join(LOADERS)}; got {spec!r}")
+    if not Path(path).exists():
+        raise TaskFileError(f"{kind}: there is no file {path}")
+    return LOADERS[kind](Path(path), options)

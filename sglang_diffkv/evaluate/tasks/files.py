@@ -1,0 +1,68 @@
+"""Reading task files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+_OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open}
+
+
+class TaskFileError(ValueError):
+    """A task file cannot be used; the message names the file and what it lacks."""
+
+
+def open_text(path: Path) -> IO[str]:
+    """Open a UTF-8 file, which ``.xz`` or ``.gz`` at the end of its name says is compressed."""
+    return _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8")
+
+
+def stem(path: Path) -> str:
+    """A file's name up to its first dot."""
+    return path.name.partition(".")[0]
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file's bytes, or of all JSON files of a folder with their names."""
+    digest = hashlib.sha256()
+    for file in json_files(path) if path.is_dir() else [path]:
+        if path.is_dir():
+            digest.update(str(file.relative_to(path)).encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def json_files(folder: Path) -> list[Path]:
+    """All ``.json`` files below a folder, in a fixed order."""
+    return sorted(folder.rglob("*.json"))
+
+
+def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number, from 1, and object of each line of a JSON Lines file.
+
+    Raises TaskFileError for a line that is no JSON object or lacks one of the ``required`` fields.
+    """
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise TaskFileError(f"{path.name}, line {number}: not valid JSON: {error}") from None
+            check_fields(record, required, f"{path.name}, line {number}")
+            yield number, record
+
+
+def check_fields(record: Any, required: tuple[str, ...], where: str) -> None:
+    """Raise TaskFileError unless ``record`` is an object with all ``required`` fields."""
+    if not isinstance(record, dict):
+        raise TaskFileError(f"{where}: expected an object, got {type(record).__name__}")
+    missing = [name for name in required if name not in record]
+    if missing:
+        raise TaskFileError(f"{where}: no field {', '.join(map(repr, missing))}; there are {sorted(record)}")

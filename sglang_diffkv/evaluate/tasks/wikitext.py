@@ -1,0 +1,92 @@
+"""Perplexity of a text, with compression at work while it is scored.
+
+One long prompt scored in one request would not measure compression: in a prefill pass the prompt's tokens attend
+to each other's keys and values as the model made them, and only the end of the prompt compresses them. Every
+configuration would give the same perplexity. So each window takes two requests:
+
+1. a prompt of ``prefix_tokens`` tokens without a reply. At its end it is compressed, and joins the prefix cache;
+2. the same tokens and ``window_tokens + 1`` more, with ``logprob_start_len = prefix_tokens``. The prefix is found in
+   the cache, so the new tokens attend to its compressed form, and to each other exactly.
+
+SGLang gives no log-probability for the first token behind the cached prefix, whose logits belong to the prefix's last
+token; the ``window_tokens`` after it are scored. Windows start ``window_tokens`` apart, so that no token is scored
+twice. A small window sees more of the compressed tokens, and takes more requests. Only prompt-phase
+compression is measured: no token is generated.
+
+A window whose prefix was not found in the cache is an error, since it would measure an uncompressed cache.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
+from sglang_diffkv.evaluate.task import Metric, Outcome, Question
+from sglang_diffkv.evaluate.tasks.files import TaskFileError, open_text, sha256, stem
+from sglang_diffkv.evaluate.tasks.generation import Options
+
+
+@dataclass(frozen=True)
+class PerplexityTask:
+    """Windows over a plain text file."""
+
+    name: str
+    path: Path
+    options: Options
+    metric: Metric = field(default="perplexity", init=False)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {
+            "file": self.path.name,
+            "sha256": sha256(self.path),
+            "prefix_tokens": self.options.prefix_tokens,
+            "window_tokens": self.options.window_tokens,
+        }
+
+    def questions(self, tokenizer: Any) -> list[Question]:
+        with open_text(self.path) as file:
+            tokens = tokenizer.encode(file.read(), add_special_tokens=False, verbose=False)
+        first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        prefix, stride = self.options.prefix_tokens, self.options.window_tokens
+        taken = prefix - len(first) + 1 + stride
+        starts = list(range(0, len(tokens) - taken + 1, stride))
+        if not starts:
+            raise TaskFileError(f"{self.path.name}: {len(tokens)} tokens, fewer than the {taken} of one window")
+        random.Random(self.options.seed).shuffle(starts)
+        return [
+            Question(str(at), "perplexity", (*first, *tokens[at : at + taken]), cached_tokens=prefix)
+            for at in starts[: self.options.n]
+        ]
+
+    def ask(self, question: Question, endpoint: Endpoint) -> Outcome:
+        prefix = question.cached_tokens
+        if len(question.prompt_ids) >= endpoint.context:
+            raise EvaluationError(
+                f"{self.name}: a window of {len(question.prompt_ids)} tokens does not fit in {endpoint.context}"
+            )
+        before = endpoint.cache(question.prompt_ids[:prefix])
+        record = endpoint.score(question.prompt_ids, prefix)
+        if record.cached_tokens < prefix:
+            raise EvaluationError(
+                f"{self.name}: only {record.cached_tokens} of {prefix} prefix tokens came from the prefix cache, so "
+                "compression was not at work. Is the prefix cache on and large enough for the requests at once?"
+            )
+        return Outcome(
+            prompt_tokens=record.prompt_tokens,
+            cached_tokens=record.cached_tokens,
+            requests=2,
+            latency=before.latency + record.latency,
+            finish_reason=record.finish_reason,
+            nll=-sum(record.input_logprobs),
+            scored_tokens=len(record.input_logprobs),
+        )
+
+
+def load(path: Path, options: Options) -> PerplexityTask:
+    """Windows of a text file, a fixed random sample of them."""
+    if min(options.prefix_tokens, options.window_tokens) < 1:
+        raise TaskFileError("prefix and window of a perplexity need at least one token each")
+    return PerplexityTask(f"wikitext/{stem(path)}", path, options)

@@ -1,0 +1,26 @@
+"""A fixed number of tokens a KV head, the same for every head: what the static baselines share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A head keeps ``fraction`` of its tokens, but at least ``tokens`` of them."""
+
+    tokens: int = 0
+    fraction: float = 0.0
+
+    def kept(self, length: torch.Tensor, window: int) -> torch.Tensor:
+        """Tokens that a head keeps of ``length`` (int64, any shape), never fewer than the newest ``window``."""
+        share = (length.double() * self.fraction).ceil().long()
+        return torch.minimum(length, share.clamp(min=max(self.tokens, window)))
+
+
+def keep_best(rank: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Mask of the ``count`` [..., 1] largest entries of each line of ``rank`` [..., N]; the first of equals."""
+    order = rank.argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(dim=-1) < count

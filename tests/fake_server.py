@@ -1,0 +1,145 @@
+"""A stand-in for a SGLang server: its HTTP interface, a prefix cache of token ids, and DiffKV's figures."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+from sglang_diffkv.testing.report import TOTALS
+
+BF16_BYTES = 100
+"""Bytes of a token in bf16, as the fake counts them."""
+
+
+class FakeServer:
+    """Serves on a port of its own for the time of a ``with`` block.
+
+    Args:
+        reply: text for a prompt's token ids; an exception's message becomes the reason of an abort.
+        share: pages' bytes over bf16 bytes, None for a server without DiffKV.
+        logprob: of every scored token, by its position.
+    """
+
+    def __init__(
+        self,
+        reply: Callable[[Sequence[int]], str] = lambda ids: "",
+        *,
+        share: float | None = 0.5,
+        context: int = 512,
+        logprob: Callable[[int], float] = lambda position: -1.0,
+        stats: dict[str, Any] | None = None,
+        caches: bool = True,
+    ):
+        self.reply, self.share, self.context, self.logprob = reply, share, context, logprob
+        self.stats, self.caches = stats or {}, caches
+        self.requests: list[dict[str, Any]] = []
+        self.flushes = 0
+        self.cached: list[list[int]] = []
+        self.finished = dict.fromkeys(TOTALS, 0)
+        self.finished_1k = dict.fromkeys(TOTALS, 0)
+        self._lock = threading.Lock()
+        handler = type("Handler", (_Handler,), {"fake": self})
+        self._server = _Server(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> FakeServer:
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def info(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if self.share is not None:
+            state["diffkv"] = {**self.stats, "finished": self.finished, "finished_1k": self.finished_1k}
+        return {
+            "internal_states": [state],
+            "model_path": "/models/fake",
+            "attention_backend": "torch_native" if self.share is None else "diffkv",
+            "kv_cache_dtype": "auto",
+            "device": "cpu",
+            "version": "0",
+        }
+
+    def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
+        ids, limit = payload["input_ids"], payload["sampling_params"]["max_new_tokens"]
+        start = payload.get("logprob_start_len", len(ids) - 1)
+        with self._lock:
+            self.requests.append(payload)
+            hits = [next((i for i, (a, b) in enumerate(zip(x, ids)) if a != b), len(x)) for x in self.cached]
+            if self.caches:
+                self.cached.append(ids)
+        try:
+            text = self.reply(ids) if limit else ""
+        except ValueError as error:
+            return {"text": "", "output_ids": [], "meta_info": {"finish_reason": _abort(str(error))}}
+        completion = min(limit, len(text))
+        with self._lock:
+            self._count(len(ids) + completion)
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "prompt_tokens": len(ids),
+            "completion_tokens": completion,
+            "cached_tokens": min(max(hits, default=0), start),
+        }
+        if payload.get("return_logprob"):
+            scored = [[self.logprob(at), ids[at], None] for at in range(start + 1, len(ids))]
+            meta["input_token_logprobs"] = [[None, ids[start], None], *scored]
+        return {"text": text, "output_ids": [], "meta_info": meta}
+
+    def _count(self, tokens: int) -> None:
+        full = tokens * BF16_BYTES
+        share = self.share or 0.0
+        values = (1, tokens, int(full * share), int(full * share * 0.9), full, 6 * tokens, 3 * tokens, tokens)
+        for name, value in zip(TOTALS, values):
+            self.finished[name] += value
+            if tokens >= 1000:
+                self.finished_1k[name] += value
+
+
+def _abort(message: str) -> dict[str, str]:
+    return {"type": "abort", "message": message}
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 64
+
+
+class _Handler(BaseHTTPRequestHandler):
+    fake: FakeServer
+
+    def do_GET(self) -> None:
+        replies = {
+            "/v1/models": lambda: {"data": [{"max_model_len": self.fake.context}]},
+            "/server_info": self.fake.info,
+        }
+        self._send(replies[self.path]() if self.path in replies else None)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/generate":
+            self._send(self.fake.generate(json.loads(body)))
+        elif self.path == "/flush_cache":
+            self.fake.flushes += 1
+            self.fake.cached.clear()
+            self._send({})
+        else:
+            self._send(None)
+
+    def _send(self, reply: Any) -> None:
+        data = json.dumps(reply).encode()
+        self.send_response(404 if reply is None else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -1,0 +1,187 @@
+"""The calibration search on made-up accuracies, and the command against a stand-in for the server."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sglang_diffkv.calibrate import cli
+from sglang_diffkv.calibrate.search import Search, Setting, grid, paper
+from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file
+from sglang_diffkv.evaluate import runner
+from sglang_diffkv.evaluate.endpoint import Endpoint
+from sglang_diffkv.testing import tasks
+from sglang_diffkv.testing.paths import NANO
+from tests.fake_server import FakeServer
+
+DATA = Path(__file__).parent / "data" / "evaluate"
+PAIR = ("K8V4", "K4V2")
+OFF = Setting(("K8V4",), None, 0.0)
+HIGHS, LOWS = (1.0, 2.0, 3.0, 4.0, 5.0), (0.0, 0.02, 0.04)
+
+
+def point(setting: Setting, difference: float, error: float = 0.0) -> GridPoint:
+    """A made-up measurement: a higher alpha saves more, a second tier saves, pruning saves."""
+    high = 0.0 if setting.alpha_high is None else 0.02 + 0.01 * setting.alpha_high
+    ratio = 0.45 - high - 0.5 * setting.alpha_low
+    return GridPoint(
+        tiers=setting.tiers, alpha_high=setting.alpha_high, alpha_low=setting.alpha_low, n=100,
+        accuracy=0.9 + difference, accuracy_error=0.03, difference=difference, difference_error=error, p=0.5,
+        ratio_pages=ratio, ratio_tokens=ratio,
+    )  # fmt: skip
+
+
+def search(losses: dict[tuple[float | None, float], float], error: float = 0.0, **options: bool) -> Search:
+    """A search over settings whose losses are given by (alpha_high, alpha_low), 0.5 elsewhere."""
+
+    def measure(setting: Setting) -> GridPoint:
+        return point(setting, -losses.get((setting.alpha_high, setting.alpha_low), 0.5), error)
+
+    return Search(measure, 0.01, **options)
+
+
+def tried(found: Search) -> list[tuple[float | None, float]]:
+    return [(setting.alpha_high, setting.alpha_low) for setting in found.tried]
+
+
+def test_paper_takes_the_largest_saving_within_the_tolerance():
+    losses = {(None, 0.0): 0.0, (1.0, 0.0): 0.0, (2.0, 0.0): 0.004, (3.0, 0.0): 0.01, (4.0, 0.0): 0.011}
+    found = search(losses)
+    assert paper(found, PAIR, HIGHS, LOWS) == Setting(PAIR, 3.0, 0.0)
+    assert tried(found) == [(None, 0.0), (1.0, 0.0), (2.0, 0.0), (3.0, 0.0), (4.0, 0.0), (3.0, 0.02)]
+
+
+def test_paper_prunes_at_the_chosen_alpha_high():
+    losses = {(None, 0.0): 0.0, (1.0, 0.0): 0.0, (1.0, 0.02): 0.01, (1.0, 0.04): 0.02}
+    assert paper(search(losses), PAIR, HIGHS, LOWS) == Setting(PAIR, 1.0, 0.02)
+
+
+def test_paper_turns_the_low_tier_off_where_it_costs_too_much():
+    found = search({(None, 0.0): 0.0, (None, 0.02): 0.005, (None, 0.04): 0.008})
+    assert paper(found, PAIR, HIGHS, LOWS) == Setting(("K8V4",), None, 0.04)
+    assert tried(found) == [(None, 0.0), (1.0, 0.0), (None, 0.02), (None, 0.04)]
+
+
+def test_nothing_is_chosen_where_the_high_tier_alone_is_too_lossy():
+    found = search({})
+    assert paper(found, PAIR, HIGHS, LOWS) is None
+    assert all(setting.alpha_low == 0 for setting in found.tried)
+
+
+def test_a_loss_within_two_standard_errors_of_the_tolerance_goes_on():
+    losses = {(None, 0.0): 0.0, (1.0, 0.0): 0.03, (2.0, 0.0): 0.005, (3.0, 0.0): 0.04}
+    found = search(losses, error=0.012)
+    assert paper(found, PAIR, HIGHS, [0.0]) == Setting(PAIR, 2.0, 0.0)
+    assert tried(found) == [(None, 0.0), (1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]
+
+
+def test_the_whole_grid_is_measured_if_asked_for():
+    found = search({(None, 0.0): 0.0, (5.0, 0.0): 0.0}, whole=True)
+    assert paper(found, PAIR, HIGHS, [0.0]) == Setting(PAIR, 5.0, 0.0)
+    assert len(found.tried) == 6
+
+
+def test_grid_tries_all_pairs_once():
+    found = search({(high, low): 0.0 for high in (None, 0.01, *HIGHS) for low in LOWS})
+    best = grid(found, [PAIR, ("K8V4",), ("K8V4", "K4V4")], [2.0, 0.01, 1.0], LOWS)
+    assert best == Setting(PAIR, 2.0, 0.04)
+    by_tiers = [s.tiers for s in found.tried]
+    assert by_tiers.count(PAIR) == by_tiers.count(("K8V4", "K4V4")) == 7, "alpha_low never above alpha_high"
+    assert by_tiers.count(("K8V4",)) == 3
+
+
+def test_names_tell_settings_apart():
+    settings = [OFF, Setting(PAIR, 1.0, 0.0), Setting(PAIR, 1.0, 0.02), Setting(("K8V4", "K4V4"), 1.0, 0.02)]
+    assert len({setting.name for setting in settings}) == 4
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    """A stand-in for every server: the lower the tier, the more questions it gets wrong."""
+    tokenizer = tasks.load_tokenizer(NANO)
+    with (DATA / "reference.jsonl").open(encoding="utf-8") as lines:
+        items = [json.loads(line) for line in lines]
+    answers = {tuple(tasks.chat_ids(tokenizer, x["prompt"])): x["answer"] for x in items}
+    started: list[str] = []
+
+    @contextmanager
+    def start(configuration, model, args):
+        started.append(configuration.name)
+        policy = None if configuration.diffkv is None else configuration.diffkv.policy
+        two = configuration.diffkv is not None and len(configuration.diffkv.tiers) > 1
+        lost = 0 if policy is None else (policy.alpha_high > 2) * two + 4 * (policy.alpha_low > 0)
+        known = dict(list(answers.items())[lost:])
+        share = None if policy is None else 0.45 - (0.05 * policy.alpha_high * two) - policy.alpha_low
+        with FakeServer(lambda ids: f"Answer: {known.get(tuple(ids))}", share=share) as fake:
+            yield Endpoint.connect(fake.url, owned=True)
+
+    monkeypatch.setattr(runner, "start", start)
+    monkeypatch.setattr(cli, "load_tokenizer", lambda path: tokenizer)
+    return started
+
+
+def command(folder: Path, *args: str) -> list[str]:
+    paths = ["--work", str(folder / "work"), "--output", str(folder / FILE_NAME)]
+    return ["--model", str(NANO), "--task", f"reference={DATA / 'reference.jsonl'}", *paths, *args]
+
+
+def test_the_result_is_found_by_lookup(tmp_path, servers, capsys):
+    assert cli.main(command(tmp_path, "--tolerance", "10")) == 0
+    found = lookup(tmp_path)
+    assert found is not None and (found.tiers, found.alpha_high, found.alpha_low) == (PAIR, 2.0, 0.0)
+    assert found.models == ("nano",) and found.source == "measured" and found.geometry is not None
+    assert found.chosen is not None and found.chosen.difference == 0
+    provenance = found.provenance
+    assert provenance is not None and provenance.n == 8 and provenance.task_file == "reference.jsonl"
+    assert provenance.bf16_accuracy == 1.0 and len(provenance.task_sha256) == 64
+    points = {(x.alpha_high, x.alpha_low): x.difference for x in provenance.grid}
+    assert points == {
+        (None, 0.0): 0,
+        (1, 0): 0,
+        (2, 0): 0,
+        (3, 0): -0.125,
+        (4, 0): -0.125,
+        (5, 0): -0.125,
+        (2, 0.02): -0.5,
+    }
+    out = capsys.readouterr().out
+    assert "| K8V4-K4V2 alpha_high=2 alpha_low=0 | 100.0 ± 0.0 | +0.0 ± 0.0 (p = 1) |" in out
+    assert out.count("chosen") == 1 and out.count("too lossy") == 4
+    assert read_file(tmp_path / FILE_NAME).entries == (found,)
+
+
+def test_a_search_goes_on_where_it_stopped(tmp_path, servers):
+    cli.main(command(tmp_path, "--alpha-high", "1", "--alpha-low", "0"))
+    assert servers == ["stock", "K8V4 alpha_low=0", "K8V4-K4V2 alpha_high=1 alpha_low=0"]
+    cli.main(command(tmp_path, "--alpha-high", "1", "2", "--alpha-low", "0"))
+    assert servers[3:] == ["K8V4-K4V2 alpha_high=2 alpha_low=0"]
+
+
+def test_a_wider_tolerance_saves_more(tmp_path, servers):
+    grid_args = ["--procedure", "grid", "--tiers", "k8v4,k4v4", "--tiers", "K8V4", "--alpha-high", "2", "4"]
+    assert cli.main(command(tmp_path, *grid_args, "--alpha-low", "0", "0.1", "--tolerance", "13")) == 0
+    found = lookup(tmp_path)
+    assert found is not None and (found.tiers, found.alpha_high, found.alpha_low) == (("K8V4", "K4V4"), 4.0, 0.0)
+
+
+def test_nothing_within_the_tolerance_writes_nothing(tmp_path, servers, capsys):
+    args = ["--procedure", "grid", "--alpha-high", "5", "--alpha-low", "0.02"]
+    assert cli.main(command(tmp_path, *args)) == 1
+    assert not (tmp_path / FILE_NAME).exists()
+    assert "no setting is within 1 points of bf16" in capsys.readouterr().err
+
+
+def test_unfit_files_and_settings_are_refused(tmp_path, servers, capsys):
+    dev = tmp_path / "dev.jsonl"
+    dev.write_text((DATA / "reference.jsonl").read_text())
+    refused = [
+        (["--task", f"reference={dev}"], "fit on another file"),
+        (["--task", f"wikitext={DATA / 'prose.txt'}"], "right and wrong answers"),
+        (["--tiers", "K8V4,K3V2"], "K3V2"),
+    ]
+    for args, message in refused:
+        assert cli.main(command(tmp_path, *args)) == 1
+        assert message in capsys.readouterr().err
