@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -68,6 +70,38 @@ def prompt_len(req: Any) -> int:
 def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
     """Hold a tree node while an admission is judged."""
     return adder._lock_node(node)
+
+
+@contextmanager
+def priced(req: Any, price: float) -> Iterator[None]:
+    """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it."""
+    params, made = req.sampling_params, len(req.output_ids)
+    longest = params.max_new_tokens
+    params.max_new_tokens = made + math.ceil(max(longest - made, 0) * price)
+    try:
+        yield
+    finally:
+        params.max_new_tokens = longest
+
+
+def tokens_wanted(req: Any, price: float) -> float:
+    """What admission asks for a request: its prompt, and the tokens it may generate at ``price``."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+    return prompt_len(req) - prefix_len(req) + price * rest + 1
+
+
+def expected_tokens(scheduler: Any) -> float:
+    """What SGLang expects the running requests to generate yet, as its admission does."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    ratio = scheduler.new_token_ratio_tracker.current
+    total = 0.0
+    for req in scheduler.running_batch.reqs:
+        rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        total += rest * (1.0 if release() >= (0, 5, 22) and req.sampling_params.ignore_eos else ratio)
+    return total
 
 
 def prefill_graphs_wanted(server_args: Any) -> bool:

@@ -199,13 +199,25 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         if tree is not None:
             tree.evict_table_blocks(path, needed)
         if not ledger.admits(path, needed):
+            ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
             return AddReqResult.NO_TOKEN
-    result = original(self, req, *args, **kwargs)
+    with compat.priced(req, ledger.growth_price()):
+        result = original(self, req, *args, **kwargs)
+    ledger.refused = None
+    if result == AddReqResult.NO_TOKEN:
+        ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
     if self.can_run_list and self.can_run_list[-1] is req:
         ledger.promise(req.rid, path, needed)
         if tree is not None:
             tree.evict_uncovered()
     return result
+
+
+def running_request_offset(original: Any, self: Any, req: Any) -> Any:
+    """What a running request is expected to take yet, at the measured price of a token."""
+    offset = original(self, req)
+    allocator = self.token_to_kv_pool_allocator
+    return offset * allocator.ledger.growth_price() if isinstance(allocator, DiffKVAllocator) else offset
 
 
 def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +238,15 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
             check_integrity(manager)
             if allocator.tree_cache is not None:
                 allocator.tree_cache.check_integrity()
-    return original(self, batch, *args, **kwargs)
+    result = original(self, batch, *args, **kwargs)
+    # SGLang by itself looks at its queue again only when a request ends.
+    if (
+        isinstance(allocator, DiffKVAllocator)
+        and self.running_batch.batch_is_full
+        and allocator.ledger.room_for_refused(compat.expected_tokens(self))
+    ):
+        self.running_batch.batch_is_full = False
+    return result
 
 
 def get_total_uncached_sizes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,6 +291,7 @@ HOOKS = {
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode": prepare_for_decode,
     SRT + "managers.schedule_policy.PrefillAdder.add_one_req": add_one_req,
+    SRT + "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset": running_request_offset,
     SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
     SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,
     SRT + "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (

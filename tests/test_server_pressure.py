@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,6 +49,24 @@ def test_small_pool_completes_all_with_the_same_tokens() -> None:
     tight, log = _run(POOL, "--schedule-conservativeness", "0.1", tiers=["BF16"])
     assert tight == roomy
     assert "Retract requests" in log, "the load did not exercise retraction"
+
+
+def test_room_that_compression_frees_is_admitted_again() -> None:
+    """At the high tier two requests of 670 tokens fill the pool. Nobody ends early, so only a look at the waiting
+    requests while others run can admit a third."""
+    config = {"policy": {"name": "diffkv", "alpha_high": 50.0}}
+    args = ["--max-total-tokens", "1500", "--decode-log-interval", "5"]
+    with Server(NANO, "diffkv", args, diffkv_config=config, env=STRICT) as server:
+        parameters = {"temperature": 0, "max_new_tokens": 520, "min_new_tokens": 520}
+
+        def ask(index: int) -> int:
+            ids = [random.Random(index).randrange(300, 8000) for _ in range(150)]
+            return len(server.generate({"input_ids": ids, "sampling_params": parameters})["output_ids"])
+
+        with ThreadPoolExecutor(6) as threads:
+            assert list(threads.map(ask, range(6))) == [520] * 6
+        running = [int(x) for x in re.findall(r"Decode batch, #running-req: (\d+)", server.log_text())]
+    assert max(running) >= 3
 
 
 def test_small_pool_under_compression_completes_all() -> None:

@@ -50,6 +50,7 @@ class HostCounts:
         self.log: deque[tuple[int, int]] = deque()  # (tick, pages given or taken since the last snapshot)
         self.demand = np.zeros(num_rows, dtype=np.int64)
         self.private = np.zeros(num_rows, dtype=np.int64)  # pages that leave with the row, at least
+        self.pages = np.zeros(num_rows, dtype=np.int64)  # pages the row referred to when it was last counted
         self.changed = np.zeros(num_rows, dtype=np.int64)  # tick from which on a snapshot says something of a row
         self.faulted: set[int] = set()
 
@@ -77,13 +78,13 @@ class HostCounts:
         self.record(-int(self.demand[row]) if decoded else 0)
         self.changed[row] = self.tick
         self.demand[row] = self.unknown if grows else 0
-        self.private[row] = 0
+        self.private[row] = self.pages[row] = 0
 
     def forget(self, row: int) -> None:
         """A row is released; its private pages are free from now on."""
         self.record(int(self.private[row]))
         self.changed[row] = self.tick
-        self.demand[row] = self.private[row] = 0
+        self.demand[row] = self.private[row] = self.pages[row] = 0
         self.faulted.discard(row)
 
     def apply(self, snapshot: Snapshot, values: np.ndarray, requests: np.ndarray) -> np.ndarray:
@@ -100,5 +101,6 @@ class HostCounts:
         rows, counts = snapshot.rows[told], values[:-1][told]
         self.demand[rows] = counts[:, 0]
         self.private[rows] = counts[:, 4]
+        self.pages[rows] = counts[:, 3]
         self.faulted.update(rows[counts[:, 5] != 0].tolist())
         return current

@@ -26,6 +26,13 @@ def pages_for(capacity: int, page_tokens: int, heads: int) -> int:
     return heads * (-(-capacity // page_tokens) + SPARE_PAGES)
 
 
+PRICE_MARGIN = 1.1
+"""Generated tokens are expected to take this many times the pages that running requests take for theirs."""
+
+PRICE_TOKENS = 512
+"""Tokens of running requests from which their pages tell what a generated token takes."""
+
+
 class Promise(NamedTuple):
     """Pages and page-table blocks."""
 
@@ -46,6 +53,9 @@ class PageLedger:
         self.evictable_pages = 0
         self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
         self._allocating = False
+        self._price = 1.0
+        self.refused: float | None = None
+        """Tokens that the last refused request needed, while it waits for them."""
 
     def reset(self) -> None:
         self.tree_pages = self.evictable_pages = 0
@@ -56,6 +66,28 @@ class PageLedger:
         if tokens <= 0:
             return 0
         return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
+
+    def growth_price(self) -> float:
+        """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests
+        whose prompt is compacted; where they are few, the last value stands.
+
+        An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
+        retracts.
+        """
+        manager = self.manager
+        rows = [row for row in manager.lengths if row not in manager.prompting and manager.counts.pages[row]]
+        tokens = sum(manager.lengths[row] for row in rows)
+        if tokens >= PRICE_TOKENS:
+            held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
+            self._price = min(PRICE_MARGIN * held / tokens, 1.0)
+        return self._price
+
+    def room_for_refused(self, expected_tokens: float) -> bool:
+        """Whether the last refused request would fit beside ``expected_tokens`` that running requests may generate
+        yet. Running requests make room by compression and by a falling price, not only by ending."""
+        if self.refused is None:
+            return False
+        return self.available() + self.evictable() - self.growth_price() * expected_tokens > self.refused
 
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())

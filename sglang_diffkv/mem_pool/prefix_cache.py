@@ -22,10 +22,12 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 class DiffKVPrefixCache(RadixCache):
     """The parts that do not depend on the SGLang version; ``compat.prefix_cache_class`` adds the rest."""
 
+    inserting_row: int | None
+
     def __init__(self, params: Any, share_min_tokens: int):
         self.ledger: PageLedger = params.token_to_kv_pool_allocator.ledger
         self.manager = self.ledger.manager
-        self.inserting_row: int | None = None
+        self.inserting_row = None
         self.locked_nodes: dict[Segment, int] = {}
         params.token_to_kv_pool_allocator.tree_cache = self
         super().__init__(params)

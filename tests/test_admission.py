@@ -1,0 +1,72 @@
+"""Admission by the measured price of a token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_diffkv import compat
+from sglang_diffkv.mem_pool.ledger import PRICE_MARGIN, PRICE_TOKENS, PageLedger
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.dense import Session
+from tests.helpers import make_format, make_manager
+
+
+def session_of(policy: object, tiers: tuple[str, ...] = ("K8V4", "K4V2")) -> tuple[Session, PageLedger]:
+    manager = make_manager(make_format(tiers), policy=policy, pages=1200)
+    return Session(manager), PageLedger(manager, 2000)
+
+
+def test_price_is_what_running_requests_hold() -> None:
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    manager = session.manager
+    assert ledger.growth_price() == 1.0
+    session.extend({1: 300, 2: 300})
+    assert ledger.growth_price() == 1.0, "a prompt that is not compacted yet says nothing"
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.step([1, 2])
+    manager.tracker.settle()
+    held = sum(manager.pages_of(row) for row in (1, 2)) * manager.fmt.high.tokens / manager.geometry.heads
+    assert ledger.growth_price() == pytest.approx(PRICE_MARGIN * held / 602)
+    assert ledger.growth_price() < 0.75
+    price = ledger.growth_price()
+    session.release(1)
+    assert PRICE_TOKENS > 302 and ledger.growth_price() == price, "too few tokens: the last value stands"
+
+
+def test_price_of_a_single_tier_is_one() -> None:
+    session, ledger = session_of(UniformPolicy(), ("K8V4",))
+    session.extend({1: 300, 2: 299}, scores=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    session.manager.tracker.settle()
+    assert ledger.growth_price() == 1.0
+
+
+def request(limit: int, made: int) -> SimpleNamespace:
+    return SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=limit), output_ids=[0] * made)
+
+
+def test_a_request_is_priced_for_admission_only() -> None:
+    req = request(100, 30)
+    with compat.priced(req, 0.5):
+        assert req.sampling_params.max_new_tokens == 30 + 35
+    assert req.sampling_params.max_new_tokens == 100
+    with pytest.raises(KeyError), compat.priced(req, 0.5):
+        raise KeyError
+    assert req.sampling_params.max_new_tokens == 100
+
+
+def test_a_refused_request_waits_for_room() -> None:
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    assert not ledger.room_for_refused(0.0), "nobody was refused"
+    ledger.refused = ledger.available() - 100
+    assert ledger.room_for_refused(99.0) and not ledger.room_for_refused(100.0)
+    session.extend({1: 160})
+    assert not ledger.room_for_refused(0.0)
+    session.release(1)
+    session.manager.tracker.settle()
+    assert ledger.room_for_refused(99.0)
