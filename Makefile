@@ -55,8 +55,8 @@ fuzz: venv ## run the property tests on new examples, ten times as many
 	$(CPU_ENV) HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q $(PYTEST_ARGS) \
 		tests/test_page_manager.py tests/test_prefix_cache.py tests/test_quantize.py
 
-test-gpu: ## run the kernel tests on a CUDA GPU with $(PYTHON), which has torch and triton
-	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py $(PYTEST_ARGS)
+test-gpu: ## run the kernel tests on a CUDA GPU with $(PYTHON), which has torch, triton and SGLang
+	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py tests/test_backend.py tests/test_benchmarks_kernels.py $(PYTEST_ARGS)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check .

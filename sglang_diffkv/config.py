@@ -110,8 +110,8 @@ class DiffKVConfig(_Strict):
             uniform with one. ``snapkv`` and ``h2o`` are baselines that keep what they keep at one tier.
         page_tokens: high-tier tokens of a page.
         prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share.
-        gpu_ops: the ops of a GPU server: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
-            --disable-cuda-graph and --disable-overlap-schedule.
+        gpu_ops: allow a GPU server, which is experimental, on these ops: ``triton``, or ``reference`` for the plain
+            PyTorch oracle, which needs --disable-cuda-graph and --disable-overlap-schedule.
         prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
             or ``auto`` for FlashInfer where it is installed and has the model's head size.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
@@ -123,7 +123,7 @@ class DiffKVConfig(_Strict):
     page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed"] = "compressed"
     share_min_tokens: int = Field(default=128, ge=1)
-    gpu_ops: Literal["triton", "reference"] = "triton"
+    gpu_ops: Literal["triton", "reference"] | None = None
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
 
     @field_validator("tiers")

@@ -12,26 +12,34 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_diffkv.attention.backend import DiffKVAttnBackend
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.pool import DiffKVPool
+from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.ops.triton import TritonOps
 from tests.triton_helpers import BF16, DEVICE, close, make_format, make_manager
 
-LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
-LAYER = {"tp_q_head_num": HEADS * GROUP, "tp_k_head_num": HEADS, "tp_v_head_num": HEADS, "qk_head_dim": DIM}
+LAYERS = 2
 
 
 class Twin:
     """A backend with its manager, fed as SGLang's runners do."""
 
-    def __init__(self, *, triton: bool, tiers: str):
-        self.manager = make_manager(make_format(tiers), layers=LAYERS, heads=HEADS, window=6)
+    def __init__(
+        self, *, triton: bool, tiers: str, heads: int = 2, group: int = 2, dim: int = 64, page_tokens: int = 8,
+        pages: int = 400, window: int = 6, flashinfer: bool = False,
+    ):  # fmt: skip
+        self.heads, self.group, self.dim = heads, group, dim
+        fmt = make_format(tiers, dim, page_tokens=page_tokens)
+        self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, window=window)
         pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
         pool.bind(self.manager)
         args = SimpleNamespace(disable_overlap_schedule=True)
-        model = SimpleNamespace(num_attention_heads=HEADS * GROUP)
+        model = SimpleNamespace(num_attention_heads=heads * group)
         self.backend = DiffKVAttnBackend(SimpleNamespace(token_to_kv_pool=pool, server_args=args, model_config=model))
         if triton:
             state = self.manager.state
-            self.manager.ops = TritonOps(state, self.manager.policy, HEADS * GROUP, max_tokens=80)
+            ragged = None
+            if flashinfer:
+                ragged = RaggedPrefill(heads * group, heads, dim, dim, BF16, state.device, 0.1)
+            self.manager.ops = TritonOps(state, self.manager.policy, heads * group, 400, ragged)
             self.backend.init_cuda_graph_state(4, 4)
         self.triton = triton
 
@@ -40,10 +48,13 @@ class Twin:
         outs = []
         for number in range(LAYERS):
             q, k, v = (
-                torch.randn(drawn, heads * DIM, generator=generator)[:count].to(DEVICE, BF16)
-                for heads in (HEADS * GROUP, HEADS, HEADS)
+                torch.randn(drawn, heads * self.dim, generator=generator)[:count].to(DEVICE, BF16)
+                for heads in (self.heads * self.group, self.heads, self.heads)
             )
-            layer = SimpleNamespace(layer_id=number, v_head_dim=DIM, scaling=0.1, logit_cap=0.0, **LAYER)
+            layer = SimpleNamespace(
+                layer_id=number, scaling=0.1, logit_cap=0.0, tp_q_head_num=self.heads * self.group,
+                tp_k_head_num=self.heads, tp_v_head_num=self.heads, qk_head_dim=self.dim, v_head_dim=self.dim,
+            )  # fmt: skip
             run = self.backend.forward_decode if decode else self.backend.forward_extend
             outs.append(run(q, k, v, layer, None))
         return torch.stack(outs)
@@ -93,4 +104,32 @@ def test_both_ops_agree(tiers: str) -> None:
     for twin in (mine, reference):
         for row in (1, 2, 4):
             twin.manager.release(row)
+        check_integrity(twin.manager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+@pytest.mark.parametrize("flashinfer", [False, True])
+def test_a_large_model_s_heads_after_a_prefix(flashinfer: bool) -> None:
+    """A prompt, decode steps, a shared prefix with both tiers, a longer prompt beside another, decode."""
+    if flashinfer and not RaggedPrefill.supports(128, 128):
+        pytest.skip("FlashInfer is not installed")
+    shape = {"heads": 8, "group": 4, "dim": 128, "page_tokens": 32, "pages": 1200, "window": 64}
+    mine = Twin(triton=True, tiers="K8V4 K4V2", flashinfer=flashinfer, **shape)
+    reference = Twin(triton=False, tiers="K8V4 K4V2", **shape)
+    twins = (mine, reference)
+    assert close(*[t.extend([1], [100], [0], 1) for t in twins]) < 1e-2
+    for step in range(3):
+        assert close(*[t.decode([1], step, 10 + step) for t in twins]) < 2e-2
+    for twin in twins:
+        segment = twin.manager.share(1, 0, 102)
+        assert segment is not None
+        twin.manager.release(1)
+        twin.manager.attach_prefix(2, [(segment, 0, 100)])
+        check_integrity(twin.manager)
+    assert close(*[t.extend([2, 3], [280, 40], [100, 0], 2) for t in twins]) < 2e-2
+    for step in range(3):
+        assert close(*[t.decode([2, 3], 2, 20 + step) for t in twins]) < 2e-2
+    for twin in twins:
+        check_bounds(twin.manager)
         check_integrity(twin.manager)

@@ -57,7 +57,7 @@ class DiffKVAttnBackend(AttentionBackend):
         self.last_layer = pool.start_layer + manager.geometry.num_layers - 1
         config = load_config()
         if self.state.pages.is_cuda:
-            if config.gpu_ops == "triton":
+            if config.gpu_ops != "reference":
                 manager.ops = gpu_ops(manager, config, runner.model_config)
             if not runner.server_args.disable_overlap_schedule:
                 manager.stream = runner.forward_stream
