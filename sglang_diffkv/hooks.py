@@ -260,7 +260,9 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     result = original(self, *args, **kwargs)
     allocator = self.token_to_kv_pool_allocator
     if isinstance(allocator, DiffKVAllocator):
-        result.internal_state["diffkv"] = allocator.get_kvcache().usage.report()
+        report = allocator.get_kvcache().usage.report()
+        report["config"] = load_config().model_dump(mode="json", exclude_none=True)
+        result.internal_state["diffkv"] = report
     return result
 
 

@@ -68,6 +68,10 @@ def test_ratio_and_shares_are_reported(server: Server) -> None:
     assert stats["share_low"] > 0.1
     line = re.findall(r"kv ratio: (0\.\d+) \(high (\d+)%, low (\d+)%, pruned", server.log_text())
     assert line, "no decode log line carries the ratio"
+    assert stats["config"]["tiers"] == ["K8V4", "K4V2"]
+    heads = stats["by_head"]
+    assert sum(map(sum, heads["high"])) + sum(map(sum, heads["low"])) == heads["tokens"] * 12, "6 layers of 2 heads"
+    assert sum(map(sum, heads["pages"])) == stats["pages_used"]
 
 
 def test_several_choices(server: Server) -> None:

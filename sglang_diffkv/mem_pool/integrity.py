@@ -58,7 +58,7 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
     assert not state.entries[idle].any(), "a row without owner has entries"
     owner: dict[int, int] = {}
     for row in sorted(live):
-        seen: list[torch.Tensor] = []
+        seen: list[torch.Tensor] = []  # (layer, head) and position of each token
         rows = torch.tensor([row], device=state.device)
         for tier, seg in enumerate(state.segments):
             counts = state.entries[row, :, :, tier]
@@ -101,12 +101,13 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
             flat = valid.flatten(2)
             head = torch.arange(state.num_layers * state.num_heads, device=state.device)
             head = head.view(state.num_layers, state.num_heads, 1).expand(flat.shape)
-            seen.append(torch.stack([head[flat], position.flatten(2)[flat].long()]))
+            seen.append(head[flat] << 32 | position.flatten(2)[flat].long())
         if seen:
-            tokens_of = torch.cat(seen, 1)
-            assert tokens_of.unique(dim=1).shape[1] == tokens_of.shape[1], f"row {row}: a position is stored twice"
-            if row in manager.lengths:
-                assert int(tokens_of[1].max()) < manager.lengths[row], f"row {row}: a position past its length"
+            stored = torch.cat(seen)
+            assert stored.unique().numel() == stored.numel(), f"row {row}: a position is stored twice"
+            if row in manager.lengths and stored.numel():
+                latest = int((stored & 0xFFFFFFFF).max())
+                assert latest < manager.lengths[row], f"row {row}: a position past its length"
     return references[: state.num_pages]
 
 

@@ -134,8 +134,11 @@ class UsageMeter:
 
     def live(self) -> Usage:
         """What is held now: each request's tokens that no segment holds, and all segments. Waits for the device."""
-        parts = self._live_parts()
-        usage = self._usage(self.by_head().sum((0, 1)).tolist(), sum(hi - lo for _, lo, hi in parts))
+        return self._live(self.by_head())
+
+    def _live(self, by_head: torch.Tensor) -> Usage:
+        tokens = sum(hi - lo for _, lo, hi in self._live_parts())
+        usage = self._usage(by_head.sum((0, 1)).tolist(), tokens)
         usage.requests = len(self.manager.lengths)
         return usage
 
@@ -160,9 +163,9 @@ class UsageMeter:
     def report(self) -> dict[str, object]:
         """The ``diffkv`` entry of ``/server_info``. Waits for the device."""
         manager = self.manager
-        live = self.live()
+        by_head = self.by_head()
+        live, heads = self._live(by_head), by_head.tolist()
         used = manager.geometry.num_pages - manager.free_pages()
-        heads = self.by_head().tolist()
         names = ("high", "low")[: len(manager.fmt.tiers)]
         return {
             **live.summary(),
