@@ -184,3 +184,18 @@ def test_counts_that_arrive_together_are_not_applied_twice():
     counts = session.state.entries[1].amax((0, 1)).tolist()
     assert manager.space.bound(1) == (counts[0] + 1, counts[1] + 1)
     assert manager.space.bound(2) == tuple(session.state.entries[2].amax((0, 1)).tolist())
+
+
+def test_a_last_chunk_of_one_token_is_counted():
+    """It is part of a prompt, not a decode step, although it is one token: the page it takes must not be forgotten."""
+    session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.0, 100)))
+    manager = session.manager
+    rows = (1, 2, 3, 4, 5)
+    session.extend(dict.fromkeys(rows, 16))
+    manager.plan_step(list(rows), [1] * 5, [16] * 5)
+    manager.launch_step()
+    index = manager.to_device(rows)
+    manager.ops.reserve(manager.state, index, manager.to_device([1] * 5), 1)
+    for row in rows:
+        manager.end_prompt(row)
+    assert manager.free_bound() <= manager.free_pages()

@@ -114,7 +114,7 @@ class PageManager:
                     self.space.withdraw(done, taken)
                 raise
         for row, count in zip(rows, new_tokens):
-            if count > 1 or row not in self.lengths:
+            if count > 1 or row not in self.lengths or row in self.prompting:
                 self.prompting.add(row)
                 self.counts.touch(row)
                 self.counts.record(-self.geometry.heads * -(-count // self.fmt.high.tokens))

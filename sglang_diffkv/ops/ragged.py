@@ -38,6 +38,7 @@ class RaggedPrefill:
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD")
         self._shape = (q_heads, kv_heads, head_dim, v_head_dim)
         self._options = {"causal": True, "sm_scale": scale, "logits_soft_cap": logit_cap, "q_data_type": dtype}
+        self._copied: torch.cuda.Event | None = None
         self.scale, self.logit_cap = scale, logit_cap
 
     @staticmethod
@@ -46,10 +47,17 @@ class RaggedPrefill:
         return importlib.util.find_spec("flashinfer") is not None and head_dim == v_head_dim and head_dim in HEAD_DIMS
 
     def plan(self, step: Step) -> None:
-        """Plan for the requests of an extend step."""
+        """Plan for the requests of an extend step.
+
+        FlashInfer copies a plan from one pinned buffer, so the last plan's copy has to be through.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
         ends = torch.tensor([0, *step.counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)  # [B + 1], on the host
         q_heads, kv_heads, head_dim, v_head_dim = self._shape
         self._wrapper.plan(ends, ends, q_heads, kv_heads, head_dim, v_head_dim, **self._options)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
 
     def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Causal attention within each request.
