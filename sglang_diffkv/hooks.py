@@ -243,6 +243,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     if (
         isinstance(allocator, DiffKVAllocator)
         and self.running_batch.batch_is_full
+        and allocator.ledger.refused is not None
         and allocator.ledger.room_for_refused(compat.expected_tokens(self))
     ):
         self.running_batch.batch_is_full = False

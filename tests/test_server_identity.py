@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 
 from sglang_diffkv.testing import client, tasks
+from sglang_diffkv.testing.client import Record
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server, stock_backend
+from tests.identity import check_tokens
 
 pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
 NEW_TOKENS = 48
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
+STOCK = {"SGLANG_PLUGINS": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -23,35 +26,41 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def stock(prompts: list[list[int]]) -> list[list[int]]:
-    with Server(NANO, stock_backend(), env={"SGLANG_PLUGINS": "none"}) as server:
-        return _tokens(server, prompts, 8)
+def stock(prompts: list[list[int]]) -> list[Record]:
+    with Server(NANO, stock_backend(), env=STOCK) as server:
+        return _ask(server, prompts)
 
 
-def _tokens(server: Server, prompts: list[list[int]], concurrency: int) -> list[list[int]]:
-    return [r.output_ids for r in client.run(server.url, prompts, NEW_TOKENS, concurrency=concurrency)]
+def _ask(server: Server, prompts: list[list[int]], concurrency: int = 1) -> list[Record]:
+    """One request at a time, unless told otherwise: what a batch is composed of decides how stock SGLang rounds."""
+    return client.run(server.url, prompts, NEW_TOKENS, concurrency=concurrency, top_logprobs=2)
 
 
-def test_installed_but_not_selected_changes_nothing(prompts: list[list[int]], stock: list[list[int]]) -> None:
+def _tokens(records: list[Record]) -> list[list[int]]:
+    return [record.output_ids for record in records]
+
+
+def test_installed_but_not_selected_changes_nothing(prompts: list[list[int]], stock: list[Record]) -> None:
     with Server(NANO, stock_backend()) as server:
-        assert _tokens(server, prompts, 8) == stock
+        found = _ask(server, prompts)
+        assert _tokens(found) == _tokens(stock)
+        assert [record.logprobs for record in found] == [record.logprobs for record in stock]
         assert server.stats() is None
         assert "DiffKV plan" not in server.log_text()
 
 
-def test_lossless_tier_gives_stock_tokens(prompts: list[list[int]], stock: list[list[int]]) -> None:
+def test_lossless_tier_gives_stock_tokens(prompts: list[list[int]], stock: list[Record]) -> None:
     with Server(NANO, "diffkv", diffkv_config=LOSSLESS, env=STRICT) as server:
-        assert _tokens(server, prompts, 16) == stock, "batch of 16"
-        again = client.run(server.url, prompts, NEW_TOKENS, concurrency=1)
-        assert [r.output_ids for r in again] == stock, "one at a time, over prefix hits"
+        check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
+        again = _ask(server, prompts)
+        check_tokens(_tokens(again), stock, "one at a time, over prefix hits")
         for ids, record in zip(prompts, again, strict=True):
             assert record.cached_tokens == len(ids) - 1, "a repeated prompt is cached up to its last token"
 
 
 def test_lossless_tier_with_chunked_prefill(prompts: list[list[int]]) -> None:
-    """One request at a time: stock SGLang's own tokens depend on how a chunked batch is composed."""
     chunked = ["--chunked-prefill-size", "64"]
-    with Server(NANO, stock_backend(), chunked, env={"SGLANG_PLUGINS": "none"}) as server:
-        expected = _tokens(server, prompts[-8:], 1)
+    with Server(NANO, stock_backend(), chunked, env=STOCK) as server:
+        expected = _ask(server, prompts[-8:])
     with Server(NANO, "diffkv", chunked, diffkv_config=LOSSLESS, env=STRICT) as server:
-        assert _tokens(server, prompts[-8:], 1) == expected
+        check_tokens(_tokens(_ask(server, prompts[-8:])), expected, "chunks of 64")

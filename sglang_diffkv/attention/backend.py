@@ -130,8 +130,8 @@ class DiffKVAttnBackend(AttentionBackend):
     def _end(self, decode: bool) -> None:
         step, manager = self.step, self.manager
         assert step is not None
-        if decode and step.found is not None:
-            manager.ops.compact_step(self.state, step.rows, step.seq_lens, step.found, manager.policy, step.num_rows)
+        if decode:
+            manager.end_decode(step.rows, step.seq_lens, step.found, step.num_rows)
         for row in self.finishing:
             manager.end_prompt(row)
 

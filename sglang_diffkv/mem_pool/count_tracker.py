@@ -10,6 +10,7 @@ import torch
 
 from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.host_counts import LOOKAHEAD, HostCounts, Snapshot
+from sglang_diffkv.mem_pool.transfer import to_host
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -28,7 +29,8 @@ class CountTracker:
         self.uncounted: dict[int, Segment] = {}  # row -> segment whose pages the host does not know
         self._snapshots: deque[Snapshot] = deque()
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
-        self._settled = self._counted_step = 0
+        self._settled = 0
+        self.counted_step = 0  # all steps up to this one are known
         self._rows: tuple[np.ndarray, torch.Tensor] = (np.array([-1]), torch.empty(0))
 
     def planned(self, step: int) -> None:
@@ -40,24 +42,20 @@ class CountTracker:
         self.host.touch(segment.row, grows=False)
         self.uncounted[segment.row] = segment
 
-    def take_snapshot(self, step: int) -> None:
-        """Enqueue a count of all request rows and of the segments not yet counted, after step ``step``."""
+    def take_snapshot(self) -> None:
+        """Enqueue a count of all request rows and of the segments not yet counted, after the last planned step."""
         manager = self.manager
         rows = np.array([*manager.lengths, *self.uncounted], dtype=np.int64)
         with manager.launching():
             if not np.array_equal(rows, self._rows[0]):
                 self._rows = (rows, manager.to_device(rows))
             values = manager.ops.count_rows(manager.state, self._rows[1], steps=LOOKAHEAD, low_grows=self.low_grows)
-            event = None
-            if values.is_cuda:
-                values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
+            values, event = to_host(values)
         total = manager.space.total.copy()
         if not manager.launched and manager.planned is not None:
             total[manager.planned.rows] -= manager.planned.new_tokens
         steady = np.array([row not in manager.prompting for row in rows.tolist()], dtype=bool)
-        self._snapshots.append(Snapshot(self.host.tick, step, rows, total[rows], steady, values, event))
+        self._snapshots.append(Snapshot(self.host.tick, manager.step, rows, total[rows], steady, values, event))
 
     def refresh(self) -> None:
         """Take over the snapshots on their way. They were enqueued before the last planned step."""
@@ -73,12 +71,12 @@ class CountTracker:
                 if segment := self.uncounted.pop(row, None):
                     segment.pages = pages
                     self.manager.on_counted(segment)
-            self._counted_step = snapshot.step
+            self.counted_step = snapshot.step
 
     def settle(self) -> None:
         """Make the host's counts exact. Waits for the device."""
         if self._settled != self.manager.version or self._snapshots:
-            self.take_snapshot(self.manager.step)
+            self.take_snapshot()
             self.refresh()
             self._settled = self.manager.version
 
@@ -87,8 +85,8 @@ class CountTracker:
         if the next one is planned."""
         step = self._unreported.popleft() if self._unreported else self.manager.step
         self.refresh()
-        if self._counted_step < step:
-            self.take_snapshot(self.manager.step)
+        if self.counted_step < step:
+            self.take_snapshot()
             self.refresh()
 
     def clear(self) -> None:

@@ -54,6 +54,7 @@ class PageLedger:
         self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
         self._allocating = False
         self._price = 1.0
+        self._priced_at = (-1, -1)
         self.refused: float | None = None
         """Tokens that the last refused request needed, while it waits for them."""
 
@@ -75,6 +76,10 @@ class PageLedger:
         retracts.
         """
         manager = self.manager
+        now = (manager.version, manager.tracker.counted_step)
+        if now == self._priced_at:
+            return self._price
+        self._priced_at = now
         rows = [row for row in manager.lengths if row not in manager.prompting and manager.counts.pages[row]]
         tokens = sum(manager.lengths[row] for row in rows)
         if tokens >= PRICE_TOKENS:

@@ -18,6 +18,7 @@ from sglang_diffkv.mem_pool.count_tracker import CountTracker
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
+from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy
 
@@ -83,8 +84,7 @@ class PageManager:
 
     def to_device(self, numbers: Any) -> torch.Tensor:
         """[n] int64 on the device, without waiting for it."""
-        host = torch.as_tensor(numbers, dtype=torch.int64)
-        return host.pin_memory().to(self.state.device, non_blocking=True) if self.state.pages.is_cuda else host
+        return to_device(numbers, self.state.device)
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -105,7 +105,7 @@ class PageManager:
         for row, at in zip(rows, start, strict=True):
             if self.lengths.get(row, 0) != at:
                 raise ValueError(f"row {row} holds {self.lengths.get(row, 0)} tokens, the step starts at {at}")
-        self.tracker.take_snapshot(self.step)
+        self.tracker.take_snapshot()
         for i, (row, count) in enumerate(zip(rows, new_tokens, strict=True)):
             try:
                 self.space.append(row, count)
@@ -169,11 +169,13 @@ class PageManager:
         self.space.seal(row)
         self.sealed[row] = self.lengths[row]
 
-    def end_decode(self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any) -> None:
-        """Generation-phase compaction after a decode step; rows and seq_lens are [B] int64."""
-        if scores is None:
-            return
-        self.ops.compact_step(self.state, rows, seq_lens, scores, self.policy)
+    def end_decode(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any, num_rows: torch.Tensor | None = None
+    ) -> None:
+        """Generation-phase compaction after a decode step; rows and seq_lens are [B] integers, those past the first
+        ``num_rows`` [1] int32 padding."""
+        if scores is not None:
+            self.ops.compact_step(self.state, rows, seq_lens, scores, self.policy, num_rows)
 
     def new_scores(self, batch: int) -> Any:
         """Buffers for a decode step's searches; None if the policy never asks."""

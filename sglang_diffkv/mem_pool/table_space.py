@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.transfer import to_device
 
 
 class TableFull(RuntimeError):
@@ -100,9 +100,7 @@ class TableSpace:
         if not self._writes:
             return
         table = self.state.block_table
-        changes = torch.tensor([[*self._writes], [*self._writes.values()]], dtype=torch.int64)
-        if table.is_cuda:
-            changes = changes.pin_memory().to(table.device, non_blocking=True)
+        changes = to_device([[*self._writes], [*self._writes.values()]], table.device)
         table.view(-1)[changes[0]] = changes[1].int()
         self._writes.clear()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.transfer import to_host
 
 COUNT_AT = 1024
 """Ended requests that are counted together at the latest."""
@@ -144,20 +145,16 @@ class UsageMeter:
 
     def latest(self) -> Usage:
         """What was held at the previous call; starts to measure what is held now, without waiting."""
-        parts = self._live_parts()
-        tokens = sum(hi - lo for _, lo, hi in parts)
         if not self.manager.state.pages.is_cuda:
             return self.live()
         if self._coming is not None and self._coming[1].query():
             self._latest = self._usage(self._coming[0].tolist(), self._coming[2])
             self._coming = None
         if self._coming is None:
+            parts = self._live_parts()
             with self.manager.launching():
-                totals = self._measure(parts).sum((0, 1, 2))
-                host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True).copy_(totals, non_blocking=True)
-                event = torch.cuda.Event()
-                event.record()
-            self._coming = (host, event, tokens)
+                totals, event = to_host(self._measure(parts).sum((0, 1, 2)))
+            self._coming = (totals, event, sum(hi - lo for _, lo, hi in parts))
         return self._latest
 
     def report(self) -> dict[str, object]:

@@ -37,7 +37,7 @@ class ReferenceOps:
         rows, seq_lens, batch = rows.long(), seq_lens.long(), rows.shape[0]
         ones, count = torch.ones_like(rows), torch.full((1,), batch, dtype=torch.int32, device=rows.device)
         step = Step(rows, seq_lens, seq_lens - 1, ones, rows, torch.zeros_like(rows), seq_lens - 1, count, count)
-        step.found = StepScores.create(state, batch) if policy.compresses else None
+        step.found = self.new_found(state, batch) if policy.compresses else None
         return step
 
     def begin(self, state: PageState, step: Step, decode: bool) -> None:

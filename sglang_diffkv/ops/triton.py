@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,8 @@ from sglang_diffkv.ops.base import Step
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -148,9 +151,12 @@ class TritonOps:
     ) -> torch.Tensor:
         starts = step.extend_lens.cumsum(0) - step.extend_lens
         q = q.contiguous()
-        new_part = None
-        if self.ragged is not None and (scale, cap) == (self.ragged.scale, self.ragged.logit_cap):
-            new_part = self.ragged.run(q, key, value)
+        if self.ragged is not None and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
+            logger.warning(
+                "DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", scale, cap
+            )
+            self.ragged = None
+        new_part = self.ragged.run(q, key, value) if self.ragged is not None else None
         return extend_attention(
             state,
             layer,
