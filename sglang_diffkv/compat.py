@@ -67,6 +67,28 @@ def prompt_len(req: Any) -> int:
     return len(req.full_untruncated_fill_ids)
 
 
+def protected_len(req: Any) -> int:
+    """Tokens of the request whose names belong to the tree."""
+    return (req if release() < (0, 5, 18) else req.kv).cache_protected_len
+
+
+def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
+    """From position ``start`` on, where ``node`` ends, tokens that the tree named so far get ``names`` of the request;
+    it holds the tree up to ``node`` only."""
+    rows, row = tree.req_to_token_pool, allocated_row_of(req)
+    rows.write((row, slice(start, start + len(names))), names)
+    (req if release() < (0, 5, 18) else req.kv).cache_protected_len = start
+    if release() >= (0, 5, 22):
+        tree.unlock(req.lock)
+        req.lock = tree.lock(node)
+    else:
+        tree.dec_lock_ref(req.last_node)
+        tree.inc_lock_ref(node)
+        slots = rows.req_to_token[row, : len(req.prefix_indices)]
+        req.prefix_indices = slots.to(dtype=req.prefix_indices.dtype, copy=True)
+    req.last_node = node
+
+
 def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
     """Hold a tree node while an admission is judged."""
     return adder._lock_node(node)
@@ -137,6 +159,8 @@ def prefix_cache_class() -> type:
             row = row_of(req)
             if row is None or (running and not self.worth_sharing(row, extend_end(req))):
                 return False
+            if self.exact is not None and not running and not self.exact.joins(row):
+                return False
             if self.manager.faulted([row]) or not self.make_room_to_share(row):
                 return False
             self.inserting_row = row
@@ -157,6 +181,8 @@ def prefix_cache_class() -> type:
             stock = super().cache_unfinished_req
             if chunked or not self._publish(req, lambda: stock(req, chunked=chunked), running=True):
                 self._keep_private(req)
+            if not chunked and self.exact is not None:
+                self.exact.prompt_ended(req)
 
     class V17(_Inserting):
         def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
@@ -187,6 +213,8 @@ def prefix_cache_class() -> type:
             if self.disable or (running and up_to < prompt_len(req)):
                 return
             self._publish(req, lambda: stock(req, up_to=up_to), running=running)
+            if running and self.exact is not None:
+                self.exact.prompt_ended(req)
 
         def record_removal(self, leaf: Any) -> None:
             self.kv_events.record_remove(leaf)

@@ -109,7 +109,8 @@ class DiffKVConfig(_Strict):
         policy: ``{"name": "diffkv", ...}`` or ``{"name": "uniform"}``; by default DiffKV with two tiers,
             uniform with one. ``snapkv`` and ``h2o`` are baselines that keep what they keep at one tier.
         page_tokens: high-tier tokens of a page.
-        prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share.
+        prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share, or
+            ``exact``, all of it in the high tier, of which a running request takes a compressed copy of its own.
         gpu_ops: allow a GPU server, which is experimental, on these ops: ``triton``, or ``reference`` for the plain
             PyTorch oracle, which needs --disable-cuda-graph and --disable-overlap-schedule.
         prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
@@ -121,7 +122,7 @@ class DiffKVConfig(_Strict):
     tiers: tuple[str, ...] = ("K8V4", "K4V2")
     policy: Annotated[PolicyConfig, Field(discriminator="name")] | None = None
     page_tokens: int = Field(default=32, ge=4, le=256)
-    prefix_fidelity: Literal["compressed"] = "compressed"
+    prefix_fidelity: Literal["compressed", "exact"] = "compressed"
     share_min_tokens: int = Field(default=128, ge=1)
     gpu_ops: Literal["triton", "reference"] | None = None
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"

@@ -129,7 +129,9 @@ def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
 
 
 def create_prefix_cache(ctx: Any) -> Any:
-    return compat.prefix_cache_class()(ctx.params, load_config().share_min_tokens)
+    config = load_config()
+    exact = config.prefix_fidelity == "exact"
+    return compat.prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
 
 
 def free_row(original: Any, self: Any, req: Any) -> Any:
@@ -142,6 +144,8 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
             if req.finished() and not _aborted(req):
                 pool.usage.finish(row)
             pool.manager.release(row)
+        if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
+            exact.forget(row)
     return original(self, req)
 
 
@@ -157,19 +161,25 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     ledger = allocator.ledger
     with ledger.prefilling():
         result = original(self, *args, **kwargs)
-    manager = ledger.manager
-    rows, starts, counts = [], [], []
+    manager, exact = ledger.manager, getattr(allocator.tree_cache, "exact", None)
+    rows, starts, counts, ending = [], [], [], []
     for req in self.reqs:
         row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
         if start and not manager.lengths.get(row):
             manager.attach_prefix(row, self.tree_cache.path(req.last_node))
+            if exact is not None:
+                exact.attached(row, req.last_node)
         if end == compat.prompt_len(req):
             manager.finishing.add(row)
+            ending.append((row, req))
         ledger.promise(req.rid, [], compat.prompt_len(req) - end)
         rows.append(row)
         starts.append(start)
         counts.append(end - start)
     manager.plan_step(rows, counts, starts)
+    if exact is not None:
+        for row, req in ending:
+            exact.plan(row, req.last_node, brief=req.sampling_params.max_new_tokens <= 1)
     return result
 
 

@@ -51,6 +51,8 @@ def name_of(tokens: array) -> float:
 class TreeMachine(RuleBasedStateMachine):
     """Admit, extend in chunks, decode, finish, abort or retract, evict, flush."""
 
+    exact = False
+
     def __init__(self) -> None:
         super().__init__()
         fmt = PageFormat(DIM, DIM, (Tier(8, 4), Tier(4, 2)), 8)
@@ -62,7 +64,7 @@ class TreeMachine(RuleBasedStateMachine):
             PageLedger(self.manager, CAPACITY), dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
         params = CacheInitParams(False, self.pool, self.allocator, 1)
-        self.tree = compat.prefix_cache_class()(params, SHARE_MIN)
+        self.tree = compat.prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
         self.running: list[Any] = []
         self.random = random.Random(0)
         torch.manual_seed(0)
@@ -115,6 +117,8 @@ class TreeMachine(RuleBasedStateMachine):
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
         if prefix:
             self.manager.attach_prefix(row, path)
+            if self.tree.exact:
+                self.tree.exact.attached(row, node)
         self.pool.write((row, slice(0, prefix)), match.device_indices.int())
         self.running.append(req)
 
@@ -131,7 +135,11 @@ class TreeMachine(RuleBasedStateMachine):
         req.extend_range.end = end
         self.allocator.ledger.promise(req.rid, [], len(req.tokens) - end)
         last = end == len(req.tokens)
+        if row in self.manager.copies.judged:
+            self.manager.copies.judged[row].uniform_(0, 0.05)
         if last:
+            if self.tree.exact:
+                self.tree.exact.plan(row, req.last_node, brief=chunk % 5 == 0)
             self.manager.end_prompt(row)
             req.prefilling = False
         self.tree.cache_unfinished_req(req, chunked=not last)
@@ -174,6 +182,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.allocator.free(slots)
         self.tree.dec_lock_ref(req.last_node)
         self.manager.release(row)
+        if self.tree.exact:
+            self.tree.exact.forget(row)
         self.allocator.ledger.promise(req.rid, [], 0)
         self.pool.free_rows([row])
         self.running.remove(req)
@@ -240,8 +250,24 @@ class TreeMachine(RuleBasedStateMachine):
                 seen.index_put_((layer, head, at), torch.ones_like(at), accumulate=True)
             assert (seen[..., :length] == 1).all(), "a token is missing or stored twice"
 
+    @invariant()
+    def exact_segments_hold_every_token_high(self) -> None:
+        segments = [s for s in self.manager.held_segments if s.exact]
+        if segments:
+            columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
+            held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))
+            for segment, counts in zip(segments, held, strict=True):
+                assert (counts[..., 0] == segment.hi - segment.lo).all()
+                assert not counts[..., 1].any()
 
-TreeMachine.TestCase.settings = settings(
+
+class ExactTreeMachine(TreeMachine):
+    """The same with exact fidelity: prompts join the tree as computed, requests run on copies."""
+
+    exact = True
+
+
+TreeMachine.TestCase.settings = ExactTreeMachine.TestCase.settings = settings(
     max_examples=settings.default.max_examples // 4,
     stateful_step_count=60,
     deadline=None,
@@ -249,3 +275,4 @@ TreeMachine.TestCase.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 TestTree = TreeMachine.TestCase
+TestExactTree = ExactTreeMachine.TestCase

@@ -79,3 +79,60 @@ def test_part_from_another_kernel():
     alone = extend_attention(*arguments, 0, 0.1)
     got, _ = extend_attention(*arguments, 30, 0.1, new_part=alone)
     assert close(got, expected) < 1e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_pages_of_a_large_model(dim):
+    """Pages of 32 tokens, low tiles of 64 with an odd number of tokens."""
+    manager = make_manager(make_format("K8V4 K4V2", dim, page_tokens=32), window=16, heads=2, layers=1)
+    generator, new, prefix = torch.Generator().manual_seed(1), (70, 1), (300, 0)
+    add_prompt(manager, 1, 300, generator)
+    manager.begin_step([1, 2], list(new), list(prefix))
+    state, twin = manager.state, clone_state(manager.state)
+    rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in ((1, 2), new, prefix))
+    key, value = vectors(state, 71, generator)
+    q = torch.randn(71, 8, dim, generator=generator).to(DEVICE, BF16)
+    starts = extend_lens.cumsum(0) - extend_lens
+    out, _ = extend_attention(state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, 70, 300, 0.1)
+    expected = reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1)
+    assert int(state.entries[1, ..., 1].max()) > 1, "the prefix has low pages"
+    assert close(out, expected) < 6e-3
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
+def test_shared_tokens_are_judged_for_a_copy(tiers):
+    """Two chunks of a prompt after a shared prefix: scores go to the request's own, pages stay as they are."""
+    manager = make_manager(make_format(tiers), window=4, heads=2, layers=1)
+    generator = torch.Generator().manual_seed(2)
+    add_prompt(manager, 1, 85, generator)
+    segment = manager.share(1, 0, 85)
+    assert segment is not None
+    manager.attach_prefix(2, [(segment, 0, 77)])
+    judged = {1: torch.full((1, 2, 77), float("nan"), device=DEVICE)}
+    expected = {1: judged[1].clone()}
+    at = 77
+    for count in (9, 5):
+        manager.begin_step([3, 2], [4, count], [manager.lengths.get(3, 0), at])
+        state = manager.state
+        key, value = vectors(state, 4 + count, generator)
+        q = torch.randn(4 + count, 4, 64, generator=generator).to(DEVICE, BF16)
+        rows, extend_lens, prefix_lens = (
+            torch.tensor(x, device=DEVICE) for x in ((3, 2), (4, count), (manager.lengths[3] - 4, at))
+        )
+        starts = extend_lens.cumsum(0) - extend_lens
+        owner = rows.repeat_interleave(extend_lens)
+        offset = torch.arange(4 + count, device=DEVICE) - starts.repeat_interleave(extend_lens)
+        append(state, 0, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
+        twin = clone_state(state)
+        kept = state.segments[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
+        settings = {"update_scores": True}
+        extend_attention(
+            state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, max(4, count), at, 0.1,
+            judged=judged, **settings,
+        )  # fmt: skip
+        reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, judged=expected, **settings)
+        torch.testing.assert_close(judged[1], expected[1], rtol=3e-2, atol=2e-4)
+        after = state.segments[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
+        assert torch.equal(kept.view(torch.int32), after.view(torch.int32)), "a page that others read was written"
+        at += count
+    assert judged[1].isfinite().float().mean() > 0.5

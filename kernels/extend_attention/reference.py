@@ -9,6 +9,8 @@ from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.state import PageState
 
 QUERY_BLOCK = 256
+OBSERVED = 64
+"""What others' queries say of a shared token counts as this many queries at most when a request judges it anew."""
 
 
 def extend_attention(
@@ -24,6 +26,7 @@ def extend_attention(
     *,
     update_scores: bool = False,
     logit_cap: float = 0.0,
+    judged: dict[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -33,12 +36,15 @@ def extend_attention(
             request ``b`` is at position ``prefix_lens[b] + j``.
         update_scores: record how much attention each own token received from the new tokens
             (column sums without the token's own query, maximum over the query heads of a KV head).
+        judged: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens of the
+            request, which it shares: their mean scores go there and not into the pages.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
     """
     outs, start = [], 0
-    for row, count, prefix in zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), strict=True):
+    lens = zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), strict=True)
+    for number, (row, count, prefix) in enumerate(lens):
         end = start + count
         out, received = _attend(
             state, layer, q[start:end], key[start:end], value[start:end], row, prefix, sm_scale, logit_cap
@@ -46,6 +52,8 @@ def extend_attention(
         outs.append(out)
         if update_scores:
             _record(state, layer, row, prefix, count, received)
+            if judged and number in judged:
+                _judge(state, layer, row, prefix, count, received, judged[number][layer])
         start = end
     return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], value.shape[2])
 
@@ -131,3 +139,25 @@ def _record(state: PageState, layer: int, row: int, prefix: int, count: int, rec
     table = layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer))[0][0]
     page = table.gather(1, state.own_entry[row, layer, :, 0].long().unsqueeze(1) + slot // tokens)
     seg.scores[page, slot % tokens] = received[-1] / (count - 1 - offset).clamp(min=1)
+
+
+def _judge(
+    state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor], judged: torch.Tensor
+) -> None:
+    """Fold the column sums into ``judged`` [H, n], mean scores of the first n tokens. Where it holds none yet, the
+    pages' own scores stand for ``OBSERVED`` queries at most."""
+    rows, shared = torch.tensor([row], device=state.device), judged.shape[1]
+    for tier, seg in enumerate(state.segments):
+        width = received[tier].shape[1] // seg.layout.tokens
+        if not width:
+            continue
+        page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, width))  # [H, E]
+        position = seg.positions[page]  # [H, E, tokens]
+        known = (position >= lo.unsqueeze(2)) & (position < hi.clamp(max=shared).unsqueeze(2))
+        at = position[known].long()
+        head = torch.arange(page.shape[0], device=page.device).view(-1, 1, 1).expand(position.shape)[known]
+        so_far = judged[head, at]
+        so_far = torch.where(so_far.isnan(), seg.scores[page][known], so_far)
+        seen = (shared - 1 - at).clamp(0, OBSERVED) + (prefix - shared)
+        total = so_far * seen + received[tier].unflatten(1, (width, -1))[known]
+        judged[head, at] = total / (seen + count)

@@ -51,6 +51,7 @@ def extend_attention(
     update_scores: bool = False,
     logit_cap: float = 0.0,
     new_part: tuple[torch.Tensor, torch.Tensor] | None = None,
+    judged: dict[int, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -63,6 +64,7 @@ def extend_attention(
         update_scores: record the attention that own tokens received from the new ones.
         new_part: output [tokens, Hq, v_head_dim] and natural lse [tokens, Hq] of the new tokens' causal
             attention among themselves, where another kernel computed it.
+        judged: as for the reference; tensors [L, H, n] float32, contiguous.
 
     Returns:
         out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32 (natural logarithm).
@@ -107,7 +109,7 @@ def extend_attention(
     if update_scores:
         _update_scores(
             state, layer, q, key, lses[0], rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
-            logit_cap,
+            logit_cap, judged or {},
         )  # fmt: skip
     return outs[0], lses[0] * LN2
 
@@ -126,6 +128,7 @@ def _update_scores(
     max_prefix: int,
     sm_scale: float,
     logit_cap: float,
+    judged: dict[int, torch.Tensor],
 ) -> None:
     group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
     common = {"G": group, "HAS_CAP": logit_cap > 0, "M": 64}
@@ -133,11 +136,13 @@ def _update_scores(
     if max_prefix:
         for tier in tiers:
             programs = min(64, triton.cdiv(max_prefix, tier["N"]))
-            page_scores_kernel[(batch, heads, programs)](
-                q, lse, starts, extend_lens, prefix_lens, rows, state.pages, state.page_table, state.range_lo,
-                state.range_hi, state.block_table, state.entries, state.own_entry, layer, sm_scale, logit_cap,
-                **tier, **common, num_warps=4, num_stages=2,
-            )  # fmt: skip
+            for number, scores in [(None, lse), *judged.items()]:
+                page_scores_kernel[(batch if number is None else 1, heads, programs)](
+                    q, lse, starts, extend_lens, prefix_lens, rows, state.pages, state.page_table, state.range_lo,
+                    state.range_hi, state.block_table, state.entries, state.own_entry, scores, scores.shape[-1],
+                    number or 0, layer, sm_scale, logit_cap,
+                    JUDGE=number is not None, **tier, **common, num_warps=4, num_stages=2,
+                )  # fmt: skip
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
     new_scores_kernel[(batch, heads, triton.cdiv(max_extend, 64))](
         q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, state.write_slot, state.own_entry,

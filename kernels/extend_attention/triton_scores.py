@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
+from sglang_diffkv.kernels.extend_attention import reference
 from sglang_diffkv.kernels.extend_attention.triton_paged import largest_of
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
@@ -18,6 +19,8 @@ from sglang_diffkv.kernels.triton_codec import (
     shifted_codes,
 )
 from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, table_index
+
+OBSERVED = tl.constexpr(reference.OBSERVED)
 
 
 @triton.jit
@@ -78,18 +81,25 @@ def new_scores_kernel(
     tl.store(target + slot % TOKENS, score, mask=live)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "request", "judged_len"])
 def page_scores_kernel(
     q, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
-    own_entry, layer, sm_scale, logit_cap,
+    own_entry, judged, judged_len, request, layer, sm_scale, logit_cap,
     HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+    JUDGE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin."""
+    """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin.
+
+    With ``JUDGE`` grid (1, H, programs): the first ``judged_len`` tokens of ``request``, which it shares; their scores
+    go to ``judged`` [L, H, judged_len], NaN where there is none yet, and not into the pages.
+    """
     b = tl.program_id(0)
+    if JUDGE:
+        b = request
     head = tl.program_id(1)
     RAW: tl.constexpr = KB == 16
     KPARTS: tl.constexpr = 1 if RAW else 16 // KB
@@ -106,7 +116,14 @@ def page_scores_kernel(
     extend = tl.load(extend_lens + b).to(tl.int32)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     kcol = tl.arange(0, KWP)
-    for tile in range(tl.load(own_entry + counts) * CHUNKS + tl.program_id(2), count * CHUNKS, tl.num_programs(2)):
+    begin_tile = tl.load(own_entry + counts) * CHUNKS
+    end_tile = count * CHUNKS
+    most = prefix
+    if JUDGE:
+        end_tile = begin_tile
+        begin_tile = 0
+        most = judged_len
+    for tile in range(begin_tile + tl.program_id(2), end_tile, tl.num_programs(2)):
         page, lo, hi = tile_page(
             tile, count, block_table, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
         )
@@ -116,7 +133,7 @@ def page_scores_kernel(
         numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
         words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
         position = tl.load(numbers + POSITIONS // 4, mask=live, other=-1)
-        judge = live & (position >= lo) & (position < tl.minimum(hi, prefix))
+        judge = live & (position >= lo) & (position < tl.minimum(hi, most))
         kmask = live[:, None] & (kcol[None, :] < KW)
         k = tl.load(words + KEYS // 2 + slot[:, None] * KW + kcol[None, :], mask=kmask, other=0)  # [N, KWP]
         if not RAW:
@@ -152,6 +169,14 @@ def page_scores_kernel(
                 sums += tl.sum(tl.exp2(tl.where(shown, s, float("-inf"))), 1)
             received = tl.maximum(received, sums)
         score_ptr = (numbers + SCORES // 4).to(tl.pointer_type(tl.float32))
-        judged = tl.maximum(prefix - 1 - position, 0).to(tl.float32)
-        seen = judged * tl.load(score_ptr, mask=judge, other=0.0) + received
-        tl.store(score_ptr, seen / tl.maximum(judged + extend, 1.0), mask=judge)
+        score = tl.load(score_ptr, mask=judge, other=0.0)
+        if JUDGE:
+            judged_at = (layer * H + head).to(tl.int64) * judged_len + tl.where(judge, position, 0)
+            score_ptr = judged + judged_at
+            so_far = tl.load(score_ptr, mask=judge, other=0.0)
+            score = tl.where(so_far == so_far, so_far, score)
+            queries = tl.minimum(tl.maximum(judged_len - 1 - position, 0), OBSERVED) + (prefix - judged_len)
+        else:
+            queries = tl.maximum(prefix - 1 - position, 0)
+        seen = queries.to(tl.float32) * score + received
+        tl.store(score_ptr, seen / tl.maximum((queries + extend).to(tl.float32), 1.0), mask=judge)

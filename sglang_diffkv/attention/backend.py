@@ -104,6 +104,8 @@ class DiffKVAttnBackend(AttentionBackend):
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
         lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
         self.step = Step.extend(rows, *lens, planned.start, planned.new_tokens)
+        judged = self.manager.copies.judged
+        self.step.judged = {i: judged[row] for i, row in enumerate(planned.rows) if row in judged}
         self.finishing = self.manager.take_finishing(planned.rows)
 
     # Layers

@@ -13,7 +13,7 @@ class Segment:
     """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
 
     ``pages`` is 0 until the manager has counted them. ``nodes`` counts the tree nodes that refer to the segment
-    (splitting a node adds one and moves no byte).
+    (splitting a node adds one and moves no byte). ``exact``: every token is there, in the high tier.
     """
 
     row: int
@@ -21,6 +21,7 @@ class Segment:
     hi: int
     pages: int = 0
     nodes: int = field(default=1)
+    exact: bool = False
 
 
 Path = list[tuple[Segment, int, int]]

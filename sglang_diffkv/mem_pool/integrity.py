@@ -53,7 +53,7 @@ def _check_ring(manager: PageManager, references: torch.Tensor) -> None:
 def _check_rows(manager: PageManager) -> torch.Tensor:
     state = manager.state
     references = torch.zeros(state.num_pages + 1, dtype=torch.int32, device=state.device)
-    live = {*manager.lengths, *(s.row for s in manager.segments)}
+    live = {*manager.lengths, *(s.row for s in manager.held_segments)}
     idle = [r for r in range(state.entries.shape[0]) if r not in live]
     assert not state.entries[idle].any(), "a row without owner has entries"
     owner: dict[int, int] = {}

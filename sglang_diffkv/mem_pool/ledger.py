@@ -99,11 +99,13 @@ class PageLedger:
 
     def table_starved(self, new_blocks: int = 0) -> bool:
         """Whether the page table might not hold the next step, all promises and ``new_blocks``."""
-        return self.manager.table_starved(new_blocks + sum(promise.blocks for promise in self.promised.values()))
+        promised = sum(promise.blocks for promise in self.promised.values())
+        return self.manager.table_starved(new_blocks + promised + self.manager.copies.planned_blocks())
 
     def uncommitted_pages(self) -> int:
         """Free pages that nobody is going to take; negative if the tree must give some back first."""
-        return self.manager.free_bound() - self.manager.headroom_bound() - self.promised_pages()
+        planned = self.manager.copies.planned_pages()
+        return self.manager.free_bound() - self.manager.headroom_bound() - self.promised_pages() - planned
 
     def _tokens(self, used_pages: int) -> int:
         """Capacity, in tokens, that ``used_pages`` take."""

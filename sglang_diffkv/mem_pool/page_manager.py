@@ -16,6 +16,7 @@ import torch
 from sglang_diffkv.kernels.attach.reference import seal
 from sglang_diffkv.mem_pool.count_tracker import CountTracker
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
+from sglang_diffkv.mem_pool.prompt_copies import PromptCopies
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.mem_pool.transfer import to_device
@@ -81,6 +82,7 @@ class PageManager:
         """Called when the pages of a segment become known."""
         self.tracker = CountTracker(self)
         self.counts = self.tracker.host
+        self.copies = PromptCopies(self)
 
     def to_device(self, numbers: Any) -> torch.Tensor:
         """[n] int64 on the device, without waiting for it."""
@@ -150,13 +152,16 @@ class PageManager:
         so a prompt that is worth sharing is sealed here and that token starts a page of its own.
         """
         length = self.lengths[row]
-        if self.policy.compresses and length > self.policy.window:
+        if row in self.copies.plans:
+            self.copies.carry_out(row)
+        elif self.policy.compresses and length > self.policy.window and row not in self.copies.untouched:
             with self.launching():
                 self.ops.compact_prompt(self.state, row, length, self.policy)
             if self.tracker.low_grows:
                 self.counts.record(-self.geometry.heads)
         own = length - self.shared.get(row, 0)
-        if self.share_min_tokens is not None and own >= self.share_min_tokens:
+        least = 1 if row in self.copies.untouched else self.share_min_tokens
+        if row not in self.copies.pending and least is not None and own >= least:
             self._seal(row)
         self.counts.touch(row)
         self.prompting.discard(row)
@@ -225,9 +230,20 @@ class PageManager:
         return parts[:count]
 
     def can_share(self, row: int) -> bool:
-        """Whether a segment row and table blocks are left to make a segment of the row's own pages."""
-        needed = sum(-(-n // TABLE_BLOCK) for n in self.space.bound(row))
+        """Whether a segment row and table blocks are left to make a segment of the row's own pages, or of a part of its
+        pending one."""
+        rows = [row, self.copies.pending[row].row] if row in self.copies.pending else [row]
+        needed = max(sum(-(-n // TABLE_BLOCK) for n in self.space.bound(x)) for x in rows)
         return bool(self._segment_rows) and needed <= len(self.space.free_blocks)
+
+    def take_segment_row(self) -> int | None:
+        """A free row for a segment, None if there is none."""
+        return self._segment_rows.pop() if self._segment_rows else None
+
+    def return_segment_row(self, row: int) -> None:
+        """The segment row holds nothing any more."""
+        self.space.release(row)
+        self._segment_rows.append(row)
 
     def share(self, row: int, lo: int, hi: int) -> Segment | None:
         """Make the pages that no segment holds yet a segment for positions [lo, hi), immutable from now on.
@@ -235,24 +251,24 @@ class PageManager:
         A running row is shared up to where it was sealed; a row that ends, up to any position.
         Returns None, changing nothing, if no segment row or table block is left.
         """
-        if not self._segment_rows:
+        segment_row = self.take_segment_row()
+        if segment_row is None:
             return None
-        segment_row = self._segment_rows[-1]
         try:
             self.space.extend(segment_row, *self.space.bound(row))
         except TableFull:
-            self.space.release(segment_row)
+            self.return_segment_row(segment_row)
             return None
-        self._segment_rows.pop()
         with self.launching():
             self.ops.attach(self.state, segment_row, row, lo, hi, kept_only=True)
+        exact = row in self.copies.untouched and self.sealed.get(row) == hi
         if self.sealed.get(row) != hi:
             self._seal(row)
         with self.launching():
             self.state.kept_entry[row] = self.state.own_entry[row]
         self.shared[row] = hi
         self.counts.touch(row, decoded=True)
-        segment = Segment(segment_row, lo, hi)
+        segment = Segment(segment_row, lo, hi, exact=exact)
         self.segments.add(segment)
         self.tracker.count_later(segment)
         self.version += 1
@@ -260,6 +276,7 @@ class PageManager:
 
     def release(self, row: int) -> None:
         """Drop all that a request's row refers to."""
+        self.copies.forget(row)
         with self.launching():
             self.ops.release(self.state, row)
         self.space.release(row)
@@ -271,6 +288,11 @@ class PageManager:
         self.prompting.discard(row)
         self.version += 1
 
+    @property
+    def held_segments(self) -> list[Segment]:
+        """Segments of the prefix cache, and those that wait for it."""
+        return [*self.segments, *self.copies.pending.values()]
+
     def release_segment(self, segment: Segment, *, exclusive: bool = False) -> None:
         """Drop a segment. Rows that refer to its pages keep them.
 
@@ -280,7 +302,7 @@ class PageManager:
         self.tracker.uncounted.pop(segment.row, None)
         self.counts.private[segment.row] = segment.pages if exclusive else 0
         self.release(segment.row)
-        self._segment_rows.append(segment.row)
+        self.return_segment_row(segment.row)
         segment.pages = 0
 
     def trim_segment(self, segment: Segment, hi: int) -> None:

@@ -1,6 +1,7 @@
 """SGLang's radix tree over page segments: nodes name tokens, segments hold their pages.
 
-A prompt is compacted before it joins the tree. A node refers to the segment that stores its tokens; a
+With ``compressed`` fidelity a prompt is compacted before it joins the tree; with ``exact`` it joins as it was computed,
+and its request runs on a compressed copy (``PromptCopies``). A node refers to the segment that stores its tokens; a
 request that matches a path takes references to the pages of the path's segments, limited to the matched
 positions, so a node splits without moving a byte. Sizes are pages, in SGLang's unit (see ``PageLedger``).
 """
@@ -15,6 +16,7 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
+from sglang_diffkv.mem_pool.exact_prompts import ExactPrompts
 from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.ledger import PageLedger
 
@@ -24,7 +26,7 @@ class DiffKVPrefixCache(RadixCache):
 
     inserting_row: int | None
 
-    def __init__(self, params: Any, share_min_tokens: int):
+    def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
         self.ledger: PageLedger = params.token_to_kv_pool_allocator.ledger
         self.manager = self.ledger.manager
         self.inserting_row = None
@@ -32,7 +34,10 @@ class DiffKVPrefixCache(RadixCache):
         params.token_to_kv_pool_allocator.tree_cache = self
         super().__init__(params)
         self.manager.on_counted = self._count
-        if not self.disable:
+        self.exact: ExactPrompts | None = None
+        if exact and self.manager.policy.compresses and not self.disable:
+            self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
+        elif not self.disable:
             self.manager.share_min_tokens = share_min_tokens
 
     def reset(self) -> None:
@@ -46,7 +51,8 @@ class DiffKVPrefixCache(RadixCache):
 
     def worth_sharing(self, row: int, end: int) -> bool:
         """Whether a running request's first ``end`` tokens join the tree now rather than when it ends."""
-        return self.manager.sealed.get(row) == end
+        pending = self.manager.copies.pending.get(row)
+        return pending.hi == end if pending else self.manager.sealed.get(row) == end
 
     def make_room_to_share(self, row: int) -> bool:
         """Evict until a segment can be made of the row's pages; False if that is not possible."""
@@ -61,7 +67,8 @@ class DiffKVPrefixCache(RadixCache):
         if matched < length:
             if self.inserting_row is None:
                 raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
-            segment = self.manager.share(self.inserting_row, matched, length)
+            row = self.inserting_row
+            segment = self.manager.copies.take(row, matched, length) or self.manager.share(row, matched, length)
             if segment is None:
                 raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
             leaf.segment = segment
@@ -87,17 +94,21 @@ class DiffKVPrefixCache(RadixCache):
         end = fitting[-1][2] if fitting else 0
         return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))
 
-    def path(self, node: Any) -> Path:
-        """Segments from the root to ``node``: (segment, first position, position after the last)."""
+    def nodes(self, node: Any) -> list[Any]:
+        """The nodes of a path from below the root to ``node``."""
         nodes = []
         while node is not None and node is not self.root_node:
             nodes.append(node)
             node = node.parent
+        return nodes[::-1]
+
+    def path(self, node: Any) -> Path:
+        """Segments from the root to ``node``: (segment, first position, position after the last)."""
         parts: Path = []
         at = 0
-        for node in reversed(nodes):
-            parts.append((node.segment, at, at + len(node.key)))
-            at += len(node.key)
+        for x in self.nodes(node):
+            parts.append((x.segment, at, at + len(x.key)))
+            at += len(x.key)
         return parts
 
     # Locks
@@ -150,6 +161,10 @@ class DiffKVPrefixCache(RadixCache):
     def evict_uncovered(self) -> None:
         """Evict until free pages cover all promises and the next step."""
         self._evict_while(lambda: self.ledger.uncommitted_pages() < 0)
+
+    def evict_pages(self, pages: int) -> None:
+        """Evict until ``pages`` are free that nobody is going to take."""
+        self._evict_while(lambda: self.ledger.uncommitted_pages() < pages)
 
     def evict_table_blocks(self, path: Path, new_tokens: int) -> None:
         """Evict until the page table has room for a prompt after a matched path, which must be locked."""
@@ -204,6 +219,7 @@ class DiffKVPrefixCache(RadixCache):
             self.manager.release_segment(segment, exclusive=self.locked_nodes.pop(segment) == 0)
         else:
             self.manager.trim_segment(segment, segment.hi - len(node.key))
+        node.segment = None
 
     def _count(self, segment: Segment) -> None:
         """The pages of a segment became known."""

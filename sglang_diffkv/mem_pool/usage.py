@@ -125,7 +125,7 @@ class UsageMeter:
     def _live_parts(self) -> list[tuple[int, int, int]]:
         manager = self.manager
         parts = [(row, manager.shared.get(row, 0), length) for row, length in manager.lengths.items()]
-        return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.segments]
+        return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.held_segments]
 
     def by_head(self) -> torch.Tensor:
         """What each (layer, head) holds now: tokens of each tier and pages, [L, H, T + 1] on the host. Waits for the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,9 @@ class Step:
     counts: tuple[int, ...] = ()  # an extend step's new tokens of each request, on the host
     found: Any = None
     scratch: Any = None
+    judged: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
+    NaN where not judged yet."""
 
     @classmethod
     def extend(
@@ -113,6 +116,18 @@ class Ops(Protocol):
     ) -> None: ...
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None: ...
+
+    def copy_compact(
+        self,
+        state: PageState,
+        target: int,
+        source: int,
+        lo: int,
+        hi: int,
+        seq_len: int,
+        policy: Policy,
+        judged: torch.Tensor | None,
+    ) -> None: ...
 
     def attach(
         self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False

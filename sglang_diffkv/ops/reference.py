@@ -10,6 +10,7 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.attach.reference import attach
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
 from sglang_diffkv.kernels.compact_step.reference import compact_step
+from sglang_diffkv.kernels.copy_compact.reference import copy_compact
 from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
@@ -77,7 +78,9 @@ class ReferenceOps:
         lens = (step.rows, step.extend_lens, step.prefix_lens)
         if self.exact and not cap:
             return raw_attention(state, layer, q, *lens, scale)
-        return extend_attention(state, layer, q, key, value, *lens, scale, update_scores=update_scores, logit_cap=cap)
+        return extend_attention(
+            state, layer, q, key, value, *lens, scale, update_scores=update_scores, logit_cap=cap, judged=step.judged
+        )
 
     def compact_step(
         self,
@@ -92,6 +95,19 @@ class ReferenceOps:
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         compact_prompt(state, row, seq_len, policy)
+
+    def copy_compact(
+        self,
+        state: PageState,
+        target: int,
+        source: int,
+        lo: int,
+        hi: int,
+        seq_len: int,
+        policy: Policy,
+        judged: torch.Tensor | None,
+    ) -> None:
+        copy_compact(state, target, source, lo, hi, seq_len, policy, judged)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

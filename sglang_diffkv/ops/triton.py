@@ -13,6 +13,7 @@ from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
+from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_rows.triton import count_rows
 from sglang_diffkv.kernels.decode_attention.triton import DecodeScratch, FoundTokens, decode_attention
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
@@ -173,6 +174,7 @@ class TritonOps:
             update_scores=update_scores,
             logit_cap=cap,
             new_part=new_part,
+            judged=step.judged,
         )[0]
 
     def compact_step(
@@ -195,6 +197,32 @@ class TritonOps:
         assert isinstance(policy, DiffKVPolicy)
         settings = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
         compact_prompt(state, row, seq_len, self.prompt, window=policy.window, **settings)
+
+    def copy_compact(
+        self,
+        state: PageState,
+        target: int,
+        source: int,
+        lo: int,
+        hi: int,
+        seq_len: int,
+        policy: Policy,
+        judged: torch.Tensor | None,
+    ) -> None:
+        assert isinstance(policy, DiffKVPolicy)
+        copy_compact(
+            state,
+            target,
+            source,
+            lo,
+            hi,
+            seq_len,
+            self.ticket,
+            alpha_high=policy.alpha_high,
+            alpha_low=policy.alpha_low,
+            window=policy.window,
+            judged=judged,
+        )
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

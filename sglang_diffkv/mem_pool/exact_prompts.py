@@ -1,0 +1,103 @@
+"""When a prompt joins the prefix cache exactly, and what of it a running request reads there or copies.
+
+A private compressed copy takes at least half of the pages that it replaces (112 of 208 bytes a token from K8V4 to
+K4V2), so it saves memory only where nobody else reads them: the part of a prefix that other running requests hold too
+stays shared, the rest is copied with the prompt's new tokens. The copied part of the tree is unlocked, so that it may
+be evicted while the request runs. Without room for a copy the new tokens are compressed in place and never join the
+tree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_diffkv import compat
+
+if TYPE_CHECKING:
+    from sglang_diffkv.mem_pool.prefix_cache import DiffKVPrefixCache
+
+
+class ExactPrompts:
+    """Decisions of ``prefix_fidelity: exact``, for rows of running requests.
+
+    Args:
+        least_published: a prompt with fewer new tokens than this joins the tree with its reply, compressed.
+    """
+
+    def __init__(self, tree: DiffKVPrefixCache, least_published: int):
+        self.tree, self.least_published = tree, least_published
+        self.manager, self.ledger = tree.manager, tree.ledger
+        self.ends: dict[int, Any] = {}  # row -> node up to which the tree has its prompt, None if it has not
+        self.detaching: dict[int, int] = {}  # row -> position from which on its tokens are its own copy
+
+    def attached(self, row: int, node: Any) -> None:
+        """A row begins its prompt after the path to ``node``: it judges for itself what it may copy."""
+        if any(x.lock_ref < 2 for x in self.tree.nodes(node)):
+            self.manager.copies.judge(row)
+
+    def plan(self, row: int, node: Any, *, brief: bool) -> None:
+        """The planned pass ends the prompt of a row that holds the path to ``node``: copy, or share, or neither.
+
+        Args:
+            brief: the request ends with its first token, so that nothing is gained by compressing it.
+        """
+        manager, copies = self.manager, self.manager.copies
+        length, shared = manager.lengths[row], manager.shared.get(row, 0)
+        publish = length - shared >= self.least_published
+        self.ends[row] = None if publish else node
+        if brief:
+            copies.untouched.add(row)
+            return
+        path = self.tree.path(node)
+        readers = [x.lock_ref for x in self.tree.nodes(node)]
+        kept = [part for part, count in zip(path, readers, strict=True) if count >= 2]
+        copied = path[len(kept) :]
+        if not publish and not copied:
+            return
+        start = kept[-1][2] if kept else 0
+        needed = copies.most_pages(length - start)
+        if self.ledger.uncommitted_pages() + self.ledger.evictable_pages < needed:
+            return
+        self.tree.evict_pages(needed)
+        if self.ledger.uncommitted_pages() < needed:
+            return
+        if self.ledger.table_starved(copies.blocks_for(row, kept, length - start)):
+            return
+        if copies.plan(row, kept, copied, publish=publish):
+            self.detaching[row] = start
+
+    def joins(self, row: int) -> bool:
+        """Whether the tree may take the tokens of a request that ends: it has, or gets, the prompt exactly."""
+        if row in self.manager.copies.pending or row in self.manager.copies.untouched:
+            return True
+        node = self.ends.get(row)
+        return node is not None and (node is self.tree.root_node or node.segment is not None)
+
+    def prompt_ended(self, req: Any) -> None:
+        """SGLang has had its chance to insert the prompt: the request lets go of what it copied."""
+        row = compat.allocated_row_of(req)
+        if row in self.detaching:
+            if self.ends[row] is None and row not in self.manager.copies.pending:
+                self.ends[row] = req.last_node
+            self.manager.copies.drop_pending(row)
+            self._detach(req, row, self.detaching.pop(row))
+
+    def _detach(self, req: Any, row: int, start: int) -> None:
+        """Names of the request's own for its copy, and a lock on the rest only."""
+        count = compat.protected_len(req) - start
+        if count <= 0:
+            return
+        names = self.tree.token_to_kv_pool_allocator.alloc(count)
+        if names is None:
+            return
+        nodes, at, node = self.tree.nodes(req.last_node), 0, self.tree.root_node
+        for x in nodes:
+            if at == start:
+                break
+            at, node = at + len(x.key), x
+        compat.own_from(self.tree, req, node, start, names)
+
+    def forget(self, row: int) -> None:
+        """The row's request leaves it."""
+        self.ends.pop(row, None)
+        self.detaching.pop(row, None)

@@ -1,0 +1,171 @@
+"""Exact prefix fidelity: the tree keeps a prompt as it was computed, the request runs on a compressed copy of its own.
+
+When a prompt's last chunk has run, its new pages become a *pending* segment, immutable, which the prefix cache
+takes over when SGLang inserts the prompt. The row drops all references but those to the part of its prefix that it
+shares with other running requests (the *kept* path), and the rest, from the tree's pages and the new ones, is copied
+into pages of the row's own, compressed by the policy. All of it is launched behind the prompt's pass and before the
+next token is written.
+
+A copy is judged by its own request: while the prompt runs, the attention that shared tokens receive is folded into
+scores of the row (``judged``), never into pages that others read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_diffkv.mem_pool.geometry import Path, Segment
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+from sglang_diffkv.mem_pool.table_space import TableFull
+
+if TYPE_CHECKING:
+    from sglang_diffkv.mem_pool.page_manager import PageManager
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What a row refers to when its prompt has run: ``kept`` stays shared, ``copied`` is copied with its new tokens."""
+
+    kept: Path
+    copied: Path
+    publish: bool  # whether the new tokens' pages wait for the prefix cache
+    segment_row: int
+    pages: int  # at most
+    blocks: int  # of the page table, at most
+
+
+class PromptCopies:
+    """Plans of copies, and segments that wait for the prefix cache."""
+
+    def __init__(self, manager: PageManager):
+        self.manager = manager
+        self.plans: dict[int, CopyPlan] = {}  # row -> plan; carried out at the end of the pass that is planned
+        self.pending: dict[int, Segment] = {}  # row -> its prompt's new pages
+        self.untouched: set[int] = set()  # rows whose prompt stays as it is, for a request that ends with it
+        self.judged: dict[int, torch.Tensor] = {}  # row -> [L, H, shared tokens] float32, NaN where not judged yet
+
+    def judge(self, row: int) -> None:
+        """From now on, the row's passes judge the shared tokens for its copy."""
+        geometry, shared = self.manager.geometry, self.manager.shared[row]
+        with self.manager.launching():
+            self.judged[row] = torch.full(
+                (geometry.num_layers, geometry.num_heads, shared), float("nan"), device=self.manager.state.device
+            )
+
+    def most_pages(self, tokens: int) -> int:
+        """Upper bound of the pages of a copy."""
+        return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
+
+    def planned_pages(self) -> int:
+        """Pages that the planned copies take, at most."""
+        return sum(plan.pages for plan in self.plans.values())
+
+    def planned_blocks(self) -> int:
+        return sum(plan.blocks for plan in self.plans.values())
+
+    def blocks_for(self, row: int, kept: Path, tokens: int) -> int:
+        """Table blocks, at most, of a segment of the row's new pages and of the row with ``tokens`` copied."""
+        segment = sum(-(-n // TABLE_BLOCK) for n in self.manager.space.bound(row))
+        return segment + self.manager.table_blocks(kept, tokens)
+
+    def plan(self, row: int, kept: Path, copied: Path, *, publish: bool) -> bool:
+        """Copy at the end of the planned pass, which ends the row's prompt. The caller has made sure of the pages.
+
+        Returns False, changing nothing, if no segment row or table block is left.
+        """
+        manager = self.manager
+        start = kept[-1][2] if kept else 0
+        tokens = manager.lengths[row] - start
+        blocks = self.blocks_for(row, kept, tokens)
+        segment_row = manager.take_segment_row()
+        if segment_row is None:
+            return False
+        try:
+            manager.space.extend(segment_row, *manager.space.bound(row))
+        except TableFull:
+            manager.return_segment_row(segment_row)
+            return False
+        self.plans[row] = CopyPlan(kept, copied, publish, segment_row, self.most_pages(tokens), blocks)
+        return True
+
+    def carry_out(self, row: int) -> None:
+        """Behind the pass: part with the prompt's pages and copy."""
+        manager, state = self.manager, self.manager.state
+        plan = self.plans.pop(row)
+        length, shared = manager.lengths[row], manager.shared.get(row, 0)
+        judged = self.judged.pop(row, None)
+        with manager.launching():
+            manager.ops.attach(state, plan.segment_row, row, shared, length, kept_only=True)
+            fault = state.fault[row].clone()
+            manager.ops.release(state, row)
+            state.fault[row] = fault
+        pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True)
+        manager.space.release(row)
+        for segment, lo, hi in plan.kept:
+            manager.space.extend(row, *manager.path_entries([(segment, lo, hi)]))
+            with manager.launching():
+                manager.ops.attach(state, row, segment.row, lo, hi)
+        start = plan.kept[-1][2] if plan.kept else 0
+        copied = length - start
+        layouts = manager.fmt.layouts
+        low = -(-copied // layouts[-1].tokens) if len(layouts) > 1 else 0
+        manager.space.extend(row, -(-copied // layouts[0].tokens), low)
+        with manager.launching():
+            for segment, lo, hi in [*plan.copied, (pending, shared, length)]:
+                manager.ops.copy_compact(state, row, segment.row, lo, hi, length, manager.policy, judged)
+        manager.counts.record(-plan.pages)
+        manager.shared.pop(row, None)
+        if start:
+            manager.shared[row] = start
+        if not plan.publish:
+            self.drop_pending(row)
+
+    def take(self, row: int, lo: int, hi: int) -> Segment | None:
+        """The pending segment of a row, limited to [lo, hi), for the prefix cache; None if it does not hold that."""
+        pending = self.pending.get(row)
+        if pending is None or not pending.lo <= lo < hi <= pending.hi:
+            return None
+        del self.pending[row]
+        manager = self.manager
+        if (lo, hi) != (pending.lo, pending.hi):
+            narrow = manager.take_segment_row()
+            if narrow is None:
+                self.pending[row] = pending
+                return None
+            try:
+                manager.space.extend(narrow, *manager.space.bound(pending.row))
+            except TableFull:
+                manager.return_segment_row(narrow)
+                self.pending[row] = pending
+                return None
+            with manager.launching():
+                manager.ops.attach(manager.state, narrow, pending.row, lo, hi)
+            self._drop(pending)
+            pending = Segment(narrow, lo, hi, exact=True)
+        manager.segments.add(pending)
+        manager.tracker.count_later(pending)
+        manager.version += 1
+        return pending
+
+    def forget(self, row: int) -> None:
+        """The row is released: give up what was not carried out or taken."""
+        self.judged.pop(row, None)
+        self.untouched.discard(row)
+        if plan := self.plans.pop(row, None):
+            self.manager.return_segment_row(plan.segment_row)
+        self.drop_pending(row)
+
+    def drop_pending(self, row: int) -> None:
+        """The prefix cache does not want the row's pending segment, or not any more."""
+        if pending := self.pending.pop(row, None):
+            self._drop(pending)
+
+    def _drop(self, pending: Segment) -> None:
+        manager = self.manager
+        with manager.launching():
+            manager.ops.release(manager.state, pending.row)
+        manager.return_segment_row(pending.row)
+        manager.version += 1
