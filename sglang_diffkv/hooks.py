@@ -208,9 +208,14 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     with compat.node_locked(self, req.last_node):
         if tree is not None:
             tree.evict_table_blocks(path, needed)
-        if not ledger.admits(path, needed):
-            ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
-            return AddReqResult.NO_TOKEN
+        admitted = ledger.admits(path, needed)
+    if not admitted:
+        ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
+        if path and not ledger.manager.lengths and not ledger.promised:
+            # Nothing runs, so nothing will make room but the part-filled pages of the request's own prefix.
+            tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
+            return AddReqResult.OTHER
+        return AddReqResult.NO_TOKEN
     with compat.priced(req, ledger.growth_price()):
         result = original(self, req, *args, **kwargs)
     ledger.refused = None
@@ -273,6 +278,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if isinstance(allocator, DiffKVAllocator):
         report = allocator.get_kvcache().usage.report()
         report["config"] = load_config().model_dump(mode="json", exclude_none=True)
+        if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
+            report["prompts"] = exact.outcomes
         result.internal_state["diffkv"] = report
     return result
 

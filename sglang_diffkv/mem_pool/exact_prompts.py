@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv import compat
+from sglang_diffkv.mem_pool.geometry import Path
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.prefix_cache import DiffKVPrefixCache
@@ -29,6 +30,9 @@ class ExactPrompts:
         self.manager, self.ledger = tree.manager, tree.ledger
         self.ends: dict[int, Any] = {}  # row -> node up to which the tree has its prompt, None if it has not
         self.detaching: dict[int, int] = {}  # row -> position from which on its tokens are its own copy
+        self.outcomes = dict.fromkeys(("copied", "shared", "brief", "no room"), 0)
+        """Prompts so far: compressed in a copy; all but a few tokens shared with running requests; left as they are for
+        a request that ends with them; compressed in place, or left shared, for want of pages."""
 
     def attached(self, row: int, node: Any) -> None:
         """A row begins its prompt after the path to ``node``: it judges for itself what it may copy."""
@@ -47,24 +51,31 @@ class ExactPrompts:
         self.ends[row] = None if publish else node
         if brief:
             copies.untouched.add(row)
+            self.outcomes["brief"] += 1
             return
         path = self.tree.path(node)
         readers = [x.lock_ref for x in self.tree.nodes(node)]
         kept = [part for part, count in zip(path, readers, strict=True) if count >= 2]
         copied = path[len(kept) :]
         if not publish and not copied:
+            self.outcomes["shared"] += 1
             return
         start = kept[-1][2] if kept else 0
-        needed = copies.most_pages(length - start)
+        if self._make_room(row, kept, length - start) and copies.plan(row, kept, copied, publish=publish):
+            self.detaching[row] = start
+            self.outcomes["copied"] += 1
+        else:
+            self.outcomes["no room"] += 1
+
+    def _make_room(self, row: int, kept: Path, tokens: int) -> bool:
+        """Whether ``tokens`` of the row can be copied behind ``kept``, evicting what nobody reads."""
+        needed = self.manager.copies.most_pages(tokens)
         if self.ledger.uncommitted_pages() + self.ledger.evictable_pages < needed:
-            return
+            return False
         self.tree.evict_pages(needed)
         if self.ledger.uncommitted_pages() < needed:
-            return
-        if self.ledger.table_starved(copies.blocks_for(row, kept, length - start)):
-            return
-        if copies.plan(row, kept, copied, publish=publish):
-            self.detaching[row] = start
+            return False
+        return not self.ledger.table_starved(self.manager.copies.blocks_for(row, kept, tokens))
 
     def joins(self, row: int) -> bool:
         """Whether the tree may take the tokens of a request that ends: it has, or gets, the prompt exactly."""

@@ -149,11 +149,17 @@ class DiffKVPrefixCache(RadixCache):
         return self.ledger.protected()
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now."""
+        """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now.
+
+        Should that not be enough, the host waits for the device's counts, which may know of more room than its bounds:
+        SGLang would retract a request next.
+        """
         if self.disable:
             return EvictResult()
         start, before = time.perf_counter(), self.ledger.available()
         self._evict_while(lambda: self.ledger.available() - before < params.num_tokens)
+        if self.ledger.available() - before < params.num_tokens:
+            self.manager.tracker.settle()
         gained = self.ledger.available() - before
         self.update_eviction_metrics(gained, start)
         return EvictResult(num_tokens_evicted=gained)
