@@ -25,9 +25,11 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def check_tokens(found: Sequence[Sequence[int]], expected: Sequence[Record], what: str) -> None:
+def check_tokens(
+    found: Sequence[Sequence[int]], expected: Sequence[Record], what: str, *, equal: float = EQUAL
+) -> None:
     """``found`` are the tokens of ``expected``; a reply may leave them only where ``expected``, which carries the two
-    best log-probabilities of each position, was undecided."""
+    best log-probabilities of each position, was undecided, and the share ``equal`` of the replies may not at all."""
     assert len(found) == len(expected)
     left = 0
     for index, (tokens, record) in enumerate(zip(found, expected, strict=True)):
@@ -39,4 +41,4 @@ def check_tokens(found: Sequence[Sequence[int]], expected: Sequence[Record], wha
         best, second = record.top_logprobs[at][:2]
         margin = best[0] - second[0]
         assert margin <= UNDECIDED, f"{what}: reply {index} differs at {at}, where {margin:.2f} nats decide"
-    assert left <= (1 - EQUAL) * len(expected), f"{what}: {left} of {len(expected)} replies differ"
+    assert left <= (1 - equal) * len(expected), f"{what}: {left} of {len(expected)} replies differ"

@@ -10,32 +10,39 @@ from typing import Any
 
 import pytest
 
+from sglang_diffkv.testing import client, tasks
+from sglang_diffkv.testing.client import Record
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
+from tests.identity import check_tokens
 
 pytestmark = pytest.mark.server
 
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
-REQUESTS, NEW_TOKENS, POOL = 8, 320, 1100
-"""Two requests of about 500 tokens fill the pool."""
+REQUESTS, NEW_TOKENS, POOL = 10, 320, 800
+"""Two or three requests fill the pool."""
 
 
-def _ask(server: Server, index: int) -> Any:
-    rng = random.Random(index)
-    time.sleep(0.3 * index)
-    ids = [rng.randrange(300, 8000) for _ in range(150 + 11 * index)]
-    parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-    return server.generate({"input_ids": ids, "sampling_params": parameters})["output_ids"]
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Questions with long replies, in pairs that share all but their last tokens."""
+    items = [x for x in tasks.load("dev") if x.task == "recur" and x.level == "hard"][: REQUESTS // 2]
+    ids = [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in items]
+    return [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
 
 
-def _load(server: Server) -> list[Any]:
-    with ThreadPoolExecutor(REQUESTS) as threads:
-        return list(threads.map(lambda i: _ask(server, i), range(REQUESTS)))
+def _load(server: Server, prompts: list[list[int]]) -> list[Record]:
+    def ask(index: int) -> Record:
+        time.sleep(0.2 * index)
+        return client.ask(server.url, prompts[index], NEW_TOKENS, top_logprobs=2)
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(ask, range(len(prompts))))
 
 
-def _run(pool: int, *args: str, **config: Any) -> tuple[list[Any], str]:
+def _run(prompts: list[list[int]], pool: int, *args: str, **config: Any) -> tuple[list[Record], str]:
     with Server(NANO, "diffkv", ["--max-total-tokens", str(pool), *args], diffkv_config=config, env=STRICT) as server:
-        replies = _load(server)
+        replies = _load(server, prompts)
         server.flush_cache()
         stats = server.stats()
         assert stats is not None
@@ -44,11 +51,12 @@ def _run(pool: int, *args: str, **config: Any) -> tuple[list[Any], str]:
         return replies, server.log_text()
 
 
-def test_small_pool_completes_all_with_the_same_tokens() -> None:
-    roomy, _ = _run(16384, tiers=["BF16"])
-    tight, log = _run(POOL, "--schedule-conservativeness", "0.1", tiers=["BF16"])
-    assert tight == roomy
+def test_small_pool_completes_all_with_the_same_tokens(prompts: list[list[int]]) -> None:
+    roomy, _ = _run(prompts, 16384, "--disable-radix-cache", tiers=["BF16"])
+    tight, log = _run(prompts, POOL, "--schedule-conservativeness", "0.1", tiers=["BF16"])
+    check_tokens([x.output_ids for x in tight], roomy, "shared, evicted and retracted")
     assert "Retract requests" in log, "the load did not exercise retraction"
+    assert sum(x.completion_tokens for x in roomy) > 4 * POOL // 2
 
 
 def test_room_that_compression_frees_is_admitted_again() -> None:
@@ -69,6 +77,8 @@ def test_room_that_compression_frees_is_admitted_again() -> None:
     assert max(running) >= 3
 
 
-def test_small_pool_under_compression_completes_all() -> None:
-    replies, _ = _run(POOL, "--schedule-conservativeness", "0.1")
-    assert [len(x) for x in replies] == [NEW_TOKENS] * REQUESTS
+@pytest.mark.parametrize("fidelity", ["compressed", "exact"])
+def test_small_pool_under_compression_completes_all(prompts: list[list[int]], fidelity: str) -> None:
+    replies, log = _run(prompts, POOL, "--schedule-conservativeness", "0.1", prefix_fidelity=fidelity)
+    assert all(x.completion_tokens > 0 for x in replies)
+    assert "due to OOM" not in log
