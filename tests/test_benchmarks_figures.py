@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 
 import pytest
 
 from benchmarks import redraw
-from benchmarks.figures import breakdown, cases, cli, pareto, precision, session, sparsity, style, thresholds
+from benchmarks.figures import breakdown, cases, cli, pareto, precision, style, thresholds
 from benchmarks.figures.cases import Thresholds, diffkv, uniform
-from benchmarks.figures.data import FigureData, Point
+from benchmarks.figures.data import FigureData
 from sglang_diffkv.evaluate import runner
-from sglang_diffkv.evaluate.endpoint import Endpoint
-from sglang_diffkv.evaluate.store import Answer, Store, UsageRecord
-from sglang_diffkv.evaluate.task import Outcome
+from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.testing.paths import NANO
-from tests.evaluation import REFERENCE, replies, tokenizer_of
-from tests.fake_server import FakeServer
-
-BASE = ["--model", str(NANO), "--task", REFERENCE]
+from sglang_diffkv.testing.server import ServerError
+from tests.evaluation import REFERENCE
+from tests.figures import BASE, figure, point, servers
 
 
 @pytest.fixture
 def started(monkeypatch):
-    """Names of the servers started; those whose name has a 2 or 1 bit precision answer two questions wrong."""
-    names: list[str] = []
-
-    @contextmanager
-    def start(configuration, model, args):
-        names.append(configuration.name)
-        wrong = ("t-add-easy-0", "t-few-a-0") if configuration.name[-1] in "12" else ()
-        with FakeServer(replies(wrong), share=configuration.diffkv and 0.4) as fake:
-            yield Endpoint.connect(fake.url, owned=True)
-
-    monkeypatch.setattr(runner, "start", start)
-    monkeypatch.setattr(cli, "load_tokenizer", tokenizer_of)
-    monkeypatch.setattr("sglang_diffkv.evaluate.configuration.has_gpu", lambda: False)
-    monkeypatch.setattr(cases, "has_gpu", lambda: False)
-    return names
-
-
-def point(name: str, accuracy: float, ratio: float | None, **fields: object) -> Point:
-    base = {"configuration": name, "suite": "reference/dev", "series": cases.EQUAL, "label": name, "n": 10}
-    base |= {"accuracy": accuracy, "error": 0.1, "ratio_pages": ratio, "ratio_tokens": ratio}
-    return Point.model_validate({**base, **fields})
-
-
-def figure(folder, name: str) -> FigureData:
-    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    return FigureData.model_validate_json((folder / f"{name}.json").read_text())
+    """Names of the servers started."""
+    return servers(monkeypatch)
 
 
 def test_precisions_with_their_mirror_images(tmp_path, started):
@@ -68,13 +40,20 @@ def test_precisions_with_their_mirror_images(tmp_path, started):
 def test_figures_share_answers_and_a_broken_run_goes_on(tmp_path, started, monkeypatch):
     args = [*BASE, "--output", str(tmp_path), "--tiers", "K8V4", "--alpha-high", "0", "3", "--alpha-low", "0"]
 
+    working = runner.start
+
+    def start(configuration, model, args):
+        if configuration.name == "K8V4":
+            raise ServerError("no memory")
+        return working(configuration, model, args)
+
     with monkeypatch.context() as broken:
-        broken.setattr(precision, "uniform", lambda tier: pytest.fail("stopped here"))
-        with pytest.raises(pytest.fail.Exception):
-            cli.main(["fig8", *args])
+        broken.setattr(runner, "start", start)
+        assert cli.main(["fig8", *args]) == 1
+    assert started == ["stock"] and not (tmp_path / "fig8.json").exists()
     assert cli.main(["fig8", "fig10", *args]) == 0
     assert started == ["stock", "K8V4", "diffkv K8V4-K4V2 (3, 0)", "diffkv K8V4-K4V2 (1, 0)"]
-    assert cli.main(["fig10", "fig11", "--parts", "uniform", "thresholds", *args[0:]]) == 0
+    assert cli.main(["fig10", "fig11", "--parts", "uniform", "thresholds", *args]) == 0
     assert len(started) == 4, "all answers were there"
     labels = [(x.series, x.label) for x in figure(tmp_path, "fig10").points]
     assert labels == [
@@ -120,7 +99,7 @@ def test_shares_by_task_are_asked_task_by_task(tmp_path, started):
     assert {x.suite: x.n for x in data.points} == {
         "reference/reference/add": 3, "reference/reference/few": 4, "reference/reference/sort": 1
     }  # fmt: skip
-    assert {x.configuration for x in data.points} == {"diffkv K8V4-K4V2 (1, 0)"}
+    assert {x.configuration for x in data.points} == {"diffkv K8V4-K4V2 (1, 0)"} == set(started)
     for x in data.points:
         assert (x.share_high, x.share_low, x.share_pruned) == pytest.approx((0.6, 0.3, 0.1))
     assert "thresholds: defaults, none are calibrated for this model" in data.notes
@@ -132,78 +111,6 @@ def test_shares_by_task_are_asked_task_by_task(tmp_path, started):
 def test_a_file_of_one_task_is_not_split(tmp_path, started):
     assert cli.main(["fig12", *BASE, "--only", "add", "--output", str(tmp_path)]) == 0
     assert figure(tmp_path, "fig12").suites() == ["reference/reference"]
-
-
-LENGTHS = [(200, 400), (1000, 1200), (60, 90), (640, 2640)]
-
-
-@pytest.mark.parametrize("prompt_only", [True, False])
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.25])
-def test_equal_pruning_matches_the_share(share, prompt_only):
-    fraction, reached = sparsity.matching_fraction(LENGTHS, share, prompt_only)
-    assert reached == pytest.approx(share, abs=0.002)
-    assert reached == sparsity.predicted_share(LENGTHS, fraction, prompt_only)
-    every = [sparsity.predicted_share(LENGTHS, x / 1000, prompt_only) for x in range(1, 1001)]
-    assert abs(reached - share) == min(abs(x - share) for x in every)
-
-
-def test_a_budget_counts_what_the_policy_keeps():
-    assert sparsity.predicted_share([(100, 300)], 0.5, prompt_only=False) == 0.5
-    assert sparsity.predicted_share([(100, 300)], 0.9, prompt_only=True) == pytest.approx(10 / 300)
-    assert sparsity.predicted_share([(100, 100)], 0.1, prompt_only=True) == 0.36, "the window of 64 always stays"
-
-
-def filled(folder, pruned: float) -> Store:
-    """A store with one configuration that pruned a share of the tokens of ``LENGTHS``."""
-    store = Store(folder)
-    for number, (prompt, total) in enumerate(LENGTHS):
-        outcome = Outcome(prompt, total - prompt, right=True)
-        store.add(Answer(configuration="d", suite="s", id=str(number), task="t", outcome=outcome))
-    totals = {"finished": {"high": 1000 * (1 - pruned), "low": 0.0, "pruned": 1000 * pruned}}
-    store.add(UsageRecord(configuration="d", suite="s", run="r", totals=totals))
-    return store
-
-
-def matched(folder, pruned: float) -> tuple[list[cases.Case], session.Session]:
-    class Args:
-        model, server_args, concurrency, ratio = str(NANO), (), 1, "pages"
-
-    source = cases.Case(cases.Configuration("d"), cases.DYNAMIC, "(-, 0.1)")
-    with filled(folder, pruned) as store:
-        where = session.Session(Args, [], store)
-        return sparsity.equal_pruning(where, source, "BF16"), where
-
-
-def test_static_policies_get_the_fraction_that_prunes_as_much(tmp_path):
-    found, where = matched(tmp_path, 0.2)
-    assert [x.series for x in found] == [cases.PROMPT_BUDGET, cases.STEP_BUDGET]
-    for case, prompt_only in zip(found, (True, False)):
-        policy = case.configuration.diffkv.policy
-        assert policy.window == 64 and policy.fraction == case.fraction and case.matched_to == "d"
-        assert sparsity.predicted_share(LENGTHS, case.fraction, prompt_only) == pytest.approx(0.2, abs=0.002)
-    assert not where.skipped
-
-
-def test_pruning_out_of_reach_is_named(tmp_path):
-    found, where = matched(tmp_path / "a", 0.5)
-    assert [x.series for x in found] == [cases.STEP_BUDGET]
-    assert "snapkv prunes" in where.skipped["snapkv as (-, 0.1)"] and "50.0%" in where.skipped["snapkv as (-, 0.1)"]
-    found, where = matched(tmp_path / "b", 0.0)
-    assert not found and "nothing to compare" in where.notes[0]
-
-
-def test_pruning_figure_measures_the_matched_policies(tmp_path, started):
-    args = ["--prune-alpha", "0.1", "--output", str(tmp_path)]
-    assert cli.main(["fig9", *BASE, *args]) == 0
-    data = figure(tmp_path, "fig9")
-    assert [x.series for x in data.points] == ["stock bf16", cases.DYNAMIC], "the prompts are shorter than the window"
-    assert len(data.skipped) == 2 and started == ["stock", "diffkv BF16 (-, 0.1)"]
-
-
-def test_static_policies_run_on_the_reference_ops_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(cases, "has_gpu", lambda: True)
-    case = cases.static(cases.STEP_BUDGET, "BF16", 0.5, 64, "d")
-    assert case.configuration.diffkv.gpu_ops == "reference" and case.server_args == cases.EAGER
 
 
 def test_sweeps_of_thresholds():

@@ -31,8 +31,7 @@ def collect(session: Session) -> list[Point]:
         at = chosen(args.model, args.at_alpha_high)
         cases = [diffkv(at, "")]
         session.notes.append(f"thresholds: {at.source}")
-    points = session.measure(cases, session.suites_by_task())
-    return [x for x in points if x.share_high is not None]
+    return session.measure_alone(cases, session.suites_by_task())
 
 
 def _given(spec: str, model: str) -> Case:

@@ -37,16 +37,22 @@ class Session:
                     f"{suite.task.name}: only fig4 and fig5 take a file without right and wrong answers"
                 )
         runner.register(store, self.suites)
+        store.add_configuration(STOCK_CASE.name, STOCK_CASE.configuration.fingerprint(args.model, args.server_args))
+        if next(iter(store.configurations)) != STOCK_CASE.name:
+            raise EvaluationError(f"{store.path} compares with another configuration: use a new --output folder")
 
     def begin(self) -> None:
         """Forget the remarks of the figure before."""
         self.skipped, self.notes = {}, []
 
-    def measure(self, cases: Sequence[Case], suites: Sequence[Suite] | None = None) -> list[Point]:
+    def measure(self, cases: Sequence[Case]) -> list[Point]:
         """Points of stock bf16, which all are compared with, and of the cases that can be served here."""
-        suites = self.suites if suites is None else list(suites)
+        return self.measure_alone([STOCK_CASE, *cases], self.suites)
+
+    def measure_alone(self, cases: Sequence[Case], suites: Sequence[Suite]) -> list[Point]:
+        """Points of the cases that can be served here."""
         points = []
-        for number, case in enumerate([STOCK_CASE, *(x for x in cases if x.name != STOCK_CASE.name)]):
+        for number, case in enumerate(cases, 1):
             if why := case.configuration.unsupported():
                 self.skipped[case.name] = why
                 print(f"{case.name}: skipped: {why}", file=sys.stderr)
@@ -60,8 +66,6 @@ class Session:
         args, configuration = self.args, case.configuration
         server_args = [*args.server_args, *case.server_args]
         self.store.add_configuration(case.name, configuration.fingerprint(args.model, server_args))
-        if next(iter(self.store.configurations)) != STOCK_CASE.name:
-            raise EvaluationError(f"{self.store.path} compares with another configuration: use a new --output folder")
         connect = partial(runner.start, configuration, args.model, server_args)
         runner.evaluate(case.name, connect, suites, self.store, args.concurrency)
 
