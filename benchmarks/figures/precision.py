@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from benchmarks.figures import cases, style
-from benchmarks.figures.cases import MORE_VALUES, STOCK_CASE, uniform
+from benchmarks.figures.cases import STOCK_CASE, uniform
 from benchmarks.figures.data import RATIO_LABELS, FigureData, Point, by_series
 from benchmarks.figures.session import Session
 
@@ -19,46 +18,32 @@ def collect(session: Session) -> list[Point]:
 
 
 def draw(data: FigureData, path: Path) -> None:
-    """A panel for each task file: accuracy against bytes, mirror images joined."""
+    """For each task file accuracies above and bytes below, in the order of bits; mirror images stand side by side."""
     suites = data.suites()
-    figure, axes = style.canvas(1, len(suites), (5.2, 4.0), sharey=True)
-    for axis, suite in zip(axes[0], suites):
-        points = data.of(suite)
+    width = max(4.5, 0.72 * len(data.of(suites[0])))
+    figure, axes = style.canvas(2, len(suites), (width, 2.6), sharex="col", sharey="row", height_ratios=(2, 1))
+    for (above, below), suite in zip(axes.T, suites):
+        points = sorted(data.of(suite), key=order)
         for series, line in by_series(points).items():
-            style.error_bars(axis, line, style.percents(line, data.ratio), series)
-        for above, below in mirrors(points):
-            x = style.percents([above, below], data.ratio)
-            axis.plot(x, [100 * above.accuracy, 100 * below.accuracy], ":", color=style.GREY, zorder=0)
-        for point in points:
-            _name(axis, point, 100 * point.ratio(data.ratio))
-        axis.set(xlabel=RATIO_LABELS[data.ratio], title=suite)
-        axis.margins(x=0.12)
-        style.grid(axis)
-    axes[0][0].set_ylabel("accuracy, %, ± standard error")
-    axes[0][0].legend(fontsize=8)
+            colour = style.GREY if series == STOCK_CASE.series else style.LOOKS[series][0]
+            at = [points.index(x) for x in line]
+            error = [100 * x.error for x in line]
+            above.bar(at, [100 * x.accuracy for x in line], yerr=error, color=colour, capsize=3, label=series)
+            below.bar(at, style.percents(line, data.ratio), color=colour)
+        for number, ratio in enumerate(style.percents(points, data.ratio)):
+            below.annotate(f"{ratio:.0f}", (number, ratio), ha="center", va="bottom", fontsize=8)
+        below.set_xticks(range(len(points)), [x.label for x in points])
+        above.set_title(suite)
+        style.grid(above)
+    axes[0][0].set(ylabel="accuracy, %,\n± standard error", ylim=(0, None))
+    axes[1][0].set(ylabel=RATIO_LABELS[data.ratio].replace(", ", ",\n", 1).replace(" (", "\n("), ylim=(0, 115))
+    axes[0][-1].legend(fontsize=8, loc="upper right")
     style.finish(
         figure, path, style.headline(data, "One precision for all tokens"), style.subject(data), data.remarks()
     )
 
 
-def _name(axis: Any, point: Point, x: float) -> None:
-    left = point.series == MORE_VALUES or point.series == STOCK_CASE.series
-    axis.annotate(
-        point.label,
-        (x, 100 * point.accuracy),
-        xytext=(-7 if left else 7, 4),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        fontsize=8,
-    )
-
-
-def mirrors(points: list[Point]) -> list[tuple[Point, Point]]:
-    """Pairs such as K8V4 and K4V8, more bits for keys first."""
-    tiers = {x.label: (x, cases.Tier.parse(x.label)) for x in points if x.series in (cases.MORE_KEYS, MORE_VALUES)}
-    pairs = []
-    for point, tier in tiers.values():
-        other = tiers.get(f"K{tier.v_bits}V{tier.k_bits}")
-        if other is not None and tier.k_bits > tier.v_bits:
-            pairs.append((point, other[0]))
-    return pairs
+def order(point: Point) -> tuple[int, int]:
+    """Most bits first, then more bits for keys."""
+    tier = cases.Tier.parse(point.label)
+    return -(tier.k_bits + tier.v_bits), -tier.k_bits
