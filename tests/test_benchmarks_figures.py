@@ -83,10 +83,12 @@ def test_pareto_front():
         point("same bytes, worse", 0.6, 0.3),
         point("small", 0.65, 0.3),
         point("worse and small", 0.2, 0.1),
+        point("answers nothing", 0.0, 0.05),
         point("unknown bytes", 1.0, None),
     ]
     assert [x.configuration for x in pareto.front(points, "pages")] == ["worse and small", "small", "best"]
     assert pareto.front([], "tokens") == []
+    assert pareto.once([points[0], points[1], points[0]]) == points[:2]
 
 
 def test_the_front_follows_the_ratio_shown():
@@ -164,7 +166,7 @@ def test_figures_are_drawn_again_from_their_json(tmp_path, started):
 
 def test_titles_name_model_and_questions():
     data = FigureData(figure="fig8", model="m", ratio="pages", points=[point("a", 0.5, 0.5)], skipped={"fp8": "no"})
-    assert style.headline(data, "What") == "What: m, n = 10"
+    assert style.headline(data, "What") == "What\nm, n = 10"
     assert "reference/dev n = 10" in style.subject(data)
     failed = data.model_copy(update={"points": [point("a", 0.5, 0.5, failed=2)]})
     assert failed.remarks() == ["not shown: fp8: no", "a: 2 requests failed on reference/dev"]
@@ -190,3 +192,24 @@ def test_json_holds_all_that_is_drawn(tmp_path, started):
     raw = json.loads((tmp_path / "fig8.json").read_text())
     assert raw["kind"] == "figure" and raw["about"]["command"].startswith("python -m benchmarks.figures fig8")
     assert str(tmp_path.parent) not in raw["about"]["command"]
+
+
+@pytest.mark.parametrize("name", ["fig8", "fig9", "fig10", "fig11"])
+def test_each_task_file_has_its_place(name, monkeypatch, tmp_path):
+    drawn = {}
+    monkeypatch.setattr(style, "finish", lambda figure, *rest: drawn.update(axes=figure.axes))
+    at = {"alpha_high": 1.0, "alpha_low": 0.0, "share_pruned": 0.1}
+    series = [("bf16", "stock bf16"), ("K8V4", cases.MORE_KEYS)]
+    if name != "fig8":
+        series += [("(1, 0)", cases.ALPHA_HIGH), ("(1, 0)", cases.ALPHA_LOW), ("keep 0.9", cases.STEP_BUDGET)]
+    points = [
+        point(label, 0.5, 0.5, suite=suite, series=line, **at) for suite in ("a/b", "c/d") for label, line in series
+    ]
+    cli.SERVED[name].draw(FigureData(figure=name, model="m", ratio="tokens", points=points), tmp_path / "x.png")
+    assert len(drawn["axes"]) == (4 if name in ("fig8", "fig10") else 2)
+    if name == "fig10":
+        assert [x.get_label() for x in drawn["axes"][0].containers] == ["a/b", "c/d"]
+    else:
+        assert [x.get_title() for x in drawn["axes"][:2]] == ["a/b", "c/d"]
+    labels = " ".join(axis.get_xlabel() + axis.get_ylabel() for axis in drawn["axes"])
+    assert "accuracy, %" in labels and "pages held" not in labels

@@ -61,7 +61,7 @@ def draw(data: FigureData, path: Path) -> None:
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     files = ", ".join(unique("/".join(suite.split("/")[:2]) for suite in order))
     total = sum(rows[names[0], suite].n for suite in order)
-    title = f"Tokens by tier and task: {data.model}, n = {total}"
+    title = f"Tokens by tier and task\n{data.model}, n = {total}"
     style.finish(figure, path, title, f"{data.model}; {files}", data.remarks())
 
 

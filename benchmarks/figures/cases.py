@@ -112,4 +112,7 @@ def _configuration(name: str, **fields: Any) -> Configuration:
 
 def distinct(cases: Sequence[Case]) -> list[Case]:
     """The first case of each configuration."""
-    return list({case.name: case for case in reversed(cases)}.values())[::-1]
+    found: dict[str, Case] = {}
+    for case in cases:
+        found.setdefault(case.name, case)
+    return list(found.values())

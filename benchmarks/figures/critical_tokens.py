@@ -158,7 +158,7 @@ def draw_layers(data: CriticalTokens, path: Path) -> None:
     axis.set(xlabel="layer", ylabel="critical tokens, % of the request", ylim=(0, None))
     axis.set_xticks(range(0, layers, max(1, layers // 16)))
     style.grid(axis)
-    style.finish(figure, path, f"Critical tokens by layer: {data.model}, n = {len(data.tokens)}", subject(data))
+    style.finish(figure, path, f"Critical tokens by layer\n{data.model}, n = {len(data.tokens)}", subject(data))
 
 
 def draw_heads(data: CriticalTokens, path: Path) -> None:
@@ -174,4 +174,4 @@ def draw_heads(data: CriticalTokens, path: Path) -> None:
         style.grid(axis)
     axes[0][0].set(ylabel="KV head", yticks=range(heads), xlim=(0, None))
     axes[0][0].invert_yaxis()
-    style.finish(figure, path, f"Critical tokens by KV head: {data.model}, n = {len(data.tokens)}", subject(data))
+    style.finish(figure, path, f"Critical tokens by KV head\n{data.model}, n = {len(data.tokens)}", subject(data))

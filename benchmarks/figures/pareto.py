@@ -25,15 +25,21 @@ def collect(session: Session) -> list[Point]:
 
 def once(points: Sequence[Point]) -> list[Point]:
     """The first point of each configuration and task file."""
-    return list({(x.configuration, x.suite): x for x in reversed(points)}.values())[::-1]
+    found: dict[tuple[str, str], Point] = {}
+    for point in points:
+        found.setdefault((point.configuration, point.suite), point)
+    return list(found.values())
 
 
 def front(points: Sequence[Point], ratio: Ratio) -> list[Point]:
-    """The points that no other beats: none is as accurate or more with as few bytes or fewer. Rising bytes."""
+    """The points that no other beats: none is as accurate or more with as few bytes or fewer. Rising bytes.
+
+    A configuration that answers nothing is not among them.
+    """
     known = [x for x in points if not math.isnan(x.ratio(ratio))]
     best: list[Point] = []
     for point in sorted(known, key=lambda x: (x.ratio(ratio), -x.accuracy)):
-        if not best or point.accuracy > best[-1].accuracy:
+        if point.accuracy > (best[-1].accuracy if best else 0.0):
             best.append(point)
     return best
 
@@ -54,9 +60,9 @@ def draw(data: FigureData, path: Path) -> None:
         axis.set(xlabel=RATIO_LABELS[data.ratio], title=suite, xlim=(0, None))
         axis.set_ylabel("accuracy, %, ± standard error")
         style.grid(axis)
-    axes[0][0].legend(fontsize=7, loc="lower right")
+    figure.legend(*style.legend_entries(axes[0]), loc="outside right upper", fontsize=8)
     title = style.headline(data, "Accuracy against memory")
-    note = "Rings: Pareto front by measured means, without regard to their errors."
+    note = "Rings: Pareto front by measured means, without regard to their errors. (a, b): alpha_high, alpha_low."
     style.finish(figure, path, title, style.subject(data), [note, *data.remarks()])
 
 

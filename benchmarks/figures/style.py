@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import cases
-from benchmarks.figures.data import FigureData, Point, Ratio
+from benchmarks.figures.data import FigureData, Point, Ratio, unique
 
-BLACK, GREY = "#000000", "#7f7f7f"
-ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
-    "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
+BLACK, GREY, BROWN = "#000000", "#7f7f7f", "#7a4a00"
+ORANGE, SKY, GREEN, BLUE, RED, PURPLE = (
+    "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7",
 )  # fmt: skip
 CYCLE = ((BLUE, "o"), (RED, "s"), (GREEN, "^"), (PURPLE, "D"), (ORANGE, "v"), (SKY, "P"), (BLACK, "X"))
 LOOKS = {
@@ -25,7 +25,7 @@ LOOKS = {
     cases.ALPHA_LOW: (PURPLE, "P"),
     cases.DYNAMIC: (SKY, "^"),
     cases.PROMPT_BUDGET: (GREEN, "<"),
-    cases.STEP_BUDGET: (YELLOW, ">"),
+    cases.STEP_BUDGET: (BROWN, ">"),
 }
 """Colour and mark of each series."""
 NOTE_CHARACTERS = 15
@@ -50,7 +50,8 @@ def finish(figure: Any, path: Path, title: str, subject: str, remarks: Sequence[
 
     width = int(NOTE_CHARACTERS * figure.get_figwidth())
     lines = [line for text in (subject, *remarks) for line in textwrap.wrap(text, width)]
-    figure.suptitle(textwrap.fill(title, int(width * 0.7)), fontsize=11)
+    heading = [line for text in title.splitlines() for line in textwrap.wrap(text, int(width * 0.7))]
+    figure.suptitle("\n".join(heading), fontsize=11)
     figure.supxlabel("\n".join(lines), fontsize=7, x=0.01, ha="left", color="#444444")
     figure.savefig(path)
     plt.close(figure)
@@ -65,10 +66,10 @@ def subject(data: FigureData) -> str:
 
 
 def headline(data: FigureData, what: str) -> str:
-    """A title that names the model and the number of questions."""
+    """A title with a second line that names the model and the number of questions."""
     counts = sorted({max(x.n for x in data.of(suite)) for suite in data.suites()})
-    n = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"{what}: {data.model}, n = {n}" if counts else f"{what}: {data.model}"
+    n = " to ".join(unique(f"{x}" for x in (counts[:1] + counts[-1:]))) or "0"
+    return f"{what}\n{data.model}, n = {n}"
 
 
 def error_bars(axis: Any, points: Sequence[Point], x: Sequence[float], series: str, **more: Any) -> None:
@@ -87,6 +88,15 @@ def reference_line(axis: Any, points: Sequence[Point]) -> None:
     mean, error = 100 * stock.accuracy, 100 * stock.error
     axis.axhline(mean, color=BLACK, linestyle="--", linewidth=1, label=stock.series)
     axis.axhspan(mean - error, mean + error, color=BLACK, alpha=0.08, linewidth=0)
+
+
+def legend_entries(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """Marks and names of all panels, each name once."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for mark, name in zip(*axis.get_legend_handles_labels()):
+            found.setdefault(name, mark)
+    return list(found.values()), list(found)
 
 
 def percents(points: Sequence[Point], ratio: Ratio) -> list[float]:

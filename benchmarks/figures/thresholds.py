@@ -61,8 +61,10 @@ def draw(data: FigureData, path: Path) -> None:
         for axis in axes[:, column]:
             style.grid(axis)
     axes[0][0].set(ylabel="accuracy, %,\n± standard error", title="nothing pruned")
-    axes[0][1].set_title("pruning")
-    axes[1][0].set(ylabel=RATIO_LABELS[data.ratio].replace(" (", "\n("), ylim=(0, None))
+    at_high = next((x.alpha_high for x in data.points if x.series == ALPHA_LOW and x.alpha_low), None)
+    axes[0][1].set_title("pruning" if at_high is None else f"pruning, alpha_high {at_high:g}")
+    top = max((x for x in style.percents(data.points, data.ratio) if x < 100), default=100.0)
+    axes[1][0].set(ylabel=RATIO_LABELS[data.ratio].replace(" (", "\n("), ylim=(0, 1.1 * top))
     axes[1][0].set_xlabel("alpha_high, times the mean attention (off: no low tier)")
     axes[1][1].set_xlabel("alpha_low, times the mean attention")
     axes[0][0].legend(fontsize=8)
