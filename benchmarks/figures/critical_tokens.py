@@ -140,7 +140,9 @@ def subject(data: CriticalTokens) -> str:
     """Task files, request lengths and what was measured."""
     tokens, cut = np.array(data.tokens), data.settings["cut"]
     files = ", ".join(f"{name} n = {task['n']}" for name, task in data.settings["tasks"].items())
-    lengths = f"{tokens.min()} to {tokens.max()} tokens, median {np.median(tokens):.0f}"
+    lengths = f"{tokens.min()} tokens each"
+    if tokens.min() < tokens.max():
+        lengths = f"{tokens.min()} to {tokens.max()} tokens, median {np.median(tokens):.0f}"
     what = f"the fewest tokens that hold {data.settings['mass']:.0%} of the summed mean attention from later tokens"
     return (
         f"{data.model}; {files}; {lengths}" + (f" ({cut} cut)" if cut else "") + f". Critical: {what}; "
