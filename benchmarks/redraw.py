@@ -1,4 +1,4 @@
-"""Writes tables and charts again from the JSON results of ``serving`` or ``kernels``, next to them.
+"""Writes tables and charts again from the JSON results of ``serving``, ``kernels`` or ``figures``, next to them.
 
 python -m benchmarks.redraw benchmarks/results/serving_llama3-8b.json
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import kernel_report, serving_charts, serving_report
+from benchmarks.figures import cli as figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif kind == "kernels":
             kernel_report.write_tables(data, path.parent)
             kernel_report.write_charts(data, path.parent)
+        elif kind == "figure":
+            figures.redraw(path)
         else:
-            parser.error(f"{path.name} is no result of serving or kernels")
+            parser.error(f"{path.name} is no result of serving, kernels or figures")
 
 
 if __name__ == "__main__":

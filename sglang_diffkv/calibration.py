@@ -37,9 +37,12 @@ class ModelGeometry(_Strict):
 
     @classmethod
     def of(cls, model_path: str | Path) -> ModelGeometry | None:
-        """From the model's ``config.json``; None if there is none or it lacks a field."""
+        """From the model's ``config.json``; None if there is none on this machine or it lacks a field."""
+        path = model_file(model_path, "config.json")
+        if path is None:
+            return None
         try:
-            config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+            config = json.loads(path.read_text(encoding="utf-8"))
             heads = config["num_attention_heads"]
             return cls(
                 layers=config["num_hidden_layers"],
@@ -162,8 +165,28 @@ def model_name(model_path: str | Path) -> str:
     return parts[-1] if parts else ""
 
 
+def model_file(model_path: str | Path, name: str) -> Path | None:
+    """A file of a model's folder, or of a Hugging Face id as far as the local cache has it. Downloads nothing."""
+    if Path(model_path).is_dir():
+        path = Path(model_path) / name
+        return path if path.is_file() else None
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(str(model_path), name, cache_dir=constants.HF_HUB_CACHE)
+    except ValueError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def lookup(model_path: str | Path, tiers: Sequence[str] | None = None) -> CalibratedThresholds | None:
-    """Thresholds for a model, or None.
+    """As ``find``, without the file."""
+    found = find(model_path, tiers)
+    return None if found is None else found[0]
+
+
+def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[CalibratedThresholds, Any] | None:
+    """Thresholds for a model and the file that has them, or None.
 
     Args:
         model_path: a folder or a Hugging Face id.
@@ -179,13 +202,13 @@ def lookup(model_path: str | Path, tiers: Sequence[str] | None = None) -> Calibr
         same_shape = geometry is None or entry.geometry is None or entry.geometry == geometry
         return same_shape and wanted in (None, entry.tiers)
 
-    own = Path(model_path) / FILE_NAME
-    if own.is_file():
+    own = model_file(model_path, FILE_NAME)
+    if own is not None:
         for entry in read_file(own).entries:
             if fits(entry):
-                return entry
+                return entry, own
     for path in shipped_files():
         for entry in read_file(path).entries:
             if name in (x.casefold() for x in entry.models) and fits(entry):
-                return entry
+                return entry, path
     return None

@@ -117,6 +117,9 @@ class DiffKVConfig(_Strict):
             or ``auto`` for FlashInfer where it is installed and has the model's head size.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
+        thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model; ``default`` takes
+            those given here. A server that is given no configuration at all looks for calibrated ones. It is
+            carried out when a server starts and is not part of the resolved configuration.
     """
 
     tiers: tuple[str, ...] = ("K8V4", "K4V2")
@@ -126,6 +129,7 @@ class DiffKVConfig(_Strict):
     share_min_tokens: int = Field(default=128, ge=1)
     gpu_ops: Literal["triton", "reference"] | None = None
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
+    thresholds: Literal["calibrated", "default"] = Field(default="default", exclude=True)
 
     @field_validator("tiers")
     @classmethod
@@ -139,6 +143,8 @@ class DiffKVConfig(_Strict):
         PageFormat(128, 128, self.parsed_tiers, self.page_tokens)
         if len(self.tiers) > 1 and self.policy is not None and not isinstance(self.policy, DiffKVPolicyConfig):
             raise ValueError(f"policy {self.policy.name} keeps tokens at one tier, but tiers lists two")
+        if self.thresholds == "calibrated" and (given := self.model_fields_set & {"tiers", "policy"}):
+            raise ValueError(f'"thresholds": "calibrated" brings tiers and policy; drop {" and ".join(sorted(given))}')
         return self
 
     @property
@@ -166,8 +172,17 @@ class DiffKVConfig(_Strict):
 def load_config(source: str | None = None) -> DiffKVConfig:
     """Read a configuration from inline JSON or a file's path; by default from the environment.
 
-    Raises ConfigError with one line a problem, each naming the field.
+    Raises ConfigError with one line a problem, each naming the field, and for calibrated thresholds, which only
+    ``thresholds.resolve`` finds.
     """
+    config = read_config(source)
+    if config.thresholds == "calibrated":
+        raise ConfigError('"thresholds": "calibrated" is looked up for a model; here write out tiers and policy')
+    return config
+
+
+def read_config(source: str | None = None) -> DiffKVConfig:
+    """As ``load_config``, but the configuration may ask for calibrated thresholds."""
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     if not text or not text.strip():
         return DiffKVConfig()

@@ -18,6 +18,7 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pool import DiffKVPool
 from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.thresholds import resolve
 from sglang_diffkv.validation import BACKEND, check_model, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ def add_cli_args(original: Any, parser: Any) -> Any:
         "--diffkv-config",
         default=None,
         help="DiffKV: tiers, policy and page size, as inline JSON or the path of a JSON file "
-        f"(default: environment variable {CONFIG_ENV}, else the built-in configuration).",
+        f"(default: environment variable {CONFIG_ENV}, else the thresholds calibrated for the model where there are "
+        "any, else the built-in configuration).",
     )
     return result
 
@@ -53,12 +55,13 @@ def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
     server_args = original(cls, args)
     if is_selected(server_args):
         try:
-            config = load_config(given)
+            config, origin = resolve(given, server_args.model_path)
             compat.decline_prefill_graphs(server_args)
             check_server_args(server_args, config.gpu_ops)
         except (ConfigError, compat.UnsupportedError) as error:
             sys.exit(f"sglang_diffkv: {error}")
         os.environ[CONFIG_ENV] = config.model_dump_json(exclude_none=True)
+        logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
     elif given is not None:
         sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
     return server_args

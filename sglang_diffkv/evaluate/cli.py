@@ -142,7 +142,7 @@ def evaluate_model(
 def run(args: argparse.Namespace) -> int:
     """Ask what is left to ask and print the tables; 1 with the reason if that is not possible."""
     try:
-        configurations = [parse_configuration(spec) for spec in args.config or DEFAULT_CONFIGS]
+        configurations = [parse_configuration(spec, args.model) for spec in args.config or DEFAULT_CONFIGS]
         names = [configuration.name for configuration in configurations]
         if len(set(names)) < len(names):
             raise ConfigError("every --config needs a name of its own")

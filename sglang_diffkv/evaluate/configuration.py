@@ -11,6 +11,7 @@ from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.testing.report import version
 from sglang_diffkv.testing.server import Server, has_gpu, stock_backend
+from sglang_diffkv.thresholds import resolve
 
 STOCK, FP8 = "stock", "fp8"
 FP8_DTYPE = "fp8_e4m3"
@@ -62,10 +63,10 @@ class Configuration:
         }
 
 
-def parse_configuration(spec: str) -> Configuration:
+def parse_configuration(spec: str, model: str | None = None) -> Configuration:
     """``stock``, ``fp8``, or ``NAME=`` and a DiffKV configuration as JSON or as a file's path.
 
-    Raises ConfigError.
+    Calibrated thresholds are those of ``model``. Raises ConfigError.
     """
     name, equals, source = spec.partition("=")
     if not equals and name == STOCK:
@@ -76,7 +77,7 @@ def parse_configuration(spec: str) -> Configuration:
         raise ConfigError(f"expected {STOCK!r}, {FP8!r} or NAME=JSON, got {spec!r}")
     if name in (STOCK, FP8):
         raise ConfigError(f"{name!r} is stock SGLang; give the configuration {source!r} another name")
-    return Configuration(name, load_config(source))
+    return Configuration(name, load_config(source) if model is None else resolve(source, model)[0])
 
 
 def fingerprint_of(endpoint: Endpoint) -> dict[str, Any]:

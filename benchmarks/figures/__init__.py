@@ -1,0 +1,1 @@
+"""DiffKV's quality figures for any model and task files: ``python -m benchmarks.figures --help``."""
