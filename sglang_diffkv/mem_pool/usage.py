@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.transfer import to_host
 
@@ -133,6 +134,24 @@ class UsageMeter:
         with self.manager.launching():
             return self._measure(self._live_parts()).sum(0).cpu()
 
+    def owners(self) -> dict[str, int]:
+        """Pages by who refers to them: ``private`` to requests, ``shared`` by requests and the prefix cache, ``cached``
+        in the prefix cache alone, ``free``. Waits for the device."""
+        manager, state = self.manager, self.manager.state
+        sides = ([*manager.lengths], [segment.row for segment in manager.held_segments])
+        with manager.launching():
+            held = torch.zeros(2, state.num_pages + 1, dtype=torch.bool, device=state.device)
+            for side, rows in enumerate(sides):
+                index = manager.to_device(rows or torch.empty(0))
+                for tier in range(len(state.fmt.tiers)):
+                    page, _, _ = row_table(state, index, tier, max_entries(state, index, tier))
+                    used = torch.arange(page.shape[3], device=state.device) < state.entries[index, :, :, tier, None]
+                    held[side, page[used]] = True
+            requests, tree = held[:, : state.num_pages]
+            counts = torch.stack([requests & ~tree, requests & tree, tree & ~requests]).sum(1).tolist()
+        names = ("private", "shared", "cached")
+        return {**dict(zip(names, counts, strict=True)), "free": state.num_pages - sum(counts)}
+
     def live(self) -> Usage:
         """What is held now: each request's tokens that no segment holds, and all segments. Waits for the device."""
         return self._live(self.by_head())
@@ -169,6 +188,7 @@ class UsageMeter:
             "tokens": live.tokens,
             "pages": manager.geometry.num_pages,
             "pages_used": used,
+            "owners": self.owners(),
             "page_bytes": manager.fmt.page_bytes,
             "segments": len(manager.segments),
             "finished": asdict(self.finished),
