@@ -25,7 +25,7 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast fuzz test-gpu lint format clean distclean
+.PHONY: help venv demo test test-fast fuzz test-gpu sanitize-gpu lint format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,10 @@ fuzz: venv ## run the property tests on new examples, ten times as many
 
 test-gpu: ## run the kernel tests on a CUDA GPU with $(PYTHON), which has torch, triton and SGLang
 	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py tests/test_backend.py tests/test_benchmarks_kernels.py $(PYTEST_ARGS)
+
+sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
+	PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/test_triton_*.py \
+		tests/test_backend.py $(PYTEST_ARGS)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check .
