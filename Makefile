@@ -59,7 +59,7 @@ test-gpu: ## run the kernel tests on a CUDA GPU with $(PYTHON), which has torch,
 	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py tests/test_backend.py tests/test_benchmarks_kernels.py $(PYTEST_ARGS)
 
 sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
-	PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/test_triton_*.py \
+	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/test_triton_*.py \
 		tests/test_backend.py $(PYTEST_ARGS)
 
 lint: venv ## check style, format and types
