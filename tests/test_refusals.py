@@ -32,6 +32,8 @@ from sglang_diffkv.validation import check_model, check_server_args
         ('{"policy": {"name": "h2o"}}', "policy"),
         ('{"policy": {"name": "uniform"}}', "uniform"),
         ('{"page_tokens": 1}', "page_tokens"),
+        ('{"rotate": "values"}', "rotate"),
+        ('{"rotate": "keys", "tiers": ["BF16"]}', "rotate"),
         ('{"prefix_fidelity": "exact"}', "prefix_fidelity"),
         ('{"tiers": ', "not valid JSON"),
         ("no/such/file.json", "cannot read"),
