@@ -1,7 +1,8 @@
 """Hadamard rotation of a step's queries and keys in one launch, as ``reference.py``.
 
 The product with a matrix of ones and minus ones runs on the tensor cores in TF32, which holds a bf16 or fp16 number
-exactly, and accumulates in float32; the normalisation follows. The matrix is made from its indices and never read.
+exactly, and accumulates in float32; the normalisation follows. The matrix is made from its indices and never read;
+one of more than ``CHUNK`` columns consists of that many, with signs.
 """
 
 from __future__ import annotations
@@ -38,14 +39,13 @@ def turn_vectors(
     live = vector < count
     head = vector // PARTS
     source = x_ptr + (head // heads).to(tl.int64) * stride + head % heads * head_stride + vector % PARTS * B
-    column = tl.program_id(1) * C + tl.arange(0, C)
+    element = tl.arange(0, C)
+    matrix = signs(element[:, None], element[None, :])
     total = tl.zeros([vector.shape[0], C], tl.float32)
-    for first in tl.static_range(0, B, C):
-        element = first + tl.arange(0, C)
-        x = tl.load(source[:, None] + element[None, :], mask=live[:, None], other=0.0)
-        matrix = signs(element[:, None], column[None, :])
-        total = tl.dot(x.to(tl.float32), matrix, total, input_precision=PRECISION)
-    target = out_ptr + vector[:, None].to(tl.int64) * B + column[None, :]
+    for chunk in tl.static_range(0, B // C):
+        x = tl.load(source[:, None] + chunk * C + element[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        total = tl.dot(x * signs(tl.program_id(1), chunk), matrix, total, input_precision=PRECISION)
+    target = out_ptr + vector[:, None].to(tl.int64) * B + tl.program_id(1) * C + element[None, :]
     tl.store(target, (total * norm).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
@@ -84,6 +84,6 @@ def rotate(q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
         rotate_kernel[(tiles + triton.cdiv(key_count, VECTORS), size // chunk)](
             q, key, *outs, q.stride(0), q.stride(1), key.stride(0), key.stride(1), tiles, count, key_count,
             size**-0.5, Q_HEADS=q_heads, HEADS=heads, D=dim, B=size, C=chunk, R=VECTORS,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=1,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
         )  # fmt: skip
     return outs
