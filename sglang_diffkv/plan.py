@@ -67,5 +67,5 @@ class MemoryPlan:
             f"{geometry.num_pages} pages of {fmt.page_bytes} B for {self.num_layers} layers x {self.num_heads} "
             f"KV heads = {pool / MIB:.1f} MiB, page table and counts {geometry.table_bytes() / MIB:.1f} MiB "
             f"({geometry.num_blocks} blocks of {TABLE_BLOCK}); capacity {capacity} tokens at the high tier, "
-            f"bf16 in the same bytes: {bf16}; prefix fidelity {config.prefix_fidelity}"
+            f"bf16 in the same bytes: {bf16}; rotation {config.rotate}; prefix fidelity {config.prefix_fidelity}"
         )

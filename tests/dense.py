@@ -19,11 +19,12 @@ from tests.helpers import Visible, visible
 
 def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """``x`` as each tier gives it back: a lower tier quantises what the tier above stored."""
-    out = []
+    out, source = [], 16
     for tier in tiers:
         n = getattr(tier, bits)
-        x = x.to(dtype).float() if tier.is_raw else dequantize(*quantize(x, n), n)
+        x = x.to(dtype).float() if tier.is_raw else dequantize(*quantize(x, n, source), n)
         out.append(x)
+        source = n
     return out
 
 

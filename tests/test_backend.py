@@ -107,6 +107,21 @@ def test_both_ops_agree(tiers: str) -> None:
         check_integrity(twin.manager)
 
 
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("dim", [64, 96])
+def test_rotation_changes_keys_and_not_attention(dim: int, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64)
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"rotate": "keys"}')
+    twins = (Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64), plain)
+    assert close(*[t.extend([1], [13], [0], 1) for t in twins]) < 1e-2
+    assert close(*[t.decode([1], 0, 2) for t in twins]) < 1e-2
+    stored = [t.manager.state.segments[0] for t in twins]
+    keys, values = ([getattr(seg, name)[seg.positions == 7] for seg in stored] for name in ("keys", "values"))
+    assert close(*keys) > 0.5
+    assert close(*[x.float().norm(dim=1) for x in keys]) < 1e-2
+    assert torch.equal(*values)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
 @pytest.mark.parametrize("flashinfer", [False, True])

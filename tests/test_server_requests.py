@@ -143,3 +143,16 @@ def test_bad_requests_fail_alone(server: Server) -> None:
         assert re.search(word, reply.text), reply.text
     assert [len(x["output_ids"]) for x in replies] == [100, 100]
     assert replies[0]["output_ids"] == replies[1]["output_ids"]
+
+
+def test_rotated_keys_answer_over_chunks_and_prefix_hits() -> None:
+    items = tasks.select(tasks.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=12)
+    tokenizer = tasks.load_tokenizer(NANO)
+    prompts = [tasks.chat_ids(tokenizer, x.prompt) for x in items]
+    config = {"rotate": "keys", "policy": {"name": "diffkv", "alpha_high": 5, "window": 32}}
+    with Server(NANO, "diffkv", ["--chunked-prefill-size", "64"], diffkv_config=config) as server:
+        for _ in range(2):
+            replies = client.run(server.url, prompts, 400, concurrency=6)
+            assert sum(tasks.is_right(r.text, x.answer) for r, x in zip(replies, items, strict=True)) >= 11
+        assert all(r.cached_tokens for r in replies)
+        assert "rotation keys" in server.log_text()

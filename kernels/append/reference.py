@@ -6,7 +6,10 @@ import torch
 
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
 from sglang_diffkv.kernels.table import TABLE_BLOCK
+from sglang_diffkv.mem_pool.page_format import RAW_BITS, Tier
 from sglang_diffkv.mem_pool.state import PageState, Segments
+
+RAW = Tier(RAW_BITS, RAW_BITS)
 
 
 def write_tokens(
@@ -17,15 +20,16 @@ def write_tokens(
     value: torch.Tensor,
     score: torch.Tensor,
     position: torch.Tensor,
+    source: Tier = RAW,
 ) -> None:
-    """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim]."""
+    """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim] of tier ``source``."""
     tier = seg.layout.tier
     if seg.key_meta is None or seg.value_meta is None:
         seg.keys[page, slot] = key.to(seg.keys.dtype)
         seg.values[page, slot] = value.to(seg.values.dtype)
     else:
-        seg.keys[page, slot], seg.key_meta[page, slot] = quantize(key, tier.k_bits)
-        seg.values[page, slot], seg.value_meta[page, slot] = quantize(value, tier.v_bits)
+        seg.keys[page, slot], seg.key_meta[page, slot] = quantize(key, tier.k_bits, source.k_bits)
+        seg.values[page, slot], seg.value_meta[page, slot] = quantize(value, tier.v_bits, source.v_bits)
     seg.scores[page, slot] = score.float()
     seg.positions[page, slot] = position.int()
 

@@ -120,5 +120,5 @@ def _store_low(
     table = torch.arange(width, device=count.device).expand(1, *count.shape, width)
     pages = state.page_table.view(-1)[table_index(state, rows, 1, table)][0].long()
     page = pages[layer, kv_head, entry]
-    write_tokens(seg, page, slot % tokens, key, value, score, position)
+    write_tokens(seg, page, slot % tokens, key, value, score, position, state.segments[0].layout.tier)
     state.own_tokens[row, :, :, 1] = (used + count).int()

@@ -40,7 +40,7 @@ def requantized(
         word = tl.load((source + META).to(tl.pointer_type(tl.int32)) + slot, mask=live, other=0)
         scale, zero = meta_pair(word)
         x = codes.to(tl.float32) * scale[:, None, None] + zero[:, None, None]
-    return quantize_planes(x, inside, TO)
+    return quantize_planes(x, inside, TO, FROM)
 
 
 @triton.jit

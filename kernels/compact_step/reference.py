@@ -62,4 +62,5 @@ def _demote(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
         value,
         high.scores[page, slot],
         high.positions[page, slot],
+        high.layout.tier,
     )

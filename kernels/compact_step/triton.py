@@ -39,7 +39,7 @@ def requantize(
         meta = (source + META).to(tl.pointer_type(tl.int32)) + source_slot
         scale, zero = meta_pair(tl.load(meta, mask=keep, other=0))
         x = codes.to(tl.float32) * scale + zero
-    packed, meta = quantize_planes(x, inside, TO)
+    packed, meta = quantize_planes(x, inside, TO, FROM)
     byte = tl.arange(0, WP)[None, :]
     tl.store(target + NEW_OFFSET + target_slot * W + byte, packed, mask=(byte < W) & keep)
     meta_ptr = (target + NEW_META).to(tl.pointer_type(tl.int32)) + target_slot

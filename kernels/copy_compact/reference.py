@@ -96,4 +96,4 @@ def _append(
         seg.positions[to_page, to_slot] = position
     else:
         key, value = read_tokens(origin, from_page, from_slot)
-        write_tokens(seg, to_page, to_slot, key, value, score[chosen], position)
+        write_tokens(seg, to_page, to_slot, key, value, score[chosen], position, origin.layout.tier)

@@ -1,7 +1,9 @@
 """Per-vector asymmetric quantisation with bit packing (DiffKV, section 4; LeanKV, section 4).
 
 ``Q = round((x - z) / s)`` with ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, both kept in
-fp16 and used in their rounded form on both sides.
+fp16 and used in their rounded form on both sides. At 1 and 2 bits, unlike the papers, the outermost codes stand for
+numbers inside the extremes (``COVERED``) and what lies beyond is clipped: with few codes a smaller step gains more
+than the extremes lose.
 
 Packing is by planes: with ``b`` bits and ``d`` elements a vector takes ``d * b / 8`` bytes, and byte ``j``
 holds element ``p * (d * b / 8) + j`` in its bits ``[p * b, (p + 1) * b)``. A plane is then a contiguous run of
@@ -11,6 +13,14 @@ elements, so a kernel multiplies each plane with a slice of the query and never 
 from __future__ import annotations
 
 import torch
+
+COVERED = {8: 1.0, 4: 1.0, 2: 0.6875, 1: 0.375}
+"""Share of a vector's range, about its middle, between the numbers of its outermost codes, by bits."""
+
+
+def covered(bits: int, source_bits: int = 16) -> float:
+    """``COVERED`` for numbers that were stored in ``source_bits``; codes of the same width are not clipped again."""
+    return 1.0 if bits == source_bits else COVERED[bits]
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -40,11 +50,11 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.cat(planes(packed, bits), dim=-1)
 
 
-def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise vectors along the last dimension.
 
     Args:
-        x: [..., dim], any float dtype.
+        x: [..., dim], any float dtype. source_bits: of the codes that x was read from.
 
     Returns:
         packed codes [..., dim * bits / 8] uint8, metadata [..., 2] fp16 (scale, zero point).
@@ -53,9 +63,11 @@ def quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     levels = (1 << bits) - 1
     limit = torch.finfo(torch.float16).max
-    zero = low.clamp(-limit, limit).half()
-    scale = ((high - low) / levels).clamp(max=limit).half()
-    step = scale.float()
+    share = covered(bits, source_bits)
+    scale = ((high - low) * share / levels).clamp(max=limit).half()
+    step, bottom, top = scale.float(), low.clamp(-limit, limit), high.clamp(-limit, limit)
+    centred = bottom + (top - bottom - step * levels) / 2
+    zero = (bottom if share == 1 else centred.clamp(-limit, limit)).half()
     codes = torch.where(step > 0, (x - zero.float()) / step, torch.zeros_like(x))
     codes = codes.round().clamp(0, levels).to(torch.uint8)
     return pack(codes, bits), torch.cat([scale, zero], dim=-1)

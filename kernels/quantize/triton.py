@@ -3,9 +3,17 @@
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.quantize.reference import covered
+
 HALF_MAX = tl.constexpr(65504.0)
 ROUND = tl.constexpr(8388608.0)
 """Adding and subtracting 2^23 rounds a float32 in [0, 2^22] to the nearest integer, ties to even."""
+
+
+@triton.constexpr_function
+def covered_share(bits, source_bits):
+    """``reference.covered`` at compile time."""
+    return covered(bits, source_bits)
 
 
 @triton.jit
@@ -16,7 +24,7 @@ def plane_elements(W: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def quantize_planes(x, inside, BITS: tl.constexpr):
+def quantize_planes(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 16):
     """Quantise vectors laid out by planes.
 
     Args:
@@ -28,8 +36,14 @@ def quantize_planes(x, inside, BITS: tl.constexpr):
     low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)
     high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)
     levels: tl.constexpr = (1 << BITS) - 1
-    zero = tl.minimum(tl.maximum(low, -HALF_MAX), HALF_MAX).to(tl.float16)
-    scale = tl.minimum(tl.div_rn(high - low, levels * 1.0), HALF_MAX).to(tl.float16)
+    share: tl.constexpr = covered_share(BITS, SOURCE_BITS)
+    scale = tl.minimum(tl.div_rn((high - low) * share, levels * 1.0), HALF_MAX).to(tl.float16)
+    start = tl.minimum(tl.maximum(low, -HALF_MAX), HALF_MAX)
+    if share < 1:
+        top = tl.minimum(tl.maximum(high, -HALF_MAX), HALF_MAX)
+        start += (top - start - scale.to(tl.float32) * levels) / 2
+        start = tl.minimum(tl.maximum(start, -HALF_MAX), HALF_MAX)
+    zero = start.to(tl.float16)
     step = scale.to(tl.float32)[:, None, None]
     shifted = x - zero.to(tl.float32)[:, None, None]
     level = tl.div_rn(shifted, tl.where(step > 0, step, 1.0))

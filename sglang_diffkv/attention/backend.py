@@ -56,6 +56,7 @@ class DiffKVAttnBackend(AttentionBackend):
         self.first_layer = pool.start_layer
         self.last_layer = pool.start_layer + manager.geometry.num_layers - 1
         config = load_config()
+        self.rotates = config.rotate == "keys"
         if self.state.pages.is_cuda:
             if config.gpu_ops != "reference":
                 manager.ops = gpu_ops(manager, config, runner.model_config)
@@ -119,6 +120,8 @@ class DiffKVAttnBackend(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        if self.rotates:
+            q, k = ops.rotate(q, k)
         ops.append(state, index, k, v, step)
         cap = layer.logit_cap or 0.0
         if decode:

@@ -17,6 +17,7 @@ from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.kernels.release.reference import release, trim
+from sglang_diffkv.kernels.rotate.reference import rotate
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.policies.base import Policy
@@ -46,6 +47,9 @@ class ReferenceOps:
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         reserve(state, rows, new_tokens, most)
+
+    def rotate(self, q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotate(q, key)
 
     def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         append(state, layer, key, value, step.token_rows, step.token_offset, step.token_position)

@@ -19,6 +19,7 @@ from sglang_diffkv.kernels.decode_attention.triton import DecodeScratch, FoundTo
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
+from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.ops.ragged import RaggedPrefill
@@ -113,6 +114,9 @@ class TritonOps:
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         reserve(state, rows, new_tokens, self.ticket, count)
+
+    def rotate(self, q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotate(q, key)
 
     def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         owners = (step.token_rows, step.token_offset, step.token_position)
