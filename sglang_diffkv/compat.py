@@ -163,6 +163,8 @@ def prefix_cache_class() -> type:
                 return False
             if self.manager.faulted([row]) or not self.make_room_to_share(row):
                 return False
+            if self.exact is not None and not running and not self.exact.joins(row):
+                return False  # room was made by evicting the prompt
             self.inserting_row = row
             try:
                 insertion()

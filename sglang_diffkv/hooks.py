@@ -182,7 +182,8 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     manager.plan_step(rows, counts, starts)
     if exact is not None:
         for row, req in ending:
-            exact.plan(row, req.last_node, brief=req.sampling_params.max_new_tokens <= 1)
+            insertable = not getattr(req, "skip_radix_cache_insert", False)
+            exact.plan(row, req.last_node, brief=req.sampling_params.max_new_tokens <= 1, insertable=insertable)
     return result
 
 
@@ -217,6 +218,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         if path and not ledger.manager.lengths and not ledger.promised:
             # Nothing runs, so nothing will make room but the part-filled pages of the request's own prefix.
             tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
+            tree.evict_table_blocks([], compat.prompt_len(req))
             return AddReqResult.OTHER
         return AddReqResult.NO_TOKEN
     with compat.priced(req, ledger.growth_price()):

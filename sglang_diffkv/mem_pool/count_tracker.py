@@ -56,6 +56,8 @@ class CountTracker:
             total[manager.planned.rows] -= manager.planned.new_tokens
         steady = np.array([row not in manager.prompting for row in rows.tolist()], dtype=bool)
         self._snapshots.append(Snapshot(self.host.tick, manager.step, rows, total[rows], steady, values, event))
+        if not manager.launched and manager.planned is not None:
+            self.host.record(-manager.planned.pages)  # the snapshot does not see them
 
     def refresh(self) -> None:
         """Take over the snapshots on their way. They were enqueued before the last planned step."""

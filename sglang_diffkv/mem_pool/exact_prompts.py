@@ -39,12 +39,16 @@ class ExactPrompts:
         if any(x.lock_ref < 2 for x in self.tree.nodes(node)):
             self.manager.copies.judge(row)
 
-    def plan(self, row: int, node: Any, *, brief: bool) -> None:
+    def plan(self, row: int, node: Any, *, brief: bool, insertable: bool = True) -> None:
         """The planned pass ends the prompt of a row that holds the path to ``node``: copy, or share, or neither.
 
         Args:
             brief: the request ends with its first token, so that nothing is gained by compressing it.
+            insertable: False if SGLang will not offer the prompt to the tree.
         """
+        if not insertable:
+            self.ends[row] = None
+            return
         manager, copies = self.manager, self.manager.copies
         length, shared = manager.lengths[row], manager.shared.get(row, 0)
         publish = length - shared >= self.least_published
@@ -88,7 +92,8 @@ class ExactPrompts:
         """SGLang has had its chance to insert the prompt: the request lets go of what it copied."""
         row = compat.allocated_row_of(req)
         if row in self.detaching:
-            if self.ends[row] is None and row not in self.manager.copies.pending:
+            pending = self.manager.copies.pending.get(row)
+            if self.ends[row] is None and (pending is None or compat.protected_len(req) >= pending.hi):
                 self.ends[row] = req.last_node
             self.manager.copies.drop_pending(row)
             self._detach(req, row, self.detaching.pop(row))
@@ -96,11 +101,11 @@ class ExactPrompts:
     def _detach(self, req: Any, row: int, start: int) -> None:
         """Names of the request's own for its copy, and a lock on the rest only."""
         count = compat.protected_len(req) - start
-        if count <= 0:
+        allocator = self.tree.token_to_kv_pool_allocator
+        if count <= 0 or allocator.names_free() < count:
             return
-        names = self.tree.token_to_kv_pool_allocator.alloc(count)
-        if names is None:
-            return
+        names = allocator.alloc(count)
+        assert names is not None
         nodes, at, node = self.tree.nodes(req.last_node), 0, self.tree.root_node
         for x in nodes:
             if at == start:

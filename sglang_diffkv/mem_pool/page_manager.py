@@ -31,6 +31,7 @@ class PlannedStep:
     rows: list[int]
     new_tokens: list[int]
     start: list[int]
+    pages: int  # that its prompts take at most
 
 
 class PageManager:
@@ -115,16 +116,18 @@ class PageManager:
                 for done, taken in zip(rows[:i], new_tokens[:i]):
                     self.space.withdraw(done, taken)
                 raise
+        pages = 0
         for row, count in zip(rows, new_tokens):
             if count > 1 or row not in self.lengths or row in self.prompting:
                 self.prompting.add(row)
                 self.counts.touch(row)
-                self.counts.record(-self.geometry.heads * -(-count // self.fmt.high.tokens))
+                pages += self.geometry.heads * -(-count // self.fmt.high.tokens)
             self.lengths[row] = self.lengths.get(row, 0) + count
+        self.counts.record(-pages)
         self.version += 1
         self.step += 1
         self.tracker.planned(self.step)
-        self.planned = PlannedStep(list(rows), list(new_tokens), list(start))
+        self.planned = PlannedStep(list(rows), list(new_tokens), list(start), pages)
         self.launched = False
 
     def begin_step(self, rows: list[int], new_tokens: list[int], start: list[int]) -> None:
@@ -163,6 +166,7 @@ class PageManager:
         least = 1 if row in self.copies.untouched else self.share_min_tokens
         if row not in self.copies.pending and least is not None and own >= least:
             self._seal(row)
+        self.copies.judged.pop(row, None)
         self.counts.touch(row)
         self.prompting.discard(row)
         self.version += 1

@@ -62,6 +62,15 @@ class DiffKVPrefixCache(RadixCache):
         return True
 
     def _insert_helper(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
+        pending = None if self.inserting_row is None else self.manager.copies.pending.get(self.inserting_row)
+        if pending is None or len(key) <= pending.hi:
+            return self._insert(node, key, value, *args)
+        # The request ended while its prompt waited: the prompt joins as it is, what was generated behind it.
+        matched, _ = self._insert(node, key[: pending.hi], value[: pending.hi], *args)
+        everything, leaf = self._insert(node, key, value, *args)
+        return (everything if matched == pending.hi else matched), leaf
+
+    def _insert(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
         length = len(key)
         matched, leaf = super()._insert_helper(node, key, value, *args)
         if matched < length:
@@ -87,6 +96,8 @@ class DiffKVPrefixCache(RadixCache):
 
     def match_prefix(self, params: Any) -> Any:
         result = super().match_prefix(params)
+        if self.inserting_row is not None:
+            return result  # SGLang looks for what it has just inserted, and attaches nothing
         path = self.path(result.last_device_node)
         fitting = self.manager.fitting_path(path)
         if len(fitting) == len(path):

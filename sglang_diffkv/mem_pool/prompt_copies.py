@@ -84,7 +84,8 @@ class PromptCopies:
         if segment_row is None:
             return False
         try:
-            manager.space.extend(segment_row, *manager.space.bound(row))
+            own = manager.lengths[row] - manager.shared.get(row, 0)
+            manager.space.extend(segment_row, -(-own // manager.fmt.high.tokens), 0)
         except TableFull:
             manager.return_segment_row(segment_row)
             return False
