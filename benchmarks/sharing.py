@@ -128,9 +128,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON with every answer")
     args = parser.parse_args(argv)
     configurations = [parse_configuration(text) for text in args.config]
-    runs = []
+    runs: list[dict[str, Any]] = []
     for configuration in configurations:
-        runs += [serve(configuration, alone, args) for alone in ((False,) if args.shared_only else (False, True))]
+        for alone in (False,) if args.shared_only else (False, True):
+            runs.append(serve(configuration, alone, args))
+            if args.output:
+                args.output.write_text(json.dumps({"provenance": provenance("sharing", argv), "runs": runs}))
     table = Table("configuration", "load", "n", "right %", "cached")
     for run in runs:
         for row in summary(run):
