@@ -1,4 +1,5 @@
-"""The hooks on SGLang, one function each. All are no-ops unless diffkv is the selected backend."""
+"""The hooks on SGLang, one function each: arguments and what a server builds at its start here, the rest in
+``scheduler_hooks``. All are no-ops unless diffkv is the selected backend."""
 
 from __future__ import annotations
 
@@ -13,20 +14,16 @@ from sglang_diffkv import compat
 from sglang_diffkv.attention.backend import DiffKVAttnBackend
 from sglang_diffkv.config import CONFIG_ENV, ConfigError, load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
-from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pool import DiffKVPool
 from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.scheduler_hooks import METERS, SCHEDULER_HOOKS, SRT
 from sglang_diffkv.thresholds import resolve
 from sglang_diffkv.validation import BACKEND, check_model, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)
 
-CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
-"""Set to 1, a server checks ring, tables, counts and tree after every step (slow; for tests and bug reports)."""
-
-SRT = "sglang.srt."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
 
@@ -118,7 +115,7 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
         kvcache=pool,
         need_sort=False,
     )
-    _METERS[BACKEND] = pool.usage
+    METERS[BACKEND] = pool.usage
     logger.info("DiffKV plan: %s", plan.describe(config, geometry, pool.size))
     return allocator
 
@@ -137,173 +134,6 @@ def create_prefix_cache(ctx: Any) -> Any:
     return compat.prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
 
 
-def free_row(original: Any, self: Any, req: Any) -> Any:
-    """A request leaves its row: on finish, abort and retraction alike."""
-    allocator = getattr(self, "diffkv_allocator", None)
-    if allocator is not None:
-        row, pool = compat.row_of(req), allocator.get_kvcache()
-        allocator.ledger.promised.pop(req.rid, None)
-        if row in pool.manager.lengths:
-            if req.finished() and not _aborted(req):
-                pool.usage.finish(row)
-            pool.manager.release(row)
-        if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
-            exact.forget(row)
-    return original(self, req)
-
-
-def _aborted(req: Any) -> bool:
-    return (req.finished_reason.to_json() or {}).get("type") == "abort"
-
-
-def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Attach the matched prefixes, note whose prompt ends with the pass, and plan it."""
-    allocator = self.token_to_kv_pool_allocator
-    if not isinstance(allocator, DiffKVAllocator):
-        return original(self, *args, **kwargs)
-    ledger = allocator.ledger
-    with ledger.prefilling():
-        result = original(self, *args, **kwargs)
-    manager, exact = ledger.manager, getattr(allocator.tree_cache, "exact", None)
-    rows, starts, counts, ending = [], [], [], []
-    for req in self.reqs:
-        row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
-        if start and not manager.lengths.get(row):
-            manager.attach_prefix(row, self.tree_cache.path(req.last_node))
-            if exact is not None:
-                exact.attached(row, req.last_node)
-        if end == compat.prompt_len(req):
-            manager.finishing.add(row)
-            ending.append((row, req))
-        ledger.promise(req.rid, [], compat.prompt_len(req) - end)
-        rows.append(row)
-        starts.append(start)
-        counts.append(end - start)
-    manager.plan_step(rows, counts, starts)
-    if exact is not None:
-        for row, req in ending:
-            insertable = not getattr(req, "skip_radix_cache_insert", False)
-            exact.plan(row, req.last_node, brief=req.sampling_params.max_new_tokens <= 1, insertable=insertable)
-    return result
-
-
-def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Plan the decode step."""
-    result = original(self, *args, **kwargs)
-    allocator = self.token_to_kv_pool_allocator
-    if isinstance(allocator, DiffKVAllocator):
-        rows = [compat.allocated_row_of(req) for req in self.reqs]
-        starts = [length - 1 for length in self.seq_lens_cpu.tolist()]
-        allocator.ledger.manager.plan_step(rows, [1] * len(rows), starts)
-    return result
-
-
-def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Admit a prompt only if its pages fit, whatever SGLang's token arithmetic says."""
-    allocator = self.token_to_kv_pool_allocator
-    if not isinstance(allocator, DiffKVAllocator):
-        return original(self, req, *args, **kwargs)
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    ledger = allocator.ledger
-    tree = allocator.tree_cache
-    path = tree.path(req.last_node) if tree is not None else []
-    needed = compat.prompt_len(req) - compat.prefix_len(req)
-    with compat.node_locked(self, req.last_node):
-        if tree is not None:
-            tree.evict_table_blocks(path, needed)
-        admitted = ledger.admits(path, needed)
-    if not admitted:
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
-        if path and not ledger.manager.lengths and not ledger.promised:
-            # Nothing runs, so nothing will make room but the part-filled pages of the request's own prefix.
-            tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
-            tree.evict_table_blocks([], compat.prompt_len(req))
-            return AddReqResult.OTHER
-        return AddReqResult.NO_TOKEN
-    with compat.priced(req, ledger.growth_price()):
-        result = original(self, req, *args, **kwargs)
-    ledger.refused = None
-    if result == AddReqResult.NO_TOKEN:
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
-    if self.can_run_list and self.can_run_list[-1] is req:
-        ledger.promise(req.rid, path, needed)
-        if tree is not None:
-            tree.evict_uncovered()
-    return result
-
-
-def running_request_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, at the measured price of a token."""
-    offset = original(self, req)
-    allocator = self.token_to_kv_pool_allocator
-    return offset * allocator.ledger.growth_price() if isinstance(allocator, DiffKVAllocator) else offset
-
-
-def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked."""
-    allocator = self.token_to_kv_pool_allocator
-    if isinstance(allocator, DiffKVAllocator) and not batch.forward_mode.is_idle():
-        manager = allocator.ledger.manager
-        manager.tracker.report()
-        rows = {row: req for req in batch.reqs if (row := compat.row_of(req)) is not None}
-        for row in manager.faulted(list(rows)):
-            compat.finish_with_error(
-                rows[row],
-                "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
-                "Retry it, or give the server more memory.",
-            )
-        if os.environ.get(CHECK_ENV) == "1":
-            check_bounds(manager)
-            check_integrity(manager)
-            if allocator.tree_cache is not None:
-                allocator.tree_cache.check_integrity()
-    result = original(self, batch, *args, **kwargs)
-    # SGLang by itself looks at its queue again only when a request ends.
-    if (
-        isinstance(allocator, DiffKVAllocator)
-        and self.running_batch.batch_is_full
-        and allocator.ledger.refused is not None
-        and allocator.ledger.room_for_refused(compat.expected_tokens(self))
-    ):
-        self.running_batch.batch_is_full = False
-    return result
-
-
-def get_total_uncached_sizes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    allocator = self.token_to_kv_pool_allocator
-    if not isinstance(allocator, DiffKVAllocator):
-        return original(self, *args, **kwargs)
-    return allocator.ledger.uncached(), 0
-
-
-def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    result = original(self, *args, **kwargs)
-    allocator = self.token_to_kv_pool_allocator
-    if isinstance(allocator, DiffKVAllocator):
-        report = allocator.get_kvcache().usage.report()
-        report["config"] = load_config().model_dump(mode="json", exclude_none=True)
-        if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
-            report["prompts"] = exact.outcomes
-        result.internal_state["diffkv"] = report
-    return result
-
-
-_METERS: dict[str, Any] = {}
-"""The usage meter of this process, for the decode log line."""
-
-
-def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
-    parts = original(self)
-    if BACKEND in _METERS:
-        s = _METERS[BACKEND].latest().summary()
-        parts.append(
-            f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
-            f"pruned {s['share_pruned']:.1%})"
-        )
-    return parts
-
-
 HOOKS = {
     SRT + "utils.common.support_triton": support_triton,
     SRT + "server_args.ServerArgs.add_cli_args": add_cli_args,
@@ -312,18 +142,6 @@ HOOKS = {
     CONFIGURATOR + "_build_mha_kv_pool": build_mha_kv_pool,
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_allocator,
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
-    SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
-    SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
-    SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode": prepare_for_decode,
-    SRT + "managers.schedule_policy.PrefillAdder.add_one_req": add_one_req,
-    SRT + "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset": running_request_offset,
-    SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
-    SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,
-    SRT + "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (
-        get_total_uncached_sizes
-    ),
-    SRT + "managers.scheduler_components.pool_stats_observer.PoolStats.get_decode_usage_msg_parts": (
-        get_decode_usage_msg_parts
-    ),
+    **SCHEDULER_HOOKS,
 }
 """Target in SGLang -> AROUND hook."""
