@@ -81,7 +81,7 @@ def test_part_from_another_kernel():
     assert close(got, expected) < 1e-3
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_pages_of_a_large_model(dim):
     """Pages of 32 tokens, low tiles of 64 with an odd number of tokens."""
     manager = make_manager(make_format("K8V4 K4V2", dim, page_tokens=32), window=16, heads=2, layers=1)
@@ -93,10 +93,16 @@ def test_pages_of_a_large_model(dim):
     key, value = vectors(state, 71, generator)
     q = torch.randn(71, 8, dim, generator=generator).to(DEVICE, BF16)
     starts = extend_lens.cumsum(0) - extend_lens
-    out, _ = extend_attention(state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, 70, 300, 0.1)
-    expected = reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1)
+    out, _ = extend_attention(
+        state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, 70, 300, 0.1, update_scores=True
+    )
+    expected = reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, update_scores=True)
     assert int(state.entries[1, ..., 1].max()) > 1, "the prefix has low pages"
     assert close(out, expected) < 6e-3
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+        pages = held_pages(twin, rows, tier)
+        held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 400)
+        torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])

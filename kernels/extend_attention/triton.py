@@ -12,7 +12,12 @@ from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
 from sglang_diffkv.mem_pool.state import PageState
 
 ROWS = 64
-"""Rows, (query, head of a group) pairs, of a program."""
+"""Rows, (query, head of a group) pairs, of a program over new tokens."""
+PAGED_ROWS = 32
+"""Rows of a program over pages."""
+PAGED_WARPS = 2
+"""Warps of a program that multiplies unpacked codes. Below a warp group the products are ``mma.sync``: with four warps
+Triton 3.6 takes ``wgmma``, whose reads of shared memory go out of bounds in the K4V2 kernel at head_dim 128."""
 LN2 = 0.6931471805599453
 
 
@@ -29,7 +34,7 @@ def _tiers(state: PageState) -> list[dict]:
         "ASM": not INTERPRETED,
     }
     return [
-        {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, 64)}
+        {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, 32 if fmt.head_dim > 128 else 64)}
         for tier, x in enumerate(fmt.layouts)
     ]
 
@@ -98,10 +103,10 @@ def extend_attention(
     tables = (state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries)
     if max_prefix:
         for tier in _tiers(state):
-            paged_kernel[grid](
+            paged_kernel[(batch, heads, triton.cdiv(max_extend * group, PAGED_ROWS))](
                 q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
-                *tables, layer, sm_scale, logit_cap, DV=fmt.v_head_dim, M=ROWS, **tier, **common,
-                num_warps=4, num_stages=2,
+                *tables, layer, sm_scale, logit_cap, DV=fmt.v_head_dim, M=PAGED_ROWS, **tier, **common,
+                num_warps=PAGED_WARPS, num_stages=2,
             )  # fmt: skip
         merge_kernel[(triton.cdiv(tokens * q_heads, 16),)](
             outs[0], lses[0], outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
@@ -131,7 +136,7 @@ def _update_scores(
     judged: dict[int, torch.Tensor],
 ) -> None:
     group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
-    common = {"G": group, "HAS_CAP": logit_cap > 0, "M": 64}
+    common = {"G": group, "HAS_CAP": logit_cap > 0}
     tiers = _tiers(state)
     if max_prefix:
         for tier in tiers:
@@ -141,11 +146,11 @@ def _update_scores(
                     q, lse, starts, extend_lens, prefix_lens, rows, state.pages, state.page_table, state.range_lo,
                     state.range_hi, state.block_table, state.entries, state.own_entry, scores, scores.shape[-1],
                     number or 0, layer, sm_scale, logit_cap,
-                    JUDGE=number is not None, **tier, **common, num_warps=4, num_stages=2,
+                    M=PAGED_ROWS, JUDGE=number is not None, **tier, **common, num_warps=PAGED_WARPS, num_stages=2,
                 )  # fmt: skip
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
     new_scores_kernel[(batch, heads, triton.cdiv(max_extend, 64))](
         q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, state.write_slot, state.own_entry,
         state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
-        **{name: tiers[0][name] for name in names}, **common, N=64, num_warps=4, num_stages=2,
+        **{name: tiers[0][name] for name in names}, **common, M=64, N=64, num_warps=4, num_stages=2,
     )  # fmt: skip
