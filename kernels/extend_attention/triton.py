@@ -13,11 +13,13 @@ from sglang_diffkv.mem_pool.state import PageState
 
 ROWS = 64
 """Rows, (query, head of a group) pairs, of a program over new tokens."""
-PAGED_ROWS = 32
-"""Rows of a program over pages."""
-PAGED_WARPS = 2
-"""Warps of a program that multiplies unpacked codes. Below a warp group the products are ``mma.sync``: with four warps
-Triton 3.6 takes ``wgmma``, whose reads of shared memory go out of bounds in the K4V2 kernel at head_dim 128."""
+PAGED_ROWS = 16
+"""Rows of a program over pages. A program has one warp, which takes ``mma.sync``: with four, Triton 3.6 takes ``wgmma``,
+whose reads of shared memory go out of bounds in the K4V2 kernel at head_dim 128, and which is slower here besides."""
+SCORE_QUERIES = 32
+"""Queries of an iteration of the scores of pages, by two warps for the same reason."""
+NEW_KEYS, NEW_QUERIES, NEW_WARPS = 64, 64, 4
+"""Keys of a program of the scores of new tokens, queries of an iteration, warps."""
 LN2 = 0.6931471805599453
 
 
@@ -33,8 +35,9 @@ def _tiers(state: PageState) -> list[dict]:
         "H": state.num_heads,
         "ASM": not INTERPRETED,
     }
+    tile = 32 if fmt.head_dim > 128 else 64
     return [
-        {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, 32 if fmt.head_dim > 128 else 64)}
+        {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, tile)}
         for tier, x in enumerate(fmt.layouts)
     ]
 
@@ -106,7 +109,7 @@ def extend_attention(
             paged_kernel[(batch, heads, triton.cdiv(max_extend * group, PAGED_ROWS))](
                 q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
                 *tables, layer, sm_scale, logit_cap, DV=fmt.v_head_dim, M=PAGED_ROWS, **tier, **common,
-                num_warps=PAGED_WARPS, num_stages=2,
+                num_warps=1, num_stages=2,
             )  # fmt: skip
         merge_kernel[(triton.cdiv(tokens * q_heads, 16),)](
             outs[0], lses[0], outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
@@ -146,11 +149,12 @@ def _update_scores(
                     q, lse, starts, extend_lens, prefix_lens, rows, state.pages, state.page_table, state.range_lo,
                     state.range_hi, state.block_table, state.entries, state.own_entry, scores, scores.shape[-1],
                     number or 0, layer, sm_scale, logit_cap,
-                    M=PAGED_ROWS, JUDGE=number is not None, **tier, **common, num_warps=PAGED_WARPS, num_stages=2,
+                    M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
                 )  # fmt: skip
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
-    new_scores_kernel[(batch, heads, triton.cdiv(max_extend, 64))](
+    new_scores_kernel[(batch, heads, triton.cdiv(max_extend, NEW_KEYS))](
         q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, state.write_slot, state.own_entry,
         state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
-        **{name: tiers[0][name] for name in names}, **common, M=64, N=64, num_warps=4, num_stages=2,
+        **{name: tiers[0][name] for name in names}, **common, M=NEW_QUERIES, N=NEW_KEYS,
+        num_warps=NEW_WARPS, num_stages=2,
     )  # fmt: skip

@@ -30,6 +30,25 @@ def capped(s, logit_cap, HAS_CAP: tl.constexpr):
     return s
 
 
+@triton.jit
+def received_from(
+    q, lse, k, start, column, begin, extend, query_head, factor, logit_cap,
+    D: tl.constexpr, HQ: tl.constexpr, M: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """What [N] keys ``k`` [N, D] receive from queries begin .. begin + M of one head; ``CAUSAL``: from later ones."""
+    d = tl.arange(0, dot_padded(D))
+    query = begin + tl.arange(0, M)
+    asked = query < extend
+    vector = (start + query).to(tl.int64) * HQ + query_head
+    inside = asked[None, :] & (d[:, None] < D)
+    x = tl.load(q + vector[None, :] * D + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
+    norm = tl.load(lse + vector, mask=asked, other=float("inf"))
+    s = capped(tl.dot(k, x) * factor, logit_cap, HAS_CAP) - norm[None, :]
+    if CAUSAL:
+        s = tl.where(query[None, :] > column[:, None], s, float("-inf"))
+    return tl.sum(tl.exp2(s), 1)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def new_scores_kernel(
     q, key, key_stride, key_head, lse, starts, extend_lens, rows, write_slot, own_entry, pages, page_table, block_table,
@@ -40,7 +59,7 @@ def new_scores_kernel(
 ):  # fmt: skip
     """Grid (B, H, ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
 
-    ``lse`` [tokens, Hq] is base 2.
+    ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come first.
     """
     b = tl.program_id(0)
     head = tl.program_id(1)
@@ -56,19 +75,19 @@ def new_scores_kernel(
     token = (start + column).to(tl.int64)
     k_ptr = key + token[:, None] * key_stride + head * key_head + d[None, :]
     k = tl.load(k_ptr, mask=live[:, None] & (d[None, :] < D), other=0.0).to(dot_type)  # [N, D]
+    factor = sm_scale * LOG2E
     received = tl.zeros([N], tl.float32)
     for g in range(G):
+        at = head * G + g
         total = tl.zeros([N], tl.float32)
-        for begin in range(first, extend, M):
-            query = begin + tl.arange(0, M)
-            asked = query < extend
-            vector = (start + query).to(tl.int64) * (H * G) + head * G + g
-            inside = asked[None, :] & (d[:, None] < D)
-            x = tl.load(q + vector[None, :] * D + d[:, None], mask=inside, other=0.0).to(dot_type)  # [D, M]
-            norm = tl.load(lse + vector, mask=asked, other=0.0)
-            s = capped(tl.dot(k, x) * (sm_scale * LOG2E), logit_cap, HAS_CAP) - norm[None, :]
-            later = (query[None, :] > column[:, None]) & asked[None, :]
-            total += tl.sum(tl.exp2(tl.where(later, s, float("-inf"))), 1)
+        for begin in range(first, tl.minimum(first + N, extend), M):
+            total += received_from(
+                q, lse, k, start, column, begin, extend, at, factor, logit_cap, D, H * G, M, True, HAS_CAP
+            )
+        for begin in range(first + N, extend, M):
+            total += received_from(
+                q, lse, k, start, column, begin, extend, at, factor, logit_cap, D, H * G, M, False, HAS_CAP
+            )
         received = tl.maximum(received, total)
     score = received / tl.maximum(extend - 1 - column, 1).to(tl.float32)
     row = tl.load(rows + b).to(tl.int64)
