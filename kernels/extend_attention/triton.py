@@ -14,12 +14,12 @@ from sglang_diffkv.mem_pool.state import PageState
 ROWS = 64
 """Rows, (query, head of a group) pairs, of a program over new tokens."""
 PAGED_ROWS = 16
-"""Rows of a program over pages. A program has one warp, which takes ``mma.sync``: with four, Triton 3.6 takes ``wgmma``,
-whose reads of shared memory go out of bounds in the K4V2 kernel at head_dim 128, and which is slower here besides."""
+"""Rows of a program over pages. It has one warp, which takes ``mma.sync``: with four, Triton 3.6 takes ``wgmma``, whose
+reads of shared memory go out of bounds in the K4V2 kernel at head_dim 128, and which is slower here besides."""
 SCORE_QUERIES = 32
 """Queries of an iteration of the scores of pages, by two warps for the same reason."""
-NEW_KEYS, NEW_QUERIES, NEW_WARPS = 64, 64, 4
-"""Keys of a program of the scores of new tokens, queries of an iteration, warps."""
+NEW_KEYS = 128
+"""Keys of a program of the scores of new tokens, and queries of an iteration, up to head_dim 128."""
 LN2 = 0.6931471805599453
 
 
@@ -152,9 +152,9 @@ def _update_scores(
                     M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
                 )  # fmt: skip
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
-    new_scores_kernel[(batch, heads, triton.cdiv(max_extend, NEW_KEYS))](
+    tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
+    new_scores_kernel[(batch, heads, triton.cdiv(max_extend, tile))](
         q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, state.write_slot, state.own_entry,
         state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
-        **{name: tiers[0][name] for name in names}, **common, M=NEW_QUERIES, N=NEW_KEYS,
-        num_warps=NEW_WARPS, num_stages=2,
+        **{name: tiers[0][name] for name in names}, **common, M=tile, N=tile, num_warps=4, num_stages=2,
     )  # fmt: skip
