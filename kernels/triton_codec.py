@@ -47,6 +47,17 @@ def shifted_codes(words, BITS: tl.constexpr, PLANE: tl.constexpr, BYTE: tl.const
 
 
 @triton.jit
+def plane_codes(words, BITS: tl.constexpr, PLANE: tl.constexpr, BYTE: tl.constexpr, ASM: tl.constexpr):
+    """int16 words to the float32 codes of one plane and byte, same shape."""
+    LAST: tl.constexpr = 8 // BITS - 1
+    code = shifted_codes(words, BITS, PLANE, BYTE, ASM).to(tl.float32) - MAGIC
+    if PLANE == LAST:
+        for plane in tl.static_range(LAST):
+            code -= shifted_codes(words, BITS, plane, BYTE, ASM).to(tl.float32) - MAGIC
+    return code * (1.0 / (1 << (PLANE * BITS)))
+
+
+@triton.jit
 def query_operand(ptr, column, inside, scale, PART: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr):
     """The fp16 operand that multiplies operand ``PART`` of keys of ``W`` words.
 

@@ -25,6 +25,22 @@ def table_index(
     return ((block.to(tl.int64) * L + layer) * H + head) * BLOCK + column % BLOCK
 
 
+@triton.jit
+def earlier_entries(
+    entries, own_entry, write_slot, head_at, extend,
+    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Table entries of a head before those that hold only new tokens of a step of ``extend`` tokens.
+
+    ``head_at`` is the head's place in [R, L, H]. A single new token may fill a hole anywhere.
+    """
+    count = tl.load(entries + head_at * TIERS + TIER)
+    if HIGH:
+        filled = (tl.load(write_slot + head_at) + TOKENS - 1) // TOKENS
+        count = tl.where(extend > 1, tl.minimum(count, tl.load(own_entry + head_at * TIERS) + filled), count)
+    return count
+
+
 @triton.constexpr_function
 def padded(n):
     """Smallest power of two that holds ``n``."""

@@ -103,7 +103,10 @@ def extend_attention(
     else:
         outs[0].copy_(new_part[0])
         torch.mul(new_part[1], 1 / LN2, out=lses[0])
-    tables = (state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries)
+    tables = (
+        state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry,
+        state.write_slot,
+    )  # fmt: skip
     if max_prefix:
         for tier in _tiers(state):
             paged_kernel[(batch, heads, triton.cdiv(max_extend * group, PAGED_ROWS))](
@@ -147,8 +150,8 @@ def _update_scores(
             for number, scores in [(None, lse), *judged.items()]:
                 page_scores_kernel[(batch if number is None else 1, heads, programs)](
                     q, lse, starts, extend_lens, prefix_lens, rows, state.pages, state.page_table, state.range_lo,
-                    state.range_hi, state.block_table, state.entries, state.own_entry, scores, scores.shape[-1],
-                    number or 0, layer, sm_scale, logit_cap,
+                    state.range_hi, state.block_table, state.entries, state.own_entry, state.write_slot, scores,
+                    scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
                     M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
                 )  # fmt: skip
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")

@@ -15,7 +15,7 @@ from sglang_diffkv.kernels.triton_codec import (
     query_operand,
     shifted_codes,
 )
-from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, padded
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, padded
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def largest_of(q, vector, live, D: tl.constexpr):
 @triton.jit(do_not_specialize=["layer"])
 def paged_kernel(
     q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
-    layer, sm_scale, logit_cap,
+    own_entry, write_slot, layer, sm_scale, logit_cap,
     HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
@@ -66,7 +66,8 @@ def paged_kernel(
     vector, _, live_row = query_rows(tl.load(starts + b), head, first, extend, M, H * G, G)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
-    count = tl.load(entries + ((row * L + layer) * H + head) * TIERS + TIER)
+    head_at = (row * L + layer) * H + head
+    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, HIGH, TIER, TIERS, TOKENS)
     count = tl.where(prefix > 0, count, 0)
 
     kcol = tl.arange(0, KWP)

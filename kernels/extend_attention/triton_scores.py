@@ -9,16 +9,8 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
 from sglang_diffkv.kernels.extend_attention import reference
-from sglang_diffkv.kernels.extend_attention.triton_paged import largest_of
-from sglang_diffkv.kernels.triton_codec import (
-    MAGIC,
-    meta_pair,
-    operand_weight,
-    power_scale,
-    query_operand,
-    shifted_codes,
-)
-from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, table_index
+from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, table_index
 
 OBSERVED = tl.constexpr(reference.OBSERVED)
 
@@ -103,7 +95,7 @@ def new_scores_kernel(
 @triton.jit(do_not_specialize=["layer", "request", "judged_len"])
 def page_scores_kernel(
     q, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
-    own_entry, judged, judged_len, request, layer, sm_scale, logit_cap,
+    own_entry, write_slot, judged, judged_len, request, layer, sm_scale, logit_cap,
     HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
@@ -129,13 +121,13 @@ def page_scores_kernel(
     raw_type: tl.constexpr = q.dtype.element_ty
     dot_type: tl.constexpr = raw_type if ASM else tl.float32
     row = tl.load(rows + b).to(tl.int64)
-    counts = ((row * L + layer) * H + head) * TIERS + TIER
-    count = tl.load(entries + counts)
+    head_at = (row * L + layer) * H + head
     start = tl.load(starts + b)
     extend = tl.load(extend_lens + b).to(tl.int32)
+    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, HIGH, TIER, TIERS, TOKENS)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     kcol = tl.arange(0, KWP)
-    begin_tile = tl.load(own_entry + counts) * CHUNKS
+    begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
     end_tile = count * CHUNKS
     most = prefix
     if JUDGE:
@@ -155,37 +147,29 @@ def page_scores_kernel(
         judge = live & (position >= lo) & (position < tl.minimum(hi, most))
         kmask = live[:, None] & (kcol[None, :] < KW)
         k = tl.load(words + KEYS // 2 + slot[:, None] * KW + kcol[None, :], mask=kmask, other=0)  # [N, KWP]
-        if not RAW:
+        k_parts = ()
+        if RAW:
+            k_parts = (k.to(dot_type),)
+        else:
             kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4, mask=live, other=0))
+            for part in tl.static_range(KPARTS):
+                code = plane_codes(k, KB, part // BYTES, part % BYTES, ASM)
+                k_parts = k_parts + ((code * kscale[:, None] + kzero[:, None]).to(dot_type),)
         received = tl.zeros([N], tl.float32)
         for g in range(G):
             sums = tl.zeros([N], tl.float32)
             for begin in range(0, extend, M):
                 query = begin + tl.arange(0, M)
-                asked = query < extend
                 vector = (start + query).to(tl.int64) * (H * G) + head * G + g
-                norm = tl.load(lse + vector, mask=asked, other=0.0)
-                inside = asked[None, :] & (kcol[:, None] < KW)
-                if RAW:
-                    x = tl.load(q + vector[None, :] * D + kcol[:, None], mask=inside, other=0.0).to(dot_type)
-                    s = tl.dot(k.to(dot_type), x) * (sm_scale * LOG2E)
-                else:
-                    qscale = power_scale(largest_of(q, vector, asked, D))
-                    factor = sm_scale * LOG2E / qscale
-                    s = tl.zeros([N, M], tl.float32)
-                    offset = tl.zeros([M], tl.float32)
-                    total = tl.zeros([M], tl.float32)
-                    for part in tl.static_range(KPARTS):
-                        x = query_operand(q + vector[None, :] * D, kcol[:, None], inside, qscale, part, KB, KW)
-                        column_sum = tl.sum(x.to(tl.float32), 0)
-                        offset += column_sum * MAGIC
-                        total += column_sum * operand_weight(KB, part)
-                        s = tl.dot(shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), x, s)
-                    s = (s - offset[None, :]) * (kscale * factor)[:, None]
-                    s += total[None, :] * (kzero * factor)[:, None]
-                s = capped(s, logit_cap, HAS_CAP) - norm[None, :]
-                shown = judge[:, None] & asked[None, :]
-                sums += tl.sum(tl.exp2(tl.where(shown, s, float("-inf"))), 1)
+                norm = tl.load(lse + vector, mask=query < extend, other=float("inf"))
+                inside = (query < extend)[None, :] & (kcol[:, None] < KW)
+                s = tl.zeros([N, M], tl.float32)
+                for part in tl.static_range(KPARTS):
+                    at = kcol * BYTES + part // BYTES * (KW * BYTES) + part % BYTES
+                    x = tl.load(q + vector[None, :] * D + at[:, None], mask=inside, other=0.0)
+                    s = tl.dot(k_parts[part], x.to(dot_type), s)
+                s = capped(s * (sm_scale * LOG2E), logit_cap, HAS_CAP) - norm[None, :]
+                sums += tl.sum(tl.exp2(s), 1)
             received = tl.maximum(received, sums)
         score_ptr = (numbers + SCORES // 4).to(tl.pointer_type(tl.float32))
         score = tl.load(score_ptr, mask=judge, other=0.0)
