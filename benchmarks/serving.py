@@ -26,7 +26,6 @@ from benchmarks.budget import Budget
 from benchmarks.geometries import PRESETS, write_model
 from benchmarks.provenance import provenance, without_paths
 from benchmarks.serving_backends import (
-    Backend,
     common_args,
     default_backends,
     parse_backend,
@@ -35,10 +34,10 @@ from benchmarks.serving_backends import (
     server_flags,
 )
 from benchmarks.serving_charts import charts
-from benchmarks.serving_loads import LOADS, Point, parse_load
+from benchmarks.serving_loads import LOADS, parse_load
 from benchmarks.serving_memory import GIB, KVShape
 from benchmarks.serving_report import document, tables, with_ratios
-from benchmarks.serving_session import FAILED, GUESSES, OK, Record, Setup, run_backend
+from benchmarks.serving_session import FAILED, GUESSES, OK, Record, Setup, run_backend, run_together
 from sglang_diffkv.testing.server import has_gpu
 
 
@@ -78,6 +77,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="append",
         metavar="NAME[=JSON]",
         help=f"one of {', '.join(LOADS)}, with the fields to change as JSON (default: batch); repeatable",
+    )
+    parser.add_argument(
+        "--start-together",
+        action="store_true",
+        help="start all servers at once (memory must suffice, see --mem-fraction-static) and ask one after the other",
     )
     parser.add_argument("--log-interval", type=int, default=40, help="decode steps a log line (default: %(default)s)")
     parser.add_argument("--point-timeout", type=float, default=math.inf, help="seconds for one run of the client")
@@ -165,12 +169,6 @@ def status(records: Sequence[Record]) -> int:
     return int(failed or not any(x["status"] == OK for x in records))
 
 
-def run(candidates: Sequence[Backend], points: Sequence[Point], setup: Setup, budget: Budget, keep: Any) -> None:
-    """All points on all backends; ``keep`` is called with every new record."""
-    for backend in candidates:
-        run_backend(backend, points, setup, budget, keep)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run everything, print the tables and write the results."""
     args = parse_args(argv)
@@ -190,7 +188,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{budget.elapsed():5.0f} s  {record['backend']}, {place}: {record['status']}, {said}", flush=True)
 
         points = [point for load in args.loads for point in load.points()]
-        run(args.candidates, points, setup, budget, keep)
+        if args.start_together:
+            run_together(args.candidates, points, setup, budget, keep)
+        else:
+            for backend in args.candidates:
+                run_backend(backend, points, setup, budget, keep)
     draw(data, args.output)
     print(f"\n{tables(data)}")
     return status(records)

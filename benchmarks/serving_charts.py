@@ -10,9 +10,6 @@ from benchmarks.serving_session import OK, Record
 
 def charts(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
     """Write a chart of each load that has a successful record. Raises ImportError without matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     written = []
     for load, about in data["loads"].items():
         records = [x for x in data["records"] if x["load"] == load and x["status"] == OK]
@@ -29,9 +26,10 @@ def charts(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
 
 
 def _bars(records: list[Record], title: str, path: Path) -> None:
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
-    figure, axis = plt.subplots(figsize=(1.6 * len(records) + 3, 4))
+    figure = Figure(figsize=(1.6 * len(records) + 3, 4))
+    axis = figure.subplots()
     bars = axis.bar([x["backend"] for x in records], [x["output_throughput"] for x in records], width=0.6)
     notes = [f"{x['output_throughput']:,.0f}\n{x['running_max'] or 0} running" for x in records]
     axis.bar_label(bars, notes, padding=2, fontsize=8)
@@ -43,14 +41,15 @@ def _bars(records: list[Record], title: str, path: Path) -> None:
 
 def _series(records: list[Record], x_label: str, title: str, path: Path) -> None:
     """Output throughput, latency a token (DiffKV's normalised latency) and time to first token along the series."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     panels = (
         ("output tokens a second", lambda x: x["output_throughput"]),
         ("mean latency, ms an output token", lambda x: x["mean_e2e_latency_ms"] / x["output"]),
         ("time to first token p99, ms", lambda x: x["p99_ttft_ms"]),
     )
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4))
+    figure = Figure(figsize=(13, 4))
+    axes = figure.subplots(1, len(panels))
     for axis, (label, value) in zip(axes, panels):
         for backend in dict.fromkeys(x["backend"] for x in records):
             line = sorted((x["x"], value(x)) for x in records if x["backend"] == backend)
@@ -65,8 +64,5 @@ def _series(records: list[Record], x_label: str, title: str, path: Path) -> None
 
 
 def _save(figure: Any, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

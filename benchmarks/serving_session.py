@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -70,17 +71,56 @@ def run_backend(
         for point in points:
             add(new_record(backend, point, SKIPPED, error=reason))
         return
+    with _failures(backend, points, add) as left, running(backend, setup, budget) as (server, facts):
+        _run_points(server, backend, left, setup, budget, facts, add)
+
+
+def run_together(
+    backends: Sequence[Backend], points: Sequence[Point], setup: Setup, budget: Budget, add: Callable[[Record], None]
+) -> None:
+    """As ``run_backend`` for all backends, whose servers start at once and share the GPU's memory.
+
+    Only one of them is asked at a time; the others are idle.
+    """
+    contexts = [running(backend, setup, budget) for backend in backends]
+    with ThreadPoolExecutor(len(contexts)) as pool:
+        started = [pool.submit(context.__enter__) for context in contexts]
+    with ExitStack() as stack:
+        for context, start in zip(contexts, started, strict=True):
+            if start.exception() is None:
+                stack.push(context)
+        for backend, start in zip(backends, started, strict=True):
+            with _failures(backend, points, add) as left:
+                server, facts = start.result()
+                _run_points(server, backend, left, setup, budget, facts, add)
+
+
+@contextmanager
+def _failures(backend: Backend, points: Sequence[Point], add: Callable[[Record], None]) -> Iterator[list[Point]]:
+    """Yields the points, to be taken from; what is left of them when a server fails is recorded as failed."""
     left = list(points)
     try:
-        with running(backend, setup, budget) as (server, facts):
-            while left:
-                record = _record(server, backend, left.pop(0), setup, budget, facts)
-                add(record)
-                if record["status"] == FAILED and left:
-                    _recover(server)
+        yield left
     except (ServerError, BenchmarkError, ValueError, requests.RequestException) as error:
         for point in left:
             add(new_record(backend, point, FAILED, error=short(error)))
+
+
+def _run_points(
+    server: Server,
+    backend: Backend,
+    left: list[Point],
+    setup: Setup,
+    budget: Budget,
+    facts: Record,
+    add: Callable[[Record], None],
+) -> None:
+    """Take and run the points that are left."""
+    while left:
+        record = _record(server, backend, left.pop(0), setup, budget, facts)
+        add(record)
+        if record["status"] == FAILED and left:
+            _recover(server)
 
 
 @contextmanager

@@ -125,6 +125,21 @@ def test_records_of_a_good_run(setup):
     assert serving_session.Server.stopped == 1
 
 
+def test_servers_that_start_together(setup, monkeypatch):
+    """One cannot start: the others are asked, and stopped once each."""
+
+    def init(self, model, attention, *args, **kwargs):
+        self.fails = attention == "flashinfer"
+
+    monkeypatch.setattr(serving_session.Server, "__init__", init)
+    backends = [parse_backend(f"{name}:bf16") for name in ("triton", "flashinfer", "fa3")]
+    records = []
+    serving_session.run_together(backends, (POINT, POINT), setup, Budget(None), records.append)
+    assert [x["status"] for x in records] == ["ok", "ok", "failed", "failed", "ok", "ok"]
+    assert [x["backend"] for x in records[::2]] == [x.name for x in backends]
+    assert serving_session.Server.stopped == 2
+
+
 def test_a_server_that_does_not_start(setup):
     serving_session.Server.fails = True
     records = records_of(setup)

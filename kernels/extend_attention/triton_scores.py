@@ -147,14 +147,16 @@ def page_scores_kernel(
         judge = live & (position >= lo) & (position < tl.minimum(hi, most))
         kmask = live[:, None] & (kcol[None, :] < KW)
         k = tl.load(words + KEYS // 2 + slot[:, None] * KW + kcol[None, :], mask=kmask, other=0)  # [N, KWP]
-        k_parts = ()
-        if RAW:
-            k_parts = (k.to(dot_type),)
-        else:
+        if not RAW:
             kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4, mask=live, other=0))
-            for part in tl.static_range(KPARTS):
+        k_parts = ()
+        for part in tl.static_range(KPARTS):
+            if RAW:
+                keys = k.to(dot_type)
+            else:
                 code = plane_codes(k, KB, part // BYTES, part % BYTES, ASM)
-                k_parts = k_parts + ((code * kscale[:, None] + kzero[:, None]).to(dot_type),)
+                keys = (code * kscale[:, None] + kzero[:, None]).to(dot_type)
+            k_parts = k_parts + (keys,)  # type: ignore[assignment]
         received = tl.zeros([N], tl.float32)
         for g in range(G):
             sums = tl.zeros([N], tl.float32)
