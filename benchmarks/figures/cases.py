@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_diffkv.calibration import lookup
+from sglang_diffkv.calibration import lookup, policy_fields
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.evaluate.configuration import FP8, FP8_DTYPE, STOCK, Configuration
 from sglang_diffkv.mem_pool.page_format import Tier
@@ -80,12 +80,10 @@ def diffkv(at: Thresholds, series: str) -> Case:
     """DiffKV's policy; with nothing to decide, the uniform tier that it then is."""
     if not at.alpha_high and not at.alpha_low:
         return Case(uniform(at.tiers[0]).configuration, series, "low tier off", alpha_high=0.0, alpha_low=0.0)
-    # A single tier ignores alpha_high, which must not be below alpha_low.
-    high = max(1.0, at.alpha_low) if at.alpha_high is None else at.alpha_high
     shown = "-" if at.alpha_high is None else f"{at.alpha_high:g}"
     label = f"({shown}, {at.alpha_low:g})"
     name = f"diffkv {'-'.join(at.tiers)} {label}" + (f" window {at.window}" if at.window != 64 else "")
-    policy = {"name": "diffkv", "alpha_high": high, "alpha_low": at.alpha_low, "window": at.window}
+    policy = policy_fields(at.alpha_high, at.alpha_low, at.window)
     configuration = _configuration(name, tiers=at.tiers, policy=policy)
     return Case(configuration, series, label, alpha_high=at.alpha_high, alpha_low=at.alpha_low)
 
