@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -26,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.provenance import provenance
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
-from sglang_diffkv.testing import client, tasks
+from sglang_diffkv.testing import client, report, tasks
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
 
@@ -105,8 +104,7 @@ def summary(run: dict[str, Any]) -> list[list[str]]:
     rows = []
     for load in dict.fromkeys(x["load"] for x in run["answers"]):
         chosen = [x for x in run["answers"] if x["load"] == load]
-        share = sum(x["right"] for x in chosen) / len(chosen)
-        error = math.sqrt(share * (1 - share) / len(chosen))
+        share, error = report.proportion([x["right"] for x in chosen])
         cached = sum(x["cached_tokens"] for x in chosen) / sum(x["prompt_tokens"] for x in chosen)
         rows.append(
             [run["name"], load, str(len(chosen)), f"{100 * share:.1f} ± {100 * error:.1f}", f"{100 * cached:.0f}%"]
@@ -128,22 +126,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON with every answer")
     args = parser.parse_args(argv)
     configurations = [parse_configuration(text) for text in args.config]
+    about = provenance("sharing", argv)
     runs: list[dict[str, Any]] = []
     for configuration in configurations:
         for alone in (False,) if args.shared_only else (False, True):
             runs.append(serve(configuration, alone, args))
             if args.output:
-                args.output.write_text(json.dumps({"provenance": provenance("sharing", argv), "runs": runs}))
+                args.output.write_text(json.dumps({"provenance": about, "runs": runs}))
     table = Table("configuration", "load", "n", "right %", "cached")
     for run in runs:
         for row in summary(run):
             table.add_row(*row)
     Console().print(table)
-    if args.output:
-        arguments = {key: str(value) for key, value in vars(args).items() if key != "output"}
-        args.output.write_text(
-            json.dumps({"arguments": arguments, "provenance": provenance("sharing", argv), "runs": runs})
-        )
     return 0
 
 

@@ -96,6 +96,13 @@ class Provenance(_Strict):
     grid: tuple[GridPoint, ...]
 
 
+def policy_fields(alpha_high: float | None, alpha_low: float, window: int) -> dict[str, Any]:
+    """DiffKV's policy as a configuration has it. A single tier, for which ``alpha_high`` is None, ignores it, but it
+    must not be below ``alpha_low``."""
+    high = max(1.0, alpha_low) if alpha_high is None else alpha_high
+    return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, "window": window}
+
+
 class CalibratedThresholds(_Strict):
     """Thresholds of one model at one choice of tiers.
 
@@ -129,9 +136,7 @@ class CalibratedThresholds(_Strict):
 
     def config(self) -> DiffKVConfig:
         """The configuration that these thresholds are."""
-        policy = {"name": "diffkv", "alpha_low": self.alpha_low, "window": self.window}
-        # A single tier ignores alpha_high, which must not be below alpha_low.
-        policy["alpha_high"] = max(1.0, self.alpha_low) if self.alpha_high is None else self.alpha_high
+        policy = policy_fields(self.alpha_high, self.alpha_low, self.window)
         return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy})
 
 

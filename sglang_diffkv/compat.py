@@ -39,9 +39,14 @@ def release() -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
 
 
+def _kv_of(req: Any) -> Any:
+    """What holds the request's row and ``cache_protected_len``."""
+    return req if release() < (0, 5, 18) else req.kv
+
+
 def row_of(req: Any) -> int | None:
     """The request's row in ``req_to_token``, None while it has none."""
-    return req.req_pool_idx if release() < (0, 5, 18) else req.kv.req_pool_idx
+    return _kv_of(req).req_pool_idx
 
 
 def allocated_row_of(req: Any) -> int:
@@ -69,7 +74,7 @@ def prompt_len(req: Any) -> int:
 
 def protected_len(req: Any) -> int:
     """Tokens of the request whose names belong to the tree."""
-    return (req if release() < (0, 5, 18) else req.kv).cache_protected_len
+    return _kv_of(req).cache_protected_len
 
 
 def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
@@ -77,7 +82,7 @@ def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
     it holds the tree up to ``node`` only."""
     rows, row = tree.req_to_token_pool, allocated_row_of(req)
     rows.write((row, slice(start, start + len(names))), names)
-    (req if release() < (0, 5, 18) else req.kv).cache_protected_len = start
+    _kv_of(req).cache_protected_len = start
     if release() >= (0, 5, 22):
         tree.unlock(req.lock)
         req.lock = tree.lock(node)

@@ -8,9 +8,8 @@ import torch
 from benchmarks.figures import cli, critical_tokens
 from benchmarks.figures.critical_tokens import CriticalTokens, critical_counts, significance
 from sglang_diffkv.testing.paths import NANO
-from tests.evaluation import REFERENCE, tokenizer, tokenizer_of
-
-BASE = ["--model", str(NANO), "--task", REFERENCE]
+from tests.evaluation import tokenizer, tokenizer_of
+from tests.figures import BASE
 
 
 def test_significance_is_the_mean_from_later_tokens_and_the_largest_of_the_group():

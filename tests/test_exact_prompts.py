@@ -16,12 +16,14 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv import compat
 from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.geometry import Geometry, Segment
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 pytestmark = pytest.mark.skipif(
@@ -189,6 +191,34 @@ def test_without_names_a_request_keeps_its_lock_and_nothing_is_evicted() -> None
     world.tree.cache_unfinished_req(req)
     assert len(world.tree.evictable_leaves) == 5
     assert req.kv.cache_protected_len == 100
+
+
+def test_pages_by_owner_are_those_that_tables_list() -> None:
+    world = World(2000)
+    prefix = world.tokens(100)
+    world.leave(world.prompt([*prefix, 1]))
+    running = [world.start([*prefix[:70], *world.tokens(60)]) for _ in range(2)]
+    for req in running:
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+    manager, state = world.manager, world.manager.state
+
+    def listed(rows: list[int]) -> set[int]:
+        pages = set()
+        for row in rows:
+            for tier in range(2):
+                count = int(state.entries[row, 0, 0, tier])
+                page, _, _ = row_table(state, torch.tensor([row]), tier, max(count, 1))
+                pages.update(page[0, 0, 0, :count].tolist())
+        return pages
+
+    requests, tree = listed([*manager.lengths]), listed([x.row for x in manager.held_segments])
+    expected = {"private": len(requests - tree), "shared": len(requests & tree), "cached": len(tree - requests)}
+    assert all(expected.values())
+    assert UsageMeter(manager).owners() == {**expected, "free": manager.free_pages()}
+    for req in running:
+        world.leave(req)
 
 
 def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:

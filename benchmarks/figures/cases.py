@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_diffkv.calibration import lookup
-from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.calibration import lookup, policy_fields
+from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.evaluate.configuration import FP8, FP8_DTYPE, STOCK, Configuration
 from sglang_diffkv.mem_pool.page_format import Tier
 from sglang_diffkv.testing.server import has_gpu
@@ -52,6 +52,8 @@ class Thresholds:
     source: str
 
 
+DEFAULTS = DiffKVPolicyConfig()
+TIERS = DiffKVConfig().tiers
 STOCK_CASE = Case(Configuration(STOCK), "stock bf16", "bf16")
 FP8_CASE = Case(Configuration(FP8, kv_cache_dtype=FP8_DTYPE), "stock fp8", "fp8")
 
@@ -60,12 +62,13 @@ def chosen(model: str, alpha_high: float | None = None) -> Thresholds:
     """The calibrated thresholds of a model or the defaults, perhaps at another ``alpha_high``."""
     entry = lookup(model)
     if entry is None:
-        found = Thresholds(("K8V4", "K4V2"), 1.0, 0.0, 64, "defaults, none are calibrated for this model")
+        source = "defaults, none are calibrated for this model"
+        found = Thresholds(TIERS, DEFAULTS.alpha_high, DEFAULTS.alpha_low, DEFAULTS.window, source)
     else:
         found = Thresholds(entry.tiers, entry.alpha_high, entry.alpha_low, entry.window, f"calibrated, {entry.source}")
     if alpha_high is None:
         return found
-    tiers = found.tiers if len(found.tiers) > 1 else ("K8V4", "K4V2")
+    tiers = found.tiers if len(found.tiers) > 1 else TIERS
     return Thresholds(tiers, alpha_high, min(found.alpha_low, alpha_high), found.window, "command line")
 
 
@@ -80,12 +83,10 @@ def diffkv(at: Thresholds, series: str) -> Case:
     """DiffKV's policy; with nothing to decide, the uniform tier that it then is."""
     if not at.alpha_high and not at.alpha_low:
         return Case(uniform(at.tiers[0]).configuration, series, "low tier off", alpha_high=0.0, alpha_low=0.0)
-    # A single tier ignores alpha_high, which must not be below alpha_low.
-    high = max(1.0, at.alpha_low) if at.alpha_high is None else at.alpha_high
     shown = "-" if at.alpha_high is None else f"{at.alpha_high:g}"
     label = f"({shown}, {at.alpha_low:g})"
-    name = f"diffkv {'-'.join(at.tiers)} {label}" + (f" window {at.window}" if at.window != 64 else "")
-    policy = {"name": "diffkv", "alpha_high": high, "alpha_low": at.alpha_low, "window": at.window}
+    name = f"diffkv {'-'.join(at.tiers)} {label}" + (f" window {at.window}" if at.window != DEFAULTS.window else "")
+    policy = policy_fields(at.alpha_high, at.alpha_low, at.window)
     configuration = _configuration(name, tiers=at.tiers, policy=policy)
     return Case(configuration, series, label, alpha_high=at.alpha_high, alpha_low=at.alpha_low)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import style
-from benchmarks.figures.cases import ALPHA_HIGH, ALPHA_LOW, Case, Thresholds, chosen, diffkv, distinct
+from benchmarks.figures.cases import ALPHA_HIGH, ALPHA_LOW, TIERS, Case, Thresholds, chosen, diffkv, distinct
 from benchmarks.figures.data import RATIO_LABELS, FigureData, Point
 from benchmarks.figures.session import Session
 
@@ -37,7 +37,7 @@ def collect(session: Session) -> list[Point]:
 
 def sweeps(at: Thresholds, highs: Sequence[float], lows: Sequence[float]) -> tuple[list[Case], list[Case]]:
     """``alpha_high`` with nothing pruned, and ``alpha_low`` at ``at``; ``alpha_high`` 0 is the high tier alone."""
-    pair = at if len(at.tiers) > 1 else replace(at, tiers=("K8V4", "K4V2"))
+    pair = at if len(at.tiers) > 1 else replace(at, tiers=TIERS)
     high = [diffkv(replace(pair, alpha_high=x, alpha_low=0.0), ALPHA_HIGH) for x in sorted(set(highs))]
     usable = [x for x in sorted(set(lows)) if at.alpha_high is None or x <= at.alpha_high]
     return high, [diffkv(replace(at, alpha_low=x), ALPHA_LOW) for x in usable]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.prefix_sum.reference import exclusive_prefix_sum
-from sglang_diffkv.kernels.table import table_index
+from sglang_diffkv.kernels.table import own_slot_location, table_index
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
 
@@ -70,6 +70,27 @@ def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch
     state.segments[tier].positions[page[granted]] = EMPTY
     state.entries[rows, :, :, tier] += demand.int()
     state.fault[rows] |= short.view(*demand.shape).flatten(1).any(1).int()
+
+
+def append_slots(state: PageState, row: int, tier: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Own slots of ``tier`` behind a row's own tokens, and the pages that they need, for new tokens.
+
+    Args:
+        chosen: [L, H, N] bool, the tokens that get a slot.
+
+    Returns:
+        page and slot in the page, each [chosen tokens] int64, in the order of ``chosen``.
+    """
+    rows = torch.tensor([row], device=state.device)
+    used = state.own_tokens[row, :, :, tier].long()
+    total = used + chosen.sum(2)
+    have = (state.entries[row, :, :, tier] - state.own_entry[row, :, :, tier]).long()
+    demand = (-(-total // state.fmt.layouts[tier].tokens) - have).clamp(min=0)
+    add_own_pages(state, rows, tier, demand.unsqueeze(0), int(demand.max()))
+    state.own_tokens[row, :, :, tier] = total.int()
+    slot = torch.where(chosen, used.unsqueeze(2) + chosen.long().cumsum(2) - 1, 0)
+    page, place = own_slot_location(state, rows, tier, slot.unsqueeze(0))
+    return page[0][chosen], place[0][chosen]
 
 
 def reserve(state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, max_new_tokens: int) -> None:

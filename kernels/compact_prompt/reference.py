@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from sglang_diffkv.kernels.allocate.reference import add_own_pages, recycle
+from sglang_diffkv.kernels.allocate.reference import append_slots, recycle
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
-from sglang_diffkv.kernels.table import own_slot_location, row_table, table_index
+from sglang_diffkv.kernels.table import own_slot_location, row_table
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.state import PageState, Segments
 
@@ -49,19 +49,17 @@ def compact_prompt(state: PageState, row: int, seq_len: int, policy: PromptClass
     if bool((kept == used).all()):
         return
 
-    low = None
-    if tiers > 1:
-        demoted = tier_of == 1
-        count = demoted.sum(2)
-        key, value = read_tokens(seg, page[demoted], place[demoted])
-        low = (key, value, seg.scores[page, place][demoted], position[demoted], demoted, count)
-
+    demoted = (tier_of == 1) & (tiers > 1)
+    at = page[demoted], place[demoted]
+    key, value = read_tokens(seg, *at)
+    score = seg.scores[at]
     _close_ranks(seg, page, place, tier_of == 0, present)
     _return_pages(state, row, kept, tokens)
     state.own_tokens[row, :, :, 0] = kept.int()
     state.hole[row] = EMPTY
-    if low is not None:
-        _store_low(state, rows, *low)
+    if tiers > 1:
+        at = append_slots(state, row, 1, demoted)
+        write_tokens(state.segments[1], *at, key, value, score, position[demoted], seg.layout.tier)
 
 
 def _close_ranks(
@@ -92,33 +90,3 @@ def _return_pages(state: PageState, row: int, kept: torch.Tensor, tokens: int) -
     spare = (entry >= last.unsqueeze(2)) & (entry < state.entries[row, :, :, 0].unsqueeze(2))
     recycle(state, page.flatten(), spare.flatten())
     state.entries[row, :, :, 0] = last
-
-
-def _store_low(
-    state: PageState,
-    rows: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score: torch.Tensor,
-    position: torch.Tensor,
-    demoted: torch.Tensor,
-    count: torch.Tensor,
-) -> None:
-    """Append demoted tokens, given flat in (layer, head, position) order, to the low tier."""
-    row = int(rows[0])
-    seg = state.segments[1]
-    tokens = seg.layout.tokens
-    used = state.own_tokens[row, :, :, 1].long()
-    have = (state.entries[row, :, :, 1] - state.own_entry[row, :, :, 1]).long()
-    demand = (-(-(used + count) // tokens) - have).clamp(min=0)
-    add_own_pages(state, rows, 1, demand.unsqueeze(0), int(demand.max()) if demand.numel() else 0)
-    slot = (used.unsqueeze(2) + demoted.long().cumsum(2) - 1)[demoted]
-    head = torch.arange(count.numel(), device=count.device).view(*count.shape, 1).expand_as(demoted)[demoted]
-    entry = state.own_entry[row, :, :, 1].long().flatten()[head] + slot // tokens
-    layer, kv_head = head // state.num_heads, head % state.num_heads
-    width = int(entry.max()) + 1 if entry.numel() else 0
-    table = torch.arange(width, device=count.device).expand(1, *count.shape, width)
-    pages = state.page_table.view(-1)[table_index(state, rows, 1, table)][0].long()
-    page = pages[layer, kv_head, entry]
-    write_tokens(seg, page, slot % tokens, key, value, score, position, state.segments[0].layout.tier)
-    state.own_tokens[row, :, :, 1] = (used + count).int()

@@ -10,49 +10,25 @@ others return some. What is left over returns to the ring.
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.quantize.triton import plane_elements, quantize_planes
-from sglang_diffkv.kernels.triton_codec import meta_pair
 from sglang_diffkv.kernels.triton_ring import EMPTY, NO_LIMIT, drop_references, settle
 from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
+from sglang_diffkv.kernels.triton_tokens import (
+    load_codes,
+    number_at,
+    prompt_decision,
+    requantized,
+    store_codes,
+    store_numbers,
+)
 
 THREADS = tl.constexpr(128)
 """Threads of a compaction program: pages are returned one a thread, so that no atomic is repeated."""
 
 
 @triton.jit
-def requantized(
-    source, live, raw, DIM: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr, OFFSET: tl.constexpr,
-    META: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """The [T] vectors of a page in a lower tier's form: bytes [T, WP] uint8 and metadata words [T]."""
-    WP: tl.constexpr = padded(DIM * TO // 8)
-    element = plane_elements(DIM * TO // 8, WP, TO)  # [1, planes, WP]
-    inside = (tl.arange(0, WP) < DIM * TO // 8)[None, None, :]
-    slot = tl.arange(0, T)
-    mask = inside & live[:, None, None]
-    if FROM == 16:
-        x_ptr = (source + OFFSET).to(raw) + slot[:, None, None] * DIM
-        x = tl.load(x_ptr + element, mask=mask, other=0.0).to(tl.float32)
-    else:
-        BYTES: tl.constexpr = DIM * FROM // 8
-        codes = tl.load(source + OFFSET + slot[:, None, None] * BYTES + element % BYTES, mask=mask, other=0)
-        codes = (codes.to(tl.int32) >> (element // BYTES * FROM)) & ((1 << FROM) - 1)
-        word = tl.load((source + META).to(tl.pointer_type(tl.int32)) + slot, mask=live, other=0)
-        scale, zero = meta_pair(word)
-        x = codes.to(tl.float32) * scale[:, None, None] + zero[:, None, None]
-    return quantize_planes(x, inside, TO, FROM)
-
-
-@triton.jit
 def kept_pages(tokens, TOKENS: tl.constexpr):
     """Pages that hold ``tokens`` tokens."""
     return (tokens + TOKENS - 1) // TOKENS
-
-
-@triton.jit
-def number_at(page_ptr, OFFSET: tl.constexpr, slot):
-    """Pointers to the int32 numbers of a segment."""
-    return (page_ptr + OFFSET).to(tl.pointer_type(tl.int32)) + slot
 
 
 @triton.jit
@@ -113,8 +89,6 @@ def compact_kernel(
     VB: tl.constexpr = DV * H_VB // 8
     raw: tl.constexpr = raw_like.dtype
     slot = tl.arange(0, T)
-    kbyte = tl.arange(0, padded(KB))
-    vbyte = tl.arange(0, padded(VB))
     kept = 0
     high_page = 0
     low_first = 0
@@ -136,26 +110,17 @@ def compact_kernel(
         word = tl.load(number_at(source, H_SCORES, slot), mask=live, other=0)
         score = word.to(tl.float32, bitcast=True)
         live = live & (position >= 0)
-        mean = tl.div_rn(tl.full([T], 1.0, tl.float32), tl.maximum(position + 1, 1).to(tl.float32))
-        lasting = position >= seq_len - window
-        low_enough = score >= alpha_low * mean
+        stays, goes = prompt_decision(score, position, live, seq_len, window, alpha_high, alpha_low, TIERS == 2)
         if TIERS == 2:
-            stays = live & (lasting | (score >= alpha_high * mean))
-            stays = stays | (live & low_enough & (spare_page == num_pages) & (low_pages == 0))
-        else:
-            stays = live & (lasting | low_enough)
-        goes = live & (stays == 0) & low_enough
+            stuck = goes & (spare_page == num_pages) & (low_pages == 0)
+            stays = stays | stuck
+            goes = goes & (stuck == 0)
 
-        kmask = stays[:, None] & (kbyte[None, :] < KB)
-        vmask = stays[:, None] & (vbyte[None, :] < VB)
-        k = tl.load(source + H_KEYS + slot[:, None] * KB + kbyte[None, :], mask=kmask, other=0)
-        v = tl.load(source + H_VALUES + slot[:, None] * VB + vbyte[None, :], mask=vmask, other=0)
-        if H_KB != 16:
-            kmeta = tl.load(number_at(source, H_KMETA, slot), mask=stays, other=0)
-            vmeta = tl.load(number_at(source, H_VMETA, slot), mask=stays, other=0)
+        k, kmeta = load_codes(source, slot, stays, KB, H_KEYS, H_KMETA, H_KB == 16)
+        v, vmeta = load_codes(source, slot, stays, VB, H_VALUES, H_VMETA, H_KB == 16)
         if TIERS == 2:
-            low_k, low_kmeta = requantized(source, goes, raw, D, H_KB, L_KB, H_KEYS, H_KMETA, T)
-            low_v, low_vmeta = requantized(source, goes, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA, T)
+            low_k, low_kmeta = requantized(source, slot, goes, raw, D, H_KB, L_KB, H_KEYS, H_KMETA)
+            low_v, low_vmeta = requantized(source, slot, goes, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA)
         tl.debug_barrier()
 
         # High tokens: slots kept, kept + 1, ..; a page's worth crosses into at most one new page.
@@ -173,13 +138,9 @@ def compact_kernel(
         page = tl.where(rank // H_TOKENS >= kept_pages(kept, H_TOKENS), next_page, high_page)
         target = pages + page.to(tl.int64) * PAGE_BYTES  # [T]
         place = rank % H_TOKENS
-        tl.store(target[:, None] + H_KEYS + place[:, None] * KB + kbyte[None, :], k, mask=kmask)
-        tl.store(target[:, None] + H_VALUES + place[:, None] * VB + vbyte[None, :], v, mask=vmask)
-        if H_KB != 16:
-            tl.store(number_at(target, H_KMETA, place), kmeta, mask=stays)
-            tl.store(number_at(target, H_VMETA, place), vmeta, mask=stays)
-        tl.store(number_at(target, H_SCORES, place), word, mask=stays)
-        tl.store(number_at(target, H_POSITIONS, place), position, mask=stays)
+        store_codes(target, place, stays, k, kmeta, KB, H_KEYS, H_KMETA, H_KB == 16)
+        store_codes(target, place, stays, v, vmeta, VB, H_VALUES, H_VMETA, H_KB == 16)
+        store_numbers(target, place, stays, word, position, H_SCORES, H_POSITIONS)
         high_page = next_page
         kept += total
 
@@ -207,18 +168,9 @@ def compact_kernel(
             page = tl.where(rank // L_TOKENS >= old_pages, next_page, low_page)
             target = pages + page.to(tl.int64) * PAGE_BYTES
             place = rank % L_TOKENS
-            LKW: tl.constexpr = D * L_KB // 8
-            LVW: tl.constexpr = DV * L_VB // 8
-            byte = tl.arange(0, padded(LKW))
-            mask = goes[:, None] & (byte[None, :] < LKW)
-            tl.store(target[:, None] + L_KEYS + place[:, None] * LKW + byte[None, :], low_k, mask=mask)
-            byte = tl.arange(0, padded(LVW))
-            mask = goes[:, None] & (byte[None, :] < LVW)
-            tl.store(target[:, None] + L_VALUES + place[:, None] * LVW + byte[None, :], low_v, mask=mask)
-            tl.store(number_at(target, L_KMETA, place), low_kmeta, mask=goes)
-            tl.store(number_at(target, L_VMETA, place), low_vmeta, mask=goes)
-            tl.store(number_at(target, L_SCORES, place), word, mask=goes)
-            tl.store(number_at(target, L_POSITIONS, place), position, mask=goes)
+            store_codes(target, place, goes, low_k, low_kmeta, D * L_KB // 8, L_KEYS, L_KMETA, False)
+            store_codes(target, place, goes, low_v, low_vmeta, DV * L_VB // 8, L_VALUES, L_VMETA, False)
+            store_numbers(target, place, goes, word, position, L_SCORES, L_POSITIONS)
             low_page = next_page
             low_used += total
         tl.debug_barrier()

@@ -10,40 +10,13 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
-from sglang_diffkv.kernels.quantize.triton import plane_elements, quantize_planes
-from sglang_diffkv.kernels.triton_codec import meta_pair
-from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, format_constants, padded, table_index
+from sglang_diffkv.kernels.triton_ring import EMPTY
+from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, format_constants, table_index
+from sglang_diffkv.kernels.triton_tokens import number_at, requantized, store_codes, store_numbers
 from sglang_diffkv.mem_pool.state import PageState
 
 HEADS = 128
 """Heads of a planning program."""
-
-
-@triton.jit
-def requantize(
-    source, source_slot, target, target_slot, keep, raw, DIM: tl.constexpr, FROM: tl.constexpr, TO: tl.constexpr,
-    OFFSET: tl.constexpr, META: tl.constexpr, NEW_OFFSET: tl.constexpr, NEW_META: tl.constexpr,
-):  # fmt: skip
-    """Move a vector between pages of two tiers. Pointers to the pages; ``raw`` has the raw tier's type."""
-    W: tl.constexpr = DIM * TO // 8
-    WP: tl.constexpr = padded(W)
-    element = plane_elements(W, WP, TO)  # [1, planes, WP]
-    inside = (tl.arange(0, WP) < W)[None, None, :]
-    if FROM == 16:
-        x_ptr = (source + OFFSET).to(raw) + source_slot * DIM
-        x = tl.load(x_ptr + element, mask=inside & keep, other=0.0).to(tl.float32)
-    else:
-        BYTES: tl.constexpr = DIM * FROM // 8
-        codes = tl.load(source + OFFSET + source_slot * BYTES + element % BYTES, mask=inside & keep, other=0)
-        codes = (codes.to(tl.int32) >> (element // BYTES * FROM)) & ((1 << FROM) - 1)
-        meta = (source + META).to(tl.pointer_type(tl.int32)) + source_slot
-        scale, zero = meta_pair(tl.load(meta, mask=keep, other=0))
-        x = codes.to(tl.float32) * scale + zero
-    packed, meta = quantize_planes(x, inside, TO, FROM)
-    byte = tl.arange(0, WP)[None, :]
-    tl.store(target + NEW_OFFSET + target_slot * W + byte, packed, mask=(byte < W) & keep)
-    meta_ptr = (target + NEW_META).to(tl.pointer_type(tl.int32)) + target_slot
-    tl.store(meta_ptr + tl.zeros([1], tl.int32), meta, mask=keep)
 
 
 @triton.jit
@@ -67,24 +40,25 @@ def move_kernel(
     column = tl.load(own_entry + at * TIERS) + leave // H_TOKENS
     page = tl.load(page_table + table_index(block_table, row, layer, head, column, True, MAX_BLOCKS, L, H))
     source = pages + page.to(tl.int64) * PAGE_BYTES
-    slot = leave % H_TOKENS
-    position_ptr = (source + H_POSITIONS).to(tl.pointer_type(tl.int32)) + slot
+    one = tl.zeros([1], tl.int32)  # makes a tensor of a number
+    slot = leave % H_TOKENS + one
     if TIERS == 2:
-        keep = tl.load(demote_in + flat) >= 0
+        demoted = tl.load(demote_in + flat) >= 0
         number = tl.load(target_in + flat)
         entry = tl.load(own_entry + at * TIERS + 1) + number // L_TOKENS
-        index = table_index(block_table, row, layer, head, MAX_BLOCKS * BLOCK - 1 - entry, keep, MAX_BLOCKS, L, H)
-        low_page = tl.load(page_table + index, mask=keep, other=0)
-        target = pages + low_page.to(tl.int64) * PAGE_BYTES
-        low_slot = number % L_TOKENS
+        index = table_index(block_table, row, layer, head, MAX_BLOCKS * BLOCK - 1 - entry, demoted, MAX_BLOCKS, L, H)
+        low_page = tl.load(page_table + index, mask=demoted, other=0)
+        target = pages + low_page.to(tl.int64) * PAGE_BYTES + one
+        low_slot = number % L_TOKENS + one
+        keep = demoted & (one == 0)
         raw: tl.constexpr = raw_like.dtype
-        requantize(source, slot, target, low_slot, keep, raw, D, H_KB, L_KB, H_KEYS, H_KMETA, L_KEYS, L_KMETA)
-        requantize(source, slot, target, low_slot, keep, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA, L_VALUES, L_VMETA)
-        score = tl.load((source + H_SCORES).to(tl.pointer_type(tl.int32)) + slot)
-        tl.store((target + L_SCORES).to(tl.pointer_type(tl.int32)) + low_slot, score, mask=keep)
-        position = tl.load(position_ptr)
-        tl.store((target + L_POSITIONS).to(tl.pointer_type(tl.int32)) + low_slot, position, mask=keep)
-    tl.store(position_ptr, -1)
+        k, kmeta = requantized(source, slot, keep, raw, D, H_KB, L_KB, H_KEYS, H_KMETA)
+        v, vmeta = requantized(source, slot, keep, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA)
+        store_codes(target, low_slot, keep, k, kmeta, D * L_KB // 8, L_KEYS, L_KMETA, False)
+        store_codes(target, low_slot, keep, v, vmeta, DV * L_VB // 8, L_VALUES, L_VMETA, False)
+        score, position = tl.load(number_at(source, H_SCORES, slot)), tl.load(number_at(source, H_POSITIONS, slot))
+        store_numbers(target, low_slot, keep, score, position, L_SCORES, L_POSITIONS)
+    tl.store(number_at(source, H_POSITIONS, slot), one + EMPTY)
     tl.store(hole + at, leave)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.kernels.allocate.reference import add_own_pages
+from sglang_diffkv.kernels.allocate.reference import append_slots
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import PromptClassifier
-from sglang_diffkv.kernels.table import max_entries, row_table, table_index
+from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -67,24 +67,7 @@ def _append(
 ) -> None:
     """Append the chosen tokens, in (entry, slot) order, to the target's own region of ``tier``."""
     seg, origin = state.segments[tier], state.segments[source_tier]
-    rows = torch.tensor([target], device=state.device)
-    tokens = seg.layout.tokens
-    flat = chosen.flatten(2)  # [L, H, N]
-    count = flat.sum(2)
-    used = state.own_tokens[target, :, :, tier].long()
-    have = (state.entries[target, :, :, tier] - state.own_entry[target, :, :, tier]).long()
-    demand = (-(-(used + count) // tokens) - have).clamp(min=0)
-    add_own_pages(state, rows, tier, demand.unsqueeze(0), int(demand.max()))
-    state.own_tokens[target, :, :, tier] = (used + count).int()
-    if not bool(chosen.any()):
-        return
-    own_slot = (used.unsqueeze(2) + flat.long().cumsum(2) - 1)[flat]
-    layer, head, _ = flat.nonzero(as_tuple=True)
-    entry = state.own_entry[target, layer, head, tier].long() + own_slot // tokens
-    width = int(entry.max()) + 1
-    table = torch.arange(width, device=state.device).expand(1, *count.shape, width)
-    pages = state.page_table.view(-1)[table_index(state, rows, tier, table)][0].long()
-    to_page, to_slot = pages[layer, head, entry], own_slot % tokens
+    to_page, to_slot = append_slots(state, target, tier, chosen.flatten(2))
     from_page = page.unsqueeze(3).expand(chosen.shape)[chosen]
     from_slot = chosen.nonzero(as_tuple=True)[3]
     position = origin.positions[from_page, from_slot]

@@ -6,80 +6,58 @@ Both kernels walk over the source's pages and decide by the same function, so th
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.compact_prompt.triton_move import number_at, requantized
 from sglang_diffkv.kernels.triton_ring import add_own_pages, settle
 from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
+from sglang_diffkv.kernels.triton_tokens import (
+    load_codes,
+    number_at,
+    prompt_decision,
+    requantized,
+    store_codes,
+    store_numbers,
+)
 
 
 @triton.jit
-def source_page(
-    entry, source, layer, head, page_table, range_lo, range_hi, block_table, lo, hi,
-    HIGH: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+def judged_page(
+    entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages, page_table,
+    range_lo, range_hi, block_table,
+    TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """A page of the source row and the positions that count in it. Scalars."""
-    column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+    """A page of the source row, and for its [T] slots: score words, positions, and what becomes of those in [lo, hi).
+    ``judged`` points to the scores of this layer and head."""
+    column = entry if TIER == 0 else MAX_BLOCKS * BLOCK - 1 - entry
     at = table_index(block_table, source, layer, head, column, True, MAX_BLOCKS, L, H)
+    page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
     first = tl.maximum(tl.load(range_lo + at), lo)
-    return tl.load(page_table + at), first, tl.minimum(tl.load(range_hi + at), hi)
-
-
-@triton.jit
-def decide(
-    page_ptr, first, last, judged, judged_len, seq_len, window, alpha_high, alpha_low,
-    TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, T: tl.constexpr, TIERS: tl.constexpr,
-    SOURCE: tl.constexpr,
-):  # fmt: skip
-    """DiffKV's prompt thresholds for the [T] slots of a page of tier ``SOURCE``: position, score, whether the token
-    stays in its tier, whether it goes down."""
-    slot = tl.arange(0, T)
+    last = tl.minimum(tl.load(range_hi + at), hi)
+    slot = tl.arange(0, padded(TOKENS))
     live = slot < TOKENS
-    position = tl.load(number_at(page_ptr, POSITIONS, slot), mask=live, other=-1)
+    position = tl.load(number_at(page, POSITIONS, slot), mask=live, other=-1)
     held = live & (position >= first) & (position < last)
-    score = tl.load(number_at(page_ptr, SCORES, slot), mask=held, other=0).to(tl.float32, bitcast=True)
+    score = tl.load(number_at(page, SCORES, slot), mask=held, other=0).to(tl.float32, bitcast=True)
     known = held & (position < judged_len)
     own = tl.load(judged + tl.where(known, position, 0), mask=known, other=0.0)
     score = tl.where(known & (own == own), own, score)
-    mean = tl.div_rn(tl.full([T], 1.0, tl.float32), tl.maximum(position + 1, 1).to(tl.float32))
-    lasting = position >= seq_len - window
-    low_enough = score >= alpha_low * mean
-    if SOURCE == 0 and TIERS == 2:
-        stays = held & (lasting | (score >= alpha_high * mean))
-        goes = held & (stays == 0) & low_enough
-    else:
-        stays = held & (lasting | low_enough)
-        goes = held & (position < 0)
-    return position, score, stays, goes
+    stays, goes = prompt_decision(score, position, held, seq_len, window, alpha_high, alpha_low, TIER + 1 < TIERS)
+    return page, score.to(tl.int32, bitcast=True), position, stays, goes
 
 
 @triton.jit
 def target_slots(
-    rank, chosen, target, layer, head, own_entry, page_table, block_table,
+    used, chosen, target, layer, head, own_entry, pages, page_table, block_table,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Own slots [T] of the target: offsets of their pages in bytes, int64, and slots in the page."""
+    """The target's own slots from ``used`` on for the chosen of [T] tokens: pages [T] and slots in them [T]."""
     tier: tl.constexpr = 0 if HIGH else 1
+    rank = used + tl.cumsum(chosen.to(tl.int32), 0) - 1
     entry = tl.load(own_entry + ((target.to(tl.int64) * L + layer) * H + head) * TIERS + tier) + rank // TOKENS
     column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
     at = table_index(block_table, target, layer, head, column, chosen, MAX_BLOCKS, L, H)
     page = tl.load(page_table + at, mask=chosen, other=0)
-    return page.to(tl.int64) * PAGE_BYTES, rank % TOKENS
-
-
-@triton.jit
-def copy_bytes(
-    source, target, place, chosen, T: tl.constexpr, W: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
-    RAW: tl.constexpr,
-):  # fmt: skip
-    """Vectors of ``W`` bytes, with their metadata, of the chosen slots [T] to ``place`` in pages ``target`` [T]."""
-    slot = tl.arange(0, T)
-    byte = tl.arange(0, padded(W))
-    mask = chosen[:, None] & (byte[None, :] < W)
-    codes = tl.load(source + OFFSET + slot[:, None] * W + byte[None, :], mask=mask, other=0)
-    tl.store(target[:, None] + OFFSET + place[:, None] * W + byte[None, :], codes, mask=mask)
-    if not RAW:
-        word = tl.load(number_at(source, META, slot), mask=chosen, other=0)
-        tl.store(number_at(target, META, place), word, mask=chosen)
+    return pages + page.to(tl.int64) * PAGE_BYTES, rank % TOKENS
 
 
 @triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window"])
@@ -98,23 +76,19 @@ def count_kernel(
     high = 0
     low = 0
     for entry in range(0, tl.load(entries + at)):
-        page, first, last = source_page(
-            entry, source, layer, head, page_table, range_lo, range_hi, block_table, lo, hi, True, MAX_BLOCKS, L, H
-        )
-        _, _, stays, goes = decide(
-            pages + page.to(tl.int64) * PAGE_BYTES, first, last, judged, judged_len, seq_len, window, alpha_high,
-            alpha_low, H_TOKENS, H_SCORES, H_POSITIONS, padded(H_TOKENS), TIERS, 0,
+        _, _, _, stays, goes = judged_page(
+            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
+            page_table, range_lo, range_hi, block_table,
+            0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         high += tl.sum(stays.to(tl.int32), 0)
         low += tl.sum(goes.to(tl.int32), 0)
     if TIERS == 2:
         for entry in range(0, tl.load(entries + at + 1)):
-            page, first, last = source_page(
-                entry, source, layer, head, page_table, range_lo, range_hi, block_table, lo, hi, False, MAX_BLOCKS, L, H
-            )
-            _, _, stays, _ = decide(
-                pages + page.to(tl.int64) * PAGE_BYTES, first, last, judged, judged_len, seq_len, window, alpha_high,
-                alpha_low, L_TOKENS, L_SCORES, L_POSITIONS, padded(L_TOKENS), TIERS, 1,
+            _, _, _, stays, _ = judged_page(
+                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
+                page_table, range_lo, range_hi, block_table,
+                1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             low += tl.sum(stays.to(tl.int32), 0)
     tl.store(counts + flat * 2, high)
@@ -170,63 +144,49 @@ def copy_kernel(
     low = 0
     if TIERS == 2:
         low = tl.load(own_tokens + target_at + 1) - tl.load(counts + flat * 2 + 1)
-    T: tl.constexpr = padded(H_TOKENS)
+    slot = tl.arange(0, padded(H_TOKENS))
     for entry in range(0, tl.load(entries + source_at)):
-        page, first, last = source_page(
-            entry, source, layer, head, page_table, range_lo, range_hi, block_table, lo, hi, True, MAX_BLOCKS, L, H
-        )
-        origin = pages + page.to(tl.int64) * PAGE_BYTES
-        position, score, stays, goes = decide(
-            origin, first, last, judged, judged_len, seq_len, window, alpha_high, alpha_low, H_TOKENS, H_SCORES,
-            H_POSITIONS, T, TIERS, 0,
+        page, score, position, stays, goes = judged_page(
+            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
+            page_table, range_lo, range_hi, block_table,
+            0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
-        offset, place = target_slots(
-            high + tl.cumsum(stays.to(tl.int32), 0) - 1, stays, target, layer, head, own_entry, page_table, block_table,
-            True, H_TOKENS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
+        to, place = target_slots(
+            high, stays, target, layer, head, own_entry, pages, page_table, block_table, True, H_TOKENS, TIERS,
+            PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
-        copy_bytes(origin, pages + offset, place, stays, T, D * H_KB // 8, H_KEYS, H_KMETA, H_KB == 16)
-        copy_bytes(origin, pages + offset, place, stays, T, DV * H_VB // 8, H_VALUES, H_VMETA, H_KB == 16)
-        tl.store(number_at(pages + offset, H_SCORES, place), score.to(tl.int32, bitcast=True), mask=stays)
-        tl.store(number_at(pages + offset, H_POSITIONS, place), position, mask=stays)
+        k, kmeta = load_codes(page, slot, stays, D * H_KB // 8, H_KEYS, H_KMETA, H_KB == 16)
+        v, vmeta = load_codes(page, slot, stays, DV * H_VB // 8, H_VALUES, H_VMETA, H_KB == 16)
+        store_codes(to, place, stays, k, kmeta, D * H_KB // 8, H_KEYS, H_KMETA, H_KB == 16)
+        store_codes(to, place, stays, v, vmeta, DV * H_VB // 8, H_VALUES, H_VMETA, H_KB == 16)
+        store_numbers(to, place, stays, score, position, H_SCORES, H_POSITIONS)
         high += tl.sum(stays.to(tl.int32), 0)
         if TIERS == 2:
-            low_k, low_kmeta = requantized(origin, goes, raw, D, H_KB, L_KB, H_KEYS, H_KMETA, T)
-            low_v, low_vmeta = requantized(origin, goes, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA, T)
-            offset, place = target_slots(
-                low + tl.cumsum(goes.to(tl.int32), 0) - 1, goes, target, layer, head, own_entry, page_table,
-                block_table, False, L_TOKENS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
+            k, kmeta = requantized(page, slot, goes, raw, D, H_KB, L_KB, H_KEYS, H_KMETA)
+            v, vmeta = requantized(page, slot, goes, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA)
+            to, place = target_slots(
+                low, goes, target, layer, head, own_entry, pages, page_table, block_table, False, L_TOKENS, TIERS,
+                PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
-            LKW: tl.constexpr = D * L_KB // 8
-            LVW: tl.constexpr = DV * L_VB // 8
-            byte = tl.arange(0, padded(LKW))
-            to = pages + offset
-            mask = goes[:, None] & (byte[None, :] < LKW)
-            tl.store(to[:, None] + L_KEYS + place[:, None] * LKW + byte[None, :], low_k, mask=mask)
-            byte = tl.arange(0, padded(LVW))
-            mask = goes[:, None] & (byte[None, :] < LVW)
-            tl.store(to[:, None] + L_VALUES + place[:, None] * LVW + byte[None, :], low_v, mask=mask)
-            tl.store(number_at(to, L_KMETA, place), low_kmeta, mask=goes)
-            tl.store(number_at(to, L_VMETA, place), low_vmeta, mask=goes)
-            tl.store(number_at(to, L_SCORES, place), score.to(tl.int32, bitcast=True), mask=goes)
-            tl.store(number_at(to, L_POSITIONS, place), position, mask=goes)
+            store_codes(to, place, goes, k, kmeta, D * L_KB // 8, L_KEYS, L_KMETA, False)
+            store_codes(to, place, goes, v, vmeta, DV * L_VB // 8, L_VALUES, L_VMETA, False)
+            store_numbers(to, place, goes, score, position, L_SCORES, L_POSITIONS)
             low += tl.sum(goes.to(tl.int32), 0)
     if TIERS == 2:
-        TL: tl.constexpr = padded(L_TOKENS)
+        low_slot = tl.arange(0, padded(L_TOKENS))
         for entry in range(0, tl.load(entries + source_at + 1)):
-            page, first, last = source_page(
-                entry, source, layer, head, page_table, range_lo, range_hi, block_table, lo, hi, False, MAX_BLOCKS, L, H
-            )
-            origin = pages + page.to(tl.int64) * PAGE_BYTES
-            position, score, stays, _ = decide(
-                origin, first, last, judged, judged_len, seq_len, window, alpha_high, alpha_low, L_TOKENS, L_SCORES,
-                L_POSITIONS, TL, TIERS, 1,
+            page, score, position, stays, _ = judged_page(
+                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
+                page_table, range_lo, range_hi, block_table,
+                1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
-            offset, place = target_slots(
-                low + tl.cumsum(stays.to(tl.int32), 0) - 1, stays, target, layer, head, own_entry, page_table,
-                block_table, False, L_TOKENS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
+            to, place = target_slots(
+                low, stays, target, layer, head, own_entry, pages, page_table, block_table, False, L_TOKENS, TIERS,
+                PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
-            copy_bytes(origin, pages + offset, place, stays, TL, D * L_KB // 8, L_KEYS, L_KMETA, False)
-            copy_bytes(origin, pages + offset, place, stays, TL, DV * L_VB // 8, L_VALUES, L_VMETA, False)
-            tl.store(number_at(pages + offset, L_SCORES, place), score.to(tl.int32, bitcast=True), mask=stays)
-            tl.store(number_at(pages + offset, L_POSITIONS, place), position, mask=stays)
+            k, kmeta = load_codes(page, low_slot, stays, D * L_KB // 8, L_KEYS, L_KMETA, False)
+            v, vmeta = load_codes(page, low_slot, stays, DV * L_VB // 8, L_VALUES, L_VMETA, False)
+            store_codes(to, place, stays, k, kmeta, D * L_KB // 8, L_KEYS, L_KMETA, False)
+            store_codes(to, place, stays, v, vmeta, DV * L_VB // 8, L_VALUES, L_VMETA, False)
+            store_numbers(to, place, stays, score, position, L_SCORES, L_POSITIONS)
             low += tl.sum(stays.to(tl.int32), 0)

@@ -65,9 +65,11 @@ def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.T
     limit = torch.finfo(torch.float16).max
     share = covered(bits, source_bits)
     scale = ((high - low) * share / levels).clamp(max=limit).half()
-    step, bottom, top = scale.float(), low.clamp(-limit, limit), high.clamp(-limit, limit)
-    centred = bottom + (top - bottom - step * levels) / 2
-    zero = (bottom if share == 1 else centred.clamp(-limit, limit)).half()
+    step, start = scale.float(), low.clamp(-limit, limit)
+    if share < 1:
+        start += (high.clamp(-limit, limit) - start - step * levels) / 2
+        start = start.clamp(-limit, limit)
+    zero = start.half()
     codes = torch.where(step > 0, (x - zero.float()) / step, torch.zeros_like(x))
     codes = codes.round().clamp(0, levels).to(torch.uint8)
     return pack(codes, bits), torch.cat([scale, zero], dim=-1)

@@ -3,21 +3,14 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.quantize.reference import COVERED
+from sglang_diffkv.kernels.quantize.reference import covered
 
-COVERED_2 = tl.constexpr(COVERED[2])
-COVERED_1 = tl.constexpr(COVERED[1])
 HALF_MAX = tl.constexpr(65504.0)
 ROUND = tl.constexpr(8388608.0)
 """Adding and subtracting 2^23 rounds a float32 in [0, 2^22] to the nearest integer, ties to even."""
 
-
-@triton.constexpr_function
-def covered_share(bits, source_bits):
-    """``reference.covered`` at compile time, which cannot call it."""
-    if bits == source_bits or bits > 2:
-        return 1.0
-    return COVERED_2.value if bits == 2 else COVERED_1.value
+covered_share = triton.constexpr_function(covered)
+"""At compile time, where a function must not call a plain one."""
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import requests
 
@@ -29,6 +28,7 @@ from sglang_diffkv.calibration import (
     ModelGeometry,
     Provenance,
     model_name,
+    policy_fields,
 )
 from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
 from sglang_diffkv.evaluate import runner
@@ -110,8 +110,7 @@ class Calibration:
     def config(self, setting: Setting) -> DiffKVConfig:
         """The DiffKV configuration of a setting."""
         base = load_config(self.args.base).model_dump(exclude_unset=True)
-        policy: dict[str, Any] = {"name": "diffkv", "alpha_low": setting.alpha_low, "window": self.args.window}
-        policy["alpha_high"] = max(1.0, setting.alpha_low) if setting.alpha_high is None else setting.alpha_high
+        policy = policy_fields(setting.alpha_high, setting.alpha_low, self.args.window)
         return load_config(json.dumps({**base, "tiers": setting.tiers, "policy": policy}))
 
     def measure(self, setting: Setting) -> GridPoint:

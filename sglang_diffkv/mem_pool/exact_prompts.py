@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv import compat
-from sglang_diffkv.mem_pool.geometry import Path
+from sglang_diffkv.mem_pool.geometry import Path, path_end
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.prefix_cache import DiffKVPrefixCache
@@ -64,7 +64,7 @@ class ExactPrompts:
         if not publish and not copied:
             self.outcomes["shared"] += 1
             return
-        start = kept[-1][2] if kept else 0
+        start = path_end(kept)
         if self._make_room(row, kept, length - start) and copies.plan(row, kept, copied, publish=publish):
             self.detaching[row] = start
             self.outcomes["copied"] += 1

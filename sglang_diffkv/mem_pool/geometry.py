@@ -28,6 +28,11 @@ Path = list[tuple[Segment, int, int]]
 """Consecutive parts of a sequence from position 0: (segment, first position, position after the last)."""
 
 
+def path_end(path: Path) -> int:
+    """Position after a path's last token."""
+    return path[-1][2] if path else 0
+
+
 @dataclass(frozen=True)
 class Geometry:
     """Sizes of a page manager.

@@ -203,10 +203,7 @@ class PageManager:
             for segment, lo, hi in parts:
                 if self.lengths.get(row, 0) != lo or not segment.lo <= lo < hi <= segment.hi:
                     raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
-                high, low = self.path_entries([(segment, lo, hi)])
-                self.space.extend(row, high, low)
-                with self.launching():
-                    self.ops.attach(self.state, row, segment.row, lo, hi)
+                self.attach_part(row, segment, lo, hi)
                 self.lengths[row] = self.shared[row] = hi
                 self.prompting.add(row)
                 self.counts.touch(row)
@@ -214,6 +211,12 @@ class PageManager:
             self.release(row)
             raise
         self.version += 1
+
+    def attach_part(self, row: int, segment: Segment, lo: int, hi: int) -> None:
+        """Append references to a segment's pages to a row's table. Raises TableFull, changing nothing."""
+        self.space.extend(row, *self.path_entries([(segment, lo, hi)]))
+        with self.launching():
+            self.ops.attach(self.state, row, segment.row, lo, hi)
 
     def path_entries(self, parts: Path) -> list[int]:
         """Upper bound of the entries, of each tier, that attaching ``parts`` takes: a page holds a token at least."""
@@ -240,9 +243,16 @@ class PageManager:
         needed = max(sum(-(-n // TABLE_BLOCK) for n in self.space.bound(x)) for x in rows)
         return bool(self._segment_rows) and needed <= len(self.space.free_blocks)
 
-    def take_segment_row(self) -> int | None:
-        """A free row for a segment, None if there is none."""
-        return self._segment_rows.pop() if self._segment_rows else None
+    def take_segment_row(self, high: int, low: int) -> int | None:
+        """A free row for a segment, with room for ``high`` and ``low`` entries; None, changing nothing, if no row or no
+        table block is left."""
+        if not self._segment_rows:
+            return None
+        try:
+            self.space.extend(self._segment_rows[-1], high, low)
+        except TableFull:
+            return None
+        return self._segment_rows.pop()
 
     def return_segment_row(self, row: int) -> None:
         """The segment row holds nothing any more."""
@@ -255,13 +265,8 @@ class PageManager:
         A running row is shared up to where it was sealed; a row that ends, up to any position.
         Returns None, changing nothing, if no segment row or table block is left.
         """
-        segment_row = self.take_segment_row()
+        segment_row = self.take_segment_row(*self.space.bound(row))
         if segment_row is None:
-            return None
-        try:
-            self.space.extend(segment_row, *self.space.bound(row))
-        except TableFull:
-            self.return_segment_row(segment_row)
             return None
         with self.launching():
             self.ops.attach(self.state, segment_row, row, lo, hi, kept_only=True)

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_diffkv.mem_pool.exact_prompts import ExactPrompts
-from sglang_diffkv.mem_pool.geometry import Path, Segment
+from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.ledger import PageLedger
 
 
@@ -102,8 +102,7 @@ class DiffKVPrefixCache(RadixCache):
         fitting = self.manager.fitting_path(path)
         if len(fitting) == len(path):
             return result
-        end = fitting[-1][2] if fitting else 0
-        return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))
+        return super().match_prefix(dataclasses.replace(params, key=params.key[: path_end(fitting)]))
 
     def nodes(self, node: Any) -> list[Any]:
         """The nodes of a path from below the root to ``node``."""

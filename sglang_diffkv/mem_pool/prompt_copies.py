@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_diffkv.mem_pool.geometry import Path, Segment
+from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK
-from sglang_diffkv.mem_pool.table_space import TableFull
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -77,17 +76,12 @@ class PromptCopies:
         Returns False, changing nothing, if no segment row or table block is left.
         """
         manager = self.manager
-        start = kept[-1][2] if kept else 0
+        start = path_end(kept)
         tokens = manager.lengths[row] - start
         blocks = self.blocks_for(row, kept, tokens)
-        segment_row = manager.take_segment_row()
+        own = manager.lengths[row] - manager.shared.get(row, 0)
+        segment_row = manager.take_segment_row(-(-own // manager.fmt.high.tokens), 0)
         if segment_row is None:
-            return False
-        try:
-            own = manager.lengths[row] - manager.shared.get(row, 0)
-            manager.space.extend(segment_row, -(-own // manager.fmt.high.tokens), 0)
-        except TableFull:
-            manager.return_segment_row(segment_row)
             return False
         self.plans[row] = CopyPlan(kept, copied, publish, segment_row, self.most_pages(tokens), blocks)
         return True
@@ -105,11 +99,9 @@ class PromptCopies:
             state.fault[row] = fault
         pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True)
         manager.space.release(row)
-        for segment, lo, hi in plan.kept:
-            manager.space.extend(row, *manager.path_entries([(segment, lo, hi)]))
-            with manager.launching():
-                manager.ops.attach(state, row, segment.row, lo, hi)
-        start = plan.kept[-1][2] if plan.kept else 0
+        for part in plan.kept:
+            manager.attach_part(row, *part)
+        start = path_end(plan.kept)
         copied = length - start
         layouts = manager.fmt.layouts
         low = -(-copied // layouts[-1].tokens) if len(layouts) > 1 else 0
@@ -129,23 +121,16 @@ class PromptCopies:
         pending = self.pending.get(row)
         if pending is None or not pending.lo <= lo < hi <= pending.hi:
             return None
-        del self.pending[row]
         manager = self.manager
         if (lo, hi) != (pending.lo, pending.hi):
-            narrow = manager.take_segment_row()
+            narrow = manager.take_segment_row(*manager.space.bound(pending.row))
             if narrow is None:
-                self.pending[row] = pending
-                return None
-            try:
-                manager.space.extend(narrow, *manager.space.bound(pending.row))
-            except TableFull:
-                manager.return_segment_row(narrow)
-                self.pending[row] = pending
                 return None
             with manager.launching():
                 manager.ops.attach(manager.state, narrow, pending.row, lo, hi)
             self._drop(pending)
             pending = Segment(narrow, lo, hi, exact=True)
+        del self.pending[row]
         manager.segments.add(pending)
         manager.tracker.count_later(pending)
         manager.version += 1

@@ -142,11 +142,10 @@ class UsageMeter:
         with manager.launching():
             held = torch.zeros(2, state.num_pages + 1, dtype=torch.bool, device=state.device)
             for side, rows in enumerate(sides):
-                index = manager.to_device(rows or torch.empty(0))
-                for tier in range(len(state.fmt.tiers)):
-                    page, _, _ = row_table(state, index, tier, max_entries(state, index, tier))
-                    used = torch.arange(page.shape[3], device=state.device) < state.entries[index, :, :, tier, None]
-                    held[side, page[used]] = True
+                for row in manager.to_device(rows or torch.empty(0)).split(1):  # a table of all rows would be large
+                    for tier in range(len(state.fmt.tiers)):
+                        page, _, hi = row_table(state, row, tier, max_entries(state, row, tier))
+                        held[side, page[hi > 0]] = True
             requests, tree = held[:, : state.num_pages]
             counts = torch.stack([requests & ~tree, requests & tree, tree & ~requests]).sum(1).tolist()
         names = ("private", "shared", "cached")

@@ -29,6 +29,12 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 logger = logging.getLogger(__name__)
 
 
+def thresholds(policy: Policy) -> dict[str, float]:
+    """What the kernels take of a policy, which is DiffKV's."""
+    assert isinstance(policy, DiffKVPolicy)
+    return {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
+
+
 @dataclass
 class DecodeBuffers:
     """What decode steps of up to ``max_batch`` requests write: static addresses, shared by all batch sizes and
@@ -190,17 +196,13 @@ class TritonOps:
         policy: Policy,
         num_rows: torch.Tensor | None = None,
     ) -> None:
-        assert isinstance(policy, DiffKVPolicy)
         workspace = self._buffers(state, rows.shape[0]).compaction
         if num_rows is None:
             num_rows = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        thresholds = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
-        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds)
+        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds(policy))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        assert isinstance(policy, DiffKVPolicy)
-        settings = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
-        compact_prompt(state, row, seq_len, self.prompt, window=policy.window, **settings)
+        compact_prompt(state, row, seq_len, self.prompt, window=policy.window, **thresholds(policy))
 
     def copy_compact(
         self,
@@ -213,20 +215,8 @@ class TritonOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        assert isinstance(policy, DiffKVPolicy)
-        copy_compact(
-            state,
-            target,
-            source,
-            lo,
-            hi,
-            seq_len,
-            self.ticket,
-            alpha_high=policy.alpha_high,
-            alpha_low=policy.alpha_low,
-            window=policy.window,
-            judged=judged,
-        )
+        alphas = thresholds(policy)
+        copy_compact(state, target, source, lo, hi, seq_len, self.ticket, window=policy.window, judged=judged, **alphas)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
