@@ -12,6 +12,8 @@ from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 BLOCK = tl.constexpr(TABLE_BLOCK)
+SAME_BITS = {"enable_fp_fusion": False}
+"""Launch options of kernels that requantise: a fused multiply-add would round differently from the reference."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

@@ -111,8 +111,8 @@ class DiffKVConfig(_Strict):
         page_tokens: high-tier tokens of a page.
         prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share, or
             ``exact``, all of it in the high tier, of which a running request takes a compressed copy of its own.
-        gpu_ops: allow a GPU server, which is experimental, on these ops: ``triton``, or ``reference`` for the plain
-            PyTorch oracle, which needs --disable-cuda-graph and --disable-overlap-schedule.
+        gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
+            --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
         prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
             or ``auto`` for FlashInfer where it is installed and has the model's head size.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored. Attention stays the
@@ -130,7 +130,7 @@ class DiffKVConfig(_Strict):
     prefix_fidelity: Literal["compressed", "exact"] = "compressed"
     rotate: Literal["none", "keys"] = "none"
     share_min_tokens: int = Field(default=128, ge=1)
-    gpu_ops: Literal["triton", "reference"] | None = None
+    gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
     thresholds: Literal["calibrated", "default"] = Field(default="default", exclude=True)
 

@@ -18,7 +18,7 @@ def is_selected(server_args: Any) -> bool:
     )
 
 
-def check_server_args(args: Any, gpu_ops: str | None = None) -> None:
+def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
     """Raise UnsupportedError, listing every refused option at once."""
     device = str(getattr(args, "device", None) or "")
     eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
@@ -58,11 +58,6 @@ def check_server_args(args: Any, gpu_ops: str | None = None) -> None:
         (getattr(args, "enable_beam_search", False), "beam search: drop --enable-beam-search"),
         (getattr(args, "enable_streaming_session", False), "streaming sessions: drop --enable-streaming-session"),
         (bool(device) and device not in ("cpu", "cuda"), f"device {device}: use cuda or cpu"),
-        (
-            device == "cuda" and gpu_ops is None,
-            "a GPU, where serving is experimental (a model of Llama-3-8B's shape has crashed): use --device cpu, or "
-            'set "gpu_ops": "triton" in --diffkv-config to try it',
-        ),
         (
             device == "cuda" and gpu_ops == "reference" and not eager,
             '"gpu_ops": "reference" under CUDA graphs or overlap scheduling: add --disable-cuda-graph and '

@@ -90,7 +90,6 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"page_size": 16}, "--page-size 16"),
         ({"tp_size": 2}, "--tp-size"),
         ({"decode_attention_backend": "triton"}, "second attention backend"),
-        ({"device": "cuda"}, "experimental"),
         ({"device": "xpu"}, "device xpu"),
     ],
 )

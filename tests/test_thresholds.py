@@ -88,8 +88,8 @@ def read_plain(text: str) -> DiffKVConfig:
 
 
 def test_calibrated_thresholds_beside_other_fields():
-    config, _ = resolve('{"thresholds": "calibrated", "gpu_ops": "triton", "page_tokens": 16}', "QwQ-32B")
-    assert alphas(config) == (3.0, 0.0, 64) and (config.gpu_ops, config.page_tokens) == ("triton", 16)
+    config, _ = resolve('{"thresholds": "calibrated", "gpu_ops": "reference", "page_tokens": 16}', "QwQ-32B")
+    assert alphas(config) == (3.0, 0.0, 64) and (config.gpu_ops, config.page_tokens) == ("reference", 16)
     assert config.thresholds == "default" and "thresholds" not in config.model_dump(mode="json")
     assert load_config(config.model_dump_json(exclude_none=True)) == config, "what travels to the scheduler"
 

@@ -95,15 +95,14 @@ def static(series: str, tier: str, fraction: float, window: int, matched_to: str
     """The same share of tokens in every head."""
     policy = {"name": STATIC[series], "fraction": fraction, "window": window}
     name = f"{STATIC[series]} {tier} {fraction:.3f}"
-    gpu = has_gpu()
-    configuration = _configuration(name, tiers=(tier,), policy=policy, gpu_ops="reference" if gpu else None)
+    configuration = _configuration(name, tiers=(tier,), policy=policy, gpu_ops="reference")
     return Case(
         configuration,
         series,
         f"keep {fraction:.3f}",
         fraction=fraction,
         matched_to=matched_to,
-        server_args=EAGER if gpu else (),
+        server_args=EAGER if has_gpu() else (),
     )
 
 

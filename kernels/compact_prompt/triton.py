@@ -8,7 +8,7 @@ import torch
 import triton
 
 from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, spare_kernel
-from sglang_diffkv.kernels.triton_table import format_constants
+from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -53,5 +53,5 @@ def compact_prompt(
         state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.ring, state.counters, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
-        num_warps=4,
+        num_warps=4, **SAME_BITS,
     )  # fmt: skip

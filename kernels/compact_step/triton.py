@@ -11,7 +11,7 @@ import triton.language as tl
 from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.triton_ring import EMPTY
-from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, format_constants, table_index
+from sglang_diffkv.kernels.triton_table import BLOCK, SAME_BITS, check_rows, format_constants, table_index
 from sglang_diffkv.kernels.triton_tokens import number_at, requantized, store_codes, store_numbers
 from sglang_diffkv.mem_pool.state import PageState
 
@@ -113,5 +113,5 @@ def compact_step(
     move_kernel[(batch * layers * heads,)](
         workspace.demote, workspace.leave, workspace.target, rows, state.pages.view(state.dtype), state.pages,
         state.page_table, state.block_table, state.own_entry, state.hole,
-        **{**format_constants(fmt), **shape}, num_warps=1,
+        **{**format_constants(fmt), **shape}, num_warps=1, **SAME_BITS,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from sglang_diffkv.kernels.copy_compact.triton_copy import copy_kernel, count_kernel, take_kernel
-from sglang_diffkv.kernels.triton_table import format_constants
+from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.mem_pool.state import PageState
 
 HEADS = 128
@@ -65,5 +65,5 @@ def copy_compact(
     copy_kernel[(count,)](
         target, source, lo, hi, *rule, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
         state.range_hi, state.block_table, state.entries, state.own_entry, state.own_tokens,
-        **{**every, **shape}, num_warps=4,
+        **{**every, **shape}, num_warps=4, **SAME_BITS,
     )  # fmt: skip

@@ -53,8 +53,7 @@ class Server:
     """``python -m sglang.launch_server`` as a context manager.
 
     ``args`` come last on the command line and so override the defaults given here, which on a machine without
-    a GPU are those that SGLang needs on a CPU. ``diffkv_config`` is passed as ``--diffkv-config``; with a GPU, a
-    configuration that names no ``gpu_ops`` gets Triton's.
+    a GPU are those that SGLang needs on a CPU. ``diffkv_config`` is passed as ``--diffkv-config``.
     """
 
     def __init__(
@@ -77,8 +76,6 @@ class Server:
         self.command += CPU_ARGS if cpu else ()
         if diffkv_config is not None:
             text = diffkv_config if isinstance(diffkv_config, str) else json.dumps(dict(diffkv_config))
-            if not cpu and text.lstrip().startswith("{"):
-                text = json.dumps({"gpu_ops": "triton", **json.loads(text)})
             self.command += ["--diffkv-config", text]
         self.command += args
         inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
