@@ -27,11 +27,12 @@ from benchmarks.serving import add_model_arguments, model_name, prepare
 from benchmarks.serving_backends import Backend, parse_diffkv
 from benchmarks.serving_client import BenchmarkError
 from benchmarks.serving_loads import Batch
-from benchmarks.serving_session import GUESSES, OK, Record, Setup, run_backend
+from benchmarks.serving_session import GUESSES, OK, Record, Setup, run_backend, run_together
 from sglang_diffkv.config import ConfigError, DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.testing.report import markdown
 
 LOWEST, HIGHEST = 2.0**-10, 2.0**10
+SHARES = ("share_high", "share_low", "share_pruned", "ratio_pages", "ratio_tokens")
 STEP = 4.0
 """Factor between thresholds while the wanted share is not yet between two shares measured."""
 
@@ -61,9 +62,12 @@ def nearest(trials: Trials, wanted: float) -> float:
     return min(trials, key=lambda alpha: abs(trials[alpha] - wanted))
 
 
-def search(measure: Callable[[float], float], wanted: Sequence[float], tolerance: float, most: int) -> Trials:
-    """Measure thresholds until every wanted share is met within ``tolerance``, ``most`` in all."""
-    trials: Trials = {}
+def search(
+    measure: Callable[[float], float], wanted: Sequence[float], tolerance: float, most: int, known: Trials | None = None
+) -> Trials:
+    """Measure thresholds until every wanted share is met within ``tolerance``, ``most`` besides those known."""
+    trials = dict(known or {})
+    most += len(trials)
     for share in wanted:
         while not trials or abs(trials[nearest(trials, share)] - share) > tolerance:
             alpha = next_alpha(trials, share)
@@ -87,6 +91,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--high", type=float, nargs="+", required=True, metavar="SHARE", help="between 0 and 1")
+    parser.add_argument(
+        "--first", type=float, nargs="+", default=[], metavar="ALPHA", help="tried first, their servers started at once"
+    )
     parser.add_argument("--config", default="{}", help="the other settings as JSON (default: DiffKV's)")
     parser.add_argument("--requests", type=int, default=16, help="of a short run (default: %(default)s)")
     parser.add_argument("--input", type=int, default=1024, help="prompt tokens (default: %(default)s)")
@@ -114,25 +121,27 @@ class Meter:
         self.points = load.points()
         self.records: list[dict[str, Any]] = []
 
-    def __call__(self, alpha: float) -> float:
-        config = with_alpha(self.base, alpha)
-        found: list[Record] = []
-        run_backend(
-            Backend(f"alpha_{alpha:.4g}", "diffkv", "diffkv", config),
-            self.points,
-            self.setup,
-            self.budget,
-            found.append,
-        )
-        (record,) = found
+    def _backend(self, alpha: float) -> Backend:
+        return Backend(f"alpha_{alpha:.4g}", "diffkv", "diffkv", with_alpha(self.base, alpha))
+
+    def _note(self, alpha: float, record: Record) -> float:
         if record["status"] != OK:
             raise BenchmarkError(f"alpha_high {alpha:.4g}: {record['error']}")
-        shares = {
-            key: record[key] for key in ("share_high", "share_low", "share_pruned", "ratio_pages", "ratio_tokens")
-        }
-        self.records.append({"alpha_high": alpha, **shares})
+        self.records.append({"alpha_high": alpha, **{key: record[key] for key in SHARES}})
         print(f"{self.budget.elapsed():5.0f} s  alpha_high {alpha:.4g}: {record['share_high']:.1%} high", flush=True)
         return record["share_high"]
+
+    def __call__(self, alpha: float) -> float:
+        found: list[Record] = []
+        run_backend(self._backend(alpha), self.points, self.setup, self.budget, found.append)
+        return self._note(alpha, found[0])
+
+    def together(self, alphas: Sequence[float]) -> Trials:
+        """The shares of several thresholds, whose servers start at once."""
+        found: list[Record] = []
+        if alphas:
+            run_together([self._backend(x) for x in alphas], self.points, self.setup, self.budget, found.append)
+        return {alpha: self._note(alpha, record) for alpha, record in zip(alphas, found, strict=True)}
 
 
 def result(args: argparse.Namespace, meter: Meter) -> dict[str, Any]:
@@ -162,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="model-") as folder:
         meter = Meter(args, prepare(args, Path(folder), 40), budget)
         try:
-            search(meter, args.high, args.tolerance, args.trials)
+            search(meter, args.high, args.tolerance, args.trials, meter.together(args.first))
         except BenchmarkError as error:
             print(f"stopped: {error}", file=sys.stderr)
     data = result(args, meter)

@@ -47,18 +47,36 @@ def add_cli_args(original: Any, parser: Any) -> Any:
     return result
 
 
+def configure(server_args: Any, given: str | None = None) -> None:
+    """Hand the configuration for the model to the processes to come; by default the environment's.
+
+    Raises ConfigError or UnsupportedError.
+    """
+    config, origin = resolve(given, server_args.model_path)
+    compat.decline_prefill_graphs(server_args)
+    check_server_args(server_args, config.gpu_ops)
+    text = config.model_dump_json(exclude_none=True)
+    if os.environ.get(CONFIG_ENV) != text:
+        os.environ[CONFIG_ENV] = text
+        logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
+
+
+def launch_check(original: Any, self: Any) -> Any:
+    """``check_server_args`` is what every launch calls, of a server or of an ``Engine``, which parses no arguments."""
+    result = original(self)
+    if is_selected(self):
+        configure(self)
+    return result
+
+
 def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
     given = getattr(args, "diffkv_config", None)
     server_args = original(cls, args)
     if is_selected(server_args):
         try:
-            config, origin = resolve(given, server_args.model_path)
-            compat.decline_prefill_graphs(server_args)
-            check_server_args(server_args, config.gpu_ops)
+            configure(server_args, given)
         except (ConfigError, compat.UnsupportedError) as error:
             sys.exit(f"sglang_diffkv: {error}")
-        os.environ[CONFIG_ENV] = config.model_dump_json(exclude_none=True)
-        logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
     elif given is not None:
         sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
     return server_args
@@ -138,6 +156,7 @@ HOOKS = {
     SRT + "utils.common.support_triton": support_triton,
     SRT + "server_args.ServerArgs.add_cli_args": add_cli_args,
     SRT + "server_args.ServerArgs.from_cli_args": from_cli_args,
+    SRT + "server_args.ServerArgs.check_server_args": launch_check,
     SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": compute_cell_size,
     CONFIGURATOR + "_build_mha_kv_pool": build_mha_kv_pool,
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_allocator,

@@ -29,6 +29,24 @@ def test_search_shares_its_trials_and_ends():
     assert len(pin_shares.search(lambda alpha: float(alpha < 2), [0.5], 0.02, 5)) == 5
 
 
+def test_first_thresholds_are_measured_together(monkeypatch):
+    args = pin_shares.parse_args(["--high", "0.34", "--first", "0.5", "1", "2"])
+    asked = []
+
+    def run(backends, points, setup, budget, add):
+        for backend in backends:
+            asked.append(backend.config.policy.alpha_high)
+            share = 1 / (1 + asked[-1])
+            add({"status": "ok", **dict.fromkeys(pin_shares.SHARES, 0.0), "share_high": share})
+
+    monkeypatch.setattr(pin_shares, "run_together", run)
+    meter = pin_shares.Meter(args, None, Budget(None))
+    known = meter.together(args.first)
+    assert asked == [0.5, 1.0, 2.0] and known == {alpha: 1 / (1 + alpha) for alpha in asked}
+    assert pin_shares.search(lambda alpha: pytest.fail("known well enough"), [0.34], 0.02, 5, known) == known
+    assert len(meter.records) == 3 and meter.together([]) == {}
+
+
 def test_pinned_configurations(tmp_path):
     args = pin_shares.parse_args(
         ["--high", "0.34", "0.6", "--config", '{"page_tokens": 16}', "--output", str(tmp_path)]

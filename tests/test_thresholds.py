@@ -156,6 +156,24 @@ def test_the_server_looks_up_once_and_says_so(monkeypatch, caplog):
         start('{"thresholds": "calibrated"}', str(NANO))
 
 
+def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
+    """``sglang.Engine`` takes no ``--diffkv-config``: a launch configures what parsing has not."""
+    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
+    server_args = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
+    with caplog.at_level(logging.INFO):
+        hooks.launch_check(lambda self: None, server_args)
+        assert alphas(load_config(os.environ[CONFIG_ENV])) == (3.0, 0.0, 64)
+        hooks.launch_check(lambda self: None, server_args)
+    assert caplog.text.count("DiffKV thresholds") == 1
+    monkeypatch.setenv(CONFIG_ENV, '{"thresholds": "calibrated"}')
+    with pytest.raises(ConfigError, match="none are on file for nano"):
+        hooks.launch_check(lambda self: None, SimpleNamespace(attention_backend="diffkv", model_path=str(NANO)))
+    monkeypatch.delenv(CONFIG_ENV)
+    hooks.launch_check(lambda self: None, SimpleNamespace(attention_backend="triton", model_path=str(NANO)))
+    assert CONFIG_ENV not in os.environ
+
+
 def test_an_evaluation_compares_calibrated_thresholds():
     found = parse_configuration('c={"thresholds": "calibrated"}', "Qwen/QwQ-32B").diffkv
     assert found is not None and alphas(found) == (3.0, 0.0, 64)

@@ -1,0 +1,36 @@
+"""SGLang's offline engine, which parses no command line, on a compressed cache."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from sglang_diffkv.config import CONFIG_ENV
+from sglang_diffkv.testing.paths import REPOSITORY
+from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV, has_gpu
+
+pytestmark = pytest.mark.server
+
+
+def run_example(config: str) -> subprocess.CompletedProcess[str]:
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env = {**inherited, **({} if has_gpu() else CPU_ENV), **OFFLINE_ENV, CONFIG_ENV: config}
+    command = [sys.executable, "examples/engine.py"]
+    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_engine_example() -> None:
+    run = run_example('{"tiers": ["K8V8", "K4V4"]}')
+    assert run.returncode == 0, run.stderr[-3000:]
+    *replies, stats = run.stdout.splitlines()[-3:]
+    assert all(" -> '" in reply and len(reply) > 60 for reply in replies)
+    assert "cache of ['K8V8', 'K4V4']" in stats, "the environment's configuration is served"
+
+
+def test_an_impossible_configuration_stops_the_engine() -> None:
+    run = run_example('{"thresholds": "calibrated"}')
+    assert run.returncode != 0
+    assert "none are on file for nano" in run.stderr
