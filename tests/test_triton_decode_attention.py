@@ -30,7 +30,9 @@ CASES = [
 ]
 
 
-def run_both(manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True):
+def run_both(
+    manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True
+):
     generator = torch.Generator().manual_seed(len(tiers) + group)
     state = manager.state
     rows = torch.tensor([2, 5, 3], device=DEVICE)
@@ -45,8 +47,8 @@ def run_both(manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9)
         state, 4, q.shape[1], splits=splits, max_tokens=400 if scores else 0, config=config
     )
     workspace.partial_out.fill_(float("nan"))
-    found = FoundTokens.create(state, 4, config) if scores else None
-    expected_scores = StepScores.create(state, 3) if scores else None
+    found = FoundTokens.create(state, 4, config, judge_low=judge_low) if scores else None
+    expected_scores = StepScores.create(state, 3, judge_low) if scores else None
     valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     results = []
     for layer in range(state.num_layers):
@@ -84,6 +86,24 @@ def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
     present = expected.least_slot >= 0
     assert torch.equal(got.least_slot[:3] >= 0, present)
     torch.testing.assert_close(got.least_score[:3][present], expected.least_score[present], rtol=5e-2, atol=1e-5)
+
+
+def test_the_low_tier_is_not_judged_where_nothing_asks():
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    results, state, twin, found, expected = run_both(manager, "low", 4, 3, 32, judge_low=False)
+    for (out, _), (ref_out, _) in results:
+        assert close(out[0], ref_out[0]) < 6e-3
+    rows, got = torch.tensor([2, 3], device=DEVICE), found.unpack()
+    assert (got.least_slot[:3, ..., 1] == -1).all() and (expected.least_slot[..., 1] == -1).all()
+    assert torch.equal(got.least_slot[:3, ..., 0] >= 0, expected.least_slot[..., 0] >= 0)
+    kept = held_pages(twin, rows, 1)
+    bits = [x.segments[1].scores[kept].view(torch.int32) for x in (state, twin)]
+    assert kept.numel() and torch.equal(*bits), "a score of the low tier was written"
+    high = held_pages(twin, rows, 0)
+    held = twin.segments[0].positions[high] >= 0
+    torch.testing.assert_close(
+        state.segments[0].scores[high][held], twin.segments[0].scores[high][held], rtol=5e-2, atol=1e-4
+    )
 
 
 def test_logit_cap_and_no_scores():

@@ -22,16 +22,18 @@ class StepScores:
     """What one decode step's attention learns for the policy, for all layers.
 
     Slots are own slots (see ``PageState``), -1 where there is none. Scores are means of the attention
-    received from later tokens, maximum over the query heads of a KV head.
+    received from later tokens, maximum over the query heads of a KV head. Without ``judge_low`` tokens of the low tier
+    keep the scores they have, and none of them is searched for.
     """
 
     candidate_slot: torch.Tensor  # [B, L, H] int64, high tier: the token that leaves the window
     candidate_score: torch.Tensor  # [B, L, H] float32
     least_slot: torch.Tensor  # [B, L, H, T] int64, the tier's least significant token outside the window
     least_score: torch.Tensor  # [B, L, H, T] float32
+    judge_low: bool = True
 
     @classmethod
-    def create(cls, state: PageState, batch: int) -> StepScores:
+    def create(cls, state: PageState, batch: int, judge_low: bool = True) -> StepScores:
         heads, device = (batch, state.num_layers, state.num_heads), state.device
         tiers = (*heads, len(state.segments))
         return cls(
@@ -39,6 +41,7 @@ class StepScores:
             torch.zeros(heads, device=device),
             torch.full(tiers, EMPTY, dtype=torch.int64, device=device),
             torch.zeros(tiers, device=device),
+            judge_low,
         )
 
 
@@ -134,7 +137,8 @@ def decode_attention(
     for p, seg, valid in zip(probs, gathered, valids, strict=True):
         out = out + _weighted_values(p, seg, valid)
     if scores is not None:
-        for tier, (p, position, valid) in enumerate(zip(probs, positions, valids, strict=True)):
+        judged = len(tables) if scores.judge_low else 1
+        for tier, (p, position, valid) in enumerate(zip(probs[:judged], positions, valids, strict=False)):
             page, old = tables[tier][0], gathered[tier].scores
             received = p.amax(2)
             _update_scores(state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window)

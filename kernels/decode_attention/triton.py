@@ -66,9 +66,12 @@ class FoundTokens:
     reference. Index 0 of the fourth axis is the candidate, 1 + t the least significant token of tier t."""
 
     packed: torch.Tensor  # [B, L, H, T + 1, score parts] int64
+    judge_low: bool = True
 
     @classmethod
-    def create(cls, state: PageState, batch: int, config: DecodeConfig | None = None) -> FoundTokens:
+    def create(
+        cls, state: PageState, batch: int, config: DecodeConfig | None = None, *, judge_low: bool = True
+    ) -> FoundTokens:
         shape = (
             batch,
             state.num_layers,
@@ -76,14 +79,14 @@ class FoundTokens:
             len(state.fmt.tiers) + 1,
             (config or DecodeConfig()).score_parts,
         )
-        return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device))
+        return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device), judge_low)
 
     def unpack(self) -> StepScores:
         best = self.packed.amin(4)  # [B, L, H, T + 1]
         slot = torch.where(best == NOTHING, -1, best & 0xFFFFFFFF)
         score = (best >> 32).int().view(torch.float32)
         score = torch.where(best == NOTHING, float("inf"), score)
-        return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:])
+        return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:], self.judge_low)
 
 
 @dataclass
@@ -232,6 +235,7 @@ def decode_attention(
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
         assert found.packed.shape[4] == workspace.config.score_parts and found.packed.shape[0] >= batch
+    judge_low = found is not None and found.judge_low
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group, "S": splits}
@@ -241,7 +245,7 @@ def decode_attention(
         state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
         rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
-        HAS_CAP=logit_cap > 0, KEEP=found is not None, ASM=not INTERPRETED,
+        HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED,
         num_warps=config.warps, num_stages=config.stages, **limit,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
@@ -250,6 +254,6 @@ def decode_attention(
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
         state.pages, state.page_table, state.range_hi, state.block_table, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, workspace.room,
-        **kept, **shape, PARTS=config.score_parts, SIZE=config.score_tokens, num_warps=4,
+        **kept, **shape, PARTS=config.score_parts, SIZE=config.score_tokens, JUDGE_LOW=judge_low, num_warps=4,
     )  # fmt: skip
     return out, lse

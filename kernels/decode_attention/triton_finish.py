@@ -77,6 +77,7 @@ def finish_kernel(
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    JUDGE_LOW: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, 1 + PARTS): program 0 of a head joins the splits, the others share its tokens' scores.
     Without scores the grid is (B * H, 1)."""
@@ -138,7 +139,7 @@ def finish_kernel(
     )  # fmt: skip
     tl.store(found_ptr, candidate)
     tl.store(found_ptr + PARTS, least)
-    if TIERS == 2:
+    if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
             part - 1, lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
             page_table, range_hi, block_table, row, layer, head, tl.load(entries + counts + 1),
@@ -146,3 +147,5 @@ def finish_kernel(
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip
         tl.store(found_ptr + 2 * PARTS, least)
+    elif TIERS == 2:
+        tl.store(found_ptr + 2 * PARTS, tl.full([], NOTHING, tl.int64))

@@ -173,7 +173,7 @@ def split_kernel(
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
-    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr,
+    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
     tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once."""
@@ -218,5 +218,5 @@ def split_kernel(
                 layer, head, count_low, low_first, low_last, logits_ptr + high * N_H * G, tile_max_ptr + high * G,
                 room_low, out_ptr + G * DV, lse_ptr + G,
                 False, L_KB, L_VB, L_TOKENS, L_KEYS, L_KMETA, L_VALUES, L_VMETA, L_POSITIONS, N_L,
-                PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP, ASM,
+                PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP_LOW, ASM,
             )  # fmt: skip

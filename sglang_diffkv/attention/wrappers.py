@@ -53,7 +53,10 @@ class DecodeWrapper:
         self.workspace = DecodeWorkspace.create(
             state, max_batch, q_heads, splits=splits, max_tokens=kept, config=config
         )
-        self.found = FoundTokens.create(state, max_batch, self.workspace.config) if policy else None
+        self.found = None
+        if policy is not None:
+            settings = self.workspace.config
+            self.found = FoundTokens.create(state, max_batch, settings, judge_low=policy.judges_low)
         self.compaction = CompactWorkspace.create(state, max_batch)
         device = state.device
         self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)

@@ -188,7 +188,7 @@ class PageManager:
 
     def new_scores(self, batch: int) -> Any:
         """Buffers for a decode step's searches; None if the policy never asks."""
-        return self.ops.new_found(self.state, batch) if self.policy.compresses else None
+        return self.ops.new_found(self.state, batch, self.policy) if self.policy.compresses else None
 
     # Ownership
 

@@ -39,7 +39,7 @@ class ReferenceOps:
         rows, seq_lens, batch = rows.long(), seq_lens.long(), rows.shape[0]
         ones, count = torch.ones_like(rows), torch.full((1,), batch, dtype=torch.int32, device=rows.device)
         step = Step(rows, seq_lens, seq_lens - 1, ones, rows, torch.zeros_like(rows), seq_lens - 1, count, count)
-        step.found = self.new_found(state, batch) if policy.compresses else None
+        step.found = self.new_found(state, batch, policy) if policy.compresses else None
         return step
 
     def begin(self, state: PageState, step: Step, decode: bool) -> None:
@@ -54,8 +54,8 @@ class ReferenceOps:
     def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         append(state, layer, key, value, step.token_rows, step.token_offset, step.token_position)
 
-    def new_found(self, state: PageState, batch: int) -> StepScores:
-        return StepScores.create(state, batch)
+    def new_found(self, state: PageState, batch: int, policy: Policy) -> StepScores:
+        return StepScores.create(state, batch, policy.judges_low)
 
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float

@@ -50,14 +50,14 @@ class DecodeBuffers:
     num_rows: torch.Tensor  # [1] int32
 
     @classmethod
-    def create(cls, state: PageState, max_batch: int, q_heads: int, max_tokens: int, compresses: bool) -> DecodeBuffers:
+    def create(cls, state: PageState, max_batch: int, q_heads: int, max_tokens: int, policy: Policy) -> DecodeBuffers:
         def full(value: int) -> torch.Tensor:
             return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
 
         return cls(
             max_batch,
-            DecodeScratch.create(state, max_batch, q_heads, max_tokens=max_tokens if compresses else 0),
-            FoundTokens.create(state, max_batch) if compresses else None,
+            DecodeScratch.create(state, max_batch, q_heads, max_tokens=max_tokens if policy.compresses else 0),
+            FoundTokens.create(state, max_batch, judge_low=policy.judges_low) if policy.compresses else None,
             CompactWorkspace.create(state, max_batch),
             full(0),
             full(1),
@@ -79,13 +79,13 @@ class TritonOps:
     ):
         if policy.compresses and not isinstance(policy, DiffKVPolicy):
             raise UnsupportedError(f"the Triton kernels carry out DiffKV's policy, not {type(policy).__name__}")
-        self.q_heads, self.max_tokens, self.compresses, self.ragged = q_heads, max_tokens, policy.compresses, ragged
+        self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
         self.ticket = torch.zeros(1, dtype=torch.int32, device=state.device)
         self.prompt = PromptWorkspace.create(state)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
-        self.buffers.append(DecodeBuffers.create(state, max_batch, self.q_heads, self.max_tokens, self.compresses))
+        self.buffers.append(DecodeBuffers.create(state, max_batch, self.q_heads, self.max_tokens, self.policy))
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:
@@ -128,8 +128,8 @@ class TritonOps:
         owners = (step.token_rows, step.token_offset, step.token_position)
         append(state, layer, key, value, *owners, step.num_tokens)
 
-    def new_found(self, state: PageState, batch: int) -> FoundTokens:
-        return FoundTokens.create(state, batch)
+    def new_found(self, state: PageState, batch: int, policy: Policy) -> FoundTokens:
+        return FoundTokens.create(state, batch, judge_low=policy.judges_low)
 
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float

@@ -23,6 +23,11 @@ class Policy(Protocol):
         """False if the policy never moves a token, so that scores need not be kept."""
         ...
 
+    @property
+    def judges_low(self) -> bool:
+        """False if no decision reads scores of low-tier tokens, which are then not kept up."""
+        ...
+
     def classify_prompt(
         self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
     ) -> torch.Tensor:

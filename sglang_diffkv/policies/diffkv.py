@@ -27,6 +27,11 @@ class DiffKVPolicy:
     window: int = 64
     compresses: bool = True
 
+    @property
+    def judges_low(self) -> bool:
+        """A token of the low tier is only ever asked whether it is to be pruned."""
+        return self.alpha_low > 0
+
     def classify_prompt(
         self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
     ) -> torch.Tensor:

@@ -32,6 +32,7 @@ class H2OPolicy:
     budget: Budget
     window: int = 64
     compresses: bool = True
+    judges_low: bool = True
 
     def classify_prompt(
         self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int

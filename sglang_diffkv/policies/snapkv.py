@@ -33,6 +33,7 @@ class SnapKVPolicy:
     window: int = 32
     pool: int = 7
     compresses: bool = True
+    judges_low: bool = True
 
     def classify_prompt(
         self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int

@@ -16,6 +16,7 @@ class UniformPolicy:
 
     window: int = 0
     compresses: bool = False
+    judges_low: bool = False
 
     def classify_prompt(
         self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
