@@ -64,6 +64,8 @@ class GridPoint(_Strict):
     tiers: tuple[str, ...]
     alpha_high: float | None
     alpha_low: float
+    window: int = 64
+    rotate: str = "none"
     n: int
     accuracy: float
     accuracy_error: float
@@ -120,6 +122,7 @@ class CalibratedThresholds(_Strict):
     alpha_high: float | None
     alpha_low: float
     window: int = 64
+    rotate: Literal["none", "keys"] = "none"
     source: Literal["measured", "published"]
     note: str = ""
     chosen: GridPoint | None = None
@@ -137,7 +140,7 @@ class CalibratedThresholds(_Strict):
     def config(self) -> DiffKVConfig:
         """The configuration that these thresholds are."""
         policy = policy_fields(self.alpha_high, self.alpha_low, self.window)
-        return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy})
+        return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
 
 
 class CalibrationFile(_Strict):

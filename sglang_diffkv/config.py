@@ -146,8 +146,9 @@ class DiffKVConfig(_Strict):
         PageFormat(128, 128, self.parsed_tiers, self.page_tokens)
         if len(self.tiers) > 1 and self.policy is not None and not isinstance(self.policy, DiffKVPolicyConfig):
             raise ValueError(f"policy {self.policy.name} keeps tokens at one tier, but tiers lists two")
-        if self.thresholds == "calibrated" and (given := self.model_fields_set & {"tiers", "policy"}):
-            raise ValueError(f'"thresholds": "calibrated" brings tiers and policy; drop {" and ".join(sorted(given))}')
+        if self.thresholds == "calibrated" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
+            named = " and ".join(sorted(given))
+            raise ValueError(f'"thresholds": "calibrated" brings tiers, policy and rotate; drop {named}')
         if self.rotate != "none" and all(tier.is_raw for tier in self.parsed_tiers):
             raise ValueError(f'rotate "{self.rotate}" serves quantised keys, and tier BF16 has none')
         return self

@@ -45,6 +45,7 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
 
 
 def apply(config: DiffKVConfig, entry: CalibratedThresholds) -> DiffKVConfig:
-    """``config`` with the tiers and the policy of calibrated thresholds."""
-    kept = config.model_dump(exclude={"tiers", "policy"})
-    return DiffKVConfig.model_validate({**kept, **entry.config().model_dump(include={"tiers", "policy"})})
+    """``config`` with the tiers, the policy and the rotation of calibrated thresholds."""
+    calibrated = {"tiers", "policy", "rotate"}
+    kept = config.model_dump(exclude=calibrated)
+    return DiffKVConfig.model_validate({**kept, **entry.config().model_dump(include=calibrated)})

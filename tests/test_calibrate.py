@@ -15,6 +15,7 @@ from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
 from sglang_diffkv.testing import tasks
 from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.thresholds import resolve
 from tests.fake_server import FakeServer
 
 DATA = Path(__file__).parent / "data" / "evaluate"
@@ -93,9 +94,18 @@ def test_grid_tries_all_pairs_once():
     assert by_tiers.count(("K8V4",)) == 3
 
 
+def test_grid_tries_windows_and_rotations():
+    found = search({(high, 0.0): 0.0 for high in (1.0, 2.0)})
+    grid(found, [PAIR], [1.0, 2.0], [0.0], [64, 128], ["none", "keys"])
+    assert [(s.alpha_high, s.window, s.rotate) for s in found.tried] == [
+        (high, window, rotate) for window in (64, 128) for rotate in ("none", "keys") for high in (1.0, 2.0)
+    ]
+
+
 def test_names_tell_settings_apart():
     settings = [OFF, Setting(PAIR, 1.0, 0.0), Setting(PAIR, 1.0, 0.02), Setting(("K8V4", "K4V4"), 1.0, 0.02)]
-    assert len({setting.name for setting in settings}) == 4
+    settings += [Setting(PAIR, 1.0, 0.0, 128), Setting(PAIR, 1.0, 0.0, 64, "keys")]
+    assert len({setting.name for setting in settings}) == 6
 
 
 @pytest.fixture
@@ -167,6 +177,16 @@ def test_a_wider_tolerance_saves_more(tmp_path, servers):
     assert found is not None and (found.tiers, found.alpha_high, found.alpha_low) == (("K8V4", "K4V4"), 4.0, 0.0)
 
 
+def test_a_window_and_a_rotation_are_kept(tmp_path, servers):
+    args = ["--alpha-high", "1", "--alpha-low", "0", "--window", "128", "--rotate", "keys"]
+    assert cli.main(command(tmp_path, *args)) == 0
+    assert servers[-1] == "K8V4-K4V2 alpha_high=1 alpha_low=0 window=128 rotate=keys"
+    found = lookup(tmp_path)
+    assert found is not None and (found.window, found.rotate, found.chosen.window) == (128, "keys", 128)
+    config, _ = resolve('{"thresholds": "calibrated", "page_tokens": 16}', tmp_path)
+    assert (config.policy.window, config.rotate, config.page_tokens) == (128, "keys", 16)
+
+
 def test_nothing_within_the_tolerance_writes_nothing(tmp_path, servers, capsys):
     args = ["--procedure", "grid", "--alpha-high", "5", "--alpha-low", "0.02"]
     assert cli.main(command(tmp_path, *args)) == 1
@@ -181,6 +201,7 @@ def test_unfit_files_and_settings_are_refused(tmp_path, servers, capsys):
         (["--task", f"reference={dev}"], "fit on another file"),
         (["--task", f"wikitext={DATA / 'prose.txt'}"], "right and wrong answers"),
         (["--tiers", "K8V4,K3V2"], "K3V2"),
+        (["--base", '{"rotate": "keys"}'], "--base sets rotate"),
     ]
     for args, message in refused:
         assert cli.main(command(tmp_path, *args)) == 1

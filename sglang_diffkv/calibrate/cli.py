@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -68,7 +69,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
     parser.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
-    parser.add_argument("--window", type=int, default=64, help="default: %(default)s")
+    parser.add_argument(
+        "--window", type=int, nargs="+", default=[64], help="several with --procedure grid (default: 64)"
+    )
+    parser.add_argument(
+        "--rotate",
+        choices=("none", "keys"),
+        nargs="+",
+        default=["none"],
+        help="both with --procedure grid (default: none)",
+    )
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")
     add_question_arguments(parser)
@@ -76,8 +86,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
     args = parser.parse_args(argv)
     args.tiers = args.tiers or [("K8V4", "K4V2")]
-    if args.procedure == "paper" and len(args.tiers) > 1:
-        parser.error("--procedure paper takes one choice of --tiers")
+    for name in ("tiers", "window", "rotate"):
+        if args.procedure == "paper" and len(getattr(args, name)) > 1:
+            parser.error(f"--procedure paper takes one choice of --{name}")
     if args.tolerance < 0:
         parser.error("--tolerance is a number of points from 0 on")
     return args
@@ -110,8 +121,11 @@ class Calibration:
     def config(self, setting: Setting) -> DiffKVConfig:
         """The DiffKV configuration of a setting."""
         base = load_config(self.args.base).model_dump(exclude_unset=True)
-        policy = policy_fields(setting.alpha_high, setting.alpha_low, self.args.window)
-        return load_config(json.dumps({**base, "tiers": setting.tiers, "policy": policy}))
+        if searched := base.keys() & {"tiers", "policy", "rotate"}:
+            raise ConfigError(f"--base sets {' and '.join(sorted(searched))}, which are what is searched for")
+        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window)
+        fields = {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate}
+        return load_config(json.dumps({**base, **fields}))
 
     def measure(self, setting: Setting) -> GridPoint:
         """One point of the grid."""
@@ -120,9 +134,7 @@ class Calibration:
         if change is None or cache is None:
             raise EvaluationError(f"{setting.name}: the server reported no figures of its cache")
         return GridPoint(
-            tiers=setting.tiers,
-            alpha_high=setting.alpha_high,
-            alpha_low=setting.alpha_low,
+            **asdict(setting),
             n=change.n,
             accuracy=result.score.mean,
             accuracy_error=result.score.error,
@@ -145,10 +157,7 @@ class Calibration:
         return CalibratedThresholds(
             models=(model_name(args.model),),
             geometry=ModelGeometry.of(args.model),
-            tiers=chosen.tiers,
-            alpha_high=chosen.alpha_high,
-            alpha_low=chosen.alpha_low,
-            window=args.window,
+            **asdict(chosen),
             source="measured",
             chosen=search.tried[chosen],
             provenance=Provenance(
@@ -197,9 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             calibration = Calibration(args, store)
             search = Search(calibration.measure, args.tolerance / 100, args.whole_grid)
             if args.procedure == "paper":
-                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low)
+                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, args.window[0], args.rotate[0])
             else:
-                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low)
+                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, args.window, args.rotate)
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
         print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,8 @@ accuracy is below the tolerance by more than two standard errors, unless the who
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 from sglang_diffkv.calibration import GridPoint
 
@@ -23,12 +24,16 @@ class Setting:
     tiers: tuple[str, ...]
     alpha_high: float | None
     alpha_low: float
+    window: int = 64
+    rotate: str = "none"
 
     @property
     def name(self) -> str:
         """Unique among settings, and readable."""
         high = "" if self.alpha_high is None else f" alpha_high={self.alpha_high:g}"
-        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}"
+        window = "" if self.window == 64 else f" window={self.window}"
+        rotate = "" if self.rotate == "none" else f" rotate={self.rotate}"
+        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}"
 
 
 @dataclass
@@ -64,26 +69,38 @@ class Search:
         return point.difference >= -self.tolerance
 
 
-def paper(search: Search, tiers: tuple[str, ...], highs: Sequence[float], lows: Sequence[float]) -> Setting | None:
+def paper(
+    search: Search,
+    tiers: tuple[str, ...],
+    highs: Sequence[float],
+    lows: Sequence[float],
+    window: int = 64,
+    rotate: str = "none",
+) -> Setting | None:
     """``alpha_high`` over ``highs`` with ``alpha_low`` 0, or no low tier at all; then ``alpha_low`` over ``lows``."""
-    search.try_(Setting(tiers[:1], None, 0.0))
+    search.try_(Setting(tiers[:1], None, 0.0, window, rotate))
     if len(tiers) > 1:
-        search.line([Setting(tiers, high, 0.0) for high in sorted(highs)])
+        search.line([Setting(tiers, high, 0.0, window, rotate) for high in sorted(highs)])
     first = search.best()
     if first is None:
         return None
-    search.line([Setting(first.tiers, first.alpha_high, low) for low in _lows(first, lows) if low > 0])
+    search.line([replace(first, alpha_low=low) for low in _lows(first, lows) if low > 0])
     return search.best()
 
 
 def grid(
-    search: Search, choices: Sequence[tuple[str, ...]], highs: Sequence[float], lows: Sequence[float]
+    search: Search,
+    choices: Sequence[tuple[str, ...]],
+    highs: Sequence[float],
+    lows: Sequence[float],
+    windows: Sequence[int] = (64,),
+    rotations: Sequence[str] = ("none",),
 ) -> Setting | None:
-    """Every choice of tiers with every ``alpha_high`` and ``alpha_low`` that go together."""
-    for tiers in choices:
+    """Every choice of tiers, window and rotation with every ``alpha_high`` and ``alpha_low`` that go together."""
+    for tiers, window, rotate in product(choices, windows, rotations):
         for high in sorted(highs) if len(tiers) > 1 else [None]:
-            line = Setting(tiers, high, 0.0)
-            search.line([Setting(tiers, high, low) for low in _lows(line, lows)])
+            line = Setting(tiers, high, 0.0, window, rotate)
+            search.line([replace(line, alpha_low=low) for low in _lows(line, lows)])
     return search.best()
 
 
