@@ -12,7 +12,8 @@ from benchmarks.budget import Budget
 from benchmarks.kernel_baselines import BASELINES, Missing, baseline_bytes, baseline_ms
 from benchmarks.kernel_cases import Case, build_state
 from benchmarks.kernel_timing import Timer, free_bytes, lacking, median_ms
-from sglang_diffkv.kernels.decode_attention.triton import DecodeWorkspace, FoundTokens, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace
 
 WINDOW = 64
 TIERS = "K8V4 K4V2"
@@ -56,6 +57,8 @@ def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda") -> C
     valid = torch.tensor([batch], dtype=torch.int32, device=device)
     workspace = DecodeWorkspace.create(state, batch, case.q_heads, max_tokens=case.length if scores else 0)
     found = FoundTokens.create(state, batch, judge_low=False) if scores else None  # as DiffKV without pruning
+    if found is not None:
+        workspace.plan(state, rows, valid, judge_low=found.judge_low)
     out = torch.empty(batch, case.q_heads, case.head_dim, dtype=torch.bfloat16, device=device)
     lse = torch.empty(batch, case.q_heads, device=device)
 

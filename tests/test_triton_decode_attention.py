@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
-from sglang_diffkv.kernels.decode_attention.triton import (
-    DecodeConfig,
-    DecodeWorkspace,
-    FoundTokens,
-    decode_attention,
-)
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from tests.triton_helpers import BF16, DEVICE, add_prompt, clone_state, close, held_pages, make_format, make_manager
 
 WINDOW = 8
@@ -51,6 +49,8 @@ def run_both(
     expected_scores = StepScores.create(state, 3, judge_low) if scores else None
     valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     results = []
+    if scores:
+        workspace.plan(state, rows, valid, judge_low=judge_low)
     for layer in range(state.num_layers):
         got = decode_attention(
             state, layer, q, rows, seq_lens, scale, workspace, valid, found=found, window=WINDOW, logit_cap=cap
@@ -126,7 +126,72 @@ def test_padded_requests_get_zeros():
     before = state.pages.clone()
     valid = torch.tensor([1], dtype=torch.int32, device=DEVICE)
     seq_lens = torch.tensor([20, 1, 1], device=DEVICE)
+    workspace.plan(state, rows, valid)
     decode_attention(state, 0, q, rows, seq_lens, 0.1, workspace, valid, out=out, found=found, window=WINDOW)
     assert out[0].isfinite().all() and not out[1:].any()
     assert (found.unpack().candidate_slot[1:, 0] == -1).all()
     assert torch.equal(before[-1], state.pages[-1])
+
+
+def test_requests_share_the_room_for_logits():
+    """Room for the first request's pages only: the second is attended to, and keeps its scores."""
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    generator, state = torch.Generator().manual_seed(7), manager.state
+    for row in (1, 2):
+        add_prompt(manager, row, 40, generator)
+    rows, seq_lens = torch.tensor([1, 2], device=DEVICE), torch.tensor([40, 40], device=DEVICE)
+    q = torch.randn(2, 4, 64, generator=generator).to(DEVICE, BF16)
+    workspace = DecodeWorkspace.create(state, 2, 4, splits=2, max_tokens=100, config=DecodeConfig(32))
+    found = FoundTokens.create(state, 2, workspace.config)
+    valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    workspace.plan(state, rows, valid)
+    taken = int(workspace.offsets[:, :, 1].min())
+    assert 0 < taken < workspace.room and not workspace.offsets[:, :, 0].any()
+    small = replace(
+        workspace, room=16, logits=workspace.logits[:, :16].clone(),
+        tile_max=workspace.tile_max[:, :1].clone(),
+    )  # fmt: skip
+    before = [held_pages(state, rows[1:], tier) for tier in range(2)]
+    scores = [state.segments[tier].scores[page].clone().view(torch.int32) for tier, page in enumerate(before)]
+    twin = clone_state(state)
+    for layer in range(state.num_layers):
+        out, _ = decode_attention(state, layer, q, rows, seq_lens, 0.1, small, valid, found=found, window=WINDOW)
+        expected, _ = reference(twin, layer, q, rows, seq_lens, 0.1, window=WINDOW)
+        assert close(out, expected) < 6e-3
+    for tier, page in enumerate(before):
+        assert torch.equal(state.segments[tier].scores[page].view(torch.int32), scores[tier])
+
+
+@pytest.mark.parametrize("judge_low", [True, False])
+def test_shared_pages_take_no_room(judge_low):
+    """Only own pages' logits are kept; after a shared prefix a request scores its own tokens as the reference does."""
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    generator, state = torch.Generator().manual_seed(8), manager.state
+    add_prompt(manager, 1, 60, generator)
+    segment = manager.share(1, 0, 60)
+    assert segment is not None
+    for row in (2, 3):
+        manager.attach_prefix(row, [(segment, 0, 50)])
+        add_prompt(manager, row, 30, generator)
+    rows, seq_lens = torch.tensor([2, 3], device=DEVICE), torch.tensor([80, 80], device=DEVICE)
+    q = torch.randn(2, 4, 64, generator=generator).to(DEVICE, BF16)
+    config = DecodeConfig(tile=16, score_parts=2, score_tokens=32)
+    workspace = DecodeWorkspace.create(state, 2, 4, splits=3, max_tokens=100, config=config)
+    found = FoundTokens.create(state, 2, config, judge_low=judge_low)
+    expected = StepScores.create(state, 2, judge_low)
+    valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    workspace.plan(state, rows, valid, judge_low=judge_low)
+    own = (state.entries - state.own_entry)[2]
+    assert (own < state.entries[2]).any() and own.any()
+    twin = clone_state(state)
+    for layer in range(state.num_layers):
+        out, _ = decode_attention(state, layer, q, rows, seq_lens, 0.1, workspace, valid, found=found, window=WINDOW)
+        want, _ = reference(twin, layer, q, rows, seq_lens, 0.1, scores=expected, window=WINDOW)
+        assert close(out, want) < 6e-3
+    got = found.unpack()
+    assert torch.equal(got.candidate_slot, expected.candidate_slot)
+    assert torch.equal(got.least_slot >= 0, expected.least_slot >= 0)
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+        pages = held_pages(twin, rows, tier)
+        held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 80)
+        torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=5e-2, atol=1e-4)

@@ -8,7 +8,7 @@ import torch
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
-from sglang_diffkv.kernels.decode_attention.triton import DecodeConfig
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from tests.triton_helpers import BF16, DEVICE, add_prompt, close, make_format, make_manager, vectors

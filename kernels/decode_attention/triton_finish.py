@@ -9,7 +9,7 @@ flat: ``PADDED`` (a whole number of tiles) of each page.
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_tiles
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_slots, kept_tiles
 from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, padded, table_index
 
 NOTHING = tl.constexpr(2**63 - 1)
@@ -33,7 +33,7 @@ def score_tier(
     candidate = tl.full([SIZE], NOTHING, tl.int64)
     least = tl.full([SIZE], NOTHING, tl.int64)
     start = own_first * PADDED
-    stop = tl.minimum(count * PADDED, room * N)
+    stop = tl.minimum(count * PADDED, start + room * N)
     share = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), PARTS), SIZE) * SIZE
     start += part * share
     stop = tl.minimum(stop, start + share)
@@ -52,8 +52,9 @@ def score_tier(
         old = tl.load(score_ptr, mask=own, other=0.0)
         own &= (position >= 0) & (position < hi)
         inside = own[:, None] & (g[None, :] < G)
-        x = tl.load(logits_ptr + at[:, None] * G + g[None, :], mask=inside, other=float("-inf")).to(tl.float32)
-        top = tl.load(tile_max_ptr + (at // N)[:, None] * G + g[None, :], mask=inside, other=0.0)
+        kept = at - own_first * PADDED
+        x = tl.load(logits_ptr + kept[:, None] * G + g[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+        top = tl.load(tile_max_ptr + (kept // N)[:, None] * G + g[None, :], mask=inside, other=0.0)
         received = tl.max(tl.exp2(x + (top - lse[None, :])), 1)
         age = tl.maximum(newest - position, 1).to(tl.float32)
         new = tl.where(position < newest, old + (received - old) / age, old)
@@ -70,14 +71,14 @@ def score_tier(
 
 @triton.jit(do_not_specialize=["layer", "window"])
 def finish_kernel(
-    out, lse_out, found, partial_out, partial_lse, logits, tile_max, pages, page_table, range_hi,
+    out, lse_out, found, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_hi,
     block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
-    JUDGE_LOW: tl.constexpr,
+    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, 1 + PARTS): program 0 of a head joins the splits, the others share its tokens' scores.
     Without scores the grid is (B * H, 1)."""
@@ -127,14 +128,16 @@ def finish_kernel(
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
     count_high = tl.load(entries + counts)
-    high = count_high * ceil_div(H_TOKENS, N_H)
-    room_high, room_low = kept_tiles(high, room, N_H, N_L)
+    own_high = tl.load(own_entry + counts)
+    high = (count_high - own_high) * ceil_div(H_TOKENS, N_H)
+    kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
+    room_high, room_low = kept_tiles(high, room - kept_from, N_H, N_L)
     lse = tl.where(norm > 0, lse, 0.0)
-    logits_ptr = logits + bh64 * room * G
-    tile_max_ptr = tile_max + bh64 * (room // 16) * G
+    logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
+    tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
         part - 1, lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, range_hi,
-        block_table, row, layer, head, count_high, tl.load(own_entry + counts),
+        block_table, row, layer, head, count_high, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
     tl.store(found_ptr, candidate)

@@ -9,7 +9,7 @@ products (``K q^T`` and ``V^T p^T``), so a group of up to 8 query heads fills th
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_tiles, split_span, tile_page
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_slots, kept_tiles, split_span, tile_page
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
     meta_pair,
@@ -31,7 +31,7 @@ def eighths(x):
 def attend_tier(
     q_ptr, qscale, sm_scale, logit_cap,
     pages, page_table, range_lo, range_hi, block_table, row, layer, head, count, first, last,
-    logits_ptr, tile_max_ptr, room, out_ptr, lse_ptr,
+    logits_ptr, tile_max_ptr, shared, room, out_ptr, lse_ptr,
     HIGH: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -41,8 +41,8 @@ def attend_tier(
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
     ``q_ptr`` points at the group's [G, D]; ``qscale`` is a power of two that brings it into fp16.
-    ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass; there
-    is room for those of ``room`` tiles.
+    ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass: not those of
+    the first ``shared`` tiles, which are not scored, and there is room for ``room`` tiles.
     """
     RAW: tl.constexpr = KB == 16
     BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
@@ -138,10 +138,11 @@ def attend_tier(
                 updated = updated + (tl.dot(codes, weight, accs[part] * alpha[None, :] + excess),)
         accs = updated
         if KEEP:
-            token = tile * N + tl.arange(0, N)
-            fits = (g < G) & (tile < room)
+            kept = tile - shared
+            token = kept * N + tl.arange(0, N)
+            fits = (g < G) & (kept >= 0) & (kept < room)
             tl.store(logits_ptr + token[:, None] * G + g[None, :], s.to(tl.float16), mask=fits[None, :])
-            tl.store(tile_max_ptr + tile * G + g, safe, mask=fits)
+            tl.store(tile_max_ptr + kept * G + g, safe, mask=fits)
         page, lo, hi = tile_page(
             tile + 1, count, block_table, page_table, range_lo, range_hi, row, layer, head,
             HIGH, CHUNKS, MAX_BLOCKS, L, H,
@@ -164,8 +165,8 @@ def attend_tier(
 
 @triton.jit(do_not_specialize=["layer"])
 def split_kernel(
-    q, partial_out, partial_lse, logits, tile_max, pages, page_table, range_lo, range_hi, block_table, entries,
-    rows, num_valid, layer, sm_scale, logit_cap, room,
+    q, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_lo, range_hi, block_table, entries,
+    own_entry, rows, num_valid, layer, sm_scale, logit_cap, room,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -173,7 +174,7 @@ def split_kernel(
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
-    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr,
+    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
     tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once."""
@@ -189,14 +190,19 @@ def split_kernel(
     high, high_first, high_last, low_first, low_last, turn = split_span(
         split, count_high, count_low, S, WEIGHT_H, WEIGHT_L, ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L), TIERS
     )
-    room_high, room_low = kept_tiles(high, room, N_H, N_L)
+    own = own_entry + ((row * L + layer) * H + head) * TIERS
+    shared_high = tl.load(own) * ceil_div(H_TOKENS, N_H)
+    shared_low = tl.load(own + TIERS - 1) * ceil_div(L_TOKENS, N_L)
+    kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
+    kept_high = high - shared_high
+    room_high, room_low = kept_tiles(kept_high, room - kept_from, N_H, N_L)
     bh64 = bh.to(tl.int64)
     q_ptr = q + bh64 * G * D
     SLOTS: tl.constexpr = S + TIERS - 1
     out_ptr = partial_out + (bh64 * SLOTS + split) * G * DV
     lse_ptr = partial_lse + (bh64 * SLOTS + split) * G
-    logits_ptr = logits + bh64 * room * G
-    tile_max_ptr = tile_max + bh64 * (room // 16) * G
+    logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
+    tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
 
     d = tl.arange(0, padded(D))
     g = tl.arange(0, GP)
@@ -207,7 +213,7 @@ def split_kernel(
     if TIERS == 1 or split <= turn:
         attend_tier(
             q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, block_table, row, layer,
-            head, count_high, high_first, high_last, logits_ptr, tile_max_ptr, room_high, out_ptr, lse_ptr,
+            head, count_high, high_first, high_last, logits_ptr, tile_max_ptr, shared_high, room_high, out_ptr, lse_ptr,
             True, H_KB, H_VB, H_TOKENS, H_KEYS, H_KMETA, H_VALUES, H_VMETA, H_POSITIONS, N_H,
             PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP, ASM,
         )  # fmt: skip
@@ -215,8 +221,8 @@ def split_kernel(
         if split >= turn:
             attend_tier(
                 q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, block_table, row,
-                layer, head, count_low, low_first, low_last, logits_ptr + high * N_H * G, tile_max_ptr + high * G,
-                room_low, out_ptr + G * DV, lse_ptr + G,
+                layer, head, count_low, low_first, low_last, logits_ptr + kept_high * N_H * G,
+                tile_max_ptr + kept_high * G, shared_low, room_low, out_ptr + G * DV, lse_ptr + G,
                 False, L_KB, L_VB, L_TOKENS, L_KEYS, L_KMETA, L_VALUES, L_VMETA, L_POSITIONS, N_L,
                 PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP_LOW, ASM,
             )  # fmt: skip

@@ -47,6 +47,12 @@ def split_span(
 
 
 @triton.jit
+def kept_slots(offsets, b, layer, head, room, H: tl.constexpr, ROOM_FOR: tl.constexpr):
+    """First slot of a request's logits among its head's ``room``."""
+    return tl.minimum(tl.load(offsets + (layer * H + head) * ROOM_FOR + b), room)
+
+
+@triton.jit
 def kept_tiles(high, room, N_H: tl.constexpr, N_L: tl.constexpr):
     """Tiles of each tier whose logits fit into ``room`` tokens, the high tier's ``high`` tiles first."""
     return room // N_H, tl.maximum(room - high * N_H, 0) // N_L

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sglang_diffkv.kernels.decode_attention.triton import tile_tokens
+from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
 from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
 from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
 from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants

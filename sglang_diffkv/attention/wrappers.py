@@ -13,12 +13,8 @@ from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
-from sglang_diffkv.kernels.decode_attention.triton import (
-    DecodeConfig,
-    DecodeWorkspace,
-    FoundTokens,
-    decode_attention,
-)
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
@@ -81,6 +77,8 @@ class DecodeWrapper:
     def begin_step(self) -> None:
         """Slots and pages for the new tokens of all layers."""
         reserve(self.state, self.rows, self._one, self.compaction.ticket, self.num_valid)
+        if self.found is not None:
+            self.workspace.plan(self.state, self.rows, self.num_valid, judge_low=self.found.judge_low)
 
     def run(self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Store one layer's new tokens and attend from them.

@@ -15,7 +15,8 @@ from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_rows.triton import count_rows
-from sglang_diffkv.kernels.decode_attention.triton import DecodeScratch, FoundTokens, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeScratch
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
@@ -85,7 +86,11 @@ class TritonOps:
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
-        self.buffers.append(DecodeBuffers.create(state, max_batch, self.q_heads, self.max_tokens, self.policy))
+        made = DecodeBuffers.create(state, max_batch, self.q_heads, self.max_tokens, self.policy)
+        self.buffers.append(made)
+        parts = (*vars(made.scratch).values(), *vars(made.compaction).values(), *(vars(made.found or made).values()))
+        taken = sum(x.nbytes for x in parts if isinstance(x, torch.Tensor))
+        logger.info("DiffKV: decode scratch for %d requests %.1f MiB, beside the pool", max_batch, taken / 2**20)
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:
@@ -116,6 +121,8 @@ class TritonOps:
         elif self.ragged is not None:
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self.ticket, step.num_rows)
+        if decode and step.found is not None:
+            step.scratch[0].plan(state, step.rows, step.num_rows, judge_low=step.found.judge_low)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)

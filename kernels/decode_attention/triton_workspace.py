@@ -1,0 +1,208 @@
+"""Memory of decode attention on the GPU, how the first pass is cut, and who keeps how many logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.triton_table import check_rows
+from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
+from sglang_diffkv.mem_pool.state import PageState
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
+    at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice); the score pass gives a head
+    ``score_parts`` programs of ``score_tokens`` tokens an iteration."""
+
+    tile: int = 64
+    warps: int = 1
+    stages: int = 2
+    registers: int = 168
+    score_parts: int = 4
+    score_tokens: int = 256
+
+
+def tile_tokens(layout: TierLayout, limit: int) -> int:
+    """Slots of a tile, a power of two up to ``limit``: few tiles a page and few slots past its end.
+
+    A tile's fixed work is worth about 16 slots.
+    """
+    sizes = [n for n in (16, 32, 64, 128) if n <= max(limit, 16)]
+    return min(sizes, key=lambda n: (-(-layout.tokens // n) * (n + 16), -n))
+
+
+def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, int]:
+    """Tokens and bytes of a tile of each tier."""
+    sizes = [tile_tokens(layout, config.tile) for layout in (fmt.high, fmt.low)]
+    cost = [
+        n * x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) // 16
+        for n, x in zip(sizes, (fmt.high, fmt.low), strict=True)
+    ]
+    return {"N_H": sizes[0], "N_L": sizes[1], "WEIGHT_H": cost[0], "WEIGHT_L": cost[1]}
+
+
+def padded_slots(layout: TierLayout, tile: int) -> int:
+    """Slots of a page in whole tiles."""
+    return -(-layout.tokens // tile) * tile
+
+
+@triton.jit
+def offsets_kernel(
+    offsets, rows, num_valid, batch, entries, own_entry,
+    SLOTS_H: tl.constexpr, SLOTS_L: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    ROOM_FOR: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have."""
+    b = tl.arange(0, R)
+    live = (b < batch) & (b < tl.load(num_valid))
+    row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
+    at = (row * (L * H) + tl.program_id(0)) * TIERS
+    own = tl.load(entries + at, mask=live, other=0) - tl.load(own_entry + at, mask=live, other=0)
+    need = own * SLOTS_H
+    if SLOTS_L > 0:
+        own = tl.load(entries + at + 1, mask=live, other=0) - tl.load(own_entry + at + 1, mask=live, other=0)
+        need += own * SLOTS_L
+    tl.store(offsets + tl.program_id(0) * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
+
+
+def default_splits(state: PageState, batch: int) -> int:
+    """Splits of a head's pages that fill the GPU once for a batch of this size."""
+    processors = 8
+    if state.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(state.device).multi_processor_count
+    resident = 12 if state.fmt.head_dim <= 128 else 8  # one-warp programs that a processor's registers hold
+    return max(1, min(64, processors * resident // (batch * state.num_heads)))
+
+
+@dataclass
+class DecodeWorkspace:
+    """Scratch of decode attention, shared by all layers; static addresses for graph capture.
+
+    ``logits`` and ``tile_max`` are empty unless scores are kept. The requests share a head's ``room`` slots, cut up by
+    :meth:`plan`; slots past it are attended to, but keep their old score.
+    """
+
+    config: DecodeConfig
+    splits: int
+    room: int
+    partial_out: torch.Tensor  # [B, H, slots, G, v_head_dim] float32
+    partial_lse: torch.Tensor  # [B, H, slots, G] float32, base 2
+    logits: torch.Tensor  # [H, room, G] fp16, base 2, relative to tile_max
+    tile_max: torch.Tensor  # [H, room / 16, G] float32
+    offsets: torch.Tensor  # [L, H, at least B] int32, first slot of each request
+
+    @classmethod
+    def create(
+        cls,
+        state: PageState,
+        batch: int,
+        q_heads: int,
+        *,
+        splits: int = 0,
+        max_tokens: int = 0,
+        config: DecodeConfig | None = None,
+    ) -> DecodeWorkspace:
+        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are. ``splits`` 0 chooses."""
+        scratch = DecodeScratch.create(state, batch, q_heads, splits=splits, max_tokens=max_tokens, config=config)
+        return scratch.workspace(state, batch)
+
+    def plan(self, state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, *, judge_low: bool = True) -> None:
+        """Give each request room for its logits in all layers: once a step whose scores are kept, after ``reserve``.
+
+        ``rows`` [B] and ``num_valid`` [1] as for :func:`decode_attention`.
+        """
+        check_rows(rows, num_valid, state)
+        batch, layers, heads = rows.shape[0], state.num_layers, state.num_heads
+        assert self.room > 0 and batch <= self.offsets.shape[2]
+        tile = tile_constants(state.fmt, self.config)
+        offsets_kernel[(layers * heads,)](
+            self.offsets, rows, num_valid, batch, state.entries, state.own_entry,
+            SLOTS_H=padded_slots(state.fmt.high, tile["N_H"]),
+            SLOTS_L=padded_slots(state.fmt.low, tile["N_L"]) if judge_low and len(state.fmt.tiers) > 1 else 0,
+            TIERS=len(state.fmt.tiers), L=layers, H=heads, ROOM_FOR=self.offsets.shape[2],
+            R=triton.next_power_of_2(batch), num_warps=1,
+        )  # fmt: skip
+
+
+@dataclass
+class DecodeScratch:
+    """Memory from which workspaces for all batch sizes are cut, for steps that follow one another: a smaller batch
+    gets more splits in the same memory."""
+
+    config: DecodeConfig
+    splits: int  # of every batch size; 0: as many as fill the GPU
+    slots: int  # of one head, all requests together
+    room: int
+    group: int
+    partial_out: torch.Tensor  # [slots * H * G * v_head_dim] float32
+    partial_lse: torch.Tensor  # [slots * H * G] float32
+    logits: torch.Tensor  # [H, room, G] fp16
+    tile_max: torch.Tensor  # [H, room / 16, G] float32
+    offsets: torch.Tensor  # [L, H, max batch] int32
+
+    @classmethod
+    def create(
+        cls,
+        state: PageState,
+        max_batch: int,
+        q_heads: int,
+        *,
+        splits: int = 0,
+        max_tokens: int = 0,
+        config: DecodeConfig | None = None,
+    ) -> DecodeScratch:
+        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are."""
+        config = config or DecodeConfig()
+        fmt, heads = state.fmt, state.num_heads
+        group = q_heads // heads
+        extra = len(fmt.tiers) - 1
+        slots = max(b * ((splits or default_splits(state, b)) + extra) for b in range(1, max_batch + 1))
+        # The ends of both tiers may be part-filled: half as many slots again as tokens. All requests together own no
+        # more pages than there are; a head whose tokens are all high owns the more of them the denser the low tier is.
+        tile = tile_constants(fmt, config)
+        layouts = ((fmt.high, tile["N_H"]), (fmt.low, tile["N_L"]))
+        waste = max(padded_slots(x, n) / x.tokens for x, n in layouts)
+        longest = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
+        page_slots = max(padded_slots(x, n) for x, n in layouts)
+        skew = max(2.0, fmt.low.tokens / fmt.high.tokens)
+        held = (int(skew * state.num_pages * page_slots / (state.num_layers * heads)) // 128 + 1) * 128
+        room = min(max_batch * longest, max(longest, held))
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=state.device)
+
+        return cls(
+            config,
+            splits,
+            slots,
+            room,
+            group,
+            empty(slots * heads * group * fmt.v_head_dim),
+            empty(slots * heads * group),
+            empty(heads, room, group, dtype=torch.float16),
+            empty(heads, room // 16, group),
+            torch.zeros(state.num_layers, heads, max_batch, dtype=torch.int32, device=state.device),
+        )
+
+    def workspace(self, state: PageState, batch: int) -> DecodeWorkspace:
+        """The scratch of a step of ``batch`` requests, at most the scratch's."""
+        assert batch <= self.offsets.shape[2]
+        splits = self.splits or default_splits(state, batch)
+        shape = (batch, state.num_heads, splits + len(state.fmt.tiers) - 1, self.group)
+        size, dim = math.prod(shape), state.fmt.v_head_dim
+        return DecodeWorkspace(
+            self.config,
+            splits,
+            self.room,
+            self.partial_out[: size * dim].view(*shape, dim),
+            self.partial_lse[:size].view(shape),
+            self.logits,
+            self.tile_max,
+            self.offsets,
+        )
