@@ -32,7 +32,7 @@ from benchmarks.soak_run import Plan, Soak
 from benchmarks.soak_watch import growth, wrong_lines
 from sglang_diffkv.testing import tasks
 from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server, has_gpu
+from sglang_diffkv.testing.server import Server, has_gpu, stock_backend
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,6 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-queued", type=int, help="requests that may wait; more are refused (default: no limit)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--diffkv-config", default="{}", metavar="JSON", help='e.g. {"tiers": ["BF16"]}')
+    parser.add_argument("--stock", action="store_true", help="SGLang without the plugin's backend, for comparison")
     parser.add_argument("--split", choices=tasks.SPLITS, default="calib", help="of the reference questions")
     parser.add_argument("--references", type=int, default=40, help="reference questions (default: %(default)s)")
     parser.add_argument("--abort-share", type=float, default=0.2, help="of the requests that may be aborted")
@@ -76,6 +77,8 @@ def make_server(args: argparse.Namespace) -> Server:
         flags += ["--max-queued-requests", str(args.max_queued)]
     flags += args.extra_server_args
     log = args.output.with_suffix(".log")
+    if args.stock:
+        return Server(args.model, stock_backend(), flags, env=env, log_path=log)
     return Server(args.model, "diffkv", flags, diffkv_config=args.diffkv_config, env=env, log_path=log)
 
 
