@@ -34,6 +34,9 @@ from sglang_diffkv.testing import tasks
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server, has_gpu, stock_backend
 
+BOUNDED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
+"""On a CPU PyTorch keeps a kernel for every shape it has seen, 1024 of a kind, which looks like a leak for an hour."""
+
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -69,6 +72,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_server(args: argparse.Namespace) -> Server:
     """The server, not started, with a pool to fill, prompts in several chunks, and optimistic admission."""
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+    if not has_gpu():
+        env |= BOUNDED
     if args.check_integrity:
         env["SGLANG_DIFFKV_CHECK_INTEGRITY"] = "1"
     flags = ["--max-total-tokens", str(args.max_total_tokens), "--chunked-prefill-size", "512"]

@@ -191,13 +191,14 @@ class Load:
         return ids
 
 
-LONGEST_QUESTION = 2000
-"""Characters of a reference question at most: many small ones say more than a few that fill the pool."""
+LONGEST_QUESTION, LONGEST_ANSWER = 2000, 500
+"""Characters of a reference question and of its worked answer at most: many small ones say more than a few that fill
+the pool."""
 
 
 def choose(items: Sequence[tasks.Item], count: int, seed: int) -> list[tasks.Item]:
     """Reference questions: three quarters of single ones, the rest in groups of eight that share a prefix."""
-    items = [x for x in items if len(x.prompt) <= LONGEST_QUESTION]
+    items = [x for x in items if len(x.prompt) <= LONGEST_QUESTION and len(x.reference) <= LONGEST_ANSWER]
     shared = [x for group in tasks.groups(items).values() for x in group[:8]][: count // 4 // 8 * 8 or count // 4]
     levels, exclude = ["easy", "medium"], ["chain", "vars", "fewshot_shared"]
     single = tasks.select(items, levels=levels, exclude=exclude, n=count - len(shared), seed=seed)
