@@ -155,8 +155,8 @@ def test_aborts():
 @pytest.mark.server
 def test_a_short_soak_on_a_server(tmp_path):
     output = tmp_path / "soak.json"
-    arguments = ["--minutes", "0.8", "--rounds", "2", "--references", "4", "--concurrency", "32", "--max-queued", "16"]
-    arguments += ["--max-total-tokens", "3000", "--longest-reply", "200", "--check-integrity", "--max-growth", "1000"]
+    arguments = ["--minutes", "0.7", "--rounds", "2", "--references", "3", "--concurrency", "32", "--max-queued", "16"]
+    arguments += ["--max-total-tokens", "3000", "--longest-reply", "120", "--check-integrity", "--max-growth", "1000"]
     status = soak.main([*arguments, "--output", str(output)])
     result = json.loads(output.read_text())
     assert (status, result["problems"]) == (0, [])
