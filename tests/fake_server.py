@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,14 @@ BF16_BYTES = 100
 """Bytes of a token in bf16, as the fake counts them."""
 
 
+class Refusal(Exception):
+    """Raised by ``reply``: the request is refused with status 400."""
+
+
+class HangUp(Exception):
+    """Raised by ``reply``: the connection is closed without an answer."""
+
+
 class FakeServer:
     """Serves on a port of its own for the time of a ``with`` block.
 
@@ -22,6 +31,7 @@ class FakeServer:
         reply: text for a prompt's token ids; an exception's message becomes the reason of an abort.
         share: pages' bytes over bf16 bytes, None for a server without DiffKV.
         logprob: of every scored token, by its position.
+        cut_streams: streams end before their last part.
     """
 
     def __init__(
@@ -33,9 +43,11 @@ class FakeServer:
         logprob: Callable[[int], float] = lambda position: -1.0,
         stats: dict[str, Any] | None = None,
         caches: bool = True,
+        cut_streams: bool = False,
     ):
         self.reply, self.share, self.context, self.logprob = reply, share, context, logprob
-        self.stats, self.caches = stats or {}, caches
+        self.stats, self.caches, self.cut_streams = stats or {}, caches, cut_streams
+        self.aborted: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.flushes = 0
         self.cached: list[list[int]] = []
@@ -80,11 +92,13 @@ class FakeServer:
         try:
             text = self.reply(ids) if limit else ""
         except ValueError as error:
-            return {"text": "", "output_ids": [], "meta_info": {"finish_reason": _abort(str(error))}}
+            meta = {"id": payload.get("rid", ""), "finish_reason": _abort(str(error))}
+            return {"text": "", "output_ids": [], "meta_info": meta}
         completion = min(limit, len(text))
         with self._lock:
             self._count(len(ids) + completion)
         meta = {
+            "id": payload.get("rid", ""),
             "finish_reason": {"type": "stop"},
             "prompt_tokens": len(ids),
             "completion_tokens": completion,
@@ -112,6 +126,11 @@ def _abort(message: str) -> dict[str, str]:
 class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone is no news."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeServer
@@ -120,13 +139,17 @@ class _Handler(BaseHTTPRequestHandler):
         replies = {
             "/v1/models": lambda: {"data": [{"max_model_len": self.fake.context}]},
             "/server_info": self.fake.info,
+            "/v1/loads": lambda: {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]},
         }
         self._send(replies[self.path]() if self.path in replies else None)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.path == "/generate":
-            self._send(self.fake.generate(json.loads(body)))
+            self._generate(json.loads(body))
+        elif self.path == "/abort_request":
+            self.fake.aborted.append(json.loads(body).get("rid", "all"))
+            self._send({})
         elif self.path == "/flush_cache":
             self.fake.flushes += 1
             self.fake.cached.clear()
@@ -134,9 +157,33 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(None)
 
-    def _send(self, reply: Any) -> None:
+    def _generate(self, payload: dict[str, Any]) -> None:
+        samples = payload["sampling_params"].get("n", 1)
+        try:
+            replies = [self.fake.generate({**payload, "rid": f"{payload.get('rid')}{i}"}) for i in range(samples)]
+        except Refusal as error:
+            self._send({"error": {"message": str(error)}}, 400)
+        except HangUp:
+            self.close_connection = True
+        else:
+            if payload.get("stream"):
+                self._stream(replies)
+            else:
+                self._send(replies[0] if samples == 1 else replies)
+
+    def _stream(self, replies: list[dict[str, Any]]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        begun = [{**x, "meta_info": {**x["meta_info"], "finish_reason": None, "completion_tokens": 1}} for x in replies]
+        for part in [*begun, *([] if self.fake.cut_streams else replies)]:
+            self.wfile.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+        if not self.fake.cut_streams:
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def _send(self, reply: Any, status: int = 200) -> None:
         data = json.dumps(reply).encode()
-        self.send_response(404 if reply is None else 200)
+        self.send_response(404 if reply is None else status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -137,6 +137,10 @@ def test_exhaustion_in_extend_harms_nobody_else():
     before = page_bytes(session.state, pages)
     session.extend({3: 33, 4: 5}, check=False, scores=False)
     assert session.manager.faults([1, 2, 3, 4]) == [3, 4]
+    for _ in range(2):
+        session.manager.tracker.take_snapshot()
+        session.manager.tracker.refresh()
+        assert session.manager.counts.faults == 2, "each faulted request counts once"
     assert session.manager.free_pages() == 0
     assert page_bytes(session.state, pages) == before
     session.release(3)

@@ -53,6 +53,7 @@ class HostCounts:
         self.pages = np.zeros(num_rows, dtype=np.int64)  # pages the row referred to when it was last counted
         self.changed = np.zeros(num_rows, dtype=np.int64)  # tick from which on a snapshot says something of a row
         self.faulted: set[int] = set()
+        self.faults = 0  # requests ever seen to have found the ring empty
 
     def free(self) -> int:
         """Lower bound of the free pages after all operations so far, decode steps aside."""
@@ -102,5 +103,7 @@ class HostCounts:
         self.demand[rows] = counts[:, 0]
         self.private[rows] = counts[:, 4]
         self.pages[rows] = counts[:, 3]
-        self.faulted.update(rows[counts[:, 5] != 0].tolist())
+        found = set(rows[counts[:, 5] != 0].tolist()) - self.faulted
+        self.faults += len(found)
+        self.faulted |= found
         return current

@@ -190,6 +190,7 @@ class UsageMeter:
             "owners": self.owners(),
             "page_bytes": manager.fmt.page_bytes,
             "segments": len(manager.segments),
+            "faults": manager.counts.faults,
             "finished": asdict(self.finished),
             "finished_1k": asdict(self.finished_1k),
             "by_head": {

@@ -150,6 +150,11 @@ class Server:
         """Whether the main process is running."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the main process, None while it is not started."""
+        return None if self._process is None else self._process.pid
+
     def log_text(self) -> str:
         """All that the server has written to standard output and error."""
         if not self.log_path.exists():
