@@ -312,6 +312,11 @@ class PageManager:
         self.return_segment_row(segment.row)
         segment.pages = 0
 
+    def release_segments(self) -> None:
+        """Drop all segments of the prefix cache, in an order that is the same on all ranks."""
+        for segment in sorted(self.segments, key=lambda segment: segment.row):
+            self.release_segment(segment)
+
     def trim_segment(self, segment: Segment, hi: int) -> None:
         """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device."""
         with self.launching():
@@ -324,8 +329,7 @@ class PageManager:
     def clear(self) -> None:
         """Release everything."""
         self.tracker.clear()
-        for segment in list(self.segments):
-            self.release_segment(segment)
+        self.release_segments()
         for row in list(self.lengths):
             self.release(row)
 
