@@ -1,7 +1,7 @@
 """Ranks of a tensor-parallel server decide alike, whatever their heads hold, and never count on pages they lack.
 
-Two ranks live in two threads of this process. Each has a tree, a ledger and pages of its own; they see the same requests
-and give their tokens other scores.
+Two ranks live in two threads of this process. Each has a tree, a ledger and pages of its own; they see the same
+requests and give their tokens other scores.
 """
 
 from __future__ import annotations
@@ -175,6 +175,24 @@ RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = settings(
 )
 TestRanks = needs_requests(RanksMachine.TestCase)
 TestExactRanks = needs_requests(ExactRanksMachine.TestCase)
+
+
+@needs_requests
+def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:
+    machine = RanksMachine()
+    machine.admit(seed=1, length=40, tail=0)
+    machine.extend(chunk=50)
+    machine.decode(steps=1)
+    row = machine.running[0].kv.req_pool_idx
+    machine.pair.members[1].manager.state.fault[row] = 1
+
+    def faulted(member: TreeMachine) -> list[int]:
+        member.manager.tracker.clear()
+        member.manager.version += 1
+        member.manager.tracker.settle()
+        return member.manager.faulted([row])
+
+    assert machine.pair.each(faulted) == [[row], [row]]
 
 
 @needs_requests
