@@ -10,6 +10,10 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
+
+from sglang_diffkv.mem_pool.ranks import Ranks
+
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
 GPU_VERSIONS = ("0.5.17",)
 """Those of the tested versions that were tested on a GPU."""
@@ -142,6 +146,21 @@ def decline_prefill_graphs(server_args: Any) -> None:
     config = getattr(server_args, "cuda_graph_config", None)
     if config is not None and ("prefill", "backend") not in getattr(server_args, "_cuda_graph_config_locked", ()):
         config.prefill.backend = "disabled"
+
+
+def tensor_parallel_ranks() -> Ranks:
+    """The ranks of this process's tensor-parallel group, which exchange numbers over SGLang's CPU group."""
+    import torch
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+
+    def largest(numbers: np.ndarray) -> np.ndarray:
+        shared = torch.from_numpy(numbers.copy())
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        return shared.numpy()
+
+    return Ranks(group.world_size, group.rank_in_group, largest) if group.world_size > 1 else Ranks()
 
 
 def finish_with_error(req: Any, message: str) -> None:

@@ -124,7 +124,10 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     rows = kwargs["req_to_token_pool"]
     plan = MemoryPlan.of(self, config, self.layer_info.num_effective_layers)
     geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
-    manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device)
+    ranks = compat.tensor_parallel_ranks()
+    sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
+    ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
+    manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device, ranks=ranks)
     pool.bind(manager)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
         PageLedger(manager, pool.size),

@@ -24,10 +24,13 @@ class MemoryPlan:
 
     @classmethod
     def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int) -> MemoryPlan:
-        """Plan for the model of SGLang's KVCacheConfigurator. Raises ConfigError for unsupported head sizes."""
+        """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
+
+        Raises ConfigError for unsupported head sizes.
+        """
         model = configurator.model_config
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim)
-        return cls(fmt, num_layers, model.get_num_kv_heads(1))
+        return cls(fmt, num_layers, model.get_num_kv_heads(configurator.server_args.tp_size))
 
     @property
     def heads(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_diffkv import compat
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
-from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
 from sglang_diffkv.validation import BACKEND
 
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
@@ -120,6 +120,14 @@ def running_request_offset(original: Any, self: Any, req: Any) -> Any:
     return offset * allocator.ledger.growth_price() if isinstance(allocator, DiffKVAllocator) else offset
 
 
+def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before anything is scheduled, ranks exchange what their devices have counted."""
+    allocator = self.token_to_kv_pool_allocator
+    if isinstance(allocator, DiffKVAllocator) and not allocator.ledger.manager.ranks.alone:
+        allocator.ledger.manager.meet()
+    return original(self, *args, **kwargs)
+
+
 def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked."""
     allocator = self.token_to_kv_pool_allocator
@@ -136,6 +144,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
         if os.environ.get(CHECK_ENV) == "1":
             check_bounds(manager)
             check_integrity(manager)
+            manager.ranks.require_equal("what they decide on", [decision_digest(allocator)])
             if allocator.tree_cache is not None:
                 allocator.tree_cache.check_integrity()
     result = original(self, batch, *args, **kwargs)
@@ -190,6 +199,7 @@ SCHEDULER_HOOKS = {
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode": prepare_for_decode,
     SRT + "managers.schedule_policy.PrefillAdder.add_one_req": add_one_req,
     SRT + "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset": running_request_offset,
+    SRT + "managers.scheduler.Scheduler.get_next_batch_to_run": get_next_batch_to_run,
     SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
     SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,
     SRT + "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (

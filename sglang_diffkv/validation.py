@@ -47,7 +47,11 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
         ),
         (args.page_size not in (None, 1), f"--page-size {args.page_size}: use 1 (pages are set by page_tokens)"),
         (args.enable_mixed_chunk, "mixed chunks: drop --enable-mixed-chunk"),
-        (args.tp_size > 1, "tensor parallelism: use --tp-size 1"),
+        (getattr(args, "nnodes", 1) > 1, "several hosts: use --nnodes 1"),
+        (
+            any(getattr(args, name, 1) > 1 for name in ("attn_cp_size", "dcp_size", "dwdp_size")),
+            "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1",
+        ),
         (args.pp_size > 1, "pipeline parallelism: use --pp-size 1"),
         (args.dp_size > 1 and args.enable_dp_attention, "data-parallel attention: drop --enable-dp-attention"),
         (getattr(args, "enable_unified_memory", False), "the unified memory pool: drop --enable-unified-memory"),

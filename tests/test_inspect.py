@@ -65,6 +65,13 @@ def test_terminal_shows_shares_occupancy_and_every_head(capsys):
     assert ["0", "14.0", "7.0"] in lines and ["1", "28.0", "0.0"] in lines and ["2", "3.5", "3.5"] in lines
 
 
+def test_of_several_ranks_the_scope_is_named(tmp_path, capsys):
+    with FakeServer(stats={**STATS, "ranks": 4}) as fake:
+        assert cli.main(["--url", fake.url, "--png", str(tmp_path / "cache.png")]) == 0
+    assert "the first of 4 ranks" in " ".join(capsys.readouterr().out.split())
+    assert Snapshot.model_validate(STATS).scope == ""
+
+
 def test_png(tmp_path, capsys):
     path = tmp_path / "cache.png"
     with FakeServer(stats=STATS) as fake:

@@ -6,6 +6,7 @@ exactly, so a page that reached the wrong request shows in its contents and not 
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, chec
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 pytestmark = pytest.mark.skipif(
@@ -53,12 +55,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     exact = False
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
         fmt = PageFormat(DIM, DIM, (Tier(8, 4), Tier(4, 2)), 8)
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300)
-        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, WINDOW))
+        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, WINDOW), ranks=ranks)
         self.pool = ReqToTokenPool(ROWS, 300, "cpu", False)
         self.allocator = DiffKVAllocator(
             PageLedger(self.manager, CAPACITY), dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
@@ -67,7 +69,8 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree = compat.prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
         self.running: list[Any] = []
         self.random = random.Random(0)
-        torch.manual_seed(0)
+        self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)
+        self.requests = itertools.count()
 
     def _write(self, req: Any, start: int, end: int) -> None:
         rows = torch.full((end - start,), req.kv.req_pool_idx)
@@ -85,12 +88,12 @@ class TreeMachine(RuleBasedStateMachine):
         entry = torch.arange(width).expand(page.shape)
         own = (entry >= state.own_entry[row, :, :, 0].unsqueeze(2)) & (entry < state.entries[row, :, :, 0].unsqueeze(2))
         scores = state.segments[0].scores
-        scores[page[own]] = torch.rand(int(own.sum()), scores.shape[1]) * 0.05
+        scores[page[own]] = torch.rand(int(own.sum()), scores.shape[1], generator=self.scores) * 0.05
 
     @rule(seed=st.integers(0, 5), length=st.integers(1, 70), tail=st.integers(0, 3))
     def admit(self, seed: int, length: int, tail: int) -> None:
         """A new request; equal seeds share a prefix."""
-        ledger = self.allocator.ledger
+        ledger, rid = self.allocator.ledger, str(next(self.requests))
         source = random.Random(seed)
         tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
         if len(self.running) == ROWS:
@@ -104,13 +107,13 @@ class TreeMachine(RuleBasedStateMachine):
         if not ledger.admits(path, len(tokens) - prefix):
             self.tree.dec_lock_ref(node)
             return
-        ledger.promise(str(id(tokens)), path, len(tokens) - prefix)
+        ledger.promise(rid, path, len(tokens) - prefix)
         self.tree.evict_uncovered()
         assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
         row = self.pool.alloc_rows(1)[0]
         kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix)
         req = SimpleNamespace(
-            rid=str(id(tokens)), tokens=tokens, kv=kv, origin_input_ids=tokens[:], output_ids=array("q"),
+            rid=rid, tokens=tokens, kv=kv, origin_input_ids=tokens[:], output_ids=array("q"),
             extra_key=None, cache_salt=None, priority=0, last_node=node, prefix_indices=match.device_indices,
             extend_range=SimpleNamespace(end=prefix), prefilling=True,
         )  # fmt: skip
@@ -140,7 +143,7 @@ class TreeMachine(RuleBasedStateMachine):
         self._judge(row)
         req.extend_range.end = end
         if row in self.manager.copies.judged:
-            self.manager.copies.judged[row].uniform_(0, 0.05)
+            self.manager.copies.judged[row].uniform_(0, 0.05, generator=self.scores)
         if last:
             self.manager.end_prompt(row)
             assert not self.manager.faults([row]), "a prompt or its copy found the ring empty"
@@ -151,6 +154,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12))
     def decode(self, steps: int) -> None:
         for _ in range(steps):
+            self.manager.meet()
             batch = [r for r in self.running if not r.prefilling and len(r.tokens) < 250]
             ledger = self.allocator.ledger
             while batch and ledger.available() < len(batch):
@@ -172,7 +176,7 @@ class TreeMachine(RuleBasedStateMachine):
             index, lens = torch.tensor(rows), torch.tensor(starts) + 1
             scores = self.manager.new_scores(len(rows))
             for layer in range(LAYERS):
-                q = torch.randn(len(rows), 2 * HEADS, DIM) * 0.01
+                q = torch.randn(len(rows), 2 * HEADS, DIM, generator=self.scores) * 0.01
                 decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
             self.manager.end_decode(index, lens, scores)
             assert not self.manager.faults(rows), "the ledger let the ring run empty"

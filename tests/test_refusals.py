@@ -88,13 +88,17 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"page_size": 16}, "--page-size 16"),
-        ({"tp_size": 2}, "--tp-size"),
+        ({"tp_size": 2, "attn_cp_size": 2}, "--attn-cp-size"),
+        ({"tp_size": 2, "dcp_size": 2}, "--dcp-size"),
+        ({"tp_size": 16, "nnodes": 2}, "--nnodes"),
+        ({"tp_size": 2, "pp_size": 2}, "--pp-size"),
         ({"decode_attention_backend": "triton"}, "second attention backend"),
         ({"device": "xpu"}, "device xpu"),
     ],
 )
 def test_server_options_are_refused_by_name(changes: dict[str, object], name: str) -> None:
     check_server_args(_args())
+    check_server_args(_args(tp_size=2))
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**changes))
 

@@ -22,7 +22,7 @@ def gpu_ops(manager: PageManager, config: DiffKVConfig, model_config: Any) -> Op
     from sglang_diffkv.ops.triton import TritonOps
 
     state, fmt = manager.state, manager.fmt
-    q_heads = model_config.num_attention_heads
+    q_heads = model_config.num_attention_heads // manager.ranks.size
     ragged = None
     usable = RaggedPrefill.supports(fmt.head_dim, fmt.v_head_dim)
     if config.prefill == "flashinfer" and not usable:

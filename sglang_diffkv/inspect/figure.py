@@ -22,7 +22,8 @@ def draw(snapshot: Snapshot, quantity: Quantity, path: Path) -> None:
     axes.set_yticks(range(0, layers, max(1, layers // 16)))
     axes.set_title(
         f"{snapshot.tokens} live tokens, {snapshot.ratio_pages:.3f} of bf16 bytes\n"
-        f"high {snapshot.share_high:.0%}, low {snapshot.share_low:.0%}, pruned {snapshot.share_pruned:.1%}",
+        f"high {snapshot.share_high:.0%}, low {snapshot.share_low:.0%}, pruned {snapshot.share_pruned:.1%}"
+        + (f"\n{snapshot.scope}" if snapshot.scope else ""),
         fontsize=9,
     )
     figure.colorbar(image, label=QUANTITIES[quantity])

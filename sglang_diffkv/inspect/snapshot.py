@@ -53,6 +53,12 @@ class Snapshot(BaseModel):
     pages_used: int
     page_bytes: int
     by_head: ByHead | None = None
+    ranks: int = 1
+
+    @property
+    def scope(self) -> str:
+        """What the figures leave out, in words; empty if nothing."""
+        return f"the first of {self.ranks} ranks: its KV heads alone" if self.ranks > 1 else ""
 
     def values(self, quantity: Quantity) -> np.ndarray:
         """[layers, heads] float64 in the units of ``QUANTITIES``; shares are 0 where no token is live.

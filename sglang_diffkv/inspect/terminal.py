@@ -30,7 +30,7 @@ def summary(snapshot: Snapshot) -> RenderableType:
         f"{snapshot.tokens} live tokens; {snapshot.ratio_pages:.3f} of their bf16 bytes, "
         f"{snapshot.ratio_tokens:.3f} without the pages' free slots"
     )
-    return Group(Text(line), table)
+    return Group(Text(f"{line}; {snapshot.scope}" if snapshot.scope else line), table)
 
 
 def _pages(snapshot: Snapshot) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.host_counts import LOOKAHEAD, HostCounts, Snapshot
+from sglang_diffkv.mem_pool.ranks import PAGES, RankCounts
 from sglang_diffkv.mem_pool.transfer import to_host
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class CountTracker:
         self.low_grows = manager.policy.compresses and len(geometry.fmt.tiers) > 1
         rows = geometry.num_rows + geometry.num_segments
         self.host = HostCounts(rows, geometry.num_pages, geometry.heads * (2 if self.low_grows else 1))
+        self.ranks = RankCounts(manager.ranks)
         self.uncounted: dict[int, Segment] = {}  # row -> segment whose pages the host does not know
         self._snapshots: deque[Snapshot] = deque()
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
@@ -40,6 +42,7 @@ class CountTracker:
     def count_later(self, segment: Segment) -> None:
         """The next snapshot counts the segment's pages."""
         self.host.touch(segment.row, grows=False)
+        self.ranks.drop(segment.row)
         self.uncounted[segment.row] = segment
 
     def take_snapshot(self) -> None:
@@ -55,23 +58,37 @@ class CountTracker:
         if not manager.launched and manager.planned is not None:
             total[manager.planned.rows] -= manager.planned.new_tokens
         steady = np.array([row not in manager.prompting for row in rows.tolist()], dtype=bool)
-        self._snapshots.append(Snapshot(self.host.tick, manager.step, rows, total[rows], steady, values, event))
+        self._snapshots.append(
+            Snapshot(self.host.tick, manager.step, rows, total[rows], steady, self.ranks.slack, values, event)
+        )
         if not manager.launched and manager.planned is not None:
             self.host.record(-manager.planned.pages)  # the snapshot does not see them
 
+    def dropped(self, segment: Segment) -> None:
+        """The segment is about to be released."""
+        self.uncounted.pop(segment.row, None)
+        self.ranks.drop(segment.row)
+
     def refresh(self) -> None:
-        """Take over the snapshots on their way. They were enqueued before the last planned step."""
+        """Take over the snapshots on their way. They were enqueued before the last planned step.
+
+        With several ranks each snapshot is exchanged, so all of them have to call this with the same ones on their way.
+        """
         while self._snapshots:
             snapshot = self._snapshots.popleft()
-            values = snapshot.wait()
+            mine = snapshot.wait()
             requests = snapshot.rows < self.manager.geometry.num_rows
-            current = self.host.apply(snapshot, values, requests)
+            current = self.host.current(snapshot)
+            new = current & ~requests
+            values = self.ranks.worst(mine, snapshot.rows, new, snapshot.slack)
+            self.host.apply(snapshot, values, current & requests)
             bounded = current & snapshot.steady
             self.manager.space.tighten(snapshot.rows[bounded], values[:-1, 1:3][bounded], snapshot.total[bounded])
-            new = current & ~requests
-            for row, pages in zip(snapshot.rows[new].tolist(), values[:-1, 3][new].tolist(), strict=True):
+            held = zip(*(x[:-1, PAGES][new].tolist() for x in (values, mine)), strict=True)
+            for row, (pages, here) in zip(snapshot.rows[new].tolist(), held, strict=True):
                 if segment := self.uncounted.pop(row, None):
                     segment.pages = pages
+                    self.ranks.count(row, pages, here)
                     self.manager.on_counted(segment)
             self.counted_step = snapshot.step
 

@@ -27,6 +27,7 @@ class Snapshot:
     rows: np.ndarray  # [n] int64
     total: np.ndarray  # [n] int64, tokens ever appended to each row
     steady: np.ndarray  # [n] bool, rows past their prompt's compaction: a step moves one token of a head at most
+    slack: int  # pages that this rank counts as used for ranks that hold more, see ``RankCounts``
     values: torch.Tensor  # [n + 1, 6] int64 on the host
     event: Any  # device event that marks ``values`` as written, or None
 
@@ -88,17 +89,15 @@ class HostCounts:
         self.demand[row] = self.private[row] = self.pages[row] = 0
         self.faulted.discard(row)
 
-    def apply(self, snapshot: Snapshot, values: np.ndarray, requests: np.ndarray) -> np.ndarray:
-        """Take over what a snapshot says. ``requests`` [n] marks its request rows, the others are segments.
+    def current(self, snapshot: Snapshot) -> np.ndarray:
+        """[n] bool: the rows of a snapshot that did not change since, other than by decode steps."""
+        return self.changed[snapshot.rows] <= snapshot.tick
 
-        Returns:
-            [n] bool: the rows that did not change since, other than by decode steps.
-        """
+    def apply(self, snapshot: Snapshot, values: np.ndarray, told: np.ndarray) -> None:
+        """Take over what a snapshot says of the ring and of the request rows ``told`` ([n] bool)."""
         self.known_free = int(values[-1, 1] - values[-1, 0])
         while self.log and self.log[0][0] <= snapshot.tick:
             self.log.popleft()
-        current = self.changed[snapshot.rows] <= snapshot.tick
-        told = requests & current
         rows, counts = snapshot.rows[told], values[:-1][told]
         self.demand[rows] = counts[:, 0]
         self.private[rows] = counts[:, 4]
@@ -106,4 +105,3 @@ class HostCounts:
         found = set(rows[counts[:, 5] != 0].tolist()) - self.faulted
         self.faults += len(found)
         self.faulted |= found
-        return current

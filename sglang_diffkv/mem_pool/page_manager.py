@@ -17,6 +17,7 @@ from sglang_diffkv.kernels.attach.reference import seal
 from sglang_diffkv.mem_pool.count_tracker import CountTracker
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.prompt_copies import PromptCopies
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.mem_pool.transfer import to_device
@@ -44,8 +45,10 @@ class PageManager:
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        ranks: Ranks | None = None,
     ):
         self.geometry = geometry
+        self.ranks = ranks or Ranks()
         self.fmt = geometry.fmt
         self.policy = policy
         self.state = PageState.create(
@@ -308,11 +311,16 @@ class PageManager:
         Its pages count as free at once if ``exclusive``: if no row refers to them.
         """
         self.segments.remove(segment)
-        self.tracker.uncounted.pop(segment.row, None)
+        self.tracker.dropped(segment)
         self.counts.private[segment.row] = segment.pages if exclusive else 0
         self.release(segment.row)
         self.return_segment_row(segment.row)
         segment.pages = 0
+
+    def release_segments(self) -> None:
+        """Drop all segments of the prefix cache, in an order that is the same on all ranks."""
+        for segment in sorted(self.segments, key=lambda segment: segment.row):
+            self.release_segment(segment)
 
     def trim_segment(self, segment: Segment, hi: int) -> None:
         """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device."""
@@ -326,23 +334,32 @@ class PageManager:
     def clear(self) -> None:
         """Release everything."""
         self.tracker.clear()
-        for segment in list(self.segments):
-            self.release_segment(segment)
+        self.release_segments()
         for row in list(self.lengths):
             self.release(row)
 
     # Counts
 
-    def free_bound(self) -> int:
-        """Pages in the ring, at least; decode steps not counted yet take from them up to ``headroom_bound``."""
+    def meet(self) -> None:
+        """Take over what the device has counted, exactly if nothing runs.
+
+        One rank alone does so whenever it reads a bound. Several exchange their counts, so reading a bound must not,
+        and all of them call this before a step is scheduled.
+        """
         if not self.lengths:
             self.tracker.settle()
         self.tracker.refresh()
+
+    def free_bound(self) -> int:
+        """Pages in the ring, at least; decode steps not counted yet take from them up to ``headroom_bound``."""
+        if self.ranks.alone:
+            self.meet()
         return self.counts.free()
 
     def headroom_bound(self) -> int:
         """Pages, at most, that launched decode steps took since ``free_bound`` was counted and the next will take."""
-        self.tracker.refresh()
+        if self.ranks.alone:
+            self.tracker.refresh()
         return self.counts.headroom()
 
     def free_pages(self) -> int:

@@ -42,8 +42,7 @@ class DiffKVPrefixCache(RadixCache):
 
     def reset(self) -> None:
         super().reset()
-        for segment in list(self.manager.segments):
-            self.manager.release_segment(segment)
+        self.manager.release_segments()
         self.locked_nodes.clear()
         self.ledger.tree_pages = self.ledger.evictable_pages = 0
 

@@ -176,7 +176,10 @@ class UsageMeter:
         return self._latest
 
     def report(self) -> dict[str, object]:
-        """The ``diffkv`` entry of ``/server_info``. Waits for the device."""
+        """The ``diffkv`` entry of ``/server_info``. Waits for the device.
+
+        Of several ``ranks`` this is the first one's: its ``kv_heads`` of each layer, their pages and their tokens.
+        """
         manager = self.manager
         by_head = self.by_head()
         live, heads = self._live(by_head), by_head.tolist()
@@ -185,6 +188,8 @@ class UsageMeter:
         return {
             **live.summary(),
             "tokens": live.tokens,
+            "ranks": manager.ranks.size,
+            "kv_heads": manager.geometry.num_heads,
             "pages": manager.geometry.num_pages,
             "pages_used": used,
             "owners": self.owners(),
