@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,25 +48,45 @@ def add_cli_args(original: Any, parser: Any) -> Any:
     return result
 
 
-def configure(server_args: Any, given: str | None = None) -> None:
-    """Hand the configuration for the model to the processes to come; by default the environment's.
+@dataclass(frozen=True)
+class Launch:
+    """What the last launch of this process put into the environment for its children, and what a user had there."""
 
-    Raises ConfigError or UnsupportedError.
-    """
+    model_path: str
+    text: str
+    users: str
+
+
+_launched: Launch | None = None
+
+
+def users_configuration() -> str:
+    """The environment's configuration, empty if there is none; not what a launch left there."""
+    found = os.environ.get(CONFIG_ENV, "")
+    return _launched.users if _launched is not None and found == _launched.text else found
+
+
+def configure(server_args: Any, given: str) -> None:
+    """Hand the configuration for the model to the processes to come. Raises ConfigError or UnsupportedError."""
+    global _launched
     config, origin = resolve(given, server_args.model_path)
     compat.decline_prefill_graphs(server_args)
     check_server_args(server_args, config.gpu_ops)
     text = config.model_dump_json(exclude_none=True)
-    if os.environ.get(CONFIG_ENV) != text:
-        os.environ[CONFIG_ENV] = text
-        logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
+    _launched = Launch(str(server_args.model_path), text, users_configuration())
+    os.environ[CONFIG_ENV] = text
+    logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
 
 
 def launch_check(original: Any, self: Any) -> Any:
     """``check_server_args`` is what every launch calls, of a server or of an ``Engine``, which parses no arguments."""
     result = original(self)
-    if is_selected(self):
-        configure(self)
+    parsed = _launched is not None and (str(self.model_path), os.environ.get(CONFIG_ENV)) == (
+        _launched.model_path,
+        _launched.text,
+    )
+    if is_selected(self) and not parsed:
+        configure(self, users_configuration())
     return result
 
 
@@ -74,7 +95,7 @@ def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
     server_args = original(cls, args)
     if is_selected(server_args):
         try:
-            configure(server_args, given)
+            configure(server_args, users_configuration() if given is None else given)
         except (ConfigError, compat.UnsupportedError) as error:
             sys.exit(f"sglang_diffkv: {error}")
     elif given is not None:

@@ -174,6 +174,28 @@ def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
     assert CONFIG_ENV not in os.environ
 
 
+def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch):
+    """Each launch of a process takes its own arguments, the user's environment, or its model's thresholds."""
+    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(hooks, "_launched", None)
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+    calibrated = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
+    other = SimpleNamespace(attention_backend="diffkv", model_path=str(NANO))
+    for server_args, expected in ((calibrated, 3.0), (other, 1.0), (calibrated, 3.0)):
+        hooks.launch_check(lambda self: None, server_args)
+        assert load_config().build_policy().alpha_high == expected
+    start('{"page_tokens": 16}', str(NANO))
+    hooks.launch_check(lambda self: None, other)
+    assert load_config().page_tokens == 16, "the launch keeps what its command line gave"
+    start(None, str(NANO))
+    assert load_config() == DiffKVConfig(policy=load_config().policy), "the next one does not"
+    monkeypatch.setenv(CONFIG_ENV, '{"page_tokens": 8}')
+    start('{"page_tokens": 16}', str(NANO))
+    hooks.launch_check(lambda self: None, calibrated)
+    assert load_config().page_tokens == 8, "the user's environment comes back"
+
+
 def test_an_evaluation_compares_calibrated_thresholds():
     found = parse_configuration('c={"thresholds": "calibrated"}', "Qwen/QwQ-32B").diffkv
     assert found is not None and alphas(found) == (3.0, 0.0, 64)

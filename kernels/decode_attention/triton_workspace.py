@@ -155,9 +155,11 @@ class DecodeScratch:
         *,
         splits: int = 0,
         max_tokens: int = 0,
+        densest: float = 0.0,
         config: DecodeConfig | None = None,
     ) -> DecodeScratch:
-        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are."""
+        """``max_tokens`` is the longest sequence whose scores are kept, 0 if none are; ``densest``, how many times its
+        share of all pages a head may own; by default what heads can differ by without pruning."""
         config = config or DecodeConfig()
         fmt, heads = state.fmt, state.num_heads
         group = q_heads // heads
@@ -170,7 +172,7 @@ class DecodeScratch:
         waste = max(padded_slots(x, n) / x.tokens for x, n in layouts)
         longest = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
         page_slots = max(padded_slots(x, n) for x, n in layouts)
-        skew = max(2.0, fmt.low.tokens / fmt.high.tokens)
+        skew = max(2.0, densest, fmt.low.tokens / fmt.high.tokens)
         held = (int(skew * state.num_pages * page_slots / (state.num_layers * heads)) // 128 + 1) * 128
         room = min(max_batch * longest, max(longest, held))
 

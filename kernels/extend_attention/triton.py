@@ -109,7 +109,7 @@ def extend_attention(
     )  # fmt: skip
     if max_prefix:
         for tier in _tiers(state):
-            paged_kernel[(batch, heads, triton.cdiv(max_extend * group, PAGED_ROWS))](
+            paged_kernel[(triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)](
                 q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
                 *tables, layer, sm_scale, logit_cap, DV=fmt.v_head_dim, M=PAGED_ROWS, **tier, **common,
                 num_warps=1, num_stages=2,

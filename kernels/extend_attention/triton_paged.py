@@ -44,10 +44,10 @@ def paged_kernel(
     D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H, ceil(longest extend * G / M)); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2."""
-    b = tl.program_id(0)
+    """Grid (ceil(longest extend * G / M), H, B); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2."""
+    b = tl.program_id(2)
     head = tl.program_id(1)
-    first = tl.program_id(2) * M
+    first = tl.program_id(0) * M
     extend = tl.load(extend_lens + b).to(tl.int32)
     if first >= extend * G:
         return
@@ -167,7 +167,7 @@ def ragged_kernel(
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid as ``paged_kernel``: causal attention of new tokens among themselves. Strides are in elements."""
+    """Grid (B, H, ceil(longest extend * G / M)): new tokens attend causally among themselves. Strides are in elements."""
     b = tl.program_id(0)
     head = tl.program_id(1)
     first = (tl.num_programs(2) - 1 - tl.program_id(2)) * M  # the longest first

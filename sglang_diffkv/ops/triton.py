@@ -21,6 +21,7 @@ from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
+from sglang_diffkv.mem_pool.allocator import NAME_FACTOR
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.ops.ragged import RaggedPrefill
@@ -57,7 +58,13 @@ class DecodeBuffers:
 
         return cls(
             max_batch,
-            DecodeScratch.create(state, max_batch, q_heads, max_tokens=max_tokens if policy.compresses else 0),
+            DecodeScratch.create(
+                state,
+                max_batch,
+                q_heads,
+                max_tokens=max_tokens if policy.compresses else 0,
+                densest=NAME_FACTOR if policy.judges_low else 0.0,
+            ),
             FoundTokens.create(state, max_batch, judge_low=policy.judges_low) if policy.compresses else None,
             CompactWorkspace.create(state, max_batch),
             full(0),
