@@ -167,7 +167,7 @@ def ragged_kernel(
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H, ceil(longest extend * G / M)): new tokens attend causally among themselves. Strides are in elements."""
+    """Grid (B, H, ceil(longest extend * G / M)): causal attention among new tokens. Strides are in elements."""
     b = tl.program_id(0)
     head = tl.program_id(1)
     first = (tl.num_programs(2) - 1 - tl.program_id(2)) * M  # the longest first
