@@ -67,9 +67,7 @@ def run_backend(
     backend: Backend, points: Sequence[Point], setup: Setup, budget: Budget, add: Callable[[Record], None]
 ) -> None:
     """Start the backend's server, run the points and hand a record of each to ``add``."""
-    if reason := budget.refusal(START, points[0].key, STOP):
-        for point in points:
-            add(new_record(backend, point, SKIPPED, error=reason))
+    if _no_time([backend], points, budget, add):
         return
     with _failures(backend, points, add) as left, running(backend, setup, budget) as (server, facts):
         _run_points(server, backend, left, setup, budget, facts, add)
@@ -82,6 +80,8 @@ def run_together(
 
     Only one of them is asked at a time; the others are idle.
     """
+    if _no_time(backends, points, budget, add):
+        return
     contexts = [running(backend, setup, budget) for backend in backends]
     with ThreadPoolExecutor(len(contexts)) as pool:
         started = [pool.submit(context.__enter__) for context in contexts]
@@ -93,6 +93,17 @@ def run_together(
             with _failures(backend, points, add) as left:
                 server, facts = start.result()
                 _run_points(server, backend, left, setup, budget, facts, add)
+
+
+def _no_time(
+    backends: Sequence[Backend], points: Sequence[Point], budget: Budget, add: Callable[[Record], None]
+) -> bool:
+    """Whether a start and a first point do not fit into the budget; all points are then recorded as skipped."""
+    reason = budget.refusal(START, points[0].key, STOP)
+    for backend in backends if reason else ():
+        for point in points:
+            add(new_record(backend, point, SKIPPED, error=reason))
+    return reason is not None
 
 
 @contextmanager

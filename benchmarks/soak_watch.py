@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from statistics import linear_regression
 from typing import Any
 
 import aiohttp
@@ -70,8 +71,7 @@ class Watch:
     async def queue(self) -> dict[str, int]:
         """Requests that run and that wait."""
         async with self.session.get(f"{self.url}/v1/loads") as response:
-            if response.status != 200:
-                return {}
+            response.raise_for_status()
             loads = (await response.json())["loads"]
         return {name: sum(x[f"num_{name}_reqs"] for x in loads) for name in ("running", "waiting")}
 
@@ -87,12 +87,7 @@ class Watch:
 
 def slope(times: list[float], values: list[float]) -> float:
     """Least-squares slope of values over time, per unit of time; 0 of less than two times."""
-    n = len(times)
-    if n < 2:
-        return 0.0
-    centre, level = sum(times) / n, sum(values) / n
-    spread = sum((t - centre) ** 2 for t in times)
-    return sum((t - centre) * (v - level) for t, v in zip(times, values)) / spread if spread else 0.0
+    return linear_regression(times, values).slope if len(set(times)) > 1 else 0.0
 
 
 def growth(samples: list[Sample]) -> dict[str, float]:

@@ -172,6 +172,10 @@ def test_runs_beyond_the_budget_are_skipped(setup):
     assert [x["status"] for x in records] == ["skipped", "skipped"]
     assert records[0]["error"] == "100 s of 100 s left, about 110 s needed"
     assert serving.status(records) == 1
+    together = []
+    backends = [parse_backend("triton:bf16"), parse_backend("flashinfer:bf16")]
+    serving_session.run_together(backends, (POINT,), setup, budget, together.append)
+    assert [x["status"] for x in together] == ["skipped", "skipped"] and serving_session.Server.stopped == 0
 
 
 def test_a_later_run_beyond_the_budget_is_skipped(setup, monkeypatch):
