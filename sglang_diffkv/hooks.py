@@ -60,10 +60,15 @@ class Launch:
 _launched: Launch | None = None
 
 
+def left_there() -> Launch | None:
+    """The launch whose configuration the environment still holds."""
+    return _launched if _launched is not None and os.environ.get(CONFIG_ENV) == _launched.text else None
+
+
 def users_configuration() -> str:
     """The environment's configuration, empty if there is none; not what a launch left there."""
-    found = os.environ.get(CONFIG_ENV, "")
-    return _launched.users if _launched is not None and found == _launched.text else found
+    launch = left_there()
+    return os.environ.get(CONFIG_ENV, "") if launch is None else launch.users
 
 
 def configure(server_args: Any, given: str) -> None:
@@ -81,12 +86,10 @@ def configure(server_args: Any, given: str) -> None:
 def launch_check(original: Any, self: Any) -> Any:
     """``check_server_args`` is what every launch calls, of a server or of an ``Engine``, which parses no arguments."""
     result = original(self)
-    parsed = _launched is not None and (str(self.model_path), os.environ.get(CONFIG_ENV)) == (
-        _launched.model_path,
-        _launched.text,
-    )
-    if is_selected(self) and not parsed:
-        configure(self, users_configuration())
+    if is_selected(self):
+        launch = left_there()
+        if launch is None or launch.model_path != str(self.model_path):
+            configure(self, users_configuration())
     return result
 
 

@@ -279,12 +279,17 @@ class ExactTreeMachine(TreeMachine):
     exact = True
 
 
-TreeMachine.TestCase.settings = ExactTreeMachine.TestCase.settings = settings(
-    max_examples=settings.default.max_examples // 4,
-    stateful_step_count=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-)
+def machine_settings(steps: int) -> settings:
+    """Of a state machine: fewer and longer examples, which are not shrunk."""
+    return settings(
+        max_examples=settings.default.max_examples // 4,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
+
+
+TreeMachine.TestCase.settings = ExactTreeMachine.TestCase.settings = machine_settings(60)
 TestTree = TreeMachine.TestCase
 TestExactTree = ExactTreeMachine.TestCase

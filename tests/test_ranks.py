@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from sglang_diffkv import compat
 from sglang_diffkv.mem_pool.integrity import decision_digest
 from sglang_diffkv.mem_pool.ranks import RankCounts, RankError, Ranks
-from tests.test_prefix_cache import CAPACITY, ExactTreeMachine, TreeMachine
+from tests.test_prefix_cache import CAPACITY, ExactTreeMachine, TreeMachine, machine_settings
 
 
 class Exchange:
@@ -166,13 +165,7 @@ class ExactRanksMachine(RanksMachine):
     kind = ExactTreeMachine
 
 
-RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = settings(
-    max_examples=settings.default.max_examples // 4,
-    stateful_step_count=50,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
-)
+RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = machine_settings(50)
 TestRanks = needs_requests(RanksMachine.TestCase)
 TestExactRanks = needs_requests(ExactRanksMachine.TestCase)
 

@@ -62,6 +62,11 @@ class Segments:
         )
 
 
+def tensor_bytes(thing: object) -> int:
+    """Bytes of the tensors that an object's attributes are."""
+    return sum(x.nbytes for x in vars(thing).values() if isinstance(x, torch.Tensor))
+
+
 @dataclass
 class PageState:
     """All tensors of the page manager. ``pages`` has one page more than the ring: the scratch page,
@@ -156,5 +161,4 @@ class PageState:
     def nbytes(self) -> dict[str, int]:
         """Bytes of the page buffer and of everything beside it."""
         pages = self.pages.nbytes
-        rest = sum(v.nbytes for v in vars(self).values() if isinstance(v, torch.Tensor)) - pages
-        return {"pages": pages, "bookkeeping": rest}
+        return {"pages": pages, "bookkeeping": tensor_bytes(self) - pages}

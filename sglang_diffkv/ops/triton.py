@@ -22,7 +22,7 @@ from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.mem_pool.allocator import NAME_FACTOR
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.policies.base import Policy
@@ -95,8 +95,7 @@ class TritonOps:
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
         made = DecodeBuffers.create(state, max_batch, self.q_heads, self.max_tokens, self.policy)
         self.buffers.append(made)
-        parts = (*vars(made.scratch).values(), *vars(made.compaction).values(), *(vars(made.found or made).values()))
-        taken = sum(x.nbytes for x in parts if isinstance(x, torch.Tensor))
+        taken = sum(tensor_bytes(x) for x in (made, made.scratch, made.compaction, made.found) if x is not None)
         logger.info("DiffKV: decode scratch for %d requests %.1f MiB, beside the pool", max_batch, taken / 2**20)
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
