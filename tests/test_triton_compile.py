@@ -33,6 +33,7 @@ def test_kernels_compile_for_hopper(config: str) -> None:
     assert names >= ALWAYS
     if config in ("llama3-8b", "wide"):
         assert names >= COMPRESSING
+    assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
     for kernel in kernels:
         if str(kernel["kernel"]).split()[0] in UNPACKING:
             assert kernel["mma"] and not kernel["wgmma"], f"{kernel}: unpacked codes must be multiplied by mma.sync"

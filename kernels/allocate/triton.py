@@ -14,7 +14,7 @@ HEADS = 128
 """Heads of a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows", "new_tokens"])
 def reserve_kernel(
     rows, new_tokens, num_valid, batch, entries, own_entry, own_tokens, hole, write_slot, pages, ring, counters,
     refcount, block_table, page_table, range_lo, range_hi, fault, ticket, num_pages,

@@ -11,7 +11,11 @@ from sglang_diffkv.kernels.triton_table import check_rows, layout_constants, tab
 from sglang_diffkv.mem_pool.state import PageState
 
 
-@triton.jit(do_not_specialize=["layer"])
+ONE_BY_ONE = 256
+"""So many tokens get a program each; more share one."""
+
+
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows", "offset", "position"])
 def append_kernel(
     key, value, key_stride, key_head, value_stride, value_head, pages, page_table, block_table, own_entry,
     write_slot, rows, offset, position, num_valid, layer,
@@ -69,7 +73,7 @@ def append(
     if not count:
         return
     tier = fmt.high.tier
-    tokens = 1 if count <= 256 else 8
+    tokens = 1 if count <= ONE_BY_ONE else 8
     bits = (min(tier.k_bits, 8), min(tier.v_bits, 8))
     append_kernel[(triton.cdiv(count, tokens), state.num_heads)](
         key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), state.pages,

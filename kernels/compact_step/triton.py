@@ -19,7 +19,7 @@ HEADS = 128
 """Heads of a planning program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def move_kernel(
     demote_in, leave_in, target_in, rows, raw_like, pages, page_table, block_table, own_entry, hole,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,

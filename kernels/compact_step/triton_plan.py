@@ -17,7 +17,7 @@ def best_found(found, at, live, PARTS: tl.constexpr):
     return slot, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def plan_kernel(
     found, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, demote_out, leave_out, target_out,
     entries, own_entry, own_tokens, pages, ring, counters, refcount, block_table, page_table, range_lo, range_hi,

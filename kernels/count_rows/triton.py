@@ -21,7 +21,7 @@ def pages_needed(held, own_entry, own_tokens, at, live, spare, steps, TOKENS: tl
     return tl.where(live, tl.cdiv(tl.maximum(steps - slack, 0), TOKENS), 0)
 
 
-@triton.jit(do_not_specialize=["steps"])
+@triton.jit(do_not_specialize=["steps"], do_not_specialize_on_alignment=["rows"])
 def count_rows_kernel(
     rows, steps, entries, kept_entry, own_entry, own_tokens, hole, fault, counters, out,
     H_TOKENS: tl.constexpr, L_TOKENS: tl.constexpr, TIERS: tl.constexpr, LOW_GROWS: tl.constexpr,

@@ -93,8 +93,9 @@ def decode_attention(
         assert found.packed.shape[4] == workspace.config.score_parts and found.packed.shape[0] >= batch
     judge_low = found is not None and found.judge_low
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
+    slots = splits + len(fmt.tiers) - 1
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
-    shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group, "S": splits}
+    shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group}
     shape["ROOM_FOR"] = workspace.offsets.shape[2]
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
     split_kernel[(batch * heads, splits)](
@@ -110,7 +111,8 @@ def decode_attention(
         out, lse, found.packed if found is not None else workspace.partial_lse,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.range_hi, state.block_table, state.entries, state.own_entry,
-        rows, seq_lens, num_valid, layer, window, workspace.room,
-        **kept, **shape, PARTS=config.score_parts, SIZE=config.score_tokens, JUDGE_LOW=judge_low, num_warps=4,
+        rows, seq_lens, num_valid, layer, window, workspace.room, splits,
+        **kept, **shape, SLOTS=16 if slots <= 16 else max(128, triton.next_power_of_2(slots)),  # few variants
+        PARTS=config.score_parts, SIZE=config.score_tokens, JUDGE_LOW=judge_low, num_warps=4,
     )  # fmt: skip
     return out, lse

@@ -69,25 +69,25 @@ def score_tier(
     return tl.min(candidate, 0), tl.min(least, 0)
 
 
-@triton.jit(do_not_specialize=["layer", "window"])
+@triton.jit(do_not_specialize=["layer", "window", "splits"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def finish_kernel(
     out, lse_out, found, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_hi,
-    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room,
+    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room, splits,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, S: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, 1 + PARTS): program 0 of a head joins the splits, the others share its tokens' scores.
-    Without scores the grid is (B * H, 1)."""
+    Without scores the grid is (B * H, 1). ``SLOTS``: a power of two, the partial results of a head at most."""
     bh = tl.program_id(0)
     part = tl.program_id(1)
     b, head = bh // H, bh % H
     GP: tl.constexpr = padded(G)
     DP: tl.constexpr = padded(DV)
-    SLOTS: tl.constexpr = S + TIERS - 1
+    slots = splits + TIERS - 1
     bh64 = bh.to(tl.int64)
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
@@ -103,9 +103,9 @@ def finish_kernel(
                 tl.store(found_ptr + k * PARTS, tl.full([], NOTHING, tl.int64))
         return
 
-    s = tl.arange(0, padded(SLOTS))
-    lse_at = (bh64 * SLOTS + s[:, None]) * G + g[None, :]
-    known = (s[:, None] < SLOTS) & (g[None, :] < G)
+    s = tl.arange(0, SLOTS)
+    lse_at = (bh64 * slots + s[:, None]) * G + g[None, :]
+    known = (s[:, None] < slots) & (g[None, :] < G)
     each = tl.load(partial_lse + lse_at, mask=known, other=float("-inf"))  # [SLOTS, GP]
     top = tl.max(each, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -114,8 +114,8 @@ def finish_kernel(
 
     if part == 0:
         acc = tl.zeros([GP, DP], tl.float32)
-        for slot in range(SLOTS):
-            at = bh64 * SLOTS + slot
+        for slot in range(slots):
+            at = bh64 * slots + slot
             weight = tl.exp2(tl.load(partial_lse + at * G + g, mask=g < G, other=float("-inf")) - top)
             x = tl.load(partial_out + at * G * DV + g[:, None] * DV + d[None, :], mask=inside, other=0.0)
             acc += weight[:, None] * x

@@ -163,7 +163,7 @@ def attend_tier(
         tl.store(out_ptr + g[None, :] * DV + at[:, None], o, mask=inside)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows"])
 def split_kernel(
     q, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_lo, range_hi, block_table, entries,
     own_entry, rows, num_valid, layer, sm_scale, logit_cap, room,
@@ -172,14 +172,14 @@ def split_kernel(
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
     L_VALUES: tl.constexpr, L_VMETA: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
     tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once."""
     bh = tl.program_id(0)
-    split = tl.program_id(1)
+    split, splits = tl.program_id(1), tl.num_programs(1)
     b, head = bh // H, bh % H
     if b >= tl.load(num_valid):
         return
@@ -188,8 +188,9 @@ def split_kernel(
     count_high = tl.load(counts)
     count_low = tl.load(counts + TIERS - 1)
     high, high_first, high_last, low_first, low_last, turn = split_span(
-        split, count_high, count_low, S, WEIGHT_H, WEIGHT_L, ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L), TIERS
-    )
+        split, splits, count_high, count_low, WEIGHT_H, WEIGHT_L, ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L),
+        TIERS,
+    )  # fmt: skip
     own = own_entry + ((row * L + layer) * H + head) * TIERS
     shared_high = tl.load(own) * ceil_div(H_TOKENS, N_H)
     shared_low = tl.load(own + TIERS - 1) * ceil_div(L_TOKENS, N_L)
@@ -198,9 +199,9 @@ def split_kernel(
     room_high, room_low = kept_tiles(kept_high, room - kept_from, N_H, N_L)
     bh64 = bh.to(tl.int64)
     q_ptr = q + bh64 * G * D
-    SLOTS: tl.constexpr = S + TIERS - 1
-    out_ptr = partial_out + (bh64 * SLOTS + split) * G * DV
-    lse_ptr = partial_lse + (bh64 * SLOTS + split) * G
+    slot = bh64 * (splits + TIERS - 1) + split
+    out_ptr = partial_out + slot * G * DV
+    lse_ptr = partial_lse + slot * G
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
 

@@ -26,7 +26,7 @@ def tile_page(
 
 @triton.jit
 def split_span(
-    split, count_high, count_low, S: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
+    split, splits, count_high, count_low, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
     CHUNKS_H: tl.constexpr, CHUNKS_L: tl.constexpr, TIERS: tl.constexpr,
 ):  # fmt: skip
     """A split's share of a head's tiles, balanced by ``WEIGHT``, the cost of a tile.
@@ -37,13 +37,13 @@ def split_span(
     high = count_high * CHUNKS_H
     low = count_low * CHUNKS_L if TIERS == 2 else 0
     end = high * WEIGHT_H
-    per = tl.maximum(tl.cdiv(end + low * WEIGHT_L, S), 1)
+    per = tl.maximum(tl.cdiv(end + low * WEIGHT_L, splits), 1)
     start, stop = split * per, (split + 1) * per
     high_first = tl.minimum(tl.cdiv(start, WEIGHT_H), high)
     high_last = tl.minimum(tl.cdiv(stop, WEIGHT_H), high)
     low_first = tl.minimum(tl.cdiv(tl.maximum(start - end, 0), WEIGHT_L), low)
     low_last = tl.minimum(tl.cdiv(tl.maximum(stop - end, 0), WEIGHT_L), low)
-    return high, high_first, high_last, low_first, low_last, tl.minimum(end // per, S - 1)
+    return high, high_first, high_last, low_first, low_last, tl.minimum(end // per, splits - 1)
 
 
 @triton.jit

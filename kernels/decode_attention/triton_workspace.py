@@ -52,7 +52,7 @@ def padded_slots(layout: TierLayout, tile: int) -> int:
     return -(-layout.tokens // tile) * tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows"])
 def offsets_kernel(
     offsets, rows, num_valid, batch, entries, own_entry,
     SLOTS_H: tl.constexpr, SLOTS_L: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
@@ -126,7 +126,7 @@ class DecodeWorkspace:
             SLOTS_H=padded_slots(state.fmt.high, tile["N_H"]),
             SLOTS_L=padded_slots(state.fmt.low, tile["N_L"]) if judge_low and len(state.fmt.tiers) > 1 else 0,
             TIERS=len(state.fmt.tiers), L=layers, H=heads, ROOM_FOR=self.offsets.shape[2],
-            R=triton.next_power_of_2(batch), num_warps=1,
+            R=triton.next_power_of_2(self.offsets.shape[2]), num_warps=1,
         )  # fmt: skip
 
 

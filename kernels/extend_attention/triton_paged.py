@@ -34,7 +34,10 @@ def largest_of(q, vector, live, D: tl.constexpr):
     return tl.max(tl.max(tl.abs(x), 1), 0)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows"],
+)
 def paged_kernel(
     q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
     own_entry, write_slot, layer, sm_scale, logit_cap,
@@ -161,7 +164,7 @@ def paged_kernel(
         tl.store(out + vector[:, None] * DV + at[None, :], o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "extend_lens"])
 def ragged_kernel(
     q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, sm_scale, logit_cap,
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
@@ -212,7 +215,7 @@ def ragged_kernel(
     tl.store(out + vector[:, None] * DV + dv[None, :], o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def merge_kernel(out, lse, parts_out, parts_lse, count, PARTS: tl.constexpr, DV: tl.constexpr, R: tl.constexpr):
     """Grid (ceil(count / R)): join [PARTS, count, DV] by base-2 lse [PARTS, count]; lse is left in base 2."""
     r = tl.program_id(0) * R + tl.arange(0, R)

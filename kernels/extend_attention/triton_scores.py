@@ -41,7 +41,7 @@ def received_from(
     return tl.sum(tl.exp2(s), 1)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["starts", "extend_lens", "rows"])
 def new_scores_kernel(
     q, key, key_stride, key_head, lse, starts, extend_lens, rows, write_slot, own_entry, pages, page_table, block_table,
     layer, sm_scale, logit_cap,
@@ -92,7 +92,10 @@ def new_scores_kernel(
     tl.store(target + slot % TOKENS, score, mask=live)
 
 
-@triton.jit(do_not_specialize=["layer", "request", "judged_len"])
+@triton.jit(
+    do_not_specialize=["layer", "request", "judged_len"],
+    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "rows"],
+)
 def page_scores_kernel(
     q, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
     own_entry, write_slot, judged, judged_len, request, layer, sm_scale, logit_cap,

@@ -49,7 +49,7 @@ def count_held(
     return tl.sum(tokens, 0), tl.sum(held_pages, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lo", "hi"])
 def measure_kernel(
     rows, lo, hi, pages, page_table, range_lo, range_hi, block_table, entries, out,
     H_TOKENS: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr, L_POSITIONS: tl.constexpr,

@@ -64,7 +64,8 @@ def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.T
     levels = (1 << bits) - 1
     limit = torch.finfo(torch.float16).max
     share = covered(bits, source_bits)
-    scale = ((high - low) * share / levels).clamp(max=limit).half()
+    divisor = torch.full_like(low, levels)  # a number would be multiplied by its reciprocal on a GPU
+    scale = ((high - low) * share / divisor).clamp(max=limit).half()
     step, start = scale.float(), low.clamp(-limit, limit)
     if share < 1:
         start += (high.clamp(-limit, limit) - start - step * levels) / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -60,11 +61,22 @@ class DiffKVAttnBackend(AttentionBackend):
         if self.state.pages.is_cuda:
             if config.gpu_ops != "reference":
                 manager.ops = gpu_ops(manager, config, runner.model_config)
+                self._warm_up(manager.ops, config, runner.dtype)
             if not runner.server_args.disable_overlap_schedule:
                 manager.stream = runner.forward_stream
         self.step: Step | None = None
         self.finishing: list[int] = []
         """Rows whose prompt ends with this pass."""
+
+    def _warm_up(self, ops: Any, config: DiffKVConfig, dtype: torch.dtype) -> None:
+        from sglang_diffkv.ops.warm_up import log_compilations, warm_up
+
+        began = time.perf_counter()
+        log_compilations()
+        copies = config.prefix_fidelity == "exact"
+        warm_up(ops, self.state, self.manager.policy, dtype=dtype, rotates=self.rotates, copies=copies)
+        torch.cuda.synchronize(self.state.device)
+        logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
 
     # What SGLang's graph runner asks
 

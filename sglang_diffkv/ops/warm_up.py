@@ -1,0 +1,78 @@
+"""Launches every kernel once on nothing, so that none is compiled while requests wait."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from sglang_diffkv.kernels.append.triton import ONE_BY_ONE, append
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops.base import Step
+from sglang_diffkv.policies.base import Policy
+
+if TYPE_CHECKING:
+    from sglang_diffkv.ops.triton import TritonOps
+
+logger = logging.getLogger(__name__)
+
+SLOW_SECONDS = 0.1
+"""A compilation that takes longer is logged; one found in Triton's cache on disk is faster."""
+
+
+def log_compilations() -> None:
+    """Log every compilation of a kernel of this package: one while requests are served stops them all."""
+    runtime, began = triton.knobs.runtime, {}
+    if runtime.jit_cache_hook is not None or runtime.jit_post_compile_hook is not None:
+        return
+
+    def begin(*, fn: Any, **_: Any) -> None:
+        began[fn.name] = time.perf_counter()
+
+    def end(*, fn: Any, **_: Any) -> None:
+        seconds = time.perf_counter() - began.pop(fn.name, time.perf_counter())
+        if seconds > SLOW_SECONDS and fn.module.startswith("sglang_diffkv."):
+            logger.info("DiffKV: %s compiled in %.1f s", fn.name, seconds)
+
+    runtime.jit_cache_hook, runtime.jit_post_compile_hook = begin, end
+
+
+def warm_up(
+    ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, rotates: bool, copies: bool
+) -> None:
+    """Compile all kernels of prompts and of the prefix cache, by launches that change nothing: no request has a new
+    token and every row is empty. Decode's are compiled when SGLang captures its graphs.
+
+    Args:
+        dtype: of the model. rotates: whether keys are. copies: whether requests copy their prompts.
+    """
+    fmt, device, heads = state.fmt, state.device, state.num_heads
+    many = ONE_BY_ONE + 1
+    q = torch.zeros(many, ops.q_heads, fmt.head_dim, dtype=dtype, device=device)
+    key = torch.zeros(many, heads, fmt.head_dim, dtype=dtype, device=device)
+    value = torch.zeros(many, heads, fmt.v_head_dim, dtype=dtype, device=device)
+    none = torch.zeros(many, dtype=torch.int64, device=device)
+    one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if policy.compresses and copies else []
+    if rotates:
+        ops.rotate(q[:1], key[:1])
+    for prefix, scores in [(0, {}), (1, {}), *((1, x) for x in judged)]:
+        one, zero = none[:1], none[:1]
+        step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
+        ops.begin(state, step, decode=False)
+        ops.append(state, 0, key[:1], value[:1], step)
+        ops.extend(state, 0, q[:1], key[:1], value[:1], step, fmt.head_dim**-0.5, 0.0, policy.compresses)
+    append(state, 0, key, value, none, none, none, no_rows)
+    for tier_kept in (False, True):
+        ops.attach(state, 2, 1, 0, 0, kept_only=tier_kept)
+    ops.trim(state, 2, 0)
+    ops.release(state, 2)
+    ops.count_rows(state, one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
+    ops.measure(state, one_row, none[:1], none[:1])
+    if policy.compresses:
+        ops.compact_prompt(state, 1, 0, policy)
+        for scores in [None, *(x[0] for x in judged)] if copies else []:
+            ops.copy_compact(state, 2, 1, 0, 0, 0, policy, scores)
