@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from threading import Barrier
 
 import pytest
 
@@ -63,6 +65,28 @@ def test_figures_share_answers_and_a_broken_run_goes_on(tmp_path, started, monke
         (cases.ALPHA_HIGH, "(3, 0)"),
         (cases.ALPHA_LOW, "(1, 0)"),
     ]
+
+
+def test_several_jobs_draw_the_same(tmp_path, started, monkeypatch):
+    args = [*BASE, "--parts", "uniform", "thresholds", "--concurrency", "1", "--alpha-high", "0", "3"]
+    assert cli.main(["fig8", "fig11", *args, "--output", str(tmp_path / "1")]) == 0
+    alone, working = list(started), runner.start
+    together = Barrier(3)
+
+    @contextmanager
+    def start(configuration, model, args):
+        if configuration.name in ("stock", *precision.TIERS[:2]):
+            together.wait(20)
+        with working(configuration, model, args) as endpoint:
+            yield endpoint
+
+    monkeypatch.setattr(runner, "start", start)
+    started.clear()
+    assert cli.main(["fig8", "fig11", *args, "--jobs", "3", "--output", str(tmp_path / "3")]) == 0
+    assert sorted(started) == sorted(alone), "each configuration once"
+    for name in ("fig8", "fig11"):
+        one, three = (figure(tmp_path / jobs, name).model_dump(exclude={"about"}) for jobs in ("1", "3"))
+        assert one == three
 
 
 def test_a_skipped_fp8_is_named_in_the_figure(tmp_path, started, capsys):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -102,6 +104,47 @@ def test_grid_tries_windows_and_rotations():
     ]
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("procedure", ["paper", "grid"])
+def test_several_jobs_try_and_choose_the_same(procedure, whole):
+    """What lies behind the end of a line may be within the tolerance, and must not be chosen."""
+    chances, behind = random.Random(0), 0
+
+    def go(losses: dict[Setting, float], jobs: int) -> tuple[Search, Setting | None, list[Setting]]:
+        ahead: list[Setting] = []
+
+        def measure(setting: Setting) -> GridPoint:
+            return point(setting, -losses.setdefault(setting, chances.choice([0.0, 0.009, 0.02])))
+
+        found = Search(measure, 0.01, whole, jobs, ahead.extend)
+        if procedure == "paper":
+            return found, paper(found, PAIR, HIGHS, LOWS), ahead
+        return found, grid(found, [PAIR, ("K8V4",)], HIGHS, LOWS, [64, 128]), ahead
+
+    for _ in range(50):
+        losses: dict[Setting, float] = {}
+        one, chosen, _ = go(losses, 1)
+        for jobs in (2, 3, 40):
+            several, same, ahead = go(losses, jobs)
+            assert same == chosen and list(several.tried.items()) == list(one.tried.items())
+            assert set(ahead) >= several.tried.keys()
+            assert len(ahead) == len(set(ahead)), "each is asked for once"
+            behind += len(set(ahead) - several.tried.keys())
+    assert behind == 0 if whole else behind > 0
+
+
+def test_the_next_values_of_all_lines_are_measured_at_once():
+    batches: list[list[tuple[float | None, float]]] = []
+
+    def ahead(settings):
+        batches.append([(x.alpha_high, x.alpha_low) for x in settings])
+
+    found = search({(high, low): 0.0 for high in (1.0, 2.0, 3.0) for low in LOWS if high < 3})
+    found.jobs, found.measure_ahead = 3, ahead
+    grid(found, [PAIR], [1.0, 2.0, 3.0], LOWS)
+    assert batches == [[(1, 0), (2, 0), (3, 0)], [(1, 0.02), (2, 0.02)], [(1, 0.04), (2, 0.04)]]
+
+
 def test_names_tell_settings_apart():
     settings = [OFF, Setting(PAIR, 1.0, 0.0), Setting(PAIR, 1.0, 0.02), Setting(("K8V4", "K4V4"), 1.0, 0.02)]
     settings += [Setting(PAIR, 1.0, 0.0, 128), Setting(PAIR, 1.0, 0.0, 64, "keys")]
@@ -161,6 +204,32 @@ def test_the_result_is_found_by_lookup(tmp_path, servers, capsys):
     assert "| K8V4-K4V2 alpha_high=2 alpha_low=0 | 100.0 ± 0.0 | +0.0 ± 0.0 (p = 1) |" in out
     assert out.count("chosen") == 1 and out.count("too lossy") == 4
     assert read_file(tmp_path / FILE_NAME).entries == (found,)
+
+
+@pytest.mark.parametrize("procedure", ["paper", "grid"])
+def test_several_jobs_write_the_same_file(tmp_path, servers, capsys, procedure):
+    written = []
+    for jobs in ("1", "3"):
+        folder = tmp_path / jobs
+        args = ["--tolerance", "10", "--procedure", procedure, "--concurrency", "1", "--jobs", jobs]
+        assert cli.main(command(folder, *args)) == 0
+        written.append((capsys.readouterr().out.replace(str(folder), ""), (folder / FILE_NAME).read_text()))
+    assert written[0] == written[1]
+    assert servers[0] == "stock" and servers.count("stock") == 2
+
+
+def test_stock_is_asked_beside_the_first_settings(tmp_path, servers, monkeypatch):
+    together, start = Barrier(3), runner.start
+
+    @contextmanager
+    def meet(configuration, model, args):
+        if configuration.name in ("stock", "K8V4 alpha_low=0", "K8V4-K4V2 alpha_high=1 alpha_low=0"):
+            together.wait(20)
+        with start(configuration, model, args) as endpoint:
+            yield endpoint
+
+    monkeypatch.setattr(runner, "start", meet)
+    assert cli.main(command(tmp_path, "--alpha-high", "1", "--alpha-low", "0", "--jobs", "3")) == 0
 
 
 def test_a_search_goes_on_where_it_stopped(tmp_path, servers):

@@ -15,7 +15,8 @@ import torch
 from sglang_diffkv.compat import UnsupportedError
 from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
 from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV, free_port
+from sglang_diffkv.testing.ports import Port
+from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.validation import check_model, check_server_args
 
 
@@ -167,7 +168,7 @@ def test_mla_model_is_refused_with_the_reason(tmp_path: Path) -> None:
         shutil.copy(Path(NANO) / name, tmp_path)
     output = _launch(
         *("--attention-backend", "diffkv", "--dtype", "bfloat16", "--load-format", "dummy"),
-        *("--max-total-tokens", "2000", "--port", str(free_port())),
+        *("--max-total-tokens", "2000", "--port", str(Port().number)),
         model=tmp_path,
     )
     assert "cannot serve this model" in output

@@ -7,8 +7,8 @@
     fig11       accuracy against memory, all configurations, Pareto front
     fig12       shares of high-tier, low-tier and pruned tokens by task
 
-Servers are started one after the other. Answers are kept in the output folder, so a run that was broken off goes on
-with the same command, and figures share what they have in common. Example:
+Servers are started one after the other, or --jobs of them at once. Answers are kept in the output folder, so a run
+that was broken off goes on with the same command, and figures share what they have in common. Example:
 
     python -m benchmarks.figures fig8 fig11 --model examples/models/nano --split dev --n 200 --output figures
 """

@@ -13,6 +13,7 @@ from benchmarks.figures.data import FigureData, Point, unique
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
 from sglang_diffkv.evaluate.runner import Suite
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import Result, summarise
@@ -23,8 +24,8 @@ from sglang_diffkv.evaluate.tasks.generation import GenerationTask
 class Session:
     """The suites of a command line and the answers to them.
 
-    ``args`` needs ``model``, ``server_args``, ``concurrency`` and ``ratio``; ``skipped`` collects configurations
-    that this machine cannot serve, ``notes`` other remarks; both start anew with each figure.
+    ``args`` needs ``model``, ``server_args``, ``concurrency``, ``jobs`` and ``ratio``; ``skipped`` collects
+    configurations that this machine cannot serve, ``notes`` other remarks; both start anew with each figure.
     """
 
     def __init__(self, args: Any, suites: Sequence[Suite], store: Store):
@@ -50,27 +51,24 @@ class Session:
         return self.measure_alone([STOCK_CASE, *cases], self.suites)
 
     def measure_alone(self, cases: Sequence[Case], suites: Sequence[Suite]) -> list[Point]:
-        """Points of the cases that can be served here."""
-        points = []
-        for number, case in enumerate(cases, 1):
+        """Points of the cases that can be served here, ``--jobs`` of them asked at once."""
+        served = []
+        for case in cases:
             if why := case.configuration.unsupported():
                 self.skipped[case.name] = why
                 print(f"{case.name}: skipped: {why}", file=sys.stderr)
-                continue
-            print(f"configuration {number} of {len(cases)}: {case.name}", file=sys.stderr)
-            self._ask(case, suites)
-            points += [_point(case, x) for x in self._results(suites) if x.configuration == case.name]
-        return points
+            else:
+                served.append(case)
+        servers = {case.name: self._server(case) for case in served}
+        evaluate_all(servers, suites, self.store, self.args.concurrency, self.args.jobs)
+        results = summarise(self.store, suites)
+        return [_point(case, x) for case in served for x in results if x.configuration == case.name]
 
-    def _ask(self, case: Case, suites: Sequence[Suite]) -> None:
+    def _server(self, case: Case) -> Connect:
         args, configuration = self.args, case.configuration
         server_args = [*args.server_args, *case.server_args]
         self.store.add_configuration(case.name, configuration.fingerprint(args.model, server_args))
-        connect = partial(runner.start, configuration, args.model, server_args)
-        runner.evaluate(case.name, connect, suites, self.store, args.concurrency)
-
-    def _results(self, suites: Sequence[Suite]) -> list[Result]:
-        return summarise(self.store, suites)
+        return partial(runner.start, configuration, args.model, server_args)
 
     def data(self, figure: str, points: Sequence[Point], about: dict[str, Any]) -> FigureData:
         """What is written and drawn."""

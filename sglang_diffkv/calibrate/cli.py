@@ -2,7 +2,8 @@
 
 Each setting answers the questions of a calibration file on a server of its own and is compared with stock SGLang
 in bf16 on the same questions. The answers are kept in the work folder, so a search that was broken off goes on
-with the same command. Copy the result into the model's folder as diffkv_calibration.json. Example:
+with the same command. With --jobs several servers run at once; the choice is the same. Copy the result into the
+model's folder as diffkv_calibration.json. Example:
 
     python -m sglang_diffkv.calibrate --model examples/models/nano --task reference=benchmarks/data/calib.jsonl.xz \\
         --exclude chain vars --n 250 --tolerance 3 --work calibration --output diffkv_calibration.json
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import requests
@@ -36,6 +37,7 @@ from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
 from sglang_diffkv.evaluate.configuration import STOCK, Configuration, device_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import Result, summarise
 from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
@@ -105,17 +107,31 @@ class Calibration:
         if self.task.name.endswith(f"/{REPORTING}"):
             raise TaskFileError(f"{self.task.name} is for reporting: fit on another file")
         self.suite = runner.Suite.of(self.task, load_tokenizer(args.tokenizer or args.model))
+        self.asked: set[str] = set()
         runner.register(store, [self.suite])
-        self.stock = self.run(Configuration(STOCK))
+        self._server(Configuration(STOCK))
         if next(iter(store.configurations)) != STOCK:
             raise EvaluationError(f"{store.path} compares with another configuration than {STOCK}: use a new --work")
 
-    def run(self, configuration: Configuration) -> Result:
-        """The configuration's figures, from the store where it has them."""
-        args, name = self.args, configuration.name
-        self.store.add_configuration(name, configuration.fingerprint(args.model, args.server_args))
-        connect = partial(runner.start, configuration, args.model, args.server_args)
-        runner.evaluate(name, connect, [self.suite], self.store, args.concurrency)
+    @cached_property
+    def stock(self) -> Result:
+        """What all settings are compared with."""
+        self.ask([])
+        return self._result(STOCK)
+
+    def ask(self, settings: Sequence[Setting]) -> None:
+        """Have stock and the settings answer what the store does not hold, once; ``--jobs`` of them at once."""
+        wanted = [Configuration(STOCK), *(Configuration(x.name, self.config(x)) for x in settings)]
+        servers = {x.name: self._server(x) for x in wanted if x.name not in self.asked}
+        evaluate_all(servers, [self.suite], self.store, self.args.concurrency, self.args.jobs)
+        self.asked |= servers.keys()
+
+    def _server(self, configuration: Configuration) -> Connect:
+        args = self.args
+        self.store.add_configuration(configuration.name, configuration.fingerprint(args.model, args.server_args))
+        return partial(runner.start, configuration, args.model, args.server_args)
+
+    def _result(self, name: str) -> Result:
         return next(x for x in summarise(self.store, [self.suite]) if x.configuration == name)
 
     def config(self, setting: Setting) -> DiffKVConfig:
@@ -129,7 +145,8 @@ class Calibration:
 
     def measure(self, setting: Setting) -> GridPoint:
         """One point of the grid."""
-        result = self.run(Configuration(setting.name, self.config(setting)))
+        self.ask([setting])
+        result = self._result(setting.name)
         change, cache = result.difference, result.cache
         if change is None or cache is None:
             raise EvaluationError(f"{setting.name}: the server reported no figures of its cache")
@@ -204,16 +221,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Store(args.work) as store:
             calibration = Calibration(args, store)
-            search = Search(calibration.measure, args.tolerance / 100, args.whole_grid)
+            search = Search(calibration.measure, args.tolerance / 100, args.whole_grid, args.jobs, calibration.ask)
             if args.procedure == "paper":
                 chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, args.window[0], args.rotate[0])
             else:
                 chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, args.window, args.rotate)
+            stock = calibration.stock
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
         print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)
         return 1
-    print(f"{calibration.stock.score.n} questions of {calibration.task.name}\n")
-    print(table(calibration.stock, search, chosen))
+    print(f"{stock.score.n} questions of {calibration.task.name}\n")
+    print(table(stock, search, chosen))
     if chosen is None:
         print(f"\nno setting is within {args.tolerance:g} points of bf16", file=sys.stderr)
         return 1

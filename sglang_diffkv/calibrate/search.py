@@ -6,6 +6,10 @@ is taken whose accuracy is within the tolerance of bf16. ``grid`` tries all pair
 
 Values are tried in rising order, since each saves more than the one before. A line of values ends early where the
 accuracy is below the tolerance by more than two standard errors, unless the whole grid is asked for.
+
+With several jobs the settings that a search needs next are measured at once: the next values of every line that goes
+on, and more of each where there are fewer lines than jobs. What was measured behind the end of a line stays unused, so
+the settings that a search has tried, and the one it takes, are those of one job.
 """
 
 from __future__ import annotations
@@ -38,26 +42,49 @@ class Setting:
 
 @dataclass
 class Search:
-    """Settings tried so far. ``tolerance`` is a share (0.01 for one point)."""
+    """Settings tried so far.
+
+    Args:
+        measure: a setting's figures.
+        tolerance: a share (0.01 for one point).
+        whole: lines do not end early.
+        jobs: settings measured at once.
+        measure_ahead: makes ``measure`` answer at once for these settings.
+    """
 
     measure: Callable[[Setting], GridPoint]
     tolerance: float
     whole: bool = False
+    jobs: int = 1
+    measure_ahead: Callable[[Sequence[Setting]], None] = lambda settings: None
     tried: dict[Setting, GridPoint] = field(default_factory=dict)
+    _measured: dict[Setting, GridPoint] = field(default_factory=dict, init=False)
 
-    def try_(self, setting: Setting) -> GridPoint:
-        """The setting's figures, measured once."""
-        if setting not in self.tried:
-            self.tried[setting] = self.measure(setting)
-        return self.tried[setting]
+    def lines(self, lines: Sequence[Sequence[Setting]]) -> None:
+        """Try lines of settings that save ever more, each up to the first that is surely outside the tolerance."""
+        if self.jobs > 1:
+            self._ahead(lines)
+        for line in lines:
+            for setting in line:
+                point = self.tried[setting] = self._point(setting)
+                if self._ends(point):
+                    break
 
-    def line(self, settings: Sequence[Setting]) -> None:
-        """Try settings that save ever more, up to the first that is surely outside the tolerance."""
-        for setting in settings:
-            point = self.try_(setting)
-            surely = point.difference + 2 * point.difference_error < -self.tolerance
-            if surely and not self.whole:
-                return
+    def _ahead(self, lines: Sequence[Sequence[Setting]]) -> None:
+        going = [line for line in lines if line]
+        while going:
+            each = max(map(len, going)) if self.whole else max(1, self.jobs // len(going))
+            self.measure_ahead([setting for line in going for setting in line[:each]])
+            ended = [any(self._ends(self._point(setting)) for setting in line[:each]) for line in going]
+            going = [line[each:] for line, end in zip(going, ended) if not end and line[each:]]
+
+    def _point(self, setting: Setting) -> GridPoint:
+        if setting not in self._measured:
+            self._measured[setting] = self.measure(setting)
+        return self._measured[setting]
+
+    def _ends(self, point: GridPoint) -> bool:
+        return not self.whole and point.difference + 2 * point.difference_error < -self.tolerance
 
     def best(self) -> Setting | None:
         """Within the tolerance, the setting that takes the fewest bytes a token; None if there is none."""
@@ -78,13 +105,13 @@ def paper(
     rotate: str = "none",
 ) -> Setting | None:
     """``alpha_high`` over ``highs`` with ``alpha_low`` 0, or no low tier at all; then ``alpha_low`` over ``lows``."""
-    search.try_(Setting(tiers[:1], None, 0.0, window, rotate))
-    if len(tiers) > 1:
-        search.line([Setting(tiers, high, 0.0, window, rotate) for high in sorted(highs)])
+    high_only = [Setting(tiers[:1], None, 0.0, window, rotate)]
+    both = [Setting(tiers, high, 0.0, window, rotate) for high in sorted(highs)] if len(tiers) > 1 else []
+    search.lines([high_only, both])
     first = search.best()
     if first is None:
         return None
-    search.line([replace(first, alpha_low=low) for low in _lows(first, lows) if low > 0])
+    search.lines([[replace(first, alpha_low=low) for low in _lows(first, lows) if low > 0]])
     return search.best()
 
 
@@ -97,10 +124,12 @@ def grid(
     rotations: Sequence[str] = ("none",),
 ) -> Setting | None:
     """Every choice of tiers, window and rotation with every ``alpha_high`` and ``alpha_low`` that go together."""
-    for tiers, window, rotate in product(choices, windows, rotations):
-        for high in sorted(highs) if len(tiers) > 1 else [None]:
-            line = Setting(tiers, high, 0.0, window, rotate)
-            search.line([replace(line, alpha_low=low) for low in _lows(line, lows)])
+    starts = [
+        Setting(tiers, high, 0.0, window, rotate)
+        for tiers, window, rotate in product(choices, windows, rotations)
+        for high in (sorted(highs) if len(tiers) > 1 else [None])
+    ]
+    search.lines([[replace(start, alpha_low=low) for low in _lows(start, lows)] for start in starts])
     return search.best()
 
 

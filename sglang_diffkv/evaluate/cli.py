@@ -1,6 +1,7 @@
 """Quality of cache configurations on task files, against a running server or on servers of its own.
 
 Every configuration answers the same questions, greedily; the others are compared with the first by a paired test.
+Servers are started one after the other, or --jobs of them at once.
 Answers are kept in the output folder as they come, so a run that was broken off goes on with the same command, and
 configurations can be added later. Example:
 
@@ -27,6 +28,7 @@ from sglang_diffkv.config import ConfigError
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.configuration import Configuration, fingerprint_of, parse_configuration, tokenizer_path
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
+from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import summarise
 from sglang_diffkv.evaluate.table import tables
@@ -39,6 +41,13 @@ from sglang_diffkv.testing.tasks import LEVELS, load_tokenizer
 DEFAULT_CONFIGS = ("stock", "fp8", "diffkv={}")
 
 
+def positive(text: str) -> int:
+    """A count from 1 on. Raises ValueError, which argparse reports."""
+    if (count := int(text)) < 1:
+        raise ValueError
+    return count
+
+
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that choose questions and how they are asked; ``question_options`` reads them."""
     parser.add_argument("--n", type=int, help="questions of each task file, a fixed random sample (default: all)")
@@ -48,6 +57,14 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exclude", nargs="+", default=[], metavar="TASK", help="not these tasks of it")
     parser.add_argument("--max-new-tokens", type=int, default=4096, help="of a reply (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default: %(default)s)")
+    parser.add_argument(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="configurations, each with a server of its own, at once (default: %(default)s); on one GPU divide its "
+        "memory between them with --server-args",
+    )
     parser.add_argument("--tokenizer", help="its folder (default: the model's)")
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more server arguments, one string")
 
@@ -84,6 +101,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.url and args.config:
         parser.error("--config starts servers and goes with --model; a running server has its configuration")
+    if args.url and args.jobs > 1:
+        parser.error("--jobs starts several servers and goes with --model")
     if args.name and not args.url:
         parser.error("--name goes with --url")
     return args
@@ -126,17 +145,20 @@ def evaluate_model(
     suites = [runner.Suite.of(task, tokenizer) for task in tasks]
     runner.register(store, suites)
     skipped: dict[str, str] = {}
-    text = ""
+    servers: dict[str, Connect] = {}
     for configuration in configurations:
         if why := configuration.unsupported():
             skipped[configuration.name] = why
             print(f"{configuration.name}: skipped: {why}", file=sys.stderr)
             continue
         store.add_configuration(configuration.name, configuration.fingerprint(args.model, args.server_args))
-        connect = partial(runner.start, configuration, args.model, args.server_args)
-        runner.evaluate(configuration.name, connect, suites, store, args.concurrency)
-        text = write(args.output, store, suites, skipped)
-    return text or write(args.output, store, suites, skipped)
+        servers[configuration.name] = partial(runner.start, configuration, args.model, args.server_args)
+
+    def save(name: str) -> None:
+        write(args.output, store, suites, skipped)
+
+    evaluate_all(servers, suites, store, args.concurrency, args.jobs, save)
+    return write(args.output, store, suites, skipped)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Asking: every configuration, one server after the other, all the questions that have no answer yet."""
+"""Asking a configuration all the questions that it has not answered yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,16 +63,33 @@ def evaluate(
     suites: Sequence[Suite],
     store: Store,
     concurrency: int = 8,
+    advance: Callable[[], object] | None = None,
 ) -> None:
-    """Ask configuration ``name`` what it has not answered yet; without such questions no server is started."""
+    """Ask configuration ``name`` what it has not answered yet; without such questions no server is started.
+
+    ``advance`` is called after each answer; without it every task file gets a progress bar.
+    """
     if not any(missing(store, name, suite) for suite in suites):
         return
     with connect() as endpoint:
         for suite in suites:
-            _ask_all(name, endpoint, suite, store, concurrency)
+            _ask_all(name, endpoint, suite, store, concurrency, advance)
 
 
-def _ask_all(name: str, endpoint: Endpoint, suite: Suite, store: Store, concurrency: int) -> None:
+@contextmanager
+def _bar(title: str, total: int, done: int) -> Iterator[Callable[[], object]]:
+    with tqdm(total=total, initial=done, desc=title, unit="question") as bar:
+        yield bar.update
+
+
+def _ask_all(
+    name: str,
+    endpoint: Endpoint,
+    suite: Suite,
+    store: Store,
+    concurrency: int,
+    advance: Callable[[], object] | None,
+) -> None:
     questions, task = missing(store, name, suite), suite.task
     if not questions:
         return
@@ -88,7 +105,7 @@ def _ask_all(name: str, endpoint: Endpoint, suite: Suite, store: Store, concurre
     noted = time.monotonic()
     try:
         futures = {pool.submit(task.ask, question, endpoint): question for question in questions}
-        with tqdm(total=total, initial=done, desc=f"{name}: {task.name}", unit="question") as bar:
+        with nullcontext(advance) if advance else _bar(f"{name}: {task.name}", total, done) as answered:
             for future in as_completed(futures):
                 question, outcome = futures[future], future.result()
                 answer = Answer(
@@ -96,7 +113,7 @@ def _ask_all(name: str, endpoint: Endpoint, suite: Suite, store: Store, concurre
                 )
                 store.add(answer)
                 asked += outcome.requests if outcome.error is None else 0
-                bar.update()
+                answered()
                 if meter.measures and time.monotonic() - noted > SNAPSHOT_SECONDS:
                     note(meter.read())
                     noted = time.monotonic()

@@ -60,6 +60,9 @@ _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 class Store:
     """The file ``answers.jsonl`` of a folder, held by one process at a time.
 
+    The methods are safe from several threads; whoever walks through the dictionaries while others add answers holds
+    ``lock``.
+
     Raises EvaluationError if another process holds it or a line is not a record. A last line that was cut off in
     writing is dropped.
     """
@@ -71,7 +74,7 @@ class Store:
         self.suites: dict[str, SuiteRecord] = {}
         self.answers: dict[tuple[str, str], dict[str, Answer]] = {}
         self.usage: dict[tuple[str, str], dict[str, UsageRecord]] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._file: IO[str] = self.path.open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,25 +115,27 @@ class Store:
                 self.usage.setdefault((record.configuration, record.suite), {})[record.run] = record
 
     def add(self, record: BaseModel) -> None:
-        """Append a record; safe from several threads."""
-        with self._lock:
+        """Append a record."""
+        with self.lock:
             self._take(record)
             self._file.write(record.model_dump_json() + "\n")
             self._file.flush()
 
     def add_configuration(self, name: str, fingerprint: dict[str, Any]) -> None:
         """Note a configuration. Raises EvaluationError if the file has answers of another one by this name."""
-        if name in self.configurations:
-            self._require_same(f"configuration {name!r}", self.configurations[name], fingerprint)
-        else:
-            self.add(ConfigurationRecord(name=name, fingerprint=fingerprint))
+        with self.lock:
+            if name in self.configurations:
+                self._require_same(f"configuration {name!r}", self.configurations[name], fingerprint)
+            else:
+                self.add(ConfigurationRecord(name=name, fingerprint=fingerprint))
 
     def add_suite(self, name: str, metric: Metric, fingerprint: dict[str, Any]) -> None:
         """Note a task file. Raises EvaluationError if the file has answers to another one by this name."""
-        if name in self.suites:
-            self._require_same(f"task {name!r}", self.suites[name].fingerprint, fingerprint)
-        else:
-            self.add(SuiteRecord(name=name, metric=metric, fingerprint=fingerprint))
+        with self.lock:
+            if name in self.suites:
+                self._require_same(f"task {name!r}", self.suites[name].fingerprint, fingerprint)
+            else:
+                self.add(SuiteRecord(name=name, metric=metric, fingerprint=fingerprint))
 
     def _require_same(self, what: str, old: dict[str, Any], new: dict[str, Any]) -> None:
         new = json.loads(json.dumps(new))
@@ -143,13 +148,16 @@ class Store:
 
     def answered(self, configuration: str, suite: str) -> set[str]:
         """Ids that have an answer; one that failed is to be asked again."""
-        found = self.answers.get((configuration, suite), {})
-        return {name for name, answer in found.items() if answer.outcome.error is None}
+        with self.lock:
+            found = self.answers.get((configuration, suite), {})
+            return {name for name, answer in found.items() if answer.outcome.error is None}
 
     def totals(self, configuration: str, suite: str) -> dict[str, dict[str, float]]:
         """The server's figures over all runs, empty if it reported none."""
         added: dict[str, dict[str, float]] = {}
-        for record in self.usage.get((configuration, suite), {}).values():
+        with self.lock:
+            records = list(self.usage.get((configuration, suite), {}).values())
+        for record in records:
             for key, totals in record.totals.items():
                 line = added.setdefault(key, {})
                 for name, value in totals.items():

@@ -149,6 +149,11 @@ def cache_figures(store: Store, configuration: str, suite: str) -> CacheFigures 
 
 def summarise(store: Store, suites: Sequence[Suite]) -> list[Result]:
     """Every stored configuration on every task, over the suites' questions, compared with the first one stored."""
+    with store.lock:
+        return _summarise(store, suites)
+
+
+def _summarise(store: Store, suites: Sequence[Suite]) -> list[Result]:
     results = []
     for suite in suites:
         name, ids = suite.task.name, [question.id for question in suite.questions]

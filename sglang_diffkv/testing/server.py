@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,14 @@ from typing import Any
 import requests
 
 from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.testing.ports import Port
 
 READY = "fired up and ready to roll"
 CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 OFFLINE_ENV = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 CPU_ARGS = ("--device", "cpu", "--dtype", "bfloat16", "--max-total-tokens", "65536", "--sleep-on-idle")
+DATA_PARALLEL = {"--dp-size", "--data-parallel-size"}
+"""With these SGLang needs a rendezvous port for each replica and chooses them."""
 
 
 class ServerError(RuntimeError):
@@ -42,18 +44,12 @@ def stock_backend() -> str:
     return "triton" if has_gpu() else "torch_native"
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Server:
     """``python -m sglang.launch_server`` as a context manager.
 
     ``args`` come last on the command line and so override the defaults given here, which on a machine without
-    a GPU are those that SGLang needs on a CPU. ``diffkv_config`` is passed as ``--diffkv-config``.
+    a GPU are those that SGLang needs on a CPU. ``diffkv_config`` is passed as ``--diffkv-config``. The server's ports
+    are its own as long as this object lives, so several may start at once.
     """
 
     def __init__(
@@ -68,11 +64,14 @@ class Server:
         timeout: float = 300.0,
     ) -> None:
         cpu = not has_gpu()
-        self.port = free_port()
+        self._ports = (Port(), Port())
+        self.port, rendezvous = (port.number for port in self._ports)
         self.url = f"http://127.0.0.1:{self.port}"
         self.timeout = timeout
         self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         self.command += ["--attention-backend", backend, "--host", "127.0.0.1", "--port", str(self.port)]
+        if not DATA_PARALLEL.intersection(arg.partition("=")[0] for arg in args):
+            self.command += ["--nccl-port", str(rendezvous)]
         self.command += CPU_ARGS if cpu else ()
         if diffkv_config is not None:
             text = diffkv_config if isinstance(diffkv_config, str) else json.dumps(dict(diffkv_config))
