@@ -10,7 +10,7 @@ from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
 from tests.triton_helpers import BF16, add_prompt, clone_state, make_format, make_manager
 
-COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "block_table", "page_table")
+COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "page_table")
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])

@@ -10,7 +10,6 @@ from sglang_diffkv.kernels.quantize.triton import store_vectors
 from sglang_diffkv.kernels.triton_table import check_rows, layout_constants, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
-
 ONE_BY_ONE = 256
 """So many tokens get a program each; more share one."""
 
