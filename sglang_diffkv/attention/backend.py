@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_diffkv.config import DiffKVConfig, load_config
-from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.pool import DiffKVPool
-from sglang_diffkv.ops import Ops, Step
-
-logger = logging.getLogger(__name__)
-
-
-def gpu_ops(manager: PageManager, config: DiffKVConfig, model_config: Any) -> Ops:
-    """The Triton ops for a model, with FlashInfer for new tokens where that can be."""
-    from sglang_diffkv.ops.ragged import RaggedPrefill
-    from sglang_diffkv.ops.triton import TritonOps
-
-    state, fmt = manager.state, manager.fmt
-    q_heads = model_config.num_attention_heads // manager.ranks.size
-    ragged = None
-    usable = RaggedPrefill.supports(fmt.head_dim, fmt.v_head_dim)
-    if config.prefill == "flashinfer" and not usable:
-        raise RuntimeError(f'"prefill": "flashinfer": not installed, or no kernel for head_dim {fmt.head_dim}')
-    if config.prefill != "triton" and usable:
-        ragged = RaggedPrefill(
-            q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim, state.dtype, state.device, fmt.head_dim**-0.5
-        )
-    logger.info("DiffKV: new tokens attend among themselves by %s", "FlashInfer" if ragged else "Triton")
-    return TritonOps(state, manager.policy, q_heads, manager.geometry.max_tokens, ragged)
+from sglang_diffkv.ops import Step
 
 
 class DiffKVAttnBackend(AttentionBackend):
@@ -59,7 +36,10 @@ class DiffKVAttnBackend(AttentionBackend):
         self.rotates = config.rotate == "keys"
         if self.state.pages.is_cuda:
             if config.gpu_ops != "reference":
-                manager.ops = gpu_ops(manager, config, runner.model_config)
+                from sglang_diffkv.ops.gpu import build_ops
+
+                q_heads = runner.model_config.num_attention_heads // manager.ranks.size
+                manager.ops = build_ops(self.state, manager.policy, manager.geometry, q_heads, config.prefill)
             if not runner.server_args.disable_overlap_schedule:
                 manager.stream = runner.forward_stream
         self.step: Step | None = None
