@@ -6,14 +6,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_diffkv.compat import CONTEXT_SLACK
 from sglang_diffkv.config import DiffKVConfig
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.footprint import Footprint
 from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.testing.server import has_gpu
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
-CONTEXT_SLACK = 4
-"""Positions that SGLang adds to a model's context in its table of requests."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class KVShape:
     head_dim: int
     context: int
     vocab: int
+    q_heads: int
 
     @classmethod
     def of(cls, model: str | Path) -> KVShape:
@@ -40,6 +41,7 @@ class KVShape:
             config.get("head_dim") or config["hidden_size"] // heads,
             config["max_position_embeddings"],
             config["vocab_size"],
+            heads,
         )
 
     def token_bytes(self, dtype: str) -> int:
@@ -55,31 +57,26 @@ def stock_tokens(kv_bytes: int, shape: KVShape, dtype: str) -> int:
     return tokens
 
 
-def diffkv_geometry(tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> Geometry:
-    """Pages and tables of a DiffKV server of ``tokens`` high-tier tokens: a padding row beside those of requests."""
-    plan = MemoryPlan(config.page_format(shape.head_dim, shape.head_dim), shape.layers, shape.kv_heads)
-    return plan.geometry(tokens, max_running + 1, shape.context + CONTEXT_SLACK)
+def diffkv_footprint(tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> Footprint:
+    """All that a DiffKV server of ``tokens`` high-tier tokens puts on the device."""
+    plan = diffkv_plan(shape, config)
+    return plan.footprint(plan.geometry(tokens, max_running + 1, shape.context + CONTEXT_SLACK), tokens)
 
 
-def diffkv_bytes(tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> int:
-    """Bytes of its page pool, page tables and counts."""
-    geometry = diffkv_geometry(tokens, shape, config, max_running)
-    return geometry.num_pages * geometry.fmt.page_bytes + geometry.table_bytes()
+def diffkv_plan(shape: KVShape, config: DiffKVConfig) -> MemoryPlan:
+    """Its plan, for one rank."""
+    fmt = config.page_format(shape.head_dim, shape.head_dim)
+    return MemoryPlan(config, fmt, shape.layers, shape.kv_heads, shape.q_heads, gpu=has_gpu())
 
 
 def diffkv_tokens(kv_bytes: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> int:
-    """Most high-tier tokens whose pages and tables fit into ``kv_bytes``."""
-    low, high = 0, kv_bytes
-    while high - low > 1:
-        middle = (low + high) // 2
-        if diffkv_bytes(middle, shape, config, max_running) <= kv_bytes:
-            low = middle
-        else:
-            high = middle
-    if low < 1:
-        least = diffkv_bytes(1, shape, config, max_running)
+    """Most high-tier tokens of a DiffKV server that fit into ``kv_bytes`` with all that it needs beside the pages."""
+    plan, context = diffkv_plan(shape, config), shape.context + CONTEXT_SLACK
+    tokens = plan.capacity_in(kv_bytes, lambda _: max_running + 1, context)
+    if tokens < 1:
+        least = diffkv_footprint(1, shape, config, max_running).total
         raise ValueError(f"{kv_bytes} bytes do not hold DiffKV's smallest pool of {least} bytes")
-    return low
+    return tokens
 
 
 def check_bytes(held: float, wanted: float, rounding: float) -> None:

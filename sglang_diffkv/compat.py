@@ -19,6 +19,10 @@ GPU_VERSIONS = ("0.5.17",)
 """Those of the tested versions that were tested on a GPU."""
 
 
+CONTEXT_SLACK = 4
+"""Positions that SGLang adds to a model's context in its table of requests."""
+
+
 class UnsupportedError(RuntimeError):
     """A combination that DiffKV refuses at start."""
 
@@ -46,6 +50,11 @@ def release() -> tuple[int, ...]:
 def _kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv
+
+
+def request_rows(configurator: Any, capacity: int) -> int:
+    """Rows of SGLang's table of requests for a pool of ``capacity`` tokens, the padding row included."""
+    return max(configurator.resolve_max_num_reqs(capacity), 1) + 1
 
 
 def row_of(req: Any) -> int | None:

@@ -25,6 +25,7 @@ from sglang_diffkv.validation import BACKEND, check_model, check_server_args, is
 
 logger = logging.getLogger(__name__)
 
+POOL_SIZES = SRT + "model_executor.pool_configurator.DefaultPoolConfigurator."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
 
 
@@ -33,7 +34,11 @@ def on_gpu() -> bool:
 
 
 def create_backend(runner: Any) -> DiffKVAttnBackend:
-    return DiffKVAttnBackend(runner)
+    backend = DiffKVAttnBackend(runner)
+    pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
+    budget = _sized[0] if _sized is not None and _sized[1] == pool.size else None
+    logger.info("%s", pool.footprint(exact=exact).describe(budget))
+    return backend
 
 
 def add_cli_args(original: Any, parser: Any) -> Any:
@@ -111,11 +116,29 @@ def support_triton(original: Any, backend: str) -> bool:
     return original(backend) and (backend != BACKEND or on_gpu())
 
 
+_sized: tuple[int, int] | None = None
+"""Bytes that SGLang had for the last pool, and how many tokens fit."""
+
+
 def compute_cell_size(original: Any, self: Any, configurator: Any, num_layers: int) -> int:
     if not is_selected(configurator.server_args):
         return original(self, configurator, num_layers)
     check_model(configurator)
+    self.diffkv = configurator, num_layers
     return MemoryPlan.of(configurator, load_config(), num_layers).token_bytes
+
+
+def calculate_pool_sizes(original: Any, self: Any, available_bytes: int, *args: Any, **kwargs: Any) -> Any:
+    """As many tokens as fit with all else that the plugin puts on the device."""
+    global _sized
+    if not hasattr(self, "diffkv"):
+        return original(self, available_bytes, *args, **kwargs)
+    configurator, num_layers = self.diffkv
+    plan = MemoryPlan.of(configurator, load_config(), num_layers)
+    context = configurator.model_config.context_len + compat.CONTEXT_SLACK
+    capacity = plan.capacity_in(available_bytes, lambda tokens: compat.request_rows(configurator, tokens), context)
+    _sized = available_bytes, capacity
+    return original(self, capacity * self._cell_size, *args, **kwargs)
 
 
 def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
@@ -152,7 +175,8 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
     manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device, ranks=ranks)
-    pool.bind(manager)
+    footprint = plan.footprint(geometry, pool.size)
+    pool.bind(manager, footprint)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
         PageLedger(manager, pool.size),
         dtype=self.kv_cache_dtype,
@@ -161,7 +185,7 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
         need_sort=False,
     )
     METERS[BACKEND] = pool.usage
-    logger.info("DiffKV plan: %s", plan.describe(config, geometry, pool.size))
+    logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     return allocator
 
 
@@ -184,7 +208,8 @@ HOOKS = {
     SRT + "server_args.ServerArgs.add_cli_args": add_cli_args,
     SRT + "server_args.ServerArgs.from_cli_args": from_cli_args,
     SRT + "server_args.ServerArgs.check_server_args": launch_check,
-    SRT + "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": compute_cell_size,
+    POOL_SIZES + "_compute_cell_size": compute_cell_size,
+    POOL_SIZES + "calculate_pool_sizes": calculate_pool_sizes,
     CONFIGURATOR + "_build_mha_kv_pool": build_mha_kv_pool,
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_allocator,
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,

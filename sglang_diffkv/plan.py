@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_diffkv.config import DiffKVConfig
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.footprint import MIB, Footprint
+from sglang_diffkv.mem_pool.geometry import NAME_FACTOR, Geometry
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
-
-MIB = 1 << 20
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.ops import Ops, ReferenceOps
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Page format and heads of one rank."""
+    """Page format and heads of one rank, and on what it runs."""
 
+    config: DiffKVConfig
     fmt: PageFormat
     num_layers: int
     num_heads: int
+    q_heads: int
+    gpu: bool
 
     @classmethod
     def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int) -> MemoryPlan:
@@ -28,9 +34,12 @@ class MemoryPlan:
 
         Raises ConfigError for unsupported head sizes.
         """
-        model = configurator.model_config
+        model, ranks = configurator.model_config, configurator.server_args.tp_size
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim)
-        return cls(fmt, num_layers, model.get_num_kv_heads(configurator.server_args.tp_size))
+        on_gpu = torch.device(configurator.device).type == "cuda"
+        return cls(
+            config, fmt, num_layers, model.get_num_kv_heads(ranks), model.num_attention_heads // ranks, gpu=on_gpu
+        )
 
     @property
     def heads(self) -> int:
@@ -44,7 +53,7 @@ class MemoryPlan:
 
     def geometry(self, capacity: int, num_rows: int, max_tokens: int) -> Geometry:
         """Sizes for ``capacity`` high-tier tokens and ``num_rows`` request rows of up to ``max_tokens``."""
-        segments = max(64, min(8192, capacity // self.fmt.high.tokens))
+        segments = max(64, min(8192, capacity // (2 * self.fmt.high.tokens)))
         return Geometry(
             fmt=self.fmt,
             num_layers=self.num_layers,
@@ -55,20 +64,48 @@ class MemoryPlan:
             max_tokens=max_tokens,
         )
 
-    def describe(self, config: DiffKVConfig, geometry: Geometry, capacity: int) -> str:
+    def footprint(self, geometry: Geometry, capacity: int) -> Footprint:
+        """What a server will hold, from objects without memory."""
+        policy = self.config.build_policy()
+        state = PageState.of(geometry, device="meta")
+        ops: Ops = ReferenceOps()
+        if self.gpu and self.config.gpu_ops == "triton":
+            from sglang_diffkv.ops.gpu import build_ops
+
+            ops = build_ops(state, policy, geometry, self.q_heads, self.config.prefill)
+        exact = self.config.prefix_fidelity == "exact"
+        return Footprint.of(state, geometry, ops, names=NAME_FACTOR * capacity, exact=exact)
+
+    def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
+        """Most high-tier tokens with which everything on the device stays within ``budget`` bytes; 0 if there are none.
+
+        Args:
+            num_rows: rows of requests for a capacity, the padding row included.
+        """
+
+        def fits(capacity: int) -> bool:
+            geometry = self.geometry(capacity, num_rows(capacity), max_tokens)
+            return self.footprint(geometry, capacity).total <= budget
+
+        low, high = 0, max(budget, 0) // (self.fmt.page_bytes * self.heads // self.fmt.high.tokens) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def describe(self, geometry: Geometry, capacity: int) -> str:
         """One line for the log: tiers, bytes a token, pages, capacity against bf16."""
-        fmt = self.fmt
+        fmt, config = self.fmt, self.config
         tiers = ", ".join(
             f"{x.tier.name} {x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim)} B/token/head, {x.tokens} tokens/page"
             for x in fmt.layouts
         )
-        policy = config.build_policy()
         pool = geometry.num_pages * fmt.page_bytes
         bf16 = pool // (fmt.bf16_token_bytes * self.heads)
         return (
-            f"tiers [{tiers}]; policy {policy}; bf16 {fmt.bf16_token_bytes} B/token/head; "
+            f"tiers [{tiers}]; policy {config.build_policy()}; bf16 {fmt.bf16_token_bytes} B/token/head; "
             f"{geometry.num_pages} pages of {fmt.page_bytes} B for {self.num_layers} layers x {self.num_heads} "
-            f"KV heads = {pool / MIB:.1f} MiB, page table and counts {geometry.table_bytes() / MIB:.1f} MiB "
-            f"({geometry.num_blocks} blocks of {TABLE_BLOCK}); capacity {capacity} tokens at the high tier, "
-            f"bf16 in the same bytes: {bf16}; rotation {config.rotate}; prefix fidelity {config.prefix_fidelity}"
+            f"KV heads = {pool / MIB:.1f} MiB, page table of {geometry.num_blocks} blocks of {TABLE_BLOCK}; "
+            f"capacity {capacity} tokens at the high tier, bf16 in the same bytes: {bf16}; "
+            f"rotation {config.rotate}; prefix fidelity {config.prefix_fidelity}"
         )

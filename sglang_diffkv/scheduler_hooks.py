@@ -170,8 +170,10 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     result = original(self, *args, **kwargs)
     allocator = self.token_to_kv_pool_allocator
     if isinstance(allocator, DiffKVAllocator):
-        report = allocator.get_kvcache().usage.report()
-        report["config"] = load_config().model_dump(mode="json", exclude_none=True)
+        config, pool = load_config(), allocator.get_kvcache()
+        report = pool.usage.report()
+        report["config"] = config.model_dump(mode="json", exclude_none=True)
+        report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
             report["prompts"] = exact.outcomes
         result.internal_state["diffkv"] = report

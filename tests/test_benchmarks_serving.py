@@ -13,10 +13,10 @@ from benchmarks.provenance import command, without_paths
 from benchmarks.serving_backends import common_args, parse_backend, parse_diffkv
 from benchmarks.serving_loads import LOADS, parse_load
 from benchmarks.serving_log import parse_log
-from benchmarks.serving_memory import GIB, KVShape, check_bytes, diffkv_bytes, diffkv_tokens, stock_tokens
+from benchmarks.serving_memory import GIB, KVShape, check_bytes, diffkv_footprint, diffkv_tokens, stock_tokens
 from sglang_diffkv.config import load_config
 
-LLAMA = KVShape(32, 8, 128, 32768, 128256)
+LLAMA = KVShape(32, 8, 128, 32768, 128256, 32)
 
 LOG_17 = """\
 [2026-01-05 10:00:00] Prefill batch, #new-seq: 8, #new-token: 8192, #cached-token: 0, token usage: 0.00, \
@@ -68,8 +68,9 @@ def test_stock_tokens_in_equal_bytes():
 def test_diffkv_tokens_use_the_bytes_up(config):
     config = load_config(config)
     tokens = diffkv_tokens(8 * GIB, LLAMA, config, 128)
-    assert diffkv_bytes(tokens, LLAMA, config, 128) <= 8 * GIB < diffkv_bytes(tokens + 1, LLAMA, config, 128)
-    check_bytes(diffkv_bytes(tokens, LLAMA, config, 128) / GIB, 8.0, 0.0)
+    held = [diffkv_footprint(count, LLAMA, config, 128).total for count in (tokens, tokens + 1)]
+    assert held[0] <= 8 * GIB < held[1]
+    check_bytes(held[0] / GIB, 8.0, 0.0)
 
 
 def test_diffkv_tokens_refuse_too_few_bytes():

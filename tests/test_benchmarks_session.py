@@ -10,7 +10,7 @@ from benchmarks.serving_memory import GIB, KVShape
 from benchmarks.serving_report import HEADER, row, tables, with_ratios
 from sglang_diffkv.testing.server import ServerError
 
-LLAMA = KVShape(32, 8, 128, 32768, 128256)
+LLAMA = KVShape(32, 8, 128, 32768, 128256, 32)
 POINT = LOADS["batch"].points()[0]
 
 

@@ -222,10 +222,10 @@ def test_pages_by_owner_are_those_that_tables_list() -> None:
 
 
 def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
-    world = World(400)
+    world = World(1000)
     prefix = world.tokens(100)
     world.leave(world.prompt([*prefix, 1]), insert=False)
-    world.allocator.ledger.promise("other", [], 260)  # no room for a copy
+    world.allocator.ledger.promise("other", [], 860)  # no room for a copy
     req = world.start(prefix + world.tokens(30))
     assert world.manager.copies.judged
     world.plan(req)
@@ -233,3 +233,15 @@ def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
     assert not world.manager.copies.judged
     assert world.tree.exact.outcomes["no room"] == 1
     assert not world.tree.exact.joins(req.kv.req_pool_idx)
+
+
+def test_scores_of_a_long_prefix_are_not_kept() -> None:
+    world = World(400)
+    prefix = world.tokens(100)
+    assert world.manager.geometry.judged_tokens < len(prefix)
+    world.leave(world.prompt([*prefix, 1]), insert=False)
+    req = world.start(prefix + world.tokens(30))
+    assert not world.manager.copies.judged
+    world.plan(req)
+    world.launch(req)
+    assert world.tree.exact.outcomes["copied"] == 2, "the copy goes by what is known of the prefix"

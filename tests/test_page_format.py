@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import SUPPORTED_HEAD_DIMS, PageFormat, Tier, TierLayout
 from sglang_diffkv.mem_pool.state import PageState
-from tests.helpers import make_format, make_manager
+from tests.helpers import make_format
 
 NAMES = ["BF16", *(f"K{k}V{v}" for k in (8, 4, 2, 1) for v in (8, 4, 2, 1))]
 DIMS = list(itertools.product(SUPPORTED_HEAD_DIMS, repeat=2))
@@ -128,11 +127,3 @@ def test_views_cover_the_segments(tiers):
             assert touched.numel() and start <= int(touched.min()) and int(touched.max()) < end
             assert field[1].nbytes == end - start
             assert not state.pages[0].any() and not state.pages[2].any()
-
-
-@pytest.mark.parametrize("tiers", [("K8V4", "K4V2"), ("BF16",)], ids="-".join)
-def test_table_bytes_are_what_the_state_takes(tiers):
-    manager = make_manager(make_format(tiers), pages=333, rows=5, segments=9)
-    geometry: Geometry = manager.geometry
-    assert manager.state.nbytes()["pages"] == 334 * geometry.fmt.page_bytes
-    assert geometry.table_bytes() == pytest.approx(manager.state.nbytes()["bookkeeping"], abs=16)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.triton_table import check_rows
 from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
 from sglang_diffkv.mem_pool.state import PageState
@@ -73,11 +74,8 @@ def offsets_kernel(
 
 def default_splits(state: PageState, batch: int) -> int:
     """Splits of a head's pages that fill the GPU once for a batch of this size."""
-    processors = 8
-    if state.device.type == "cuda":
-        processors = torch.cuda.get_device_properties(state.device).multi_processor_count
     resident = 12 if state.fmt.head_dim <= 128 else 8  # one-warp programs that a processor's registers hold
-    return max(1, min(64, processors * resident // (batch * state.num_heads)))
+    return max(1, min(64, processors_of(state.device) * resident // (batch * state.num_heads)))
 
 
 @dataclass
@@ -130,20 +128,24 @@ class DecodeWorkspace:
         )  # fmt: skip
 
 
+ALIGN = 256
+"""Bytes at whose multiples tensors in the scratch begin."""
+
+
 @dataclass
 class DecodeScratch:
     """Memory from which workspaces for all batch sizes are cut, for steps that follow one another: a smaller batch
-    gets more splits in the same memory."""
+    gets more splits in the same memory.
+
+    Nothing in ``memory`` outlives a layer, so other steps on the same stream may use it in between.
+    """
 
     config: DecodeConfig
     splits: int  # of every batch size; 0: as many as fill the GPU
     slots: int  # of one head, all requests together
     room: int
     group: int
-    partial_out: torch.Tensor  # [slots * H * G * v_head_dim] float32
-    partial_lse: torch.Tensor  # [slots * H * G] float32
-    logits: torch.Tensor  # [H, room, G] fp16
-    tile_max: torch.Tensor  # [H, room / 16, G] float32
+    memory: torch.Tensor  # uint8
     offsets: torch.Tensor  # [L, H, max batch] int32
 
     @classmethod
@@ -156,13 +158,14 @@ class DecodeScratch:
         splits: int = 0,
         max_tokens: int = 0,
         densest: float = 0.0,
+        least_bytes: int = 0,
         config: DecodeConfig | None = None,
     ) -> DecodeScratch:
         """``max_tokens`` is the longest sequence whose scores are kept, 0 if none are; ``densest``, how many times its
-        share of all pages a head may own; by default what heads can differ by without pruning."""
+        share of all pages a head may own; by default what heads can differ by without pruning. ``least_bytes``: of
+        ``memory``, for others that use it."""
         config = config or DecodeConfig()
         fmt, heads = state.fmt, state.num_heads
-        group = q_heads // heads
         extra = len(fmt.tiers) - 1
         slots = max(b * ((splits or default_splits(state, b)) + extra) for b in range(1, max_batch + 1))
         # The ends of both tiers may be part-filled: half as many slots again as tokens. All requests together own no
@@ -175,36 +178,32 @@ class DecodeScratch:
         skew = max(2.0, densest, fmt.low.tokens / fmt.high.tokens)
         held = (int(skew * state.num_pages * page_slots / (state.num_layers * heads)) // 128 + 1) * 128
         room = min(max_batch * longest, max(longest, held))
+        offsets = torch.zeros(state.num_layers, heads, max_batch, dtype=torch.int32, device=state.device)
+        scratch = cls(config, splits, slots, room, q_heads // heads, torch.empty(0), offsets)
+        parts = scratch._parts(state, slots, 1)
+        size = sum(-(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN for shape, dtype in parts)
+        scratch.memory = torch.empty(max(size, least_bytes), dtype=torch.uint8, device=state.device)
+        return scratch
 
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=state.device)
-
-        return cls(
-            config,
-            splits,
-            slots,
-            room,
-            group,
-            empty(slots * heads * group * fmt.v_head_dim),
-            empty(slots * heads * group),
-            empty(heads, room, group, dtype=torch.float16),
-            empty(heads, room // 16, group),
-            torch.zeros(state.num_layers, heads, max_batch, dtype=torch.int32, device=state.device),
-        )
+    def _parts(self, state: PageState, batch: int, splits: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of the tensors of a workspace."""
+        heads, group = state.num_heads, self.group
+        partial = (batch, heads, splits, group)
+        return [
+            ((heads, self.room, group), torch.float16),
+            ((heads, self.room // 16, group), torch.float32),
+            ((*partial, state.fmt.v_head_dim), torch.float32),
+            (partial, torch.float32),
+        ]
 
     def workspace(self, state: PageState, batch: int) -> DecodeWorkspace:
         """The scratch of a step of ``batch`` requests, at most the scratch's."""
         assert batch <= self.offsets.shape[2]
         splits = self.splits or default_splits(state, batch)
-        shape = (batch, state.num_heads, splits + len(state.fmt.tiers) - 1, self.group)
-        size, dim = math.prod(shape), state.fmt.v_head_dim
-        return DecodeWorkspace(
-            self.config,
-            splits,
-            self.room,
-            self.partial_out[: size * dim].view(*shape, dim),
-            self.partial_lse[:size].view(shape),
-            self.logits,
-            self.tile_max,
-            self.offsets,
-        )
+        cut, at = [], 0
+        for shape, dtype in self._parts(state, batch, splits + len(state.fmt.tiers) - 1):
+            size = math.prod(shape) * dtype.itemsize
+            cut.append(self.memory[at : at + size].view(dtype).view(shape))
+            at += -(-size // ALIGN) * ALIGN
+        logits, tile_max, partial_out, partial_lse = cut
+        return DecodeWorkspace(self.config, splits, self.room, partial_out, partial_lse, logits, tile_max, self.offsets)

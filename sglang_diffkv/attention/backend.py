@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_diffkv.config import DiffKVConfig, load_config
-from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.pool import DiffKVPool
-from sglang_diffkv.ops import Ops, Step
-
-logger = logging.getLogger(__name__)
-
-
-def gpu_ops(manager: PageManager, config: DiffKVConfig, model_config: Any) -> Ops:
-    """The Triton ops for a model, with FlashInfer for new tokens where that can be."""
-    from sglang_diffkv.ops.ragged import RaggedPrefill
-    from sglang_diffkv.ops.triton import TritonOps
-
-    state, fmt = manager.state, manager.fmt
-    q_heads = model_config.num_attention_heads // manager.ranks.size
-    ragged = None
-    usable = RaggedPrefill.supports(fmt.head_dim, fmt.v_head_dim)
-    if config.prefill == "flashinfer" and not usable:
-        raise RuntimeError(f'"prefill": "flashinfer": not installed, or no kernel for head_dim {fmt.head_dim}')
-    if config.prefill != "triton" and usable:
-        ragged = RaggedPrefill(
-            q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim, state.dtype, state.device, fmt.head_dim**-0.5
-        )
-    logger.info("DiffKV: new tokens attend among themselves by %s", "FlashInfer" if ragged else "Triton")
-    return TritonOps(state, manager.policy, q_heads, manager.geometry.max_tokens, ragged)
+from sglang_diffkv.ops import Step
 
 
 class DiffKVAttnBackend(AttentionBackend):
@@ -60,23 +36,19 @@ class DiffKVAttnBackend(AttentionBackend):
         self.rotates = config.rotate == "keys"
         if self.state.pages.is_cuda:
             if config.gpu_ops != "reference":
-                manager.ops = gpu_ops(manager, config, runner.model_config)
-                self._warm_up(manager.ops, config, runner.dtype)
+                from sglang_diffkv.ops.gpu import build_ops
+                from sglang_diffkv.ops.warm_up import compile_kernels
+
+                q_heads = runner.model_config.num_attention_heads // manager.ranks.size
+                ops = build_ops(self.state, manager.policy, manager.geometry, q_heads, config.prefill)
+                manager.ops = ops
+                kinds = {"rotates": self.rotates, "copies": config.prefix_fidelity == "exact"}
+                compile_kernels(ops, self.state, manager.policy, dtype=runner.dtype, **kinds)
             if not runner.server_args.disable_overlap_schedule:
                 manager.stream = runner.forward_stream
         self.step: Step | None = None
         self.finishing: list[int] = []
         """Rows whose prompt ends with this pass."""
-
-    def _warm_up(self, ops: Any, config: DiffKVConfig, dtype: torch.dtype) -> None:
-        from sglang_diffkv.ops.warm_up import log_compilations, warm_up
-
-        began = time.perf_counter()
-        log_compilations()
-        copies = config.prefix_fidelity == "exact"
-        warm_up(ops, self.state, self.manager.policy, dtype=dtype, rotates=self.rotates, copies=copies)
-        torch.cuda.synchronize(self.state.device)
-        logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
 
     # What SGLang's graph runner asks
 

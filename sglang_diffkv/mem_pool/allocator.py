@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
+from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.ledger import PageLedger
-
-NAME_FACTOR = 4
-"""Names for each token of nominal capacity; more than the lowest tier can shrink a token."""
 
 
 class DiffKVAllocator(TokenToKVPoolAllocator):

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+
+TABLE_BLOCK = 16
+"""Columns of a page-table block."""
+
+
+NAME_FACTOR = 4
+"""Names of tokens for each token of nominal capacity; more than the lowest tier can shrink a token."""
 
 
 @dataclass(eq=False)
@@ -72,9 +78,7 @@ class Geometry:
         rows = min(self.num_rows, 512) + min(self.num_segments, 512)
         return 1 + 2 * -(-entries // TABLE_BLOCK) + 2 * min(rows, entries)
 
-    def table_bytes(self) -> int:
-        """Bytes of the page table and what else stands beside the pages."""
-        rows, tiers = self.num_rows + self.num_segments, len(self.fmt.tiers)
-        table = 12 * self.num_blocks * self.heads * TABLE_BLOCK
-        counts = 4 * rows * (self.heads * (4 * tiers + 2) + self.max_blocks + 1)
-        return table + counts + 8 * (self.num_pages + 1)
+    @property
+    def judged_tokens(self) -> int:
+        """Shared tokens whose scores running prompts may keep at once, for exact prefixes."""
+        return self.num_pages // self.heads * self.fmt.high.tokens // 8

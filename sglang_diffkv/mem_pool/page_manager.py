@@ -51,17 +51,7 @@ class PageManager:
         self.ranks = ranks or Ranks()
         self.fmt = geometry.fmt
         self.policy = policy
-        self.state = PageState.create(
-            geometry.fmt,
-            num_pages=geometry.num_pages,
-            num_rows=geometry.num_rows + geometry.num_segments,
-            num_layers=geometry.num_layers,
-            num_heads=geometry.num_heads,
-            max_blocks=geometry.max_blocks,
-            num_blocks=geometry.num_blocks,
-            dtype=dtype,
-            device=device,
-        )
+        self.state = PageState.of(geometry, dtype=dtype, device=device)
         exact = geometry.fmt.high.tier.is_raw and not policy.compresses
         self.ops: Ops = ReferenceOps(exact)
         self.space = TableSpace(self.state)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
+from sglang_diffkv.mem_pool.footprint import Footprint
+from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 
@@ -34,14 +36,20 @@ class DiffKVPool(KVCache):
         self.manager: PageManager | None = None
         self.usage: UsageMeter | None = None
 
-    def bind(self, manager: PageManager) -> None:
-        """Give the pool its memory, once the number of request rows is known."""
+    def bind(self, manager: PageManager, planned: Footprint | None = None) -> None:
+        """Give the pool its memory, once the number of request rows is known. ``planned``: all there will be."""
         self.manager = manager
         self.usage = UsageMeter(manager)
-        self.mem_usage = sum(manager.state.nbytes().values()) / GIB
+        self.mem_usage = (planned or self.footprint(exact=False)).total / GIB
+
+    def footprint(self, *, exact: bool) -> Footprint:
+        """What is held on the device now; ``exact``: whether the prefix cache keeps exact prompts."""
+        assert self.manager is not None
+        state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
+        return Footprint.of(state, geometry, ops, names=NAME_FACTOR * self.size, exact=exact)
 
     def get_kv_size_bytes(self) -> int:
-        return sum(self.manager.state.nbytes().values()) if self.manager else 0
+        return int(self.mem_usage * GIB) if self.manager else 0
 
     def _no_buffer(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(

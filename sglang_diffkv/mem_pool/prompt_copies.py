@@ -47,8 +47,11 @@ class PromptCopies:
         self.judged: dict[int, torch.Tensor] = {}  # row -> [L, H, shared tokens] float32, NaN where not judged yet
 
     def judge(self, row: int) -> None:
-        """From now on, the row's passes judge the shared tokens for its copy."""
+        """From now on, the row's passes judge the shared tokens for its copy, if there is room for their scores.
+        Otherwise the copy goes by what is known of them."""
         geometry, shared = self.manager.geometry, self.manager.shared[row]
+        if sum(x.shape[2] for x in self.judged.values()) + shared > geometry.judged_tokens:
+            return
         with self.manager.launching():
             self.judged[row] = torch.full(
                 (geometry.num_layers, geometry.num_heads, shared), float("nan"), device=self.manager.state.device

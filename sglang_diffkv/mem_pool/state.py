@@ -16,10 +16,8 @@ from functools import cached_property
 
 import torch
 
+from sglang_diffkv.mem_pool.geometry import TABLE_BLOCK, Geometry
 from sglang_diffkv.mem_pool.page_format import EMPTY, PageFormat, TierLayout
-
-TABLE_BLOCK = 16
-"""Columns of a page-table block."""
 
 NO_LIMIT = 2**31 - 1
 """Upper end of the position range of a page that its owner wrote itself."""
@@ -129,6 +127,23 @@ class PageState:
             fault=ints(num_rows),
         )
 
+    @classmethod
+    def of(
+        cls, geometry: Geometry, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
+    ) -> PageState:
+        """An empty state of these sizes."""
+        return cls.create(
+            geometry.fmt,
+            num_pages=geometry.num_pages,
+            num_rows=geometry.num_rows + geometry.num_segments,
+            num_layers=geometry.num_layers,
+            num_heads=geometry.num_heads,
+            max_blocks=geometry.max_blocks,
+            num_blocks=geometry.num_blocks,
+            dtype=dtype,
+            device=device,
+        )
+
     @cached_property
     def segments(self) -> tuple[Segments, ...]:
         return tuple(Segments.of(self.pages, layout, self.dtype) for layout in self.fmt.layouts)
@@ -157,8 +172,3 @@ class PageState:
     @property
     def device(self) -> torch.device:
         return self.pages.device
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes of the page buffer and of everything beside it."""
-        pages = self.pages.nbytes
-        return {"pages": pages, "bookkeeping": tensor_bytes(self) - pages}

@@ -74,6 +74,10 @@ class Ops(Protocol):
         """Static buffers for decode steps of up to ``max_batch`` requests that a CUDA graph will hold."""
         ...
 
+    def memory(self) -> dict[str, int]:
+        """Bytes on the device that the ops hold beside the state, by what they are for."""
+        ...
+
     def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
         """A decode step over rows and seq_lens, [B] integers, whose values ``begin`` reads."""
         ...

@@ -7,11 +7,25 @@ import math
 
 import torch
 
+from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.ops.base import Step
 
-WORKSPACE_BYTES = 128 << 20
-"""FlashInfer's recommended size of the buffer for split results."""
+MIB = 1 << 20
+
+PLAN_BYTES = 8 << 20
+"""Of FlashInfer's own buffer for plans on the device; it has another of the size in pinned memory of the host."""
+TILE_ROWS = 128
+"""Query rows of FlashInfer's largest tile."""
+RESIDENT = 2
+"""Tiles that a multiprocessor works on at once."""
 HEAD_DIMS = (64, 128, 256)
+
+
+def workspace_bytes(q_heads: int, kv_heads: int, v_head_dim: int, device: torch.device) -> int:
+    """What FlashInfer's split results take at most: it splits only as far as its tiles fill the GPU once."""
+    tiles = RESIDENT * processors_of(device) // kv_heads
+    results = q_heads * max(tiles, 1) * TILE_ROWS * (v_head_dim + 1) * 4
+    return -(-results // MIB) * MIB + MIB
 
 
 class RaggedPrefill:
@@ -19,6 +33,7 @@ class RaggedPrefill:
 
     Args:
         scale: softmax scale of every layer. logit_cap: 0 for none.
+        buffer: uint8, ``workspace_bytes`` at least, that nothing else uses between ``plan`` and the last ``run``.
     """
 
     def __init__(
@@ -31,10 +46,13 @@ class RaggedPrefill:
         device: torch.device,
         scale: float,
         logit_cap: float = 0.0,
+        buffer: torch.Tensor | None = None,
     ):
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
-        buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        if buffer is None:
+            size = workspace_bytes(q_heads, kv_heads, v_head_dim, device)
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD")
         self._shape = (q_heads, kv_heads, head_dim, v_head_dim)
         self._options = {"causal": True, "sm_scale": scale, "logits_soft_cap": logit_cap, "q_data_type": dtype}

@@ -35,6 +35,9 @@ class ReferenceOps:
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
         raise UnsupportedError("the reference ops cannot be captured in a CUDA graph; add --disable-cuda-graph")
 
+    def memory(self) -> dict[str, int]:
+        return {}
+
     def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
         rows, seq_lens, batch = rows.long(), seq_lens.long(), rows.shape[0]
         ones, count = torch.ones_like(rows), torch.full((1,), batch, dtype=torch.int32, device=rows.device)

@@ -21,10 +21,10 @@ from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
-from sglang_diffkv.mem_pool.allocator import NAME_FACTOR
+from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.ops.base import Step
-from sglang_diffkv.ops.ragged import RaggedPrefill
+from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
@@ -52,7 +52,15 @@ class DecodeBuffers:
     num_rows: torch.Tensor  # [1] int32
 
     @classmethod
-    def create(cls, state: PageState, max_batch: int, q_heads: int, max_tokens: int, policy: Policy) -> DecodeBuffers:
+    def create(
+        cls,
+        state: PageState,
+        max_batch: int,
+        q_heads: int,
+        max_tokens: int,
+        policy: Policy,
+        least_scratch: int = 0,
+    ) -> DecodeBuffers:
         def full(value: int) -> torch.Tensor:
             return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
 
@@ -64,6 +72,7 @@ class DecodeBuffers:
                 q_heads,
                 max_tokens=max_tokens if policy.compresses else 0,
                 densest=NAME_FACTOR if policy.judges_low else 0.0,
+                least_bytes=least_scratch,
             ),
             FoundTokens.create(state, max_batch, judge_low=policy.judges_low) if policy.compresses else None,
             CompactWorkspace.create(state, max_batch),
@@ -80,23 +89,53 @@ class TritonOps:
     Args:
         q_heads: query heads. max_tokens: longest sequence, for the scratch that keeps a step's logits.
         ragged: computes the attention of new tokens among themselves; None for the Triton kernel.
+        least_scratch: bytes of the scratch at least, for ``ragged``, which may use it between decode steps.
     """
 
     def __init__(
-        self, state: PageState, policy: Policy, q_heads: int, max_tokens: int, ragged: RaggedPrefill | None = None
+        self,
+        state: PageState,
+        policy: Policy,
+        q_heads: int,
+        max_tokens: int,
+        ragged: RaggedPrefill | None = None,
+        least_scratch: int = 0,
     ):
         if policy.compresses and not isinstance(policy, DiffKVPolicy):
             raise UnsupportedError(f"the Triton kernels carry out DiffKV's policy, not {type(policy).__name__}")
         self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
+        self.least_scratch = least_scratch
+        self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
         self.ticket = torch.zeros(1, dtype=torch.int32, device=state.device)
         self.prompt = PromptWorkspace.create(state)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
-        made = DecodeBuffers.create(state, max_batch, self.q_heads, self.max_tokens, self.policy)
-        self.buffers.append(made)
-        taken = sum(tensor_bytes(x) for x in (made, made.scratch, made.compaction, made.found) if x is not None)
-        logger.info("DiffKV: decode scratch for %d requests %.1f MiB, beside the pool", max_batch, taken / 2**20)
+        if self.buffers and self.buffers[-1].max_batch >= max_batch:
+            return
+        self.buffers.append(
+            DecodeBuffers.create(
+                state, max_batch, self.q_heads, self.max_tokens, self.policy, 0 if self.buffers else self.least_scratch
+            )
+        )
+
+    def use_ragged(self, state: PageState, scale: float) -> None:
+        """New tokens attend among themselves by FlashInfer, in the scratch of the decode steps."""
+        self.ragged_plan_bytes = PLAN_BYTES
+        if not state.pages.is_meta:
+            fmt, buffer = state.fmt, self.buffers[0].scratch.memory
+            shape = (self.q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim)
+            self.ragged = RaggedPrefill(*shape, state.dtype, state.device, scale, buffer=buffer)
+
+    def memory(self) -> dict[str, int]:
+        lines = dict.fromkeys(("attention scratch", "decode searches", "decode decisions", "step constants"), 0)
+        for x in self.buffers:
+            lines["attention scratch"] += tensor_bytes(x.scratch)
+            lines["decode searches"] += tensor_bytes(x.found) if x.found is not None else 0
+            lines["decode decisions"] += tensor_bytes(x.compaction)
+            lines["step constants"] += tensor_bytes(x)
+        lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt)
+        return {**lines, "FlashInfer's plans": self.ragged_plan_bytes}
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:

@@ -40,6 +40,17 @@ def log_compilations() -> None:
     runtime.jit_cache_hook, runtime.jit_post_compile_hook = begin, end
 
 
+def compile_kernels(
+    ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, rotates: bool, copies: bool
+) -> None:
+    """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
+    began = time.perf_counter()
+    log_compilations()
+    warm_up(ops, state, policy, dtype=dtype, rotates=rotates, copies=copies)
+    torch.cuda.synchronize(state.device)
+    logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
+
+
 def warm_up(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, rotates: bool, copies: bool
 ) -> None:
@@ -74,5 +85,6 @@ def warm_up(
     ops.measure(state, one_row, none[:1], none[:1])
     if policy.compresses:
         ops.compact_prompt(state, 1, 0, policy)
-        for scores in [None, *(x[0] for x in judged)] if copies else []:
-            ops.copy_compact(state, 2, 1, 0, 0, 0, policy, scores)
+    for own in judged:
+        for known in (None, own[0]):
+            ops.copy_compact(state, 2, 1, 0, 0, 0, policy, known)

@@ -1,0 +1,77 @@
+"""Where the bytes of a pool go: every allocation of the plugin on the device, by what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.usage import COUNT_AT
+from sglang_diffkv.ops.base import Ops
+
+MIB = 1 << 20
+PAGES = "pages"
+NAME_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes by what they are for.
+
+    Attributes:
+        held: from start to end. at_most: made and given back while requests run, and bounded.
+    """
+
+    held: dict[str, int]
+    at_most: dict[str, int]
+
+    @classmethod
+    def of(cls, state: PageState, geometry: Geometry, ops: Ops, *, names: int, exact: bool) -> Footprint:
+        """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
+
+        Args:
+            names: tokens that SGLang may name at once. exact: whether the prefix cache keeps exact prompts.
+        """
+        rows = geometry.num_rows + geometry.num_segments
+        counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
+        row_bytes = sum(x.nbytes for x in counts) // rows + state.block_table.nbytes // rows + state.fault.itemsize
+        held = {
+            PAGES: state.pages.nbytes,
+            "free list": state.ring.nbytes + state.counters.nbytes + state.refcount.nbytes,
+            "page table": state.page_table.nbytes + state.range_lo.nbytes + state.range_hi.nbytes,
+            "rows of requests": row_bytes * geometry.num_rows,
+            "rows of prefix segments": row_bytes * geometry.num_segments,
+            "token names": NAME_BYTES * names,
+            **ops.memory(),
+        }
+        triple = geometry.heads * (len(geometry.fmt.tiers) + 1) * 4
+        at_most = {
+            "counts of ended requests": COUNT_AT * triple,
+            "scores of exact prefixes": 4 * geometry.heads * geometry.judged_tokens if exact else 0,
+        }
+        return cls(*({name: size for name, size in part.items() if size} for part in (held, at_most)))
+
+    @property
+    def total(self) -> int:
+        return sum(self.held.values()) + sum(self.at_most.values())
+
+    @property
+    def share_outside(self) -> float:
+        """The part of all bytes that is not pages."""
+        return 1 - self.held[PAGES] / self.total
+
+    def report(self) -> dict[str, object]:
+        """For ``/server_info``: bytes."""
+        return {"held": self.held, "at_most": self.at_most, "total": self.total, "share_outside": self.share_outside}
+
+    def describe(self, budget: int | None = None) -> str:
+        """A table, one line for each use. ``budget``: bytes that SGLang set aside, None if it counted tokens."""
+        whole = budget or self.total
+        lines = [*self.held.items(), *((f"{name}, at most", size) for name, size in self.at_most.items())]
+        lines.append(("sum", self.total))
+        if budget:
+            lines.append(("left of the budget", budget - self.total))
+        width = max(len(name) for name, _ in lines)
+        table = [f"  {name:<{width}}  {size / MIB:10.2f} MiB  {size / whole:7.2%}" for name, size in lines]
+        head = f"DiffKV memory, of {whole / MIB:.1f} MiB; outside the pages: {self.share_outside:.2%}"
+        return "\n".join([head, *table])
