@@ -114,10 +114,10 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
 
 
 def running_request_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, at the measured price of a token."""
+    """What a running request is expected to take yet, at the measured price of its tokens."""
     offset = original(self, req)
     allocator = self.token_to_kv_pool_allocator
-    return offset * allocator.ledger.growth_price() if isinstance(allocator, DiffKVAllocator) else offset
+    return offset * allocator.ledger.price_of(compat.row_of(req)) if isinstance(allocator, DiffKVAllocator) else offset
 
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,11 +62,28 @@ def test_a_request_is_priced_for_admission_only() -> None:
 
 def test_a_refused_request_waits_for_room() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
-    assert not ledger.room_for_refused(0.0), "nobody was refused"
+    assert not ledger.room_for_refused([]), "nobody was refused"
     ledger.refused = ledger.available() - 100
-    assert ledger.room_for_refused(99.0) and not ledger.room_for_refused(100.0)
+    assert ledger.room_for_refused([(3, 60.0), (4, 39.0)]) and not ledger.room_for_refused([(3, 60.0), (4, 40.0)])
     session.extend({1: 160})
-    assert not ledger.room_for_refused(0.0)
+    assert not ledger.room_for_refused([])
     session.release(1)
     session.manager.tracker.settle()
-    assert ledger.room_for_refused(99.0)
+    assert ledger.room_for_refused([(None, 99.0)])
+
+
+def test_a_long_request_has_a_price_of_its_own() -> None:
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    manager = session.manager
+    session.extend({1: 300, 2: 300, 3: 20})
+    assert ledger.price_of(1) == ledger.growth_price() == 1.0, "prompts say nothing"
+    manager.copies.untouched.add(2)
+    for row in (1, 2, 3):
+        session.end_prompt(row)
+    session.step([1, 2, 3])
+    manager.tracker.settle()
+    held = manager.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
+    assert ledger.price_of(1) == pytest.approx(PRICE_MARGIN * held / 301)
+    assert ledger.price_of(1) < ledger.growth_price()
+    assert ledger.price_of(2) == 1.0, "all of it stayed in the high tier"
+    assert ledger.price_of(3) == ledger.price_of(None) == ledger.growth_price()

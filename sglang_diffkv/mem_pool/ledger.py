@@ -14,7 +14,7 @@ from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.page_manager import PageManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 SPARE_PAGES = 3
 """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
@@ -31,6 +31,9 @@ PRICE_MARGIN = 1.1
 
 PRICE_TOKENS = 512
 """Tokens of running requests from which their pages tell what a generated token takes."""
+
+ROW_PRICE_TOKENS = 256
+"""Tokens of one request from which its own pages tell what its tokens take."""
 
 
 class Promise(NamedTuple):
@@ -87,12 +90,22 @@ class PageLedger:
             self._price = min(PRICE_MARGIN * held / tokens, 1.0)
         return self._price
 
-    def room_for_refused(self, expected_tokens: float) -> bool:
-        """Whether the last refused request would fit beside ``expected_tokens`` that running requests may generate
-        yet. Running requests make room by compression and by a falling price, not only by ending."""
+    def price_of(self, row: int | None) -> float:
+        """The same for a running request: by its own pages where it is long enough."""
+        manager = self.manager
+        if row is not None and row not in manager.prompting and manager.lengths.get(row, 0) >= ROW_PRICE_TOKENS:
+            held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
+            if held:
+                return min(PRICE_MARGIN * held / manager.lengths[row], 1.0)
+        return self.growth_price()
+
+    def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
+        """Whether the last refused request would fit beside what running requests may generate yet, given as (row,
+        tokens). Running requests make room by compression and by a falling price, not only by ending."""
         if self.refused is None:
             return False
-        return self.available() + self.evictable() - self.growth_price() * expected_tokens > self.refused
+        growth = sum(tokens * self.price_of(row) for row, tokens in expected)
+        return self.available() + self.evictable() - growth > self.refused
 
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())
