@@ -85,6 +85,11 @@ def prompt_len(req: Any) -> int:
     return len(req.full_untruncated_fill_ids)
 
 
+def longest_len(req: Any) -> int:
+    """Tokens of the request's sequence when it ends, at most."""
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+
+
 def protected_len(req: Any) -> int:
     """Tokens of the request whose names belong to the tree."""
     return _kv_of(req).cache_protected_len

@@ -110,6 +110,14 @@ class StockPool:
     def admits(self, tokens: int) -> bool:
         return True
 
+    def saved(self, tokens: int, chunk: int, longest: int) -> tuple[int, bool]:
+        return 0, False
+
+    def promise(self, req: Request, chunk: int) -> None: ...
+
+    def holds(self, req: Request) -> bool:
+        return False
+
     def prefill(self, batch: list[tuple[Request, int]]) -> None:
         for req, count in batch:
             self._take(req.row, count)
@@ -151,15 +159,16 @@ class DiffKVServer:
         longest: int,
         window: int = 64,
         share_min_tokens: int | None = 128,
+        compacts_chunks: bool = True,
     ):
         geometry = Geometry(
-            fmt, *high.shape, pages_for(capacity, fmt.high.tokens, high.size), rows + 1, 1, max_tokens=longest
+            fmt, *high.shape, pages_for(capacity, fmt.high.tokens, high.size), rows + 1, 512, max_tokens=longest
         )
         self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, window))
-        self.manager.ops = CountingOps(high, window, 0)
+        self.manager.ops = self.ops = CountingOps(high, window, 0)
         self.manager.share_min_tokens = share_min_tokens
         self.ledger = PageLedger(self.manager, capacity)
-        self.capacity = capacity
+        self.capacity, self.compacts_chunks = capacity, compacts_chunks
 
     @property
     def price(self) -> float:
@@ -171,10 +180,32 @@ class DiffKVServer:
     def admits(self, tokens: int) -> bool:
         return self.ledger.admits([], tokens)
 
+    def saved(self, tokens: int, chunk: int, longest: int) -> tuple[int, bool]:
+        """What a prompt takes less if it is compacted between chunks, 0 if it may not, and whether it fits then."""
+        most = self.ledger.most_pages([], longest)
+        if not self.compacts_chunks or tokens <= chunk or not self.ledger.may_compact([], tokens, most):
+            return 0, False
+        return tokens - self.ledger.compacting_tokens(tokens, chunk), self.ledger.admits_compacting(tokens, chunk)
+
+    def promise(self, req: Request, chunk: int) -> None:
+        """Set pages aside for an admitted prompt; ``chunk`` 0 if it is not compacted between chunks."""
+        if chunk:
+            self.ledger.chunks[str(req.row)] = chunk
+        self.ledger.promise(str(req.row), [], req.fill)
+
+    def holds(self, req: Request) -> bool:
+        """Whether a prompt's next chunk has to wait."""
+        if str(req.row) not in self.ledger.chunks or self.ledger.uncommitted_pages() >= 0:
+            return False
+        self.manager.tracker.settle()
+        return self.ledger.uncommitted_pages() < 0
+
     def prefill(self, batch: list[tuple[Request, int]]) -> None:
         manager = self.manager
         rows, counts, starts = [], [], []
         for req, count in batch:
+            if req.done + count < req.fill and str(req.row) in self.ledger.chunks:
+                manager.chunking.add(req.row)
             self.ledger.promise(str(req.row), [], req.fill - req.done - count)
             rows.append(req.row)
             counts.append(count)
@@ -185,6 +216,8 @@ class DiffKVServer:
         for req, count in batch:
             if req.done + count == req.fill:
                 manager.end_prompt(req.row)
+        for row in manager.take_chunking(rows):
+            manager.end_chunk(row)
 
     def decode(self, reqs: list[Request]) -> None:
         manager, rows = self.manager, [req.row for req in reqs]
@@ -194,7 +227,7 @@ class DiffKVServer:
         manager.tracker.report()
 
     def release(self, row: int) -> None:
-        self.ledger.promised.pop(str(row), None)
+        self.ledger.forget(str(row))
         if row in self.manager.lengths:
             self.manager.release(row)
 
@@ -223,6 +256,8 @@ class Seen:
     ratio: list[float] = field(default_factory=list)
     parts: list[dict[str, float]] = field(default_factory=list)
     retracted: int = 0
+    compacted: int = 0  # prompts admitted because they are compacted between chunks
+    held: int = 0  # passes in which such a prompt waited
     steps: int = 0
 
     @property
@@ -268,32 +303,19 @@ class Scheduler:
             return False
         pool, batch, left = self.pool, [], self.chunk
         offset = sum(tokens * pool.price_of(row) for row, tokens in self._expected())
-        if self.chunked is not None:
+        held = self.chunked is not None and bool(self.running) and pool.holds(self.chunked)
+        self.seen.held += held
+        if self.chunked is not None and not held:
             req = self.chunked
             count = min(req.fill - req.done, left)
             batch.append((req, count))
             left -= count
             self.chunked = None if req.done + count == req.fill else req
             offset += count + (0 if self.chunked else self._rest(req) * pool.price)
-        while self.waiting and left > 0 and self.chunked is None:
-            req = self.waiting[0]
-            wanted = req.fill + math.ceil(self._rest(req) * pool.price) + 1
-            promised = sum(x.fill - x.done for x, _ in batch if x.row)
-            if not self.rows:
-                self.full = True
-                break
-            if not pool.admits(req.fill + promised) or wanted >= pool.available() - offset:
-                pool.refuse(wanted)
-                self.full = True
-                break
-            self.waiting.popleft()
-            req.row = self.rows.pop()
-            count = min(req.fill, left)
+        while self.waiting and left > 0 and self.chunked is None and self._admit(self.waiting[0], batch, left, offset):
+            req, count = batch[-1]
             left -= count
-            batch.append((req, count))
-            offset += count + 1 + (math.ceil(self._rest(req) * pool.price) if count == req.fill else 0)
-            if count < req.fill:
-                self.chunked = req
+            offset += count + 1 + (0 if self.chunked else math.ceil(self._rest(req) * pool.price))
         if not batch:
             return False
         pool.prefill(batch)
@@ -303,6 +325,32 @@ class Scheduler:
                 req.made += 1
                 self.running.append(req)
         self._retire()
+        return True
+
+    def _admit(self, req: Request, batch: list[tuple[Request, int]], left: int, offset: float) -> bool:
+        """Whether the first of the waiting requests joins the batch."""
+        pool = self.pool
+        wanted, room = req.fill + math.ceil(self._rest(req) * pool.price) + 1, pool.available() - offset
+        chunk = 0
+        if not pool.admits(req.fill) or wanted >= room:
+            others = [*self.running, *(x for x, _ in batch)]
+            saved, fits = pool.saved(req.fill, self.chunk, max((x.prompt + x.reply for x in others), default=0))
+            if not fits or wanted - saved >= room:
+                pool.refuse(wanted - saved)
+                self.full = True
+                return False
+            chunk = self.chunk
+            self.seen.compacted += 1
+        if not self.rows:
+            self.full = True
+            return False
+        self.waiting.popleft()
+        req.row = self.rows.pop()
+        pool.promise(req, chunk)
+        count = min(req.fill, left)
+        batch.append((req, count))
+        if count < req.fill:
+            self.chunked = req
         return True
 
     def _decode(self) -> None:
