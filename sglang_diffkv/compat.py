@@ -85,6 +85,11 @@ def prompt_len(req: Any) -> int:
     return len(req.full_untruncated_fill_ids)
 
 
+def longest_len(req: Any) -> int:
+    """Tokens of the request's sequence when it ends, at most."""
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+
+
 def protected_len(req: Any) -> int:
     """Tokens of the request whose names belong to the tree."""
     return _kv_of(req).cache_protected_len
@@ -132,16 +137,15 @@ def tokens_wanted(req: Any, price: float) -> float:
     return prompt_len(req) - prefix_len(req) + price * rest + 1
 
 
-def expected_tokens(scheduler: Any) -> float:
-    """What SGLang expects the running requests to generate yet, as its admission does."""
+def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:
+    """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     ratio = scheduler.new_token_ratio_tracker.current
-    total = 0.0
     for req in scheduler.running_batch.reqs:
         rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
-        total += rest * (1.0 if release() >= (0, 5, 22) and req.sampling_params.ignore_eos else ratio)
-    return total
+        whole = release() >= (0, 5, 22) and req.sampling_params.ignore_eos
+        yield row_of(req), rest * (1.0 if whole else ratio)
 
 
 def prefill_graphs_wanted(server_args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The hooks on a running scheduler: rows, steps, admission, results and reports. All are no-ops for other pools."""
+"""The hooks on a running scheduler: rows, steps, results and reports. All are no-ops for other pools."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from sglang_diffkv import compat
+from sglang_diffkv.admission_hooks import ADMISSION_HOOKS, SRT
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
@@ -14,15 +15,13 @@ from sglang_diffkv.validation import BACKEND
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
 """Set to 1, a server checks ring, tables, counts and tree after every step (slow; for tests and bug reports)."""
 
-SRT = "sglang.srt."
-
 
 def free_row(original: Any, self: Any, req: Any) -> Any:
     """A request leaves its row: on finish, abort and retraction alike."""
     allocator = getattr(self, "diffkv_allocator", None)
     if allocator is not None:
         row, pool = compat.row_of(req), allocator.get_kvcache()
-        allocator.ledger.promised.pop(req.rid, None)
+        allocator.ledger.forget(req.rid)
         if row in pool.manager.lengths:
             if req.finished() and not _aborted(req):
                 pool.usage.finish(row)
@@ -55,6 +54,8 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         if end == compat.prompt_len(req):
             manager.finishing.add(row)
             ending.append((row, req))
+        elif req.rid in ledger.chunks:
+            manager.chunking.add(row)
         ledger.promise(req.rid, [], compat.prompt_len(req) - end)
         rows.append(row)
         starts.append(start)
@@ -76,48 +77,6 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         starts = [length - 1 for length in self.seq_lens_cpu.tolist()]
         allocator.ledger.manager.plan_step(rows, [1] * len(rows), starts)
     return result
-
-
-def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Admit a prompt only if its pages fit, whatever SGLang's token arithmetic says."""
-    allocator = self.token_to_kv_pool_allocator
-    if not isinstance(allocator, DiffKVAllocator):
-        return original(self, req, *args, **kwargs)
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    ledger = allocator.ledger
-    tree = allocator.tree_cache
-    path = tree.path(req.last_node) if tree is not None else []
-    needed = compat.prompt_len(req) - compat.prefix_len(req)
-    with compat.node_locked(self, req.last_node):
-        if tree is not None:
-            tree.evict_table_blocks(path, needed)
-        admitted = ledger.admits(path, needed)
-    if not admitted:
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
-        if path and not ledger.manager.lengths and not ledger.promised:
-            # Nothing runs, so nothing will make room but the part-filled pages of the request's own prefix.
-            tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
-            tree.evict_table_blocks([], compat.prompt_len(req))
-            return AddReqResult.OTHER
-        return AddReqResult.NO_TOKEN
-    with compat.priced(req, ledger.growth_price()):
-        result = original(self, req, *args, **kwargs)
-    ledger.refused = None
-    if result == AddReqResult.NO_TOKEN:
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
-    if self.can_run_list and self.can_run_list[-1] is req:
-        ledger.promise(req.rid, path, needed)
-        if tree is not None:
-            tree.evict_uncovered()
-    return result
-
-
-def running_request_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, at the measured price of a token."""
-    offset = original(self, req)
-    allocator = self.token_to_kv_pool_allocator
-    return offset * allocator.ledger.growth_price() if isinstance(allocator, DiffKVAllocator) else offset
 
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,6 +133,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report = pool.usage.report()
         report["config"] = config.model_dump(mode="json", exclude_none=True)
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
+        report["admission"] = allocator.ledger.report()
         if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
             report["prompts"] = exact.outcomes
         result.internal_state["diffkv"] = report
@@ -199,8 +159,7 @@ SCHEDULER_HOOKS = {
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode": prepare_for_decode,
-    SRT + "managers.schedule_policy.PrefillAdder.add_one_req": add_one_req,
-    SRT + "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset": running_request_offset,
+    **ADMISSION_HOOKS,
     SRT + "managers.scheduler.Scheduler.get_next_batch_to_run": get_next_batch_to_run,
     SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
     SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_diffkv import compat
-from sglang_diffkv.mem_pool.ledger import PRICE_MARGIN, PRICE_TOKENS, PageLedger
+from sglang_diffkv.admission_hooks import add_chunked_req
+from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
+from sglang_diffkv.mem_pool.ledger import PRICE_MARGIN, PRICE_TOKENS, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.dense import Session
@@ -62,11 +65,79 @@ def test_a_request_is_priced_for_admission_only() -> None:
 
 def test_a_refused_request_waits_for_room() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
-    assert not ledger.room_for_refused(0.0), "nobody was refused"
+    assert not ledger.room_for_refused([]), "nobody was refused"
     ledger.refused = ledger.available() - 100
-    assert ledger.room_for_refused(99.0) and not ledger.room_for_refused(100.0)
+    assert ledger.room_for_refused([(3, 60.0), (4, 39.0)]) and not ledger.room_for_refused([(3, 60.0), (4, 40.0)])
     session.extend({1: 160})
-    assert not ledger.room_for_refused(0.0)
+    assert not ledger.room_for_refused([])
     session.release(1)
     session.manager.tracker.settle()
-    assert ledger.room_for_refused(99.0)
+    assert ledger.room_for_refused([(None, 99.0)])
+
+
+def test_a_long_request_has_a_price_of_its_own() -> None:
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    manager = session.manager
+    session.extend({1: 300, 2: 300, 3: 20})
+    assert ledger.price_of(1) == ledger.growth_price() == 1.0, "prompts say nothing"
+    manager.copies.untouched.add(2)
+    for row in (1, 2, 3):
+        session.end_prompt(row)
+    session.step([1, 2, 3])
+    manager.tracker.settle()
+    held = manager.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
+    assert ledger.price_of(1) == pytest.approx(PRICE_MARGIN * held / 301)
+    assert ledger.price_of(1) < ledger.growth_price()
+    assert ledger.price_of(2) == 1.0, "all of it stayed in the high tier"
+    assert ledger.price_of(3) == ledger.price_of(None) == ledger.growth_price()
+
+
+class Adder(SimpleNamespace):
+    """What the hook on chunks sees of SGLang's ``PrefillAdder``."""
+
+
+def chunked(ledger: PageLedger, running: int) -> tuple[Adder, SimpleNamespace]:
+    allocator = DiffKVAllocator.__new__(DiffKVAllocator)
+    allocator.ledger, allocator.tree_cache = ledger, None
+    adder = Adder(
+        token_to_kv_pool_allocator=allocator,
+        rem_chunk_tokens=100,
+        running_batch=SimpleNamespace(reqs=[None] * running),
+        can_run_list=[],
+    )
+    req = SimpleNamespace(rid="r", full_untruncated_fill_ids=[0] * 1000, prefix_indices=[0] * 300)
+    return adder, req
+
+
+@pytest.mark.skipif(compat.release() >= (0, 5, 22), reason="the stand-in for a request has the fields of SGLang 0.5.21")
+def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    taken: list[int] = []
+
+    def original(adder: Adder, req: SimpleNamespace) -> None:
+        taken.append(ledger.available())
+
+    adder, req = chunked(ledger, running=1)
+    add_chunked_req(original, adder, req)
+    assert taken.pop() > 10**9, "a chunk whose pages are promised is not cut short"
+    ledger.chunks["r"] = 50
+    add_chunked_req(original, adder, req)
+    assert taken and ledger.chunks["r"] == 100 and ledger.promised["r"].pages == ledger.prompt_pages(100)
+    taken.clear()
+    ledger.promised["other"] = Promise(session.manager.geometry.num_pages - ledger.prompt_pages(60), 0)
+    assert add_chunked_req(original, adder, req) is req and not taken
+    assert ledger.uncommitted_pages() < 0, "so the next decode step retracts"
+    adder, req = chunked(ledger, running=0)
+    add_chunked_req(original, adder, req)
+    assert taken, "nobody would make room"
+
+
+def test_what_a_compacted_prompt_is_expected_to_take() -> None:
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    assert ledger.compacting_tokens(1000, 100) == 1000, "nothing is known yet"
+    ledger._price, ledger._priced_at = 0.55, (session.manager.version, session.manager.tracker.counted_step)
+    assert ledger.compacting_tokens(1000, 100) == 100 + math.ceil(900 * 0.55 * PROMPT_MARGIN / PRICE_MARGIN)
+    assert ledger.compacting_tokens(80, 100) == 80
+    pages, heads = session.manager.geometry.num_pages, session.manager.geometry.heads
+    tokens = (pages // heads - 40) * session.manager.fmt.high.tokens
+    assert ledger.may_compact([], 100, 0) and not ledger.may_compact([], tokens, ledger.most_pages([], 400))

@@ -77,6 +77,29 @@ def test_room_that_compression_frees_is_admitted_again() -> None:
     assert max(running) >= 3
 
 
+def test_long_prompts_are_compacted_between_chunks() -> None:
+    """Each of these prompts takes half of the pool at the high tier, and much less once its chunks are compacted."""
+    config = {"policy": {"name": "diffkv", "alpha_high": 50.0}}
+    args = ["--max-total-tokens", "2000", "--chunked-prefill-size", "128", "--decode-log-interval", "2"]
+    with Server(NANO, "diffkv", args, diffkv_config=config, env=STRICT) as server:
+        parameters = {"temperature": 0, "max_new_tokens": 60, "min_new_tokens": 60}
+
+        def ask(index: int) -> int:
+            ids = [random.Random(index).randrange(300, 8000) for _ in range(700 + 40 * (index % 3))]
+            return len(server.generate({"input_ids": ids, "sampling_params": parameters})["output_ids"])
+
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(ask, range(8))) == [60] * 8
+        stats = server.stats()
+        assert stats is not None
+        assert stats["admission"]["compacted_between_chunks"] > 0
+        assert stats["faults"] == 0
+        server.flush_cache()
+        stats = server.stats()
+        assert stats is not None
+        assert stats["pages_used"] == 0 and stats["admission"]["promised_pages"] == 0
+
+
 @pytest.mark.parametrize("fidelity", ["compressed", "exact"])
 def test_small_pool_under_compression_completes_all(prompts: list[list[int]], fidelity: str) -> None:
     replies, log = _run(prompts, POOL, "--schedule-conservativeness", "0.1", prefix_fidelity=fidelity)

@@ -60,6 +60,31 @@ def test_matches_reference(tiers, alphas):
     assert int(workspace.ticket) == 0
 
 
+def test_a_second_chunk_joins_what_went_down():
+    policy = DiffKVPolicy(1.0, 0.0, window=5)
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=160, window=5)
+    generator = torch.Generator().manual_seed(3)
+    state, workspace = manager.state, PromptWorkspace.create(manager.state)
+    alphas = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "window": policy.window}
+    for end, count in ((30, 30), (47, 17), (61, 14)):
+        add_prompt(manager, 1, count, generator, compact=False)
+        twin = clone_state(state)
+        compact_prompt(state, 1, end, workspace, **alphas)
+        reference(twin, 1, end, policy)
+        check_integrity(manager)
+        for name in ("entries", "own_tokens", "hole", "fault"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
+        for layer in range(2):
+            for tier in range(2):
+                for got, expected in zip(
+                    tokens_of(state, 1, layer, tier), tokens_of(twin, 1, layer, tier), strict=True
+                ):
+                    assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
+                    for a, b in zip(got[1:3], expected[1:3], strict=True):
+                        torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
+    assert state.own_tokens[1, :, :, 1].all()
+
+
 def test_without_spare_pages_nothing_is_demoted():
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=48, layers=2, heads=2)
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)

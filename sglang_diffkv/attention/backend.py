@@ -49,6 +49,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self.step: Step | None = None
         self.finishing: list[int] = []
         """Rows whose prompt ends with this pass."""
+        self.chunking: list[int] = []
+        """Rows that are compacted after this pass, though more of their prompt comes."""
 
     # What SGLang's graph runner asks
 
@@ -76,7 +78,7 @@ class DiffKVAttnBackend(AttentionBackend):
 
     def _prepare(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
-        self.step, self.finishing = None, []
+        self.step, self.finishing, self.chunking = None, [], []
         if mode.is_idle():
             return
         self.manager.launch_step()
@@ -92,6 +94,7 @@ class DiffKVAttnBackend(AttentionBackend):
         judged = self.manager.copies.judged
         self.step.judged = {i: judged[row] for i, row in enumerate(planned.rows) if row in judged}
         self.finishing = self.manager.take_finishing(planned.rows)
+        self.chunking = self.manager.take_chunking(planned.rows)
 
     # Layers
 
@@ -123,6 +126,8 @@ class DiffKVAttnBackend(AttentionBackend):
             manager.end_decode(step.rows, step.seq_lens, step.found, step.num_rows)
         for row in self.finishing:
             manager.end_prompt(row)
+        for row in self.chunking:
+            manager.end_chunk(row)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any

@@ -7,6 +7,7 @@ pages promised to admitted prompts count as used.
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,7 +15,7 @@ from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.page_manager import PageManager
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 SPARE_PAGES = 3
 """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
@@ -29,8 +30,14 @@ def pages_for(capacity: int, page_tokens: int, heads: int) -> int:
 PRICE_MARGIN = 1.1
 """Generated tokens are expected to take this many times the pages that running requests take for theirs."""
 
+PROMPT_MARGIN = 1.05
+"""The same for prompts that are compacted between chunks."""
+
 PRICE_TOKENS = 512
 """Tokens of running requests from which their pages tell what a generated token takes."""
+
+ROW_PRICE_TOKENS = 256
+"""Tokens of one request from which its own pages tell what its tokens take."""
 
 
 class Promise(NamedTuple):
@@ -52,7 +59,12 @@ class PageLedger:
         self.tree_pages = 0
         self.evictable_pages = 0
         self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
+        self.chunks: dict[
+            str, int
+        ] = {}  # request id -> tokens of a chunk, where the prompt is compacted between chunks
+        self.compacted = 0  # prompts admitted so
         self._allocating = False
+        self._credit = 0
         self._price = 1.0
         self._priced_at = (-1, -1)
         self.refused: float | None = None
@@ -61,6 +73,7 @@ class PageLedger:
     def reset(self) -> None:
         self.tree_pages = self.evictable_pages = 0
         self.promised.clear()
+        self.chunks.clear()
 
     def prompt_pages(self, tokens: int) -> int:
         """Most pages that a prompt of ``tokens`` new tokens holds at any moment."""
@@ -87,12 +100,22 @@ class PageLedger:
             self._price = min(PRICE_MARGIN * held / tokens, 1.0)
         return self._price
 
-    def room_for_refused(self, expected_tokens: float) -> bool:
-        """Whether the last refused request would fit beside ``expected_tokens`` that running requests may generate
-        yet. Running requests make room by compression and by a falling price, not only by ending."""
+    def price_of(self, row: int | None) -> float:
+        """The same for a running request: by its own pages where it is long enough."""
+        manager = self.manager
+        if row is not None and row not in manager.prompting and manager.lengths.get(row, 0) >= ROW_PRICE_TOKENS:
+            held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
+            if held:
+                return min(PRICE_MARGIN * held / manager.lengths[row], 1.0)
+        return self.growth_price()
+
+    def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
+        """Whether the last refused request would fit beside what running requests may generate yet, given as (row,
+        tokens). Running requests make room by compression and by a falling price, not only by ending."""
         if self.refused is None:
             return False
-        return self.available() + self.evictable() - self.growth_price() * expected_tokens > self.refused
+        growth = sum(tokens * self.price_of(row) for row, tokens in expected)
+        return self.available() + self.evictable() - growth > self.refused
 
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())
@@ -106,6 +129,15 @@ class PageLedger:
         """Free pages that nobody is going to take; negative if the tree must give some back first."""
         planned = self.manager.copies.planned_pages()
         return self.manager.free_bound() - self.manager.headroom_bound() - self.promised_pages() - planned
+
+    def report(self) -> dict[str, float]:
+        """For ``/server_info``: what is set aside now, in pages, and at which price requests are expected to grow."""
+        return {
+            "price": self.growth_price(),
+            "headroom_pages": self.manager.headroom_bound(),
+            "promised_pages": self.promised_pages(),
+            "compacted_between_chunks": self.compacted,
+        }
 
     def _tokens(self, used_pages: int) -> int:
         """Capacity, in tokens, that ``used_pages`` take."""
@@ -121,7 +153,7 @@ class PageLedger:
         free = self.uncommitted_pages()
         if self._allocating:
             free += self.promised_pages()
-        return self.capacity - self._tokens(total - free)
+        return self.capacity - self._tokens(total - free) + self._credit
 
     def evictable(self) -> int:
         return self._tokens(self.tree_pages) - self.protected()
@@ -146,11 +178,48 @@ class PageLedger:
         finally:
             self._allocating = False
 
+    @contextmanager
+    def credited(self, tokens: int) -> Iterator[None]:
+        """Inside, so many tokens more are available: what a request is known to need less than SGLang asks for it."""
+        self._credit = tokens
+        try:
+            yield
+        finally:
+            self._credit = 0
+
     def admits(self, path: Path, new_tokens: int) -> bool:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
         if self.table_starved(self.blocks_for(path, new_tokens)):
             return False
         return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
+
+    def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
+        """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but
+        the last chunk at the measured price."""
+        price = self.growth_price() * PROMPT_MARGIN / PRICE_MARGIN if self.growth_price() < 1 else 1.0
+        return min(math.ceil(price * max(new_tokens - chunk, 0)) + chunk, new_tokens)
+
+    def most_pages(self, path: Path, own_tokens: int) -> int:
+        """Pages, at most, that a request of ``own_tokens`` after ``path`` keeps from others."""
+        shared = {segment: segment.pages or self.prompt_pages(segment.hi - segment.lo) for segment, _, _ in path}
+        return self.prompt_pages(own_tokens) + self.manager.geometry.heads + sum(shared.values())
+
+    def may_compact(self, path: Path, new_tokens: int, most: int) -> bool:
+        """Whether a prompt after a matched ``path`` (locked) may be compacted between chunks, as far as memory goes.
+
+        How far it compresses is an estimate: where a chunk turns out not to fit, it waits until running requests have
+        ended or were retracted. So the prompt and the last of them, of ``most`` pages, have to fit together even if
+        nothing compresses.
+        """
+        spare = SPARE_PAGES * self.manager.geometry.heads
+        if self.most_pages(path, new_tokens) + most + spare > self.manager.geometry.num_pages:
+            return False
+        return not self.table_starved(self.blocks_for(path, new_tokens))
+
+    def admits_compacting(self, new_tokens: int, chunk: int) -> bool:
+        """``admits`` for a prompt that may be compacted between chunks: whether what it is expected to take fits."""
+        expected = self.prompt_pages(self.compacting_tokens(new_tokens, chunk))
+        return expected <= self.uncommitted_pages() + self.evictable_pages
 
     def blocks_for(self, path: Path, new_tokens: int) -> int:
         """Table blocks of an admitted prompt until its first decode step."""
@@ -158,8 +227,15 @@ class PageLedger:
 
     def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
         """Set aside pages and table blocks for ``new_tokens`` prompt tokens that are still to be computed, and
-        blocks for a ``path`` still to be attached."""
+        blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the next
+        chunk."""
         if new_tokens > 0:
-            self.promised[request_id] = Promise(self.prompt_pages(new_tokens), self.blocks_for(path, new_tokens))
+            pages = self.prompt_pages(min(new_tokens, self.chunks.get(request_id, new_tokens)))
+            self.promised[request_id] = Promise(pages, self.blocks_for(path, new_tokens))
         else:
-            self.promised.pop(request_id, None)
+            self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request's prompt is computed, or it leaves."""
+        self.promised.pop(request_id, None)
+        self.chunks.pop(request_id, None)

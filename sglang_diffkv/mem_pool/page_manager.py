@@ -63,6 +63,7 @@ class PageManager:
         self.share_min_tokens: int | None = None
         """A prompt with this many own tokens is sealed at its end, ready for the prefix cache; None: never."""
         self.finishing: set[int] = set()  # rows whose prompt ends with their next extend pass
+        self.chunking: set[int] = set()  # rows that are compacted after their next extend pass, which is not the last
         self.prompting: set[int] = set()  # rows whose prompt may still be compacted
         self.version = 0
         """Grows with every change of page ownership."""
@@ -141,6 +142,30 @@ class PageManager:
         self.finishing.difference_update(ending)
         return ending
 
+    def take_chunking(self, rows: list[int]) -> list[int]:
+        """Those of ``rows`` marked for a compaction after this chunk; the marks are cleared."""
+        ending = [row for row in rows if row in self.chunking]
+        self.chunking.difference_update(ending)
+        return ending
+
+    def end_chunk(self, row: int) -> None:
+        """Compaction of a row whose prompt is not through: tokens that its own attention so far finds unimportant go
+        down for good."""
+        if self._compact_prompt(row):
+            self.counts.touch(row)
+            self.version += 1
+
+    def _compact_prompt(self, row: int) -> bool:
+        """Prompt-phase compaction where the policy has something to decide."""
+        length = self.lengths[row]
+        if not self.policy.compresses or length <= self.policy.window:
+            return False
+        with self.launching():
+            self.ops.compact_prompt(self.state, row, length, self.policy)
+        if self.tracker.low_grows:
+            self.counts.record(-self.geometry.heads)
+        return True
+
     def end_prompt(self, row: int) -> None:
         """Prompt-phase compaction of a row whose last chunk has run.
 
@@ -150,11 +175,8 @@ class PageManager:
         length = self.lengths[row]
         if row in self.copies.plans:
             self.copies.carry_out(row)
-        elif self.policy.compresses and length > self.policy.window and row not in self.copies.untouched:
-            with self.launching():
-                self.ops.compact_prompt(self.state, row, length, self.policy)
-            if self.tracker.low_grows:
-                self.counts.record(-self.geometry.heads)
+        elif row not in self.copies.untouched:
+            self._compact_prompt(row)
         own = length - self.shared.get(row, 0)
         least = 1 if row in self.copies.untouched else self.share_min_tokens
         if row not in self.copies.pending and least is not None and own >= least:
@@ -287,6 +309,7 @@ class PageManager:
         self.shared.pop(row, None)
         self.sealed.pop(row, None)
         self.finishing.discard(row)
+        self.chunking.discard(row)
         self.prompting.discard(row)
         self.version += 1
 

@@ -1,0 +1,69 @@
+"""Prompts that are compacted between chunks: attention stays that over the stored tokens, and counts stay bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.dense import Session
+from tests.helpers import make_format, make_manager, tier_map
+
+CHUNKS = [37, 64, 5, 40]
+
+
+@pytest.mark.parametrize("alpha_high", [1.0, 50.0])
+@pytest.mark.parametrize("seal", [None, 20])
+def test_a_prompt_in_compacted_chunks(alpha_high: float, seal: int | None) -> None:
+    """Each pass attends to what is stored, as the dense oracle checks; what went down stays down."""
+    manager = make_manager(policy=DiffKVPolicy(alpha_high, 0.0, window=8))
+    manager.share_min_tokens = seal
+    session = Session(manager, spread=2.0)
+    length, low = 0, np.zeros(0)
+    for count in CHUNKS:
+        session.extend({1: count, 2: 3})
+        length += count
+        if length < sum(CHUNKS):
+            manager.end_chunk(1)
+        else:
+            session.end_prompt(1)
+        tiers = tier_map(manager.state, 1, length)
+        assert (tiers[:, :, -8:] == 0).all() and (tiers < 2).all()
+        assert (tiers[:, :, : low.shape[-1]] >= low).all()
+        low = tiers
+        manager.tracker.settle()
+        check_integrity(manager)
+        check_bounds(manager)
+    assert (low == 1).any()
+    for _ in range(12):
+        session.step([1, 2])
+        check_bounds(manager)
+    for row in (1, 2):
+        session.release(row)
+    check_integrity(manager)
+    assert manager.free_pages() == manager.geometry.num_pages
+
+
+def test_pages_of_a_compacted_chunk_return_before_the_next() -> None:
+    manager = make_manager(policy=DiffKVPolicy(50.0, 0.0, window=8))
+    session = Session(manager)
+    session.extend({1: 200})
+    full = manager.pages_of(1)
+    manager.end_chunk(1)
+    assert manager.pages_of(1) < 0.7 * full
+    manager.tracker.settle()
+    assert manager.free_bound() == manager.free_pages()
+
+
+def test_marks_are_taken_once_and_go_with_the_row() -> None:
+    manager = make_manager(make_format(("K8V4",)), policy=UniformPolicy())
+    session = Session(manager)
+    session.extend({1: 20, 2: 20}, scores=False)
+    manager.chunking.update((1, 2))
+    assert manager.take_chunking([1]) == [1] and manager.take_chunking([1]) == []
+    manager.end_chunk(1)
+    assert manager.pages_of(1) == manager.pages_of(2), "a policy that compresses nothing does nothing"
+    session.release(2)
+    assert not manager.chunking
