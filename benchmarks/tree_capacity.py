@@ -87,15 +87,18 @@ class Filler:
 
 
 def cached(server: Server, stored: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Tokens that the tree has of the sequences, newest first until one is missing, and sequences that it has whole."""
+    """Tokens that the tree has of the sequences, newest first until one is missing, and sequences that it has whole.
+
+    SGLang computes a prompt's last token in any case, so a sequence whose other tokens are there counts as whole.
+    """
     tokens = whole = 0
     for sequence in reversed(stored):
         parameters = {"temperature": 0, "max_new_tokens": 0}
-        reply = server.generate({"input_ids": [*sequence, sequence[0]], "sampling_params": parameters})
+        reply = server.generate({"input_ids": list(sequence), "sampling_params": parameters})
         found = reply["meta_info"]["cached_tokens"]
-        tokens += found
-        if found < len(sequence):
-            break
+        if found < len(sequence) - 1:
+            return tokens + found, whole
+        tokens += len(sequence)
         whole += 1
     return tokens, whole
 

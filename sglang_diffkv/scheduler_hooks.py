@@ -27,6 +27,8 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
             if req.finished() and not _aborted(req):
                 pool.usage.finish(row)
             pool.manager.release(row)
+            if allocator.tree_cache is not None:
+                allocator.tree_cache.pack_replies()
         if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
             exact.forget(row)
     return original(self, req)

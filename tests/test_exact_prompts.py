@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -34,7 +34,15 @@ pytestmark = pytest.mark.skipif(
 class World:
     """A pool, a tree and a manager of one layer and one head; scores stay 0, so only the window of 8 stays high."""
 
-    def __init__(self, capacity: int, *, longest: int = 300, alpha_high: float = 1.0, page_tokens: int = 8) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        longest: int = 300,
+        alpha_high: float = 1.0,
+        page_tokens: int = 8,
+        exact: bool = True,
+    ) -> None:
         fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), 9, 40, longest)
         self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
@@ -42,7 +50,7 @@ class World:
         ledger = PageLedger(self.manager, capacity)
         self.allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
         self.tree: Any = compat.prefix_cache_class()(
-            CacheInitParams(False, self.pool, self.allocator, 1), 24, exact=True
+            CacheInitParams(False, self.pool, self.allocator, 1), 24, exact=exact
         )
         self.random = random.Random(1)
 
@@ -64,7 +72,8 @@ class World:
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
         if prefix:
             self.manager.attach_prefix(row, self.tree.path(node))
-            self.tree.exact.attached(row, node)
+            if self.tree.exact:
+                self.tree.exact.attached(row, node)
         self.pool.write((row, slice(0, prefix)), match.device_indices.int())
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
@@ -72,7 +81,8 @@ class World:
     def plan(self, req: Any) -> None:
         row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
         self.manager.plan_step([row], [len(req.tokens) - prefix], [prefix])
-        self.tree.exact.plan(row, req.last_node, brief=False)
+        if self.tree.exact:
+            self.tree.exact.plan(row, req.last_node, brief=False)
 
     def launch(self, req: Any) -> None:
         row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
@@ -104,10 +114,19 @@ class World:
         self.allocator.free(self.pool.req_to_token[row, req.kv.cache_protected_len : end].long())
         self.tree.dec_lock_ref(req.last_node)
         self.manager.release(row)
-        self.tree.exact.forget(row)
+        self.tree.pack_replies()
+        if self.tree.exact:
+            self.tree.exact.forget(row)
         self.pool.free_rows([row])
+        self.check()
+
+    def check(self) -> None:
         check_integrity(self.manager)
         self.tree.check_integrity()
+
+    def leaf(self, tokens: list[int]) -> Any:
+        """The leaf of a prompt that shares nothing."""
+        return next(x for x in self.tree.evictable_leaves if x.key.token_ids[0] == tokens[0])
 
     def prompt(self, tokens: list[int]) -> Any:
         """A request whose prompt has run."""
@@ -233,3 +252,58 @@ def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
     assert not world.manager.copies.judged
     assert world.tree.exact.outcomes["no room"] == 1
     assert not world.tree.exact.joins(req.kv.req_pool_idx)
+
+
+def test_a_reply_leaves_the_pages_of_its_prompt_s_copy() -> None:
+    """Generated tokens lie between the copied prompt's; the tree has the prompt, so it keeps the reply densely."""
+    world = World(2000)
+    req = world.prompt(world.tokens(100))
+    for _ in range(10):
+        world.decode(req)
+    row, state = req.kv.req_pool_idx, world.manager.state
+    world.decode(req)
+    free = world.manager.free_pages()
+    private = int(state.entries[row].sum())
+    world.leave(req)
+    reply = world.segments()[1]
+    assert (reply.lo, reply.hi) == (100, 111)
+    world.manager.tracker.settle()
+    assert reply.pages == 2, "11 tokens of 8 a page"
+    assert world.manager.free_pages() == free + private - 2
+    assert not world.manager.packer.spread
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
+    """Eviction cuts it by what is missing and keeps the rest, whose place in the order stays."""
+    world = World(800, exact=exact)
+    first, second = world.tokens(203), world.tokens(90)
+    for tokens in (first, second):
+        world.leave(world.prompt(tokens), insert=False)
+    world.manager.tracker.settle()
+    used, before = world.leaf(first).last_access_time, world.allocator.ledger.available()
+    evicted = world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted
+    assert world.allocator.ledger.available() == before + evicted
+    assert 20 <= evicted < (28 if exact else 60)
+    assert world.leaf(first).last_access_time == used
+    kept = len(world.leaf(first).key)
+    assert 100 < kept < 203 and (kept % 8 == 0 or not exact)
+    world.check()
+    world.tree.evict(EvictParams(num_tokens=20))
+    assert len(world.leaf(first).key) < kept
+    assert len(world.leaf(second).key) == 90
+    world.tree.evict(EvictParams(num_tokens=400))
+    world.check()
+    world.manager.tracker.settle()
+    assert world.allocator.ledger.available() >= 400
+    req = world.prompt(first)
+    world.leave(req)
+
+
+def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
+    world = World(800)
+    world.leave(world.prompt(world.tokens(40)), insert=False)
+    world.manager.tracker.settle()
+    world.tree.evict(EvictParams(num_tokens=20))
+    assert not world.segments()
+    world.check()

@@ -189,6 +189,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.allocator.free(slots)
         self.tree.dec_lock_ref(req.last_node)
         self.manager.release(row)
+        self.tree.pack_replies()
         if self.tree.exact:
             self.tree.exact.forget(row)
         self.allocator.ledger.promise(req.rid, [], 0)

@@ -74,10 +74,7 @@ class ExactPrompts:
     def _make_room(self, row: int, kept: Path, tokens: int) -> bool:
         """Whether ``tokens`` of the row can be copied behind ``kept``, evicting what nobody reads."""
         needed = self.manager.copies.most_pages(tokens)
-        if self.ledger.uncommitted_pages() + self.ledger.evictable_pages < needed:
-            return False
-        self.tree.evict_pages(needed)
-        if self.ledger.uncommitted_pages() < needed:
+        if not self.tree.make_room(needed):
             return False
         return not self.ledger.table_starved(self.manager.copies.blocks_for(row, kept, tokens))
 

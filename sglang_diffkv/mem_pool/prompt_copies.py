@@ -97,7 +97,7 @@ class PromptCopies:
             fault = state.fault[row].clone()
             manager.ops.release(state, row)
             state.fault[row] = fault
-        pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True)
+        pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True, first=shared)
         manager.space.release(row)
         for part in plan.kept:
             manager.attach_part(row, *part)
@@ -129,7 +129,7 @@ class PromptCopies:
             with manager.launching():
                 manager.ops.attach(manager.state, narrow, pending.row, lo, hi)
             self._drop(pending)
-            pending = Segment(narrow, lo, hi, exact=True)
+            pending = Segment(narrow, lo, hi, exact=True, first=pending.first)
         del self.pending[row]
         manager.segments.add(pending)
         manager.tracker.count_later(pending)
