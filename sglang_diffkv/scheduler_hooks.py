@@ -150,6 +150,8 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
             if allocator.tree_cache is not None:
                 allocator.tree_cache.check_integrity()
     result = original(self, batch, *args, **kwargs)
+    if isinstance(allocator, DiffKVAllocator) and (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
+        exact.copy_alone([req for req in batch.reqs if not req.finished()])
     # SGLang by itself looks at its queue again only when a request ends.
     if (
         isinstance(allocator, DiffKVAllocator)

@@ -68,6 +68,7 @@ class World:
             rid=str(row), tokens=prompt, kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix),
             origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=0,
             last_node=node, prefix_indices=match.device_indices, extend_range=SimpleNamespace(end=len(prompt)),
+            sampling_params=SimpleNamespace(max_new_tokens=100),
         )  # fmt: skip
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
         if prefix:
@@ -307,3 +308,55 @@ def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
     world.tree.evict(EvictParams(num_tokens=20))
     assert not world.segments()
     world.check()
+
+
+def test_the_last_reader_copies_what_it_shared() -> None:
+    """Two requests read one prompt at the high tier; when one leaves, the other runs on a compressed copy, further
+    tokens go down in place, and the tree's prompt may be evicted."""
+    world = World(2000)
+    prefix = world.tokens(104)
+    world.leave(world.prompt([*prefix, 1]))
+    both = [world.start(prefix + world.tokens(40)) for _ in range(2)]
+    for req in both:
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+    stays, goes = both
+    row, evictable = stays.kv.req_pool_idx, world.allocator.ledger.evictable_pages
+    assert world.manager.shared[row] == 104
+    for _ in range(5):
+        world.decode(stays)
+    world.tree.exact.copy_alone([stays])
+    assert world.tree.exact.outcomes["copied later"] == 0
+    world.leave(goes)
+    world.tree.exact.copy_alone([stays])
+    assert world.tree.exact.outcomes["copied later"] == 1
+    assert row not in world.manager.shared and stays.kv.cache_protected_len == 0
+    world.manager.tracker.settle()
+    assert world.allocator.ledger.protected() == 0
+    assert world.allocator.ledger.evictable_pages > evictable
+    held = world.manager.ops.measure(world.manager.state, *(torch.tensor([x]) for x in (row, 0, 149)))[0, 0, 0]
+    assert held[:2].tolist() == [8 + 5 + 0, 136], "the window and what was generated since the prompt stay high"
+    world.check()
+    world.decode(stays)
+    world.leave(stays)
+    assert not world.manager.faults([row])
+
+
+def test_a_last_reader_without_room_reads_on() -> None:
+    world = World(300)
+    prefix = world.tokens(104)
+    world.leave(world.prompt([*prefix, 1]), insert=False)
+    both = [world.start(prefix + world.tokens(30)) for _ in range(2)]
+    for req in both:
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+    stays, goes = both
+    world.leave(goes, insert=False)
+    world.allocator.ledger.promise("other", [], 150)
+    world.tree.exact.copy_alone([stays])
+    assert world.tree.exact.outcomes["copied later"] == 0
+    assert world.manager.shared[stays.kv.req_pool_idx] == 104
+    world.allocator.ledger.promise("other", [], 0)
+    world.leave(stays)

@@ -65,7 +65,10 @@ class DiffKVPrefixCache(EvictingTree):
         for segment in waiting:
             needed = self.manager.packer.most_pages(segment)
             if self.make_room(needed) and segment in self.manager.segments:
-                self.manager.packer.pack(segment)
+                self._uncount(segment)
+                if not self.manager.packer.pack(segment):
+                    segment.pages = 0
+                    self.manager.tracker.count_later(segment)
 
     def _insert_helper(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
         pending = None if self.inserting_row is None else self.manager.copies.pending.get(self.inserting_row)
@@ -157,15 +160,19 @@ class DiffKVPrefixCache(EvictingTree):
         segment = node.segment
         if segment.row in self.manager.tracker.uncounted:
             self.manager.tracker.settle()
-        self.ledger.tree_pages -= segment.pages
-        if not self.locked_nodes[segment]:
-            self.ledger.evictable_pages -= segment.pages
+        self._uncount(segment)
         segment.nodes -= 1
         if segment.nodes == 0:
             self.manager.release_segment(segment, exclusive=self.locked_nodes.pop(segment) == 0)
         else:
             self.manager.trim_segment(segment, segment.hi - len(node.key))
         node.segment = None
+
+    def _uncount(self, segment: Segment) -> None:
+        """The pages of a segment are about to change."""
+        self.ledger.tree_pages -= segment.pages
+        if not self.locked_nodes[segment]:
+            self.ledger.evictable_pages -= segment.pages
 
     def _count(self, segment: Segment) -> None:
         """The pages of a segment became known."""

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 
 from sglang_diffkv.kernels.attach.reference import seal
 from sglang_diffkv.mem_pool.geometry import Segment
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.diffkv import KEEP
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.page_manager import PageManager
-
-KEEP = DiffKVPolicy(alpha_high=0.0, alpha_low=0.0, window=0)
-"""Every token stays in its tier."""
 
 
 class SegmentPacker:
@@ -35,12 +32,10 @@ class SegmentPacker:
     def pack(self, segment: Segment) -> bool:
         """Copy a segment's tokens to dense pages and drop the old ones. The caller has made sure of the pages.
 
-        Only for a segment whose pages no other row refers to. Returns False, changing nothing, if the host has counted
-        the pages already, or if no segment row or table block is left.
+        Only for a segment whose pages no other row refers to and the prefix cache does not count. Returns False,
+        changing nothing, if no segment row or table block is left.
         """
         manager, state, old = self.manager, self.manager.state, segment.row
-        if old not in manager.tracker.uncounted:
-            return False
         tokens = segment.hi - segment.lo
         room = [-(-tokens // layout.tokens) for layout in manager.fmt.layouts]
         row = manager.take_segment_row(room[0], room[1] if len(room) > 1 else 0)
@@ -54,6 +49,6 @@ class SegmentPacker:
         manager.tracker.dropped(segment)
         manager.release(old)
         manager.return_segment_row(old)
-        segment.row = row
+        segment.row, segment.pages = row, 0
         manager.tracker.count_later(segment)
         return True
