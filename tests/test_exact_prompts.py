@@ -42,6 +42,7 @@ class World:
         alpha_high: float = 1.0,
         page_tokens: int = 8,
         exact: bool = True,
+        eviction: str = "lru",
     ) -> None:
         fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), 9, 40, longest)
@@ -50,14 +51,14 @@ class World:
         ledger = PageLedger(self.manager, capacity)
         self.allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
         self.tree: Any = compat.prefix_cache_class()(
-            CacheInitParams(False, self.pool, self.allocator, 1), 24, exact=exact
+            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), 24, exact=exact
         )
         self.random = random.Random(1)
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(1000) for _ in range(count)]
 
-    def start(self, tokens: list[int]) -> Any:
+    def start(self, tokens: list[int], priority: int = 0) -> Any:
         """A request whose prompt is to run in one pass."""
         prompt = array("q", tokens)
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
@@ -66,7 +67,7 @@ class World:
         row = self.pool.alloc_rows(1)[0]
         req = SimpleNamespace(
             rid=str(row), tokens=prompt, kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix),
-            origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=0,
+            origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=priority,
             last_node=node, prefix_indices=match.device_indices, extend_range=SimpleNamespace(end=len(prompt)),
             sampling_params=SimpleNamespace(max_new_tokens=100),
         )  # fmt: skip
@@ -360,3 +361,37 @@ def test_a_last_reader_without_room_reads_on() -> None:
     assert world.manager.shared[stays.kv.req_pool_idx] == 104
     world.allocator.ledger.promise("other", [], 0)
     world.leave(stays)
+
+
+@pytest.mark.parametrize(
+    "eviction, first",
+    [("lru", "b"), ("lfu", "b"), ("fifo", "a"), ("mru", "a"), ("filo", "c"), ("priority", "b"), ("slru", "b")],
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, exact: bool) -> None:
+    """Of three prompts in order a, b, c the first is asked twice more at the end and has a priority; what is left of a
+    leaf that was cut keeps its place."""
+    world = World(2000, exact=exact, eviction=eviction)
+    prompts = {name: world.tokens(100) for name in "abc"}
+    for name in "abcaa":
+        req = world.start(prompts[name], priority=3 if name == "a" else 0)
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+        world.leave(req, insert=False)
+    world.manager.tracker.settle()
+
+    def left() -> dict[str, int]:
+        found = dict.fromkeys("abc", 0)
+        for node in world.tree.root_node.children.values():
+            name = next(x for x in "abc" if prompts[x][0] == node.key.token_ids[0])
+            found[name] = sum(len(x.key) for x in (node, *node.children.values()))
+        return found
+
+    assert left() == dict.fromkeys("abc", 100)
+    for _ in range(2):
+        before = left()
+        world.tree.evict(EvictParams(num_tokens=20))
+        after = left()
+        assert [name for name in "abc" if after[name] < before[name]] == [first]
+        world.check()

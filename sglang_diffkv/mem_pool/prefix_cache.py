@@ -95,6 +95,7 @@ class DiffKVPrefixCache(EvictingTree):
 
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
         parent = super()._split_node(key, child, split_len)
+        parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
         segment = parent.segment = child.segment
         segment.nodes += 1
         if child.lock_ref > 0:

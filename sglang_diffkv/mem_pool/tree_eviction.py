@@ -108,8 +108,7 @@ class EvictingTree(RadixCache):
         kept = len(leaf.key) - self.manager.tokens_for(leaf.segment, pages)
         if kept < max(self.least_kept if leaf.segment.exact else self.least_kept_waiting, 1):
             return leaf
-        rest = self._split_node(leaf.key, leaf, kept)
-        rest.last_access_time, rest.creation_time = leaf.last_access_time, leaf.creation_time
+        self._split_node(leaf.key, leaf, kept)
         return leaf
 
     def _evict_leaf(self) -> bool:
