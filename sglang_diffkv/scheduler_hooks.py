@@ -26,6 +26,8 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
             if req.finished() and not _aborted(req):
                 pool.usage.finish(row)
             pool.manager.release(row)
+            if allocator.tree_cache is not None:
+                allocator.tree_cache.pack_replies()
         if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
             exact.forget(row)
     return original(self, req)
@@ -107,6 +109,8 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
             if allocator.tree_cache is not None:
                 allocator.tree_cache.check_integrity()
     result = original(self, batch, *args, **kwargs)
+    if isinstance(allocator, DiffKVAllocator) and (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
+        exact.copy_alone([req for req in batch.reqs if not req.finished()])
     # SGLang by itself looks at its queue again only when a request ends.
     if (
         isinstance(allocator, DiffKVAllocator)

@@ -61,6 +61,14 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
         (getattr(args, "enable_pdmux", False), "PD multiplexing: drop --enable-pdmux"),
         (getattr(args, "enable_beam_search", False), "beam search: drop --enable-beam-search"),
         (getattr(args, "enable_streaming_session", False), "streaming sessions: drop --enable-streaming-session"),
+        (
+            getattr(args, "enable_session_radix_cache", False),
+            "references by session in the prefix cache: drop --enable-session-radix-cache (sessions work without)",
+        ),
+        (
+            getattr(args, "radix_eviction_policy", None) == "tlru",
+            "--radix-eviction-policy tlru: use another policy (it keeps its account in a tree that diffkv replaces)",
+        ),
         (bool(device) and device not in ("cpu", "cuda"), f"device {device}: use cuda or cpu"),
         (
             device == "cuda" and gpu_ops == "reference" and not eager,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -34,7 +34,16 @@ pytestmark = pytest.mark.skipif(
 class World:
     """A pool, a tree and a manager of one layer and one head; scores stay 0, so only the window of 8 stays high."""
 
-    def __init__(self, capacity: int, *, longest: int = 300, alpha_high: float = 1.0, page_tokens: int = 8) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        longest: int = 300,
+        alpha_high: float = 1.0,
+        page_tokens: int = 8,
+        exact: bool = True,
+        eviction: str = "lru",
+    ) -> None:
         fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), 9, 40, longest)
         self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
@@ -42,14 +51,14 @@ class World:
         ledger = PageLedger(self.manager, capacity)
         self.allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
         self.tree: Any = compat.prefix_cache_class()(
-            CacheInitParams(False, self.pool, self.allocator, 1), 24, exact=True
+            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), 24, exact=exact
         )
         self.random = random.Random(1)
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(1000) for _ in range(count)]
 
-    def start(self, tokens: list[int]) -> Any:
+    def start(self, tokens: list[int], priority: int = 0) -> Any:
         """A request whose prompt is to run in one pass."""
         prompt = array("q", tokens)
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
@@ -58,13 +67,15 @@ class World:
         row = self.pool.alloc_rows(1)[0]
         req = SimpleNamespace(
             rid=str(row), tokens=prompt, kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix),
-            origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=0,
+            origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=priority,
             last_node=node, prefix_indices=match.device_indices, extend_range=SimpleNamespace(end=len(prompt)),
+            sampling_params=SimpleNamespace(max_new_tokens=100),
         )  # fmt: skip
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
         if prefix:
             self.manager.attach_prefix(row, self.tree.path(node))
-            self.tree.exact.attached(row, node)
+            if self.tree.exact:
+                self.tree.exact.attached(row, node)
         self.pool.write((row, slice(0, prefix)), match.device_indices.int())
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
@@ -72,7 +83,8 @@ class World:
     def plan(self, req: Any) -> None:
         row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
         self.manager.plan_step([row], [len(req.tokens) - prefix], [prefix])
-        self.tree.exact.plan(row, req.last_node, brief=False)
+        if self.tree.exact:
+            self.tree.exact.plan(row, req.last_node, brief=False)
 
     def launch(self, req: Any) -> None:
         row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
@@ -104,10 +116,19 @@ class World:
         self.allocator.free(self.pool.req_to_token[row, req.kv.cache_protected_len : end].long())
         self.tree.dec_lock_ref(req.last_node)
         self.manager.release(row)
-        self.tree.exact.forget(row)
+        self.tree.pack_replies()
+        if self.tree.exact:
+            self.tree.exact.forget(row)
         self.pool.free_rows([row])
+        self.check()
+
+    def check(self) -> None:
         check_integrity(self.manager)
         self.tree.check_integrity()
+
+    def leaf(self, tokens: list[int]) -> Any:
+        """The leaf of a prompt that shares nothing."""
+        return next(x for x in self.tree.evictable_leaves if x.key.token_ids[0] == tokens[0])
 
     def prompt(self, tokens: list[int]) -> Any:
         """A request whose prompt has run."""
@@ -245,3 +266,144 @@ def test_scores_of_a_long_prefix_are_not_kept() -> None:
     world.plan(req)
     world.launch(req)
     assert world.tree.exact.outcomes["copied"] == 2, "the copy goes by what is known of the prefix"
+
+
+def test_a_reply_leaves_the_pages_of_its_prompt_s_copy() -> None:
+    """Generated tokens lie between the copied prompt's; the tree has the prompt, so it keeps the reply densely."""
+    world = World(2000)
+    req = world.prompt(world.tokens(100))
+    for _ in range(10):
+        world.decode(req)
+    row, state = req.kv.req_pool_idx, world.manager.state
+    world.decode(req)
+    free = world.manager.free_pages()
+    private = int(state.entries[row].sum())
+    world.leave(req)
+    reply = world.segments()[1]
+    assert (reply.lo, reply.hi) == (100, 111)
+    world.manager.tracker.settle()
+    assert reply.pages == 2, "11 tokens of 8 a page"
+    assert world.manager.free_pages() == free + private - 2
+    assert not world.manager.packer.spread
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
+    """Eviction cuts it by what is missing and keeps the rest, whose place in the order stays."""
+    world = World(800, exact=exact)
+    first, second = world.tokens(203), world.tokens(90)
+    for tokens in (first, second):
+        world.leave(world.prompt(tokens), insert=False)
+    world.manager.tracker.settle()
+    used, before = world.leaf(first).last_access_time, world.allocator.ledger.available()
+    evicted = world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted
+    assert world.allocator.ledger.available() == before + evicted
+    assert 20 <= evicted < (28 if exact else 60)
+    assert world.leaf(first).last_access_time == used
+    kept = len(world.leaf(first).key)
+    assert 100 < kept < 203 and (kept % 8 == 0 or not exact)
+    world.check()
+    world.tree.evict(EvictParams(num_tokens=20))
+    assert len(world.leaf(first).key) < kept
+    assert len(world.leaf(second).key) == 90
+    world.tree.evict(EvictParams(num_tokens=400))
+    world.check()
+    world.manager.tracker.settle()
+    assert world.allocator.ledger.available() >= 400
+    req = world.prompt(first)
+    world.leave(req)
+
+
+def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
+    world = World(800)
+    world.leave(world.prompt(world.tokens(40)), insert=False)
+    world.manager.tracker.settle()
+    world.tree.evict(EvictParams(num_tokens=20))
+    assert not world.segments()
+    world.check()
+
+
+def test_the_last_reader_copies_what_it_shared() -> None:
+    """Two requests read one prompt at the high tier; when one leaves, the other runs on a compressed copy, further
+    tokens go down in place, and the tree's prompt may be evicted."""
+    world = World(2000)
+    prefix = world.tokens(104)
+    world.leave(world.prompt([*prefix, 1]))
+    both = [world.start(prefix + world.tokens(40)) for _ in range(2)]
+    for req in both:
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+    stays, goes = both
+    row, evictable = stays.kv.req_pool_idx, world.allocator.ledger.evictable_pages
+    assert world.manager.shared[row] == 104
+    for _ in range(5):
+        world.decode(stays)
+    world.tree.exact.copy_alone([stays])
+    assert world.tree.exact.outcomes["copied later"] == 0
+    world.leave(goes)
+    world.tree.exact.copy_alone([stays])
+    assert world.tree.exact.outcomes["copied later"] == 1
+    assert row not in world.manager.shared and stays.kv.cache_protected_len == 0
+    world.manager.tracker.settle()
+    assert world.allocator.ledger.protected() == 0
+    assert world.allocator.ledger.evictable_pages > evictable
+    held = world.manager.ops.measure(world.manager.state, *(torch.tensor([x]) for x in (row, 0, 149)))[0, 0, 0]
+    assert held[:2].tolist() == [8 + 5 + 0, 136], "the window and what was generated since the prompt stay high"
+    world.check()
+    world.decode(stays)
+    world.leave(stays)
+    assert not world.manager.faults([row])
+
+
+def test_a_last_reader_without_room_reads_on() -> None:
+    world = World(300)
+    prefix = world.tokens(104)
+    world.leave(world.prompt([*prefix, 1]), insert=False)
+    both = [world.start(prefix + world.tokens(30)) for _ in range(2)]
+    for req in both:
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+    stays, goes = both
+    world.leave(goes, insert=False)
+    world.allocator.ledger.promise("other", [], 150)
+    world.tree.exact.copy_alone([stays])
+    assert world.tree.exact.outcomes["copied later"] == 0
+    assert world.manager.shared[stays.kv.req_pool_idx] == 104
+    world.allocator.ledger.promise("other", [], 0)
+    world.leave(stays)
+
+
+@pytest.mark.parametrize(
+    "eviction, first",
+    [("lru", "b"), ("lfu", "b"), ("fifo", "a"), ("mru", "a"), ("filo", "c"), ("priority", "b"), ("slru", "b")],
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, exact: bool) -> None:
+    """Of three prompts in order a, b, c the first is asked twice more at the end and has a priority; what is left of a
+    leaf that was cut keeps its place."""
+    world = World(2000, exact=exact, eviction=eviction)
+    prompts = {name: world.tokens(100) for name in "abc"}
+    for name in "abcaa":
+        req = world.start(prompts[name], priority=3 if name == "a" else 0)
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+        world.leave(req, insert=False)
+    world.manager.tracker.settle()
+
+    def left() -> dict[str, int]:
+        found = dict.fromkeys("abc", 0)
+        for node in world.tree.root_node.children.values():
+            name = next(x for x in "abc" if prompts[x][0] == node.key.token_ids[0])
+            found[name] = sum(len(x.key) for x in (node, *node.children.values()))
+        return found
+
+    assert left() == dict.fromkeys("abc", 100)
+    for _ in range(2):
+        before = left()
+        world.tree.evict(EvictParams(num_tokens=20))
+        after = left()
+        assert [name for name in "abc" if after[name] < before[name]] == [first]
+        world.check()

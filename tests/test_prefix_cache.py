@@ -116,6 +116,7 @@ class TreeMachine(RuleBasedStateMachine):
             rid=rid, tokens=tokens, kv=kv, origin_input_ids=tokens[:], output_ids=array("q"),
             extra_key=None, cache_salt=None, priority=0, last_node=node, prefix_indices=match.device_indices,
             extend_range=SimpleNamespace(end=prefix), prefilling=True,
+            sampling_params=SimpleNamespace(max_new_tokens=250),
         )  # fmt: skip
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
         if prefix:
@@ -124,6 +125,13 @@ class TreeMachine(RuleBasedStateMachine):
                 self.tree.exact.attached(row, node)
         self.pool.write((row, slice(0, prefix)), match.device_indices.int())
         self.running.append(req)
+
+    @rule(seed=st.integers(0, 2), length=st.integers(20, 70), tail=st.integers(0, 3))
+    def read(self, seed: int, length: int, tail: int) -> None:
+        """A new request whose whole prompt runs."""
+        self.admit(seed, length, tail)
+        while any(r.prefilling for r in self.running):
+            self.extend(49)
 
     @precondition(lambda self: any(r.prefilling for r in self.running))
     @rule(chunk=st.integers(1, 50))
@@ -189,11 +197,15 @@ class TreeMachine(RuleBasedStateMachine):
         self.allocator.free(slots)
         self.tree.dec_lock_ref(req.last_node)
         self.manager.release(row)
+        self.tree.pack_replies()
         if self.tree.exact:
             self.tree.exact.forget(row)
         self.allocator.ledger.promise(req.rid, [], 0)
         self.pool.free_rows([row])
         self.running.remove(req)
+        if self.tree.exact:
+            self.tree.exact.copy_alone([r for r in self.running if not r.prefilling])
+            assert not any(self.manager.faults([r.kv.req_pool_idx]) for r in self.running), "a late copy lost tokens"
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 7), insert=st.booleans())

@@ -95,6 +95,9 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"tp_size": 2, "pp_size": 2}, "--pp-size"),
         ({"decode_attention_backend": "triton"}, "second attention backend"),
         ({"device": "xpu"}, "device xpu"),
+        ({"radix_eviction_policy": "tlru"}, "--radix-eviction-policy tlru"),
+        ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
     ],
 )
 def test_server_options_are_refused_by_name(changes: dict[str, object], name: str) -> None:

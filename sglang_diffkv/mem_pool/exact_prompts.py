@@ -4,7 +4,8 @@ A private compressed copy takes at least half of the pages that it replaces (112
 K4V2), so it saves memory only where nobody else reads them: the part of a prefix that other running requests hold too
 stays shared, the rest is copied with the prompt's new tokens. The copied part of the tree is unlocked, so that it may
 be evicted while the request runs. Without room for a copy the new tokens are compressed in place and never join the
-tree.
+tree. When the last other reader of a shared part leaves, the request that stays copies it too, and compresses all it
+has in place from then on.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ class ExactPrompts:
         self.manager, self.ledger = tree.manager, tree.ledger
         self.ends: dict[int, Any] = {}  # row -> node up to which the tree has its prompt, None if it has not
         self.detaching: dict[int, int] = {}  # row -> position from which on its tokens are its own copy
-        self.outcomes = dict.fromkeys(("copied", "shared", "brief", "no room"), 0)
+        self.reader_left = False
+        self.outcomes = dict.fromkeys(("copied", "shared", "brief", "no room", "copied later"), 0)
         """Prompts so far: compressed in a copy; all but a few tokens shared with running requests; left as they are for
-        a request that ends with them; compressed in place, or left shared, for want of pages."""
+        a request that ends with them; compressed in place, or left shared, for want of pages; a shared part copied
+        when its last other reader had left."""
 
     def attached(self, row: int, node: Any) -> None:
         """A row begins its prompt after the path to ``node``: it judges for itself what it may copy."""
@@ -74,10 +77,7 @@ class ExactPrompts:
     def _make_room(self, row: int, kept: Path, tokens: int) -> bool:
         """Whether ``tokens`` of the row can be copied behind ``kept``, evicting what nobody reads."""
         needed = self.manager.copies.most_pages(tokens)
-        if self.ledger.uncommitted_pages() + self.ledger.evictable_pages < needed:
-            return False
-        self.tree.evict_pages(needed)
-        if self.ledger.uncommitted_pages() < needed:
+        if not self.tree.make_room(needed):
             return False
         return not self.ledger.table_starved(self.manager.copies.blocks_for(row, kept, tokens))
 
@@ -113,7 +113,41 @@ class ExactPrompts:
             at, node = at + len(x.key), x
         compat.own_from(self.tree, req, node, start, names)
 
+    def copy_alone(self, requests: list[Any]) -> None:
+        """Those of the running requests that are left as the only reader of shared pages copy them.
+
+        Called between steps: all that is planned is launched, and nothing of what these rows run is waited for.
+        """
+        if not self.reader_left:
+            return
+        self.reader_left = False
+        for req in requests:
+            row = compat.row_of(req)
+            if row is not None and self._may_copy(req, row):
+                self._copy_alone(req, row)
+
+    def _may_copy(self, req: Any, row: int) -> bool:
+        manager = self.manager
+        if row in manager.prompting or row in manager.copies.untouched or row in manager.copies.pending:
+            return False
+        left = req.sampling_params.max_new_tokens - len(req.output_ids)
+        return manager.shared.get(row, 0) >= self.least_published and left >= self.least_published
+
+    def _copy_alone(self, req: Any, row: int) -> None:
+        copies, shared = self.manager.copies, self.manager.shared[row]
+        nodes = self.tree.nodes(req.last_node)
+        path = [part for part in self.tree.path(req.last_node) if part[2] <= shared]
+        kept = [part for part, node in zip(path, nodes, strict=False) if node.lock_ref >= 2]
+        start, allocator = path_end(kept), self.tree.token_to_kv_pool_allocator
+        if shared - start < self.least_published or allocator.names_free() < compat.protected_len(req) - start:
+            return
+        tokens = self.manager.lengths[row] - start
+        if self._make_room(row, kept, tokens) and copies.copy_running(row, kept, path[len(kept) :]):
+            self._detach(req, row, start)
+            self.outcomes["copied later"] += 1
+
     def forget(self, row: int) -> None:
         """The row's request leaves it."""
+        self.reader_left = True
         self.ends.pop(row, None)
         self.detaching.pop(row, None)

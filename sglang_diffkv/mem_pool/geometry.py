@@ -19,7 +19,8 @@ class Segment:
     """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
 
     ``pages`` is 0 until the manager has counted them. ``nodes`` counts the tree nodes that refer to the segment
-    (splitting a node adds one and moves no byte). ``exact``: every token is there, in the high tier.
+    (splitting a node adds one and moves no byte). ``exact``: every token is there, in the high tier and in order, and
+    the first page of each head begins with position ``first``.
     """
 
     row: int
@@ -28,6 +29,7 @@ class Segment:
     pages: int = 0
     nodes: int = field(default=1)
     exact: bool = False
+    first: int = 0
 
 
 Path = list[tuple[Segment, int, int]]

@@ -139,6 +139,10 @@ class PageLedger:
             "compacted_between_chunks": self.compacted,
         }
 
+    def pages_of_tokens(self, tokens: int) -> int:
+        """Pages that ``tokens`` of capacity stand for, at most."""
+        return self.manager.geometry.heads * -(-tokens // self.manager.fmt.high.tokens)
+
     def _tokens(self, used_pages: int) -> int:
         """Capacity, in tokens, that ``used_pages`` take."""
         heads = self.manager.geometry.heads

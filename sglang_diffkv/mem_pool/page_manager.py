@@ -6,6 +6,7 @@ except where its docstring says so. Requests use row ``req_pool_idx``; tree segm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from sglang_diffkv.mem_pool.count_tracker import CountTracker
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.prompt_copies import PromptCopies
 from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.mem_pool.segment_packing import SegmentPacker
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.mem_pool.transfer import to_device
@@ -78,6 +80,7 @@ class PageManager:
         self.tracker = CountTracker(self)
         self.counts = self.tracker.host
         self.copies = PromptCopies(self)
+        self.packer = SegmentPacker(self)
 
     def to_device(self, numbers: Any) -> torch.Tensor:
         """[n] int64 on the device, without waiting for it."""
@@ -285,16 +288,20 @@ class PageManager:
             return None
         with self.launching():
             self.ops.attach(self.state, segment_row, row, lo, hi, kept_only=True)
-        exact = row in self.copies.untouched and self.sealed.get(row) == hi
-        if self.sealed.get(row) != hi:
+        ends = self.sealed.get(row) != hi
+        exact = row in self.copies.untouched and not ends
+        first = self.shared.get(row, 0)
+        if ends:
             self._seal(row)
         with self.launching():
             self.state.kept_entry[row] = self.state.own_entry[row]
         self.shared[row] = hi
         self.counts.touch(row, decoded=True)
-        segment = Segment(segment_row, lo, hi, exact=exact)
+        segment = Segment(segment_row, lo, hi, exact=exact, first=first)
         self.segments.add(segment)
         self.tracker.count_later(segment)
+        if ends and lo > first:  # its pages hold tokens below lo too
+            self.packer.spread.append(segment)
         self.version += 1
         return segment
 
@@ -336,13 +343,35 @@ class PageManager:
             self.release_segment(segment)
 
     def trim_segment(self, segment: Segment, hi: int) -> None:
-        """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device."""
+        """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device, unless
+        the segment is exact."""
         with self.launching():
             self.ops.trim(self.state, segment.row, hi)
         segment.hi = hi
-        self.tracker.count_later(segment)
         self.version += 1
-        self.tracker.settle()
+        if segment.exact:
+            held, segment.pages = segment.pages, self.exact_pages(segment)
+            self.counts.record(held - segment.pages)
+            self.on_counted(segment)
+        else:
+            self.tracker.count_later(segment)
+            self.tracker.settle()
+
+    def exact_pages(self, segment: Segment) -> int:
+        """Pages of an exact segment."""
+        tokens = self.fmt.high.tokens
+        first, end = (segment.lo - segment.first) // tokens, -(-(segment.hi - segment.first) // tokens)
+        return self.geometry.heads * (end - first)
+
+    def tokens_for(self, segment: Segment, pages: float) -> float:
+        """Tokens to trim from a segment's end so that about ``pages`` return; infinity where that is not known."""
+        heads, tokens = self.geometry.heads, self.fmt.high.tokens
+        if math.isinf(pages) or not segment.pages:
+            return math.inf
+        if segment.exact:
+            end = -(-(segment.hi - segment.first) // tokens) - -(-pages // heads)
+            return segment.hi - segment.first - end * tokens
+        return math.ceil((pages + heads) * (segment.hi - segment.lo) / segment.pages)
 
     def clear(self) -> None:
         """Release everything."""

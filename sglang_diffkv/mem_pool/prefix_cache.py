@@ -9,19 +9,15 @@ positions, so a node splits without moving a byte. Sizes are pages, in SGLang's 
 from __future__ import annotations
 
 import dataclasses
-import heapq
-import time
 from typing import Any
-
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
-from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_diffkv.mem_pool.exact_prompts import ExactPrompts
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.tree_eviction import WORTH_WAITING, EvictingTree
 
 
-class DiffKVPrefixCache(RadixCache):
+class DiffKVPrefixCache(EvictingTree):
     """The parts that do not depend on the SGLang version; ``compat.prefix_cache_class`` adds the rest."""
 
     inserting_row: int | None
@@ -31,6 +27,9 @@ class DiffKVPrefixCache(RadixCache):
         self.manager = self.ledger.manager
         self.inserting_row = None
         self.locked_nodes: dict[Segment, int] = {}
+        self.least_kept = self.least_kept_waiting = share_min_tokens
+        if self.manager.state.pages.is_cuda:
+            self.least_kept_waiting = max(share_min_tokens, WORTH_WAITING)
         params.token_to_kv_pool_allocator.tree_cache = self
         super().__init__(params)
         self.manager.on_counted = self._count
@@ -60,6 +59,17 @@ class DiffKVPrefixCache(RadixCache):
                 return False
         return True
 
+    def pack_replies(self) -> None:
+        """A row was released: the replies that joined from it move to dense pages, where there is room for them."""
+        waiting, self.manager.packer.spread = self.manager.packer.spread, []
+        for segment in waiting:
+            needed = self.manager.packer.most_pages(segment)
+            if self.make_room(needed) and segment in self.manager.segments:
+                self._uncount(segment)
+                if not self.manager.packer.pack(segment):
+                    segment.pages = 0
+                    self.manager.tracker.count_later(segment)
+
     def _insert_helper(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
         pending = None if self.inserting_row is None else self.manager.copies.pending.get(self.inserting_row)
         if pending is None or len(key) <= pending.hi:
@@ -85,6 +95,7 @@ class DiffKVPrefixCache(RadixCache):
 
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
         parent = super()._split_node(key, child, split_len)
+        parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
         segment = parent.segment = child.segment
         segment.nodes += 1
         if child.lock_ref > 0:
@@ -143,98 +154,26 @@ class DiffKVPrefixCache(RadixCache):
                     self.ledger.evictable_pages += segment.pages
             node = node.parent
 
-    # Eviction
-
-    def evictable_size(self) -> int:
-        return self.ledger.evictable()
-
-    def protected_size(self) -> int:
-        return self.ledger.protected()
-
-    def full_evictable_size(self) -> int:
-        return self.ledger.evictable()
-
-    def full_protected_size(self) -> int:
-        return self.ledger.protected()
-
-    def evict(self, params: EvictParams) -> EvictResult:
-        """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now.
-
-        Should that not be enough, the host waits for the device's counts, which may know of more room than its bounds:
-        SGLang would retract a request next.
-        """
-        if self.disable:
-            return EvictResult()
-        start, before = time.perf_counter(), self.ledger.available()
-        self._evict_while(lambda: self.ledger.available() - before < params.num_tokens)
-        if self.ledger.available() - before < params.num_tokens:
-            self.manager.tracker.settle()
-        gained = self.ledger.available() - before
-        self.update_eviction_metrics(gained, start)
-        return EvictResult(num_tokens_evicted=gained)
-
-    def evict_uncovered(self) -> None:
-        """Evict until free pages cover all promises and the next step."""
-        self._evict_while(lambda: self.ledger.uncommitted_pages() < 0)
-
-    def evict_pages(self, pages: int) -> None:
-        """Evict until ``pages`` are free that nobody is going to take."""
-        self._evict_while(lambda: self.ledger.uncommitted_pages() < pages)
-
-    def evict_table_blocks(self, path: Path, new_tokens: int) -> None:
-        """Evict until the page table has room for a prompt after a matched path, which must be locked."""
-        blocks = self.ledger.blocks_for(path, new_tokens)
-        self._evict_while(lambda: self.ledger.table_starved(blocks))
-
-    def evict_names(self, count: int) -> None:
-        """Evict until ``count`` more names are free."""
-        allocator = self.token_to_kv_pool_allocator
-        goal = allocator.names_free() + count
-        self._evict_while(lambda: allocator.names_free() < goal)
-
-    def _evict_while(self, wanted: Any) -> None:
-        heap: list[tuple[Any, Any]] | None = None
-        while wanted():
-            if heap is None:
-                heap = [(self.eviction_strategy.get_priority(n), n) for n in self.evictable_leaves]
-                heapq.heapify(heap)
-            if not heap:
-                return
-            _, leaf = heapq.heappop(heap)
-            self._evict_node(leaf)
-            parent = leaf.parent
-            if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, (self.eviction_strategy.get_priority(parent), parent))
-
-    def _evict_leaf(self) -> bool:
-        if not self.evictable_leaves:
-            return False
-        self._evict_node(min(self.evictable_leaves, key=self.eviction_strategy.get_priority))
-        return True
-
-    def _evict_node(self, leaf: Any) -> None:
-        self.token_to_kv_pool_allocator.free(leaf.value)
-        self._delete_leaf(leaf)
-        self.record_removal(leaf)
-
-    def record_removal(self, leaf: Any) -> None:
-        """Tell SGLang's KV event stream; its name differs between versions."""
-        raise NotImplementedError
+    # Eviction, see ``EvictingTree``
 
     def _delete_leaf(self, node: Any) -> None:
         super()._delete_leaf(node)
         segment = node.segment
         if segment.row in self.manager.tracker.uncounted:
             self.manager.tracker.settle()
-        self.ledger.tree_pages -= segment.pages
-        if not self.locked_nodes[segment]:
-            self.ledger.evictable_pages -= segment.pages
+        self._uncount(segment)
         segment.nodes -= 1
         if segment.nodes == 0:
             self.manager.release_segment(segment, exclusive=self.locked_nodes.pop(segment) == 0)
         else:
             self.manager.trim_segment(segment, segment.hi - len(node.key))
         node.segment = None
+
+    def _uncount(self, segment: Segment) -> None:
+        """The pages of a segment are about to change."""
+        self.ledger.tree_pages -= segment.pages
+        if not self.locked_nodes[segment]:
+            self.ledger.evictable_pages -= segment.pages
 
     def _count(self, segment: Segment) -> None:
         """The pages of a segment became known."""
@@ -260,5 +199,7 @@ class DiffKVPrefixCache(RadixCache):
             assert self.locked_nodes[segment] == locked, "a segment miscounts its locked nodes"
             assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
             evictable += 0 if locked else segment.pages
+            if segment.exact and segment.pages:
+                assert segment.pages == self.manager.exact_pages(segment), "an exact segment's pages are not in order"
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"

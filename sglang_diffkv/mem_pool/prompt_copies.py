@@ -19,6 +19,7 @@ import torch
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+from sglang_diffkv.policies.diffkv import KEEP
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -97,27 +98,56 @@ class PromptCopies:
         judged = self.judged.pop(row, None)
         with manager.launching():
             manager.ops.attach(state, plan.segment_row, row, shared, length, kept_only=True)
-            fault = state.fault[row].clone()
-            manager.ops.release(state, row)
-            state.fault[row] = fault
-        pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True)
-        manager.space.release(row)
-        for part in plan.kept:
-            manager.attach_part(row, *part)
-        start = path_end(plan.kept)
-        copied = length - start
-        layouts = manager.fmt.layouts
-        low = -(-copied // layouts[-1].tokens) if len(layouts) > 1 else 0
-        manager.space.extend(row, -(-copied // layouts[0].tokens), low)
+        pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True, first=shared)
+        self._restart(row, plan.kept, length)
         with manager.launching():
             for segment, lo, hi in [*plan.copied, (pending, shared, length)]:
                 manager.ops.copy_compact(state, row, segment.row, lo, hi, length, manager.policy, judged)
         manager.counts.record(-plan.pages)
+        if not plan.publish:
+            self.drop_pending(row)
+
+    def copy_running(self, row: int, kept: Path, copied: Path) -> bool:
+        """A row past its prompt copies the ``copied`` part of its prefix, compressed by the policy, and its own tokens
+        as they are, to new pages behind ``kept``. Between steps; the caller has made sure of the pages.
+
+        Returns False, changing nothing, if no segment row or table block is left.
+        """
+        manager, state = self.manager, self.manager.state
+        length, shared = manager.lengths[row], manager.shared[row]
+        old = manager.take_segment_row(*manager.space.bound(row))
+        if old is None:
+            return False
+        with manager.launching():
+            manager.ops.attach(state, old, row, shared, length, kept_only=True)
+        self._restart(row, kept, length)
+        with manager.launching():
+            for segment, lo, hi in copied:
+                manager.ops.copy_compact(state, row, segment.row, lo, hi, length, manager.policy, None)
+            manager.ops.copy_compact(state, row, old, shared, length, length, KEEP, None)
+            manager.ops.release(state, old)
+        manager.return_segment_row(old)
+        manager.counts.record(-self.most_pages(length - path_end(kept)))
+        manager.counts.touch(row, decoded=True)
+        manager.version += 1
+        return True
+
+    def _restart(self, row: int, kept: Path, length: int) -> None:
+        """Let a row go of all but ``kept``, with room for the copies of the rest of its ``length`` tokens."""
+        manager, state = self.manager, self.manager.state
+        with manager.launching():
+            fault = state.fault[row].clone()
+            manager.ops.release(state, row)
+            state.fault[row] = fault
+        manager.space.release(row)
+        for part in kept:
+            manager.attach_part(row, *part)
+        start = path_end(kept)
+        high, *low = (-(-(length - start) // layout.tokens) for layout in manager.fmt.layouts)
+        manager.space.extend(row, high, low[0] if low else 0)
         manager.shared.pop(row, None)
         if start:
             manager.shared[row] = start
-        if not plan.publish:
-            self.drop_pending(row)
 
     def take(self, row: int, lo: int, hi: int) -> Segment | None:
         """The pending segment of a row, limited to [lo, hi), for the prefix cache; None if it does not hold that."""
@@ -132,7 +162,7 @@ class PromptCopies:
             with manager.launching():
                 manager.ops.attach(manager.state, narrow, pending.row, lo, hi)
             self._drop(pending)
-            pending = Segment(narrow, lo, hi, exact=True)
+            pending = Segment(narrow, lo, hi, exact=True, first=pending.first)
         del self.pending[row]
         manager.segments.add(pending)
         manager.tracker.count_later(pending)

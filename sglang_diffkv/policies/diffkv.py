@@ -62,3 +62,7 @@ class DiffKVPolicy:
             evicts = goes_low & (worst >= 0) & (scores.least_score[..., 1] < low)
             replace = torch.where(evicts, worst, none)
         return StepPlan(demote, drop, replace)
+
+
+KEEP = DiffKVPolicy(alpha_high=0.0, alpha_low=0.0, window=0)
+"""Every token stays in its tier: for copies."""

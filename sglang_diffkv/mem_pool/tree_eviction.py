@@ -1,0 +1,127 @@
+"""Eviction by pages: whole leaves of SGLang's radix tree, and of the last one only as much as is missing.
+
+A leaf's tokens are the end of its segment, so a long leaf is cut: SGLang's own split makes its end a leaf, which is
+evicted like any other, and the segment is trimmed to the rest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+from sglang_diffkv.mem_pool.geometry import Path
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.page_manager import PageManager
+
+WORTH_WAITING = 1024
+"""Tokens of a compressed leaf whose prefill takes a GPU longer than the wait for its running step."""
+
+
+class EvictingTree(RadixCache):
+    """The part of ``DiffKVPrefixCache`` that gives pages back."""
+
+    ledger: PageLedger
+    manager: PageManager
+    least_kept: int
+    """A leaf is cut only if this many of its tokens stay."""
+    least_kept_waiting: int
+    """The same for a compressed leaf, of which the device has to tell what its end returned."""
+
+    def evictable_size(self) -> int:
+        return self.ledger.evictable()
+
+    def protected_size(self) -> int:
+        return self.ledger.protected()
+
+    def full_evictable_size(self) -> int:
+        return self.ledger.evictable()
+
+    def full_protected_size(self) -> int:
+        return self.ledger.protected()
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now.
+
+        Should that not be enough, the host waits for the device's counts, which may know of more room than its bounds:
+        SGLang would retract a request next.
+        """
+        if self.disable:
+            return EvictResult()
+        start, before = time.perf_counter(), self.ledger.available()
+        goal = before + params.num_tokens
+        self._evict_while(lambda: self.ledger.pages_of_tokens(goal - self.ledger.available()))
+        if self.ledger.available() < goal:
+            self.manager.tracker.settle()
+        gained = self.ledger.available() - before
+        self.update_eviction_metrics(gained, start)
+        return EvictResult(num_tokens_evicted=gained)
+
+    def evict_uncovered(self) -> None:
+        """Evict until free pages cover all promises and the next step."""
+        self.evict_pages(0)
+
+    def evict_pages(self, pages: int) -> None:
+        """Evict until ``pages`` are free that nobody is going to take."""
+        self._evict_while(lambda: pages - self.ledger.uncommitted_pages())
+
+    def make_room(self, pages: int) -> bool:
+        """Evict until ``pages`` are free that nobody is going to take; False if that is not possible."""
+        if self.ledger.uncommitted_pages() + self.ledger.evictable_pages < pages:
+            return False
+        self.evict_pages(pages)
+        return self.ledger.uncommitted_pages() >= pages
+
+    def evict_table_blocks(self, path: Path, new_tokens: int) -> None:
+        """Evict until the page table has room for a prompt after a matched path, which must be locked."""
+        blocks = self.ledger.blocks_for(path, new_tokens)
+        self._evict_while(lambda: math.inf if self.ledger.table_starved(blocks) else 0)
+
+    def evict_names(self, count: int) -> None:
+        """Evict until ``count`` more names are free."""
+        allocator = self.token_to_kv_pool_allocator
+        goal = allocator.names_free() + count
+        self._evict_while(lambda: math.inf if allocator.names_free() < goal else 0)
+
+    def _evict_while(self, missing: Callable[[], float]) -> None:
+        """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves."""
+        heap: list[tuple[Any, Any]] | None = None
+        while (pages := missing()) > 0:
+            if heap is None:
+                heap = [(self.eviction_strategy.get_priority(n), n) for n in self.evictable_leaves]
+                heapq.heapify(heap)
+            if not heap:
+                return
+            _, leaf = heapq.heappop(heap)
+            self._evict_node(self._cut(leaf, pages))
+            parent = leaf.parent
+            if not parent.children and parent.lock_ref == 0:
+                heapq.heappush(heap, (self.eviction_strategy.get_priority(parent), parent))
+
+    def _cut(self, leaf: Any, pages: float) -> Any:
+        """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
+        kept = len(leaf.key) - self.manager.tokens_for(leaf.segment, pages)
+        if kept < max(self.least_kept if leaf.segment.exact else self.least_kept_waiting, 1):
+            return leaf
+        self._split_node(leaf.key, leaf, kept)
+        return leaf
+
+    def _evict_leaf(self) -> bool:
+        if not self.evictable_leaves:
+            return False
+        self._evict_node(min(self.evictable_leaves, key=self.eviction_strategy.get_priority))
+        return True
+
+    def _evict_node(self, leaf: Any) -> None:
+        self.token_to_kv_pool_allocator.free(leaf.value)
+        self._delete_leaf(leaf)
+        self.record_removal(leaf)
+
+    def record_removal(self, leaf: Any) -> None:
+        """Tell SGLang's KV event stream; its name differs between versions."""
+        raise NotImplementedError
