@@ -1,4 +1,4 @@
-"""Writes tables and charts again from the JSON results of ``serving``, ``kernels`` or ``figures``, next to them.
+"""Writes tables and charts again from the JSON results of ``serving``, ``kernels``, ``figures`` or ``evaluate``.
 
 python -m benchmarks.redraw benchmarks/results/serving_llama3-8b.json
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks import kernel_report, serving_charts, serving_report
 from benchmarks.figures import cli as figures
+from benchmarks.figures import evaluated
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,8 +30,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             kernel_report.write_charts(data, path.parent)
         elif kind == "figure":
             figures.redraw(path)
+        elif "configurations" in data and "results" in data:
+            evaluated.draw(data, path.with_suffix(".png"))
         else:
-            parser.error(f"{path.name} is no result of serving, kernels or figures")
+            parser.error(f"{path.name} is no result of serving, kernels, figures or evaluate")
 
 
 if __name__ == "__main__":

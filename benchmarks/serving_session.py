@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,6 +82,18 @@ def run_together(
     """
     if _no_time(backends, points, budget, add):
         return
+    with all_running(backends, setup, budget) as started:
+        for backend, start in zip(backends, started, strict=True):
+            with _failures(backend, points, add) as left:
+                server, facts = start.result()
+                _run_points(server, backend, left, setup, budget, facts, add)
+
+
+@contextmanager
+def all_running(
+    backends: Sequence[Backend], setup: Setup, budget: Budget
+) -> Iterator[list[Future[tuple[Server, Record]]]]:
+    """``running`` for all backends, started at once: what each would yield or raise."""
     contexts = [running(backend, setup, budget) for backend in backends]
     with ThreadPoolExecutor(len(contexts)) as pool:
         started = [pool.submit(context.__enter__) for context in contexts]
@@ -89,10 +101,7 @@ def run_together(
         for context, start in zip(contexts, started, strict=True):
             if start.exception() is None:
                 stack.push(context)
-        for backend, start in zip(backends, started, strict=True):
-            with _failures(backend, points, add) as left:
-                server, facts = start.result()
-                _run_points(server, backend, left, setup, budget, facts, add)
+        yield started
 
 
 def _no_time(

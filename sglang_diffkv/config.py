@@ -43,7 +43,7 @@ class DiffKVPolicyConfig(_Strict):
     name: Literal["diffkv"] = "diffkv"
     alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
-    window: int = Field(default=64, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
 
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:

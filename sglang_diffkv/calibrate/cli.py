@@ -72,7 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
     parser.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
     parser.add_argument(
-        "--window", type=int, nargs="+", default=[64], help="several with --procedure grid (default: 64)"
+        "--window", type=int, nargs="+", default=[256], help="several with --procedure grid (default: 256)"
     )
     parser.add_argument(
         "--rotate",
