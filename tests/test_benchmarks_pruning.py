@@ -80,7 +80,7 @@ def test_pruning_figure_measures_the_matched_policies(tmp_path, started):
     assert cli.main(["fig9", *BASE, *args]) == 0
     data = figure(tmp_path, "fig9")
     assert [x.series for x in data.points] == ["stock bf16", cases.DYNAMIC], "the prompts are shorter than the window"
-    assert len(data.skipped) == 2 and started == ["stock", "diffkv BF16 (-, 0.1)"]
+    assert len(data.skipped) == 2 and started == ["stock", "diffkv BF16 (-, 0.1) window 64"]
 
 
 def test_static_policies_run_on_the_reference_ops_of_a_gpu(monkeypatch):

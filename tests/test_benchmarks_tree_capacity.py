@@ -11,7 +11,7 @@ from benchmarks.serving_client import BenchmarkError
 from benchmarks.serving_memory import KVShape
 from benchmarks.serving_session import Setup
 
-SHAPE = KVShape(layers=1, kv_heads=1, head_dim=64, context=4096, vocab=1000)
+SHAPE = KVShape(layers=1, kv_heads=1, head_dim=64, context=4096, vocab=1000, q_heads=1)
 
 
 class LruServer:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import requests
 
-from sglang_diffkv.calibrate.search import Search, Setting, grid, paper
+from sglang_diffkv.calibrate.search import WINDOW, Search, Setting, grid, paper
 from sglang_diffkv.calibration import (
     CalibratedThresholds,
     CalibrationFile,
@@ -72,7 +72,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
     parser.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
     parser.add_argument(
-        "--window", type=int, nargs="+", default=[256], help="several with --procedure grid (default: 256)"
+        "--window",
+        type=int,
+        nargs="+",
+        default=[WINDOW],
+        help=f"several with --procedure grid (default: {WINDOW})",
     )
     parser.add_argument(
         "--rotate",

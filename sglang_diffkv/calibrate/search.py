@@ -19,6 +19,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from sglang_diffkv.calibration import GridPoint
+from sglang_diffkv.config import DiffKVPolicyConfig
+
+WINDOW = DiffKVPolicyConfig().window
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,14 @@ class Setting:
     tiers: tuple[str, ...]
     alpha_high: float | None
     alpha_low: float
-    window: int = 64
+    window: int = WINDOW
     rotate: str = "none"
 
     @property
     def name(self) -> str:
         """Unique among settings, and readable."""
         high = "" if self.alpha_high is None else f" alpha_high={self.alpha_high:g}"
-        window = "" if self.window == 64 else f" window={self.window}"
+        window = "" if self.window == WINDOW else f" window={self.window}"
         rotate = "" if self.rotate == "none" else f" rotate={self.rotate}"
         return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}"
 
@@ -101,7 +104,7 @@ def paper(
     tiers: tuple[str, ...],
     highs: Sequence[float],
     lows: Sequence[float],
-    window: int = 64,
+    window: int = WINDOW,
     rotate: str = "none",
 ) -> Setting | None:
     """``alpha_high`` over ``highs`` with ``alpha_low`` 0, or no low tier at all; then ``alpha_low`` over ``lows``."""
@@ -120,7 +123,7 @@ def grid(
     choices: Sequence[tuple[str, ...]],
     highs: Sequence[float],
     lows: Sequence[float],
-    windows: Sequence[int] = (64,),
+    windows: Sequence[int] = (WINDOW,),
     rotations: Sequence[str] = ("none",),
 ) -> Setting | None:
     """Every choice of tiers, window and rotation with every ``alpha_high`` and ``alpha_low`` that go together."""
