@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -86,6 +87,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     if not isinstance(allocator, DiffKVAllocator):
         return original(self, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     ledger = allocator.ledger
     tree = allocator.tree_cache
@@ -95,19 +97,21 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         if tree is not None:
             tree.evict_table_blocks(path, needed)
         admitted = ledger.admits(path, needed)
-    if not admitted:
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
-        if path and not ledger.manager.lengths and not ledger.promised:
-            # Nothing runs, so nothing will make room but the part-filled pages of the request's own prefix.
-            tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
-            tree.evict_table_blocks([], compat.prompt_len(req))
-            return AddReqResult.OTHER
-        return AddReqResult.NO_TOKEN
-    with compat.priced(req, ledger.growth_price()):
-        result = original(self, req, *args, **kwargs)
+    idle = not ledger.manager.lengths and not ledger.promised
+    result = AddReqResult.NO_TOKEN
+    if admitted:
+        with compat.priced(req, ledger.growth_price()):
+            result = original(self, req, *args, **kwargs)
     ledger.refused = None
     if result == AddReqResult.NO_TOKEN:
         ledger.refused = compat.tokens_wanted(req, ledger.growth_price())
+        if path and idle:
+            # Nothing runs, so nothing will make room but the segments that the request's own prefix locks as a whole.
+            wanted = math.ceil(ledger.refused) + compat.prefix_len(req) + ledger.manager.fmt.high.tokens
+            tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))
+            tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
+            tree.evict_table_blocks([], compat.prompt_len(req))
+            return AddReqResult.OTHER
     if self.can_run_list and self.can_run_list[-1] is req:
         ledger.promise(req.rid, path, needed)
         if tree is not None:
@@ -123,10 +127,17 @@ def running_request_offset(original: Any, self: Any, req: Any) -> Any:
 
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before anything is scheduled, ranks exchange what their devices have counted."""
+    """Before anything is scheduled, ranks exchange what their devices have counted. Where nothing runs the batch is not
+    full, though SGLang marked it so for a request that was refused beside one that was about to end: nothing else would
+    make it look at its queue again."""
     allocator = self.token_to_kv_pool_allocator
-    if isinstance(allocator, DiffKVAllocator) and not allocator.ledger.manager.ranks.alone:
-        allocator.ledger.manager.meet()
+    if isinstance(allocator, DiffKVAllocator):
+        manager = allocator.ledger.manager
+        if not manager.ranks.alone:
+            manager.meet()
+        running = kwargs.get("running_batch", self.running_batch)
+        if not manager.lengths and running.is_empty():
+            running.batch_is_full = False
     return original(self, *args, **kwargs)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from sglang_diffkv import compat
+from sglang_diffkv import compat, scheduler_hooks
+from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.ledger import PRICE_MARGIN, PRICE_TOKENS, PageLedger
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
@@ -70,3 +72,20 @@ def test_a_refused_request_waits_for_room() -> None:
     session.release(1)
     session.manager.tracker.settle()
     assert ledger.room_for_refused(99.0)
+
+
+def test_where_nothing_runs_the_batch_is_not_full() -> None:
+    """SGLang marks it so when a request is refused beside one that is about to end, and then looks at no other."""
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+    running = SimpleNamespace(batch_is_full=True, reqs=[], is_empty=lambda: not running.reqs)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, running_batch=running)
+    session.extend({1: 16})
+    scheduler_hooks.get_next_batch_to_run(lambda self: None, scheduler)
+    assert running.batch_is_full, "the row of a request that ended is still held"
+    session.release(1)
+    scheduler_hooks.get_next_batch_to_run(lambda self, running_batch: None, scheduler, running_batch=running)
+    assert not running.batch_is_full
+    running.reqs, running.batch_is_full = [request(1, 0)], True
+    scheduler_hooks.get_next_batch_to_run(lambda self: None, scheduler)
+    assert running.batch_is_full
