@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sglang_diffkv import compat
@@ -19,6 +20,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     if not isinstance(allocator, DiffKVAllocator):
         return original(self, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     ledger, tree = allocator.ledger, allocator.tree_cache
     path = tree.path(req.last_node) if tree is not None else []
@@ -30,6 +32,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         admitted = ledger.admits(path, needed)
         compacts = chunk < needed and _may_compact(ledger, tree, path, needed, self)
         fits = compacts and ledger.admits_compacting(needed, chunk)
+    idle = not ledger.manager.lengths and not ledger.promised
     saved = needed - ledger.compacting_tokens(needed, chunk) if compacts else 0
     result = AddReqResult.NO_TOKEN
     with compat.priced(req, ledger.growth_price()):
@@ -48,8 +51,10 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
             tree.evict_uncovered()
     elif result == AddReqResult.NO_TOKEN:
         ledger.refused = compat.tokens_wanted(req, ledger.growth_price()) - saved
-        if not admitted and path and not ledger.manager.lengths and not ledger.promised:
-            # Nothing runs, so nothing will make room but the part-filled pages of the request's own prefix.
+        if path and idle:
+            # Nothing runs, so nothing will make room but the segments that the request's own prefix locks as a whole.
+            wanted = math.ceil(ledger.refused) + compat.prefix_len(req) + ledger.manager.fmt.high.tokens
+            tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))
             tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
             tree.evict_table_blocks([], compat.prompt_len(req))
             return AddReqResult.OTHER

@@ -82,10 +82,17 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before anything is scheduled, ranks exchange what their devices have counted."""
+    """Before anything is scheduled, ranks exchange what their devices have counted. Where nothing runs the batch is not
+    full, though SGLang marked it so for a request that was refused beside one that was about to end: nothing else would
+    make it look at its queue again."""
     allocator = self.token_to_kv_pool_allocator
-    if isinstance(allocator, DiffKVAllocator) and not allocator.ledger.manager.ranks.alone:
-        allocator.ledger.manager.meet()
+    if isinstance(allocator, DiffKVAllocator):
+        manager = allocator.ledger.manager
+        if not manager.ranks.alone:
+            manager.meet()
+        running = kwargs.get("running_batch", self.running_batch)
+        if not manager.lengths and running.is_empty():
+            running.batch_is_full = False
     return original(self, *args, **kwargs)
 
 

@@ -6,8 +6,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from sglang_diffkv import compat
+from sglang_diffkv import compat, scheduler_hooks
 from sglang_diffkv.admission_hooks import add_chunked_req
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.ledger import PRICE_MARGIN, PRICE_TOKENS, PROMPT_MARGIN, PageLedger, Promise
@@ -141,3 +142,20 @@ def test_what_a_compacted_prompt_is_expected_to_take() -> None:
     pages, heads = session.manager.geometry.num_pages, session.manager.geometry.heads
     tokens = (pages // heads - 40) * session.manager.fmt.high.tokens
     assert ledger.may_compact([], 100, 0) and not ledger.may_compact([], tokens, ledger.most_pages([], 400))
+
+
+def test_where_nothing_runs_the_batch_is_not_full() -> None:
+    """SGLang marks it so when a request is refused beside one that is about to end, and then looks at no other."""
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+    running = SimpleNamespace(batch_is_full=True, reqs=[], is_empty=lambda: not running.reqs)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, running_batch=running)
+    session.extend({1: 16})
+    scheduler_hooks.get_next_batch_to_run(lambda self: None, scheduler)
+    assert running.batch_is_full, "the row of a request that ended is still held"
+    session.release(1)
+    scheduler_hooks.get_next_batch_to_run(lambda self, running_batch: None, scheduler, running_batch=running)
+    assert not running.batch_is_full
+    running.reqs, running.batch_is_full = [request(1, 0)], True
+    scheduler_hooks.get_next_batch_to_run(lambda self: None, scheduler)
+    assert running.batch_is_full

@@ -100,6 +100,17 @@ def test_long_prompts_are_compacted_between_chunks() -> None:
         assert stats["pages_used"] == 0 and stats["admission"]["promised_pages"] == 0
 
 
+def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix() -> None:
+    """It shares two tokens with a long cached prompt, whose segment it locks as a whole; nothing runs that could make
+    room."""
+    draw = random.Random(0)
+    cached, wide = ([7, 8, *(draw.randrange(300, 8000) for _ in range(n))] for n in (500, 760))
+    with Server(NANO, "diffkv", ["--max-total-tokens", "900"], diffkv_config={"tiers": ["BF16"]}, env=STRICT) as server:
+        client.ask(server.url, cached, 4)
+        assert client.ask(server.url, wide, 64, timeout=60.0).prompt_tokens == 762
+        assert client.ask(server.url, cached, 4, timeout=60.0).completion_tokens > 0
+
+
 @pytest.mark.parametrize("fidelity", ["compressed", "exact"])
 def test_small_pool_under_compression_completes_all(prompts: list[list[int]], fidelity: str) -> None:
     replies, log = _run(prompts, POOL, "--schedule-conservativeness", "0.1", prefix_fidelity=fidelity)

@@ -82,10 +82,11 @@ def _post(url: str, payload: dict[str, Any], timeout: float) -> Record:
     latency = time.perf_counter() - start
     if not response.ok:
         raise RequestError(f"/generate answered {response.status_code}: {response.text[:500]}")
-    return _record(response.json(), latency)
+    return record(response.json(), latency)
 
 
-def _record(reply: dict[str, Any], latency: float) -> Record:
+def record(reply: dict[str, Any], latency: float = 0.0) -> Record:
+    """The decoded JSON of a reply. Raises RequestError if the server ended the request."""
     meta = reply["meta_info"]
     reason = meta["finish_reason"]
     if reason["type"] == "abort":
