@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import Barrier
 
 import pytest
@@ -159,6 +160,13 @@ def test_thresholds_are_the_model_s_and_never_the_figure_s_choice():
     assert (cases.chosen(str(NANO), 3.0).alpha_high, cases.chosen(str(NANO), 3.0).source) == (3.0, "command line")
     assert cases.chosen("Qwen2.5-7B").alpha_high is None
     assert diffkv(cases.chosen("Qwen2.5-7B"), "").label == "(-, 0.04)"
+
+
+def test_calibrated_thresholds_are_served_with_their_rotation():
+    at = replace(cases.chosen(str(NANO)), rotate="keys", window=32)
+    case = diffkv(at, cases.ALPHA_HIGH)
+    assert case.name.endswith("window 32 rotated") and case.configuration.diffkv.rotate == "keys"
+    assert case.configuration.diffkv.policy.window == 32
 
 
 @pytest.mark.parametrize("tier", ["K8V8", "K4V8", "K2V4", "K1V8", "BF16"])

@@ -50,6 +50,7 @@ class Thresholds:
     alpha_low: float
     window: int
     source: str
+    rotate: str = "none"
 
 
 DEFAULTS = DiffKVPolicyConfig()
@@ -65,11 +66,12 @@ def chosen(model: str, alpha_high: float | None = None) -> Thresholds:
         source = "defaults, none are calibrated for this model"
         found = Thresholds(TIERS, DEFAULTS.alpha_high, DEFAULTS.alpha_low, DEFAULTS.window, source)
     else:
-        found = Thresholds(entry.tiers, entry.alpha_high, entry.alpha_low, entry.window, f"calibrated, {entry.source}")
+        source = f"calibrated, {entry.source}"
+        found = Thresholds(entry.tiers, entry.alpha_high, entry.alpha_low, entry.window, source, entry.rotate)
     if alpha_high is None:
         return found
     tiers = found.tiers if len(found.tiers) > 1 else TIERS
-    return Thresholds(tiers, alpha_high, min(found.alpha_low, alpha_high), found.window, "command line")
+    return Thresholds(tiers, alpha_high, min(found.alpha_low, alpha_high), found.window, "command line", found.rotate)
 
 
 def uniform(tier: str, series: str | None = None) -> Case:
@@ -86,8 +88,9 @@ def diffkv(at: Thresholds, series: str) -> Case:
     shown = "-" if at.alpha_high is None else f"{at.alpha_high:g}"
     label = f"({shown}, {at.alpha_low:g})"
     name = f"diffkv {'-'.join(at.tiers)} {label}" + (f" window {at.window}" if at.window != DEFAULTS.window else "")
+    name += " rotated" if at.rotate == "keys" else ""
     policy = policy_fields(at.alpha_high, at.alpha_low, at.window)
-    configuration = _configuration(name, tiers=at.tiers, policy=policy)
+    configuration = _configuration(name, tiers=at.tiers, policy=policy, rotate=at.rotate)
     return Case(configuration, series, label, alpha_high=at.alpha_high, alpha_low=at.alpha_low)
 
 
