@@ -21,7 +21,7 @@ from benchmarks.serving_loads import Point
 from benchmarks.serving_log import parse_log
 from benchmarks.serving_memory import KVShape, check_bytes
 from sglang_diffkv.testing import report
-from sglang_diffkv.testing.server import Server, ServerError
+from sglang_diffkv.testing.server import Server, ServerError, stop_servers_on_sigterm
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 START = "server start"
@@ -94,6 +94,7 @@ def all_running(
     backends: Sequence[Backend], setup: Setup, budget: Budget
 ) -> Iterator[list[Future[tuple[Server, Record]]]]:
     """``running`` for all backends, started at once: what each would yield or raise."""
+    stop_servers_on_sigterm()
     contexts = [running(backend, setup, budget) for backend in backends]
     with ThreadPoolExecutor(len(contexts)) as pool:
         started = [pool.submit(context.__enter__) for context in contexts]

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.runner import Suite, evaluate, missing
 from sglang_diffkv.evaluate.store import Store
+from sglang_diffkv.testing.server import stop_servers_on_sigterm
 
 Connect = Callable[[], AbstractContextManager[Endpoint]]
 """Starts a configuration's server."""
@@ -57,6 +58,7 @@ def _at_once(
     failed, given_up = Event(), Event()
     errors: list[tuple[str, BaseException]] = []
     total = len(servers) * sum(len(suite.questions) for suite in suites)
+    stop_servers_on_sigterm()
     left = sum(len(missing(store, name, suite)) for name in servers for suite in suites)
 
     def advance() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,15 @@ def has_gpu() -> bool:
 def stock_backend() -> str:
     """SGLang's own attention backend to compare with on this machine."""
     return "triton" if has_gpu() else "torch_native"
+
+
+def stop_servers_on_sigterm() -> None:
+    """From now on SIGTERM ends this program as Ctrl-C does, so that its servers are stopped too.
+
+    No effect outside of the main thread, or where the program handles the signal itself.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class Server:
@@ -98,6 +108,7 @@ class Server:
 
     def start(self) -> None:
         """Start the process and wait until it is ready; ``ServerError`` if it ends or takes too long."""
+        stop_servers_on_sigterm()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command,
