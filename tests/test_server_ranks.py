@@ -84,7 +84,8 @@ def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
 def test_ranks_decide_alike_in_a_small_pool(ranks: int, fidelity: str, options: list[str]) -> None:
     """With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
     args = ["--max-total-tokens", "800", "--schedule-conservativeness", "0.1", *options]
-    with serve(ranks, {"prefix_fidelity": fidelity}, *args) as server:
+    config = {"prefix_fidelity": fidelity, "policy": {"name": "diffkv", "window": 64}}
+    with serve(ranks, config, *args) as server:
         assert all(x.completion_tokens > 0 for x in _load(server, 10 if ranks == 2 else 6, 320))
         assert _stats(server)["finished"]["low"] > 0
         server.flush_cache()
