@@ -13,31 +13,25 @@ NAME.json and NAME.md in the output folder. Exit code 1 if a server failed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import requests
 
-from benchmarks.budget import Budget
-from benchmarks.provenance import headline, provenance
-from benchmarks.serving import add_model_arguments, model_name, prepare
-from benchmarks.serving_backends import Backend, default_backends, parse_backend, parse_diffkv
+from benchmarks.each_backend import add_arguments, measure_each
+from benchmarks.serving import model_name
+from benchmarks.serving_backends import default_backends
 from benchmarks.serving_client import BenchmarkError, warm_up
-from benchmarks.serving_session import FAILED, GUESSES, OK, Record, Setup, all_running, running, short
+from benchmarks.serving_session import OK, Record, Setup
 from sglang_diffkv.testing.report import markdown
-from sglang_diffkv.testing.server import Server, ServerError
+from sglang_diffkv.testing.server import Server
 
 Decode = tuple[int, int]
 """Requests, and tokens of each prompt."""
@@ -136,14 +130,11 @@ def table(records: Sequence[Record], args: argparse.Namespace) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
-    parser.add_argument("--backends", nargs="*", type=parse_backend, metavar="ATTENTION:DTYPE")
-    parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME=JSON")
+    add_arguments(parser)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens to read (default: %(default)s)")
     parser.add_argument("--repeat", type=int, default=5, help="prompts read for the median (default: %(default)s)")
     parser.add_argument("--decode", type=parse_decode, nargs="+", default=[(1, 1024), (8, 1024)], metavar="NxTOKENS")
     parser.add_argument("--tokens", type=int, default=64, help="of each request, all decoding (default: %(default)s)")
-    parser.add_argument("--start-together", action="store_true", help="start all servers at once, ask one at a time")
     args = parser.parse_args(argv)
     args.argv = argv
     args.candidates = [*(default_backends() if args.backends is None else args.backends), *args.diffkv]
@@ -155,38 +146,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all backends, print the table and write the results."""
     args = parse_args(argv)
-    budget, name = Budget(args.budget_seconds, GUESSES), f"latency_{model_name(args)}"
-    records: list[Record] = []
-    source = provenance("latency", argv)
-    data: dict[str, Any] = {"kind": "latency", "name": name, "provenance": source, "records": records}
-
-    def take(backend: Backend, started: Any) -> None:
-        record: Record = {"backend": backend.name, "status": OK}
-        try:
-            server, facts = started()
-            record |= {**measure(server, setup, args), **facts}
-        except (ServerError, BenchmarkError, ValueError, requests.RequestException) as error:
-            record |= {"status": FAILED, "error": short(error)}
-        records.append(record)
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        text = (
-            f"# Latency, {model_name(args)}\n\n{headline(data['provenance'])}\n\n`{data['provenance']['command']}`\n\n"
-        )
-        (args.output / f"{name}.md").write_text(text + table(records, args) + "\n", encoding="utf-8")
-
-    with tempfile.TemporaryDirectory(prefix="model-") as folder:
-        setup = prepare(args, Path(folder), 40)
-        if args.start_together:
-            with all_running(args.candidates, setup, budget) as started:
-                for backend, start in zip(args.candidates, started, strict=True):
-                    take(backend, start.result)
-        else:
-            for backend in args.candidates:
-                with ExitStack() as stack:
-                    take(backend, partial(stack.enter_context, running(backend, setup, budget)))
-    print(table(records, args))
-    return int(any(record["status"] == FAILED for record in records))
+    model = model_name(args)
+    data = {"kind": "latency", "name": f"latency_{model}"}
+    return measure_each(args, data, f"Latency, {model}", partial(measure, args=args), partial(table, args=args))
 
 
 if __name__ == "__main__":

@@ -23,21 +23,18 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from benchmarks.budget import Budget
-from benchmarks.provenance import headline, provenance
-from benchmarks.serving import add_model_arguments, model_name, prepare
-from benchmarks.serving_backends import Backend, parse_backend, parse_diffkv
+from benchmarks.each_backend import add_arguments, measure_each
+from benchmarks.serving import model_name
 from benchmarks.serving_client import BenchmarkError, warm_up
-from benchmarks.serving_session import FAILED, GUESSES, OK, Record, Setup, all_running, running, short
+from benchmarks.serving_session import OK, Record, Setup
 from sglang_diffkv.testing.report import markdown
-from sglang_diffkv.testing.server import Server, ServerError
+from sglang_diffkv.testing.server import Server
 
 PARTS = {
     "attention": r"split_kernel|decode|paged_kv|flash_|fmha|batch_prefill",
@@ -139,57 +136,33 @@ def table(records: Sequence[Record]) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
-    parser.add_argument("--backends", nargs="*", type=parse_backend, default=[], metavar="ATTENTION:DTYPE")
-    parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME=JSON")
+    add_arguments(parser)
     parser.add_argument("--batch", type=int, default=128, help="requests that decode (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--room", type=int, default=512, help="tokens of a reply at most (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="recorded (default: %(default)s)")
-    parser.add_argument("--start-together", action="store_true", help="start all servers at once, ask one at a time")
     args = parser.parse_args(argv)
-    args.candidates = [*args.backends, *args.diffkv]
+    args.argv = argv
+    args.candidates = [*(args.backends or []), *args.diffkv]
     if not args.candidates:
         parser.error("name at least one of --backends and --diffkv")
     return args
 
 
+def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
+    """A step's breakdown on one server."""
+    warm_up(server, setup.shape.vocab, args.length, 8, setup.seed)
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        return breakdown(record_steps(server, setup, args, Path(folder)), args.steps)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Profile all backends, print the table and write the results."""
     args = parse_args(argv)
-    budget, name = Budget(args.budget_seconds, GUESSES), f"step_{model_name(args)}"
-    source = provenance("step_profile", argv)
-    records: list[Record] = []
-    data = {"kind": "step", "name": name, "provenance": source, "steps": args.steps, "records": records}
-
-    def take(backend: Backend, started: Any) -> None:
-        record: Record = {"backend": backend.name, "status": OK}
-        try:
-            server, facts = started()
-            warm_up(server, setup.shape.vocab, args.length, 8, setup.seed)
-            with tempfile.TemporaryDirectory(prefix="profile-") as folder:
-                record |= {**breakdown(record_steps(server, setup, args, Path(folder)), args.steps), **facts}
-        except (ServerError, BenchmarkError, ValueError, requests.RequestException) as error:
-            record |= {"status": FAILED, "error": short(error)}
-        records.append(record)
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        title = f"# A decode step of {args.batch} requests of {args.length} tokens, {model_name(args)}"
-        parts = [title, headline(source), f"`{source['command']}`", table(records)]
-        (args.output / f"{name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-    with tempfile.TemporaryDirectory(prefix="model-") as folder:
-        setup = prepare(args, Path(folder), 40)
-        if args.start_together:
-            with all_running(args.candidates, setup, budget) as started:
-                for backend, start in zip(args.candidates, started, strict=True):
-                    take(backend, start.result)
-        else:
-            for backend in args.candidates:
-                with ExitStack() as stack:
-                    take(backend, partial(stack.enter_context, running(backend, setup, budget)))
-    print(table(records))
-    return int(any(record["status"] == FAILED for record in records))
+    model = model_name(args)
+    data = {"kind": "step_profile", "name": f"step_{model}", "steps": args.steps}
+    title = f"A decode step of {args.batch} requests of {args.length} tokens, {model}"
+    return measure_each(args, data, title, partial(measure, args=args), table)
 
 
 if __name__ == "__main__":

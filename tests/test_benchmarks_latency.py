@@ -1,18 +1,24 @@
-"""Latency and step profile: what is counted, on servers and traces that are only played."""
+"""Latency, step profile and charts of evaluations: what is counted, on servers and traces that are only played."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import time
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import latency, step_profile
+from benchmarks import each_backend, latency, redraw, serving_session, step_profile
+from benchmarks.figures import evaluated
 from benchmarks.serving_client import BenchmarkError
+from sglang_diffkv.testing.paths import NANO, REPOSITORY
+from sglang_diffkv.testing.server import ServerError
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
 
 
 class Streaming(BaseHTTPRequestHandler):
@@ -114,3 +120,47 @@ def test_a_step_s_kernels_by_part():
     assert "| attention | 0.080 (29.6%) |" in text and "y: e" in text
     with pytest.raises(BenchmarkError, match="no kernel"):
         step_profile.breakdown({"traceEvents": []}, 2)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_every_backend_is_measured_and_a_failed_one_is_named(server, monkeypatch, tmp_path, together):
+    stopped = []
+
+    @contextmanager
+    def running(backend, setup, budget):
+        if backend.name == "bad":
+            raise ServerError("the server ended\nOutOfMemoryError: no")
+        yield server, {"start_s": 1.0}
+        stopped.append(backend.name)
+
+    server.flush_cache = lambda: None
+    monkeypatch.setattr(each_backend, "running", running)
+    monkeypatch.setattr(serving_session, "running", running)
+    monkeypatch.setattr(latency, "warm_up", lambda *_: None)
+    args = ["--model", str(NANO), "--backends", "triton:bf16", "--diffkv", "bad={}", "--diffkv", "good={}"]
+    args += ["--prompt", "5", "--decode", "2x3", "--tokens", "4", "--output", str(tmp_path)]
+    assert latency.main([*args, *(["--start-together"] if together else [])]) == 1
+    assert stopped == (["good", "triton bf16"] if together else ["triton bf16", "good"])
+    data = json.loads((tmp_path / "latency_nano.json").read_text())
+    assert [(x["backend"], x["status"]) for x in data["records"]] == [
+        ("triton bf16", "ok"), ("bad", "failed"), ("good", "ok"),
+    ]  # fmt: skip
+    assert data["records"][2]["decode"][0]["n"] >= 6 and data["records"][2]["start_s"] == 1.0
+    text = (tmp_path / "latency_nano.md").read_text()
+    assert "OutOfMemoryError" in text and text.count("| good |") == 1
+
+
+def test_an_evaluation_as_a_chart(tmp_path):
+    results = json.loads((RESULTS / "quality_small_h200.json").read_text())
+    data = evaluated.figure(results)
+    found = {x.configuration: x for x in data.points}
+    assert list(found) == list(results["configurations"]) and (data.model, data.ratio) == ("small", "pages")
+    assert (found["stock"].series, found["fp8"].series) == ("stock bf16", "stock fp8")
+    assert (found["fp8"].ratio_pages, found["a5w256r"].n) == (0.5, 1008)
+    assert found["K8V4"].series != found["a5w256r"].series
+    copy = tmp_path / "quality.json"
+    copy.write_text(json.dumps(results))
+    redraw.main([str(copy)])
+    assert copy.with_suffix(".png").stat().st_size > 10000
+    with pytest.raises(ValueError, match="no accuracies"):
+        evaluated.figure({**results, "results": []})

@@ -323,18 +323,23 @@ def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
     world.check()
 
 
+def two_readers(world: World, prefix: list[int], own: int) -> list[Any]:
+    """Two requests whose prompts have run: ``own`` tokens each behind a prefix that is in the tree."""
+    both = [world.start(prefix + world.tokens(own)) for _ in range(2)]
+    for req in both:
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+    return both
+
+
 def test_the_last_reader_copies_what_it_shared() -> None:
     """Two requests read one prompt at the high tier; when one leaves, the other runs on a compressed copy, further
     tokens go down in place, and the tree's prompt may be evicted."""
     world = World(2000)
     prefix = world.tokens(104)
     world.leave(world.prompt([*prefix, 1]))
-    both = [world.start(prefix + world.tokens(40)) for _ in range(2)]
-    for req in both:
-        world.plan(req)
-        world.launch(req)
-        world.tree.cache_unfinished_req(req)
-    stays, goes = both
+    stays, goes = two_readers(world, prefix, 40)
     row, evictable = stays.kv.req_pool_idx, world.allocator.ledger.evictable_pages
     assert world.manager.shared[row] == 104
     for _ in range(5):
@@ -360,12 +365,7 @@ def test_a_last_reader_without_room_reads_on() -> None:
     world = World(300)
     prefix = world.tokens(104)
     world.leave(world.prompt([*prefix, 1]), insert=False)
-    both = [world.start(prefix + world.tokens(30)) for _ in range(2)]
-    for req in both:
-        world.plan(req)
-        world.launch(req)
-        world.tree.cache_unfinished_req(req)
-    stays, goes = both
+    stays, goes = two_readers(world, prefix, 30)
     world.leave(goes, insert=False)
     world.allocator.ledger.promise("other", [], 150)
     world.tree.exact.copy_alone([stays])

@@ -7,7 +7,8 @@ from typing import Any
 
 from benchmarks.figures import pareto
 from benchmarks.figures.cases import ALPHA_HIGH, FP8_CASE, STOCK_CASE, uniform
-from benchmarks.figures.data import FigureData, Point
+from benchmarks.figures.data import FigureData
+from benchmarks.figures.session import point_of
 from benchmarks.provenance import without_paths
 from sglang_diffkv.evaluate.summary import Result
 
@@ -27,23 +28,9 @@ def figure(results: dict[str, Any]) -> FigureData:
     points, configurations = [], results["configurations"]
     for raw in results["results"]:
         result = Result.model_validate(raw)
-        cache = result.cache
-        if result.metric != "accuracy" or cache is None:
-            continue
-        points.append(
-            Point(
-                configuration=result.configuration,
-                suite=result.suite,
-                series=series(configurations[result.configuration]),
-                label=result.configuration,
-                n=result.score.n,
-                accuracy=result.score.mean,
-                error=result.score.error,
-                ratio_pages=cache.ratio_pages,
-                ratio_tokens=cache.ratio_tokens,
-                failed=result.failed,
-            )
-        )
+        if result.metric == "accuracy" and result.cache is not None:
+            name = result.configuration
+            points.append(point_of(result, series(configurations[name]), name))
     if not points:
         raise ValueError("the evaluation has no accuracies with known bytes")
     about = {**results["environment"], "command": without_paths(results["environment"]["command"])}

@@ -103,17 +103,15 @@ def split(suite: Suite) -> list[Suite]:
     ]
 
 
-def _point(case: Case, result: Result) -> Point:
+def point_of(result: Result, series: str, label: str, **place: Any) -> Point:
+    """A result in its place in a figure; ``place`` are the other fields of ``Point`` that a case has."""
     change, cache = result.difference, result.cache
+    names = ("ratio_pages", "ratio_tokens", "share_high", "share_low", "share_pruned")
     return Point(
-        configuration=case.name,
+        configuration=result.configuration,
         suite=result.suite,
-        series=case.series,
-        label=case.label,
-        alpha_high=case.alpha_high,
-        alpha_low=case.alpha_low,
-        fraction=case.fraction,
-        matched_to=case.matched_to,
+        series=series,
+        label=label,
         n=result.score.n,
         accuracy=result.score.mean,
         error=result.score.error,
@@ -121,10 +119,11 @@ def _point(case: Case, result: Result) -> Point:
         difference_error=change.error if change else None,
         p=change.p if change else None,
         failed=result.failed,
-        **({} if cache is None else _cache_fields(cache)),
+        **({} if cache is None else {name: getattr(cache, name) for name in names}),
+        **place,
     )
 
 
-def _cache_fields(cache: Any) -> dict[str, float | None]:
-    names = ("ratio_pages", "ratio_tokens", "share_high", "share_low", "share_pruned")
-    return {name: getattr(cache, name) for name in names}
+def _point(case: Case, result: Result) -> Point:
+    names = ("alpha_high", "alpha_low", "fraction", "matched_to")
+    return point_of(result, case.series, case.label, **{name: getattr(case, name) for name in names})

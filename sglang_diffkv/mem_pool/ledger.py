@@ -59,9 +59,8 @@ class PageLedger:
         self.tree_pages = 0
         self.evictable_pages = 0
         self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
-        self.chunks: dict[
-            str, int
-        ] = {}  # request id -> tokens of a chunk, where the prompt is compacted between chunks
+        self.chunks: dict[str, int] = {}
+        """Request id -> tokens of a chunk, where the prompt is compacted between chunks."""
         self.compacted = 0  # prompts admitted so
         self._allocating = False
         self._credit = 0

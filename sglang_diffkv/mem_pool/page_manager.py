@@ -37,6 +37,13 @@ class PlannedStep:
     pages: int  # that its prompts take at most
 
 
+def _take(marked: set[int], rows: list[int]) -> list[int]:
+    """Those of ``rows`` that are marked, and no longer are."""
+    taken = [row for row in rows if row in marked]
+    marked.difference_update(taken)
+    return taken
+
+
 class PageManager:
     """Owns the device state and every row of it."""
 
@@ -141,15 +148,11 @@ class PageManager:
 
     def take_finishing(self, rows: list[int]) -> list[int]:
         """Those of ``rows`` marked as ending their prompt now; the marks are cleared."""
-        ending = [row for row in rows if row in self.finishing]
-        self.finishing.difference_update(ending)
-        return ending
+        return _take(self.finishing, rows)
 
     def take_chunking(self, rows: list[int]) -> list[int]:
         """Those of ``rows`` marked for a compaction after this chunk; the marks are cleared."""
-        ending = [row for row in rows if row in self.chunking]
-        self.chunking.difference_update(ending)
-        return ending
+        return _take(self.chunking, rows)
 
     def end_chunk(self, row: int) -> None:
         """Compaction of a row whose prompt is not through: tokens that its own attention so far finds unimportant go
