@@ -35,6 +35,9 @@ from sglang_diffkv.testing.server import Server
 
 Decode = tuple[int, int]
 """Requests, and tokens of each prompt."""
+ROOM = 64
+"""Tokens that a request may decode for each prompt read beside it. A server admits no request for whose whole reply
+it lacks room, so replies are not asked to be as long as the context."""
 
 
 def parse_decode(text: str) -> Decode:
@@ -103,7 +106,7 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     ttft = [Streams(server, prompts(1, args.prompt), 0, 1).run()[0][0] * 1e3 for _ in range(args.repeat)]
     record["ttft_ms"], record["all_ttft_ms"] = statistics.median(ttft), ttft
     for batch, length in args.decode:
-        most = setup.shape.context - length - 8
+        most = min(args.tokens + ROOM * batch, setup.shape.context - length - 8)
         server.flush_cache()
         _, gaps = Streams(server, prompts(batch, length), args.tokens, most).run()
         ordered = sorted(x * 1e3 for x in gaps)
