@@ -13,27 +13,21 @@ Results are kept after every server: NAME.json and NAME.md in the output folder.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
 
-import requests
-
-from benchmarks.budget import Budget
-from benchmarks.provenance import headline, provenance
-from benchmarks.serving import add_model_arguments, model_name, prepare
-from benchmarks.serving_backends import Backend, parse_backend, parse_diffkv
+from benchmarks.each_backend import add_arguments, measure_each
+from benchmarks.serving import model_name
+from benchmarks.serving_backends import parse_backend, parse_diffkv
 from benchmarks.serving_client import BenchmarkError
 from benchmarks.serving_memory import stock_tokens
-from benchmarks.serving_session import FAILED, GUESSES, OK, Record, Setup, running, short
+from benchmarks.serving_session import OK, Record, Setup
 from sglang_diffkv.testing.report import markdown
-from sglang_diffkv.testing.server import Server, ServerError, stock_backend
+from sglang_diffkv.testing.server import Server, stock_backend
 
 FIDELITIES = ('exact={"prefix_fidelity": "exact"}', "compressed={}")
 
@@ -103,7 +97,7 @@ def cached(server: Server, stored: Sequence[Sequence[int]]) -> tuple[int, int]:
     return tokens, whole
 
 
-def measure(server: Server, args: argparse.Namespace, setup: Setup) -> Record:
+def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     """Fill one server's tree and count it in both ways."""
     capacity = stock_tokens(setup.kv_bytes, setup.shape, "bf16")
     prompts = distinct_prompts(args.input, setup.shape.vocab, setup.seed)
@@ -119,15 +113,6 @@ def measure(server: Server, args: argparse.Namespace, setup: Setup) -> Record:
     kept = ("ratio_tokens", "ratio_pages", "share_high", "share_low", "share_pruned", "segments", "owners", "pages")
     bound = round(capacity / stats["ratio_tokens"])
     return {**record, "held_tokens": stats["tokens"], "bound_tokens": bound, **{key: stats[key] for key in kept}}
-
-
-def run(backend: Backend, args: argparse.Namespace, setup: Setup, budget: Budget) -> Record:
-    """The record of one backend, however it went."""
-    try:
-        with running(backend, setup, budget) as (server, facts):
-            return {"backend": backend.name, "status": OK, **facts, **measure(server, args, setup)}
-    except (ServerError, BenchmarkError, ValueError, requests.RequestException) as error:
-        return {"backend": backend.name, "status": FAILED, "error": short(error)}
 
 
 def table(records: Sequence[Record]) -> str:
@@ -158,55 +143,29 @@ def table(records: Sequence[Record]) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; ``args.candidates`` are the backends in the table's order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
+    add_arguments(parser)
     parser.set_defaults(max_running=16)
-    parser.add_argument("--backend", type=parse_backend, metavar="ATTENTION:DTYPE", help="the stock server")
-    parser.add_argument(
-        "--diffkv", type=parse_diffkv, action="append", metavar="NAME=JSON", help=f"default: {' and '.join(FIDELITIES)}"
-    )
     parser.add_argument("--input", type=int, default=512, help="prompt tokens (default: %(default)s)")
     parser.add_argument("--reply", type=int, default=32, help="new tokens (default: %(default)s)")
     parser.add_argument(
         "--turnover", type=float, default=0.3, help="of a full tree, that is replaced (default: %(default)s)"
     )
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time (default: %(default)s)")
-    parser.add_argument("--name", help="of the result files (default: tree_capacity_MODEL)")
     args = parser.parse_args(argv)
     args.argv = argv
-    stock = args.backend or parse_backend(f"{stock_backend()}:bf16")
-    args.candidates = [stock, *(args.diffkv or [parse_diffkv(text) for text in FIDELITIES])]
+    stock = [parse_backend(f"{stock_backend()}:bf16")] if args.backends is None else args.backends
+    args.candidates = [*stock, *(args.diffkv or [parse_diffkv(text) for text in FIDELITIES])]
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve every candidate, print the table and write it."""
+    """Serve every candidate, print the table and write the results."""
     args = parse_args(argv)
-    budget = Budget(args.budget_seconds, GUESSES)
-    name = args.name or f"tree_capacity_{model_name(args)}"
-    data: dict[str, Any] = {
-        "kind": "tree_capacity",
-        "provenance": provenance("tree_capacity", argv),
-        "setup": {
-            "model": model_name(args),
-            "kv_gib": args.kv_gib,
-            "input": args.input,
-            "reply": args.reply,
-            "concurrency": args.concurrency,
-            "max_running": args.max_running,
-            "turnover": args.turnover,
-        },
-        "records": [],
-    }
-    with tempfile.TemporaryDirectory(prefix="model-") as folder:
-        setup = prepare(args, Path(folder), 40)
-        for backend in args.candidates:
-            data["records"].append(run(backend, args, setup, budget))
-            (args.output / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            print(f"{budget.elapsed():5.0f} s  {backend.name}: {data['records'][-1]['status']}", flush=True)
-    text = f"{headline(data['provenance'])}\n\n`{data['provenance']['command']}`\n\n{table(data['records'])}\n"
-    (args.output / f"{name}.md").write_text(text, encoding="utf-8")
-    print(f"\n{text}")
-    return int(any(x["status"] != OK for x in data["records"]))
+    sizes = {key: getattr(args, key) for key in ("input", "reply", "concurrency", "turnover")}
+    model = model_name(args)
+    data = {"kind": "tree_capacity", "name": f"tree_capacity_{model}", "setup": sizes}
+    title = f"Tokens in the prefix cache of {args.kv_gib:g} GiB, {model}"
+    return measure_each(args, data, title, partial(measure, args=args), table)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+import triton
+
+from sglang_diffkv.kernels.triton_table import INTERPRETED
 
 FEW = 8
 """Stands for the multiprocessors of a device that has none."""
@@ -13,3 +18,9 @@ def processors_of(device: torch.device) -> int:
     if device.type not in ("cuda", "meta") or not torch.cuda.is_available():
         return FEW
     return torch.cuda.get_device_properties(device if device.type == "cuda" else None).multi_processor_count
+
+
+@cache
+def launches_early() -> bool:
+    """Whether a kernel may be launched while the one before it ends (programmatic dependent launch, Hopper on)."""
+    return not INTERPRETED and triton.runtime.driver.active.get_current_target().arch >= 90

@@ -53,8 +53,8 @@ def setup(kv_tokens):
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_what_a_tree_holds_is_found_again(concurrency):
     args = tree_capacity.parse_args(["--input", "20", "--reply", "5", "--concurrency", str(concurrency)])
-    stock = tree_capacity.measure(LruServer(500), args, setup(500))
-    exact = tree_capacity.measure(LruServer(1100, 0.4), args, setup(500))
+    stock = tree_capacity.measure(LruServer(500), setup(500), args)
+    exact = tree_capacity.measure(LruServer(1100, 0.4), setup(500), args)
     assert stock["whole"] == 500 // 24 and stock["cached_tokens"] == 480
     assert exact["held_tokens"] == exact["cached_tokens"] == 1080
     assert exact["bound_tokens"] == 1250
@@ -66,7 +66,7 @@ def test_what_a_tree_holds_is_found_again(concurrency):
 def test_short_replies_are_refused():
     args = tree_capacity.parse_args(["--input", "20"])
     with pytest.raises(BenchmarkError, match="31 tokens, 32 were asked for"):
-        tree_capacity.measure(LruServer(500, short=True), args, setup(500))
+        tree_capacity.measure(LruServer(500, short=True), setup(500), args)
 
 
 def test_prompts_share_nothing():

@@ -11,6 +11,7 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton_finish import finish_kernel
 from sglang_diffkv.kernels.decode_attention.triton_split import split_kernel
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace, tile_constants
+from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
 from sglang_diffkv.mem_pool.state import PageState
 
@@ -97,22 +98,24 @@ def decode_attention(
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group}
     shape["ROOM_FOR"] = workspace.offsets.shape[2]
+    early = launches_early()
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
     split_kernel[(batch * heads, splits)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
         state.own_entry, rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
-        HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED,
+        HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
         num_warps=config.warps, num_stages=config.stages, **limit,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
     finish_kernel[(batch * heads, 1 + config.score_parts if found is not None else 1)](
         out, lse, found.packed if found is not None else workspace.partial_lse,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        state.pages, state.page_table, state.range_hi, state.block_table, state.entries, state.own_entry,
+        state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, workspace.room, splits,
         **kept, **shape, SLOTS=16 if slots <= 16 else max(128, triton.next_power_of_2(slots)),  # few variants
-        PARTS=config.score_parts, SIZE=config.score_tokens, JUDGE_LOW=judge_low, num_warps=4,
+        PARTS=config.score_parts, SIZE=config.score_tokens, JUDGE_LOW=judge_low,
+        EARLY=early, num_warps=config.score_warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out, lse

@@ -17,8 +17,42 @@ NOTHING = tl.constexpr(2**63 - 1)
 
 
 @triton.jit
+def own_pages(
+    tiles, live, block_table, page_table, row, layer, head, own_first,
+    HIGH: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Page ids, int64, of tiles [T] counted from a tier's first own page."""
+    entry = own_first + tiles // CHUNKS
+    column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+    index = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+    return tl.load(page_table + index, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
+def attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
+    """[T, N]: log2 of the largest attention that each token of ``tiles`` gets from the group's query heads.
+
+    -inf for slots without a token. ``lse`` [GP]. A token's logits are read as one or more words.
+    """
+    WORD: tl.constexpr = 4 if G % 4 == 0 else (2 if G % 2 == 0 else 1)  # logits of a word
+    word_type: tl.constexpr = tl.int64 if WORD == 4 else (tl.int32 if WORD == 2 else tl.int16)
+    g = tl.arange(0, GP)
+    word_ptr = logits_ptr.to(tl.pointer_type(word_type))
+    token = tiles[:, None] * N + tl.arange(0, N)[None, :]
+    best = tl.full([tiles.shape[0], N], float("-inf"), tl.float32)
+    for first in tl.static_range(0, G, WORD):
+        word = tl.load(word_ptr + token * (G // WORD) + first // WORD, mask=live[:, None], other=0)
+        for k in tl.static_range(WORD):
+            own_lse = tl.sum(tl.where(g == first + k, lse, 0.0), 0)
+            top = tl.load(tile_max_ptr + tiles * G + first + k, mask=live, other=0.0) - own_lse
+            x = (word >> (16 * k)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            best = tl.maximum(best, x + top[:, None])
+    return best
+
+
+@triton.jit
 def score_tier(
-    part, lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, range_hi, block_table,
+    part, lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, block_table,
     row, layer, head, count, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -26,62 +60,64 @@ def score_tier(
 ):  # fmt: skip
     """A program's share of one tier; returns the packed candidate and least significant token, int64 each.
 
-    ``lse`` [GP] is the head's base-2 normaliser; ``room`` tiles of logits were kept.
+    ``lse`` [GP] is the head's base-2 normaliser; ``room`` tiles of logits were kept. Page ids are read an iteration
+    ahead.
     """
-    PADDED: tl.constexpr = ceil_div(TOKENS, N) * N
-    g = tl.arange(0, GP)
-    candidate = tl.full([SIZE], NOTHING, tl.int64)
-    least = tl.full([SIZE], NOTHING, tl.int64)
-    start = own_first * PADDED
-    stop = tl.minimum(count * PADDED, start + room * N)
-    share = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), PARTS), SIZE) * SIZE
-    start += part * share
-    stop = tl.minimum(stop, start + share)
-    for base in range(start, stop, SIZE):
-        at = base + tl.arange(0, SIZE)
-        entry = at // PADDED
-        slot = at % PADDED
-        own = (at < stop) & (slot < TOKENS)
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-        index = table_index(block_table, row, layer, head, column, own, MAX_BLOCKS, L, H)
-        page = tl.load(page_table + index, mask=own, other=0)
-        hi = tl.load(range_hi + index, mask=own, other=0)  # a page of its own starts at position 0
-        words = (pages + page.to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32)) + slot
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    T: tl.constexpr = max(SIZE // N, 1)
+    column = tl.arange(0, N)
+    candidate = tl.full([T, N], NOTHING, tl.int64)
+    least = tl.full([T, N], NOTHING, tl.int64)
+    total = tl.minimum((count - own_first) * CHUNKS, room)
+    share = tl.cdiv(tl.cdiv(tl.maximum(total, 0), PARTS), T) * T
+    start = part * share
+    stop = tl.minimum(total, start + share)
+    ahead = start + tl.arange(0, T)
+    page = own_pages(
+        ahead, ahead < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+    )
+    for base in range(start, stop, T):
+        tiles = base + tl.arange(0, T)
+        live = tiles < stop
+        slot = (tiles % CHUNKS)[:, None] * N + column[None, :]
+        inside = live[:, None] & (slot < TOKENS)
+        words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.int32))[:, None] + slot
         score_ptr = (words + SCORES // 4).to(tl.pointer_type(tl.float32))
-        position = tl.load(words + POSITIONS // 4, mask=own, other=-1)
-        old = tl.load(score_ptr, mask=own, other=0.0)
-        own &= (position >= 0) & (position < hi)
-        inside = own[:, None] & (g[None, :] < G)
-        kept = at - own_first * PADDED
-        x = tl.load(logits_ptr + kept[:, None] * G + g[None, :], mask=inside, other=float("-inf")).to(tl.float32)
-        top = tl.load(tile_max_ptr + (kept // N)[:, None] * G + g[None, :], mask=inside, other=0.0)
-        received = tl.max(tl.exp2(x + (top - lse[None, :])), 1)
+        position = tl.load(words + POSITIONS // 4, mask=inside, other=-1)
+        old = tl.load(score_ptr, mask=inside, other=0.0)
+        ahead = tiles + T
+        page = own_pages(
+            ahead, ahead < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        )
+        power = attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N, G, GP)
+        own = inside & (power > float("-inf"))
         age = tl.maximum(newest - position, 1).to(tl.float32)
-        new = tl.where(position < newest, old + (received - old) / age, old)
+        new = tl.where(position < newest, old + (tl.exp2(power) - old) / age, old)
         tl.store(score_ptr, new, mask=own)
-        number = (entry - own_first) * TOKENS + slot
+        number = (tiles // CHUNKS * TOKENS)[:, None] + slot
         bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
         if HIGH:
             leaving = own & (position == newest - window)
             candidate = tl.minimum(candidate, tl.where(leaving, packed, NOTHING))
         least = tl.minimum(least, tl.where(own & (position <= newest - window), packed, NOTHING))
-    return tl.min(candidate, 0), tl.min(least, 0)
+    return tl.min(tl.min(candidate, 1), 0), tl.min(tl.min(least, 1), 0)
 
 
 @triton.jit(do_not_specialize=["layer", "window", "splits"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def finish_kernel(
-    out, lse_out, found, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_hi,
-    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room, splits,
+    out, lse_out, found, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, block_table, entries,
+    own_entry, rows, seq_lens, num_valid, layer, window, room, splits,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
-    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr,
+    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, 1 + PARTS): program 0 of a head joins the splits, the others share its tokens' scores.
-    Without scores the grid is (B * H, 1). ``SLOTS``: a power of two, the partial results of a head at most."""
+    Without scores the grid is (B * H, 1). ``SLOTS``: a power of two, the partial results of a head at most.
+    ``EARLY``: the launch may begin while the first pass ends, and waits for it here."""
     bh = tl.program_id(0)
     part = tl.program_id(1)
     b, head = bh // H, bh % H
@@ -103,6 +139,8 @@ def finish_kernel(
                 tl.store(found_ptr + k * PARTS, tl.full([], NOTHING, tl.int64))
         return
 
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     s = tl.arange(0, SLOTS)
     lse_at = (bh64 * slots + s[:, None]) * G + g[None, :]
     known = (s[:, None] < slots) & (g[None, :] < G)
@@ -136,8 +174,8 @@ def finish_kernel(
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        part - 1, lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, range_hi,
-        block_table, row, layer, head, count_high, own_high,
+        part - 1, lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, block_table,
+        row, layer, head, count_high, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
     tl.store(found_ptr, candidate)
@@ -145,7 +183,7 @@ def finish_kernel(
     if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
             part - 1, lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
-            page_table, range_hi, block_table, row, layer, head, tl.load(entries + counts + 1),
+            page_table, block_table, row, layer, head, tl.load(entries + counts + 1),
             tl.load(own_entry + counts + 1),
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip

@@ -175,9 +175,13 @@ def split_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
-    tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once."""
+    tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once.
+    ``EARLY``: once all programs have begun, the second pass may be launched; it waits for their results."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     bh = tl.program_id(0)
     split, splits = tl.program_id(1), tl.num_programs(1)
     b, head = bh // H, bh % H

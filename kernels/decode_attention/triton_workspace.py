@@ -19,7 +19,7 @@ from sglang_diffkv.mem_pool.state import PageState
 class DecodeConfig:
     """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
     at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice); the score pass gives a head
-    ``score_parts`` programs of ``score_tokens`` tokens an iteration."""
+    ``score_parts`` programs of ``score_warps`` warps and ``score_tokens`` tokens an iteration."""
 
     tile: int = 64
     warps: int = 1
@@ -27,6 +27,7 @@ class DecodeConfig:
     registers: int = 168
     score_parts: int = 4
     score_tokens: int = 256
+    score_warps: int = 4
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
