@@ -96,7 +96,7 @@ def draw_orders(questions: Sequence[Question], args: argparse.Namespace, seed: s
 
 
 def send(server: Server, order: Order, name: str, args: argparse.Namespace) -> list[client.Record]:
-    """The replies; none of an aborted order."""
+    """The replies; none of an aborted order. SGLang aborts all requests whose id begins with ``name``."""
     time.sleep(order.pause)
     parameters = {"temperature": 0, "max_new_tokens": args.max_new_tokens, "n": order.samples}
     payload = {"input_ids": order.question.ids, "sampling_params": parameters, "rid": name}
@@ -117,7 +117,7 @@ def run(server: Server, questions: Sequence[Question], args: argparse.Namespace,
     """One interleaving: how many replies differ, and what the load did to the server."""
     begin, orders = len(server.log_text()), draw_orders(questions, args, f"{args.seed} {number}")
     with ThreadPoolExecutor(args.concurrency) as threads:
-        replies = list(threads.map(lambda x: send(server, x[1], f"{number}-{x[0]}", args), enumerate(orders)))
+        replies = list(threads.map(lambda x: send(server, x[1], f"{number}-{x[0]:05d}", args), enumerate(orders)))
     differences: list[Difference] = []
     for order, records in zip(orders, replies, strict=True):
         question = order.question

@@ -19,6 +19,12 @@ from tests.triton_helpers import BF16, DEVICE, close, make_format, make_manager
 LAYERS = 2
 
 
+@pytest.fixture(autouse=True)
+def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a backend builds the Triton operations itself; here each twin is given its own."""
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference"}')
+
+
 class Twin:
     """A backend with its manager, fed as SGLang's runners do."""
 
@@ -33,7 +39,8 @@ class Twin:
         pool.bind(self.manager)
         args = SimpleNamespace(disable_overlap_schedule=True)
         model = SimpleNamespace(num_attention_heads=heads * group)
-        self.backend = DiffKVAttnBackend(SimpleNamespace(token_to_kv_pool=pool, server_args=args, model_config=model))
+        runner = SimpleNamespace(token_to_kv_pool=pool, server_args=args, model_config=model, dtype=BF16)
+        self.backend = DiffKVAttnBackend(runner)
         if triton:
             state = self.manager.state
             ragged = None
@@ -111,7 +118,7 @@ def test_both_ops_agree(tiers: str) -> None:
 @pytest.mark.parametrize("dim", [64, 96])
 def test_rotation_changes_keys_and_not_attention(dim: int, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64)
-    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"rotate": "keys"}')
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference", "rotate": "keys"}')
     twins = (Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64), plain)
     assert close(*[t.extend([1], [13], [0], 1) for t in twins]) < 1e-2
     assert close(*[t.decode([1], 0, 2) for t in twins]) < 1e-2

@@ -12,6 +12,7 @@ from sglang_diffkv.kernels.compact_step.reference import compact_step as compact
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.state import PageState
@@ -47,12 +48,12 @@ def assert_same(state: PageState, twin: PageState, rows: torch.Tensor) -> None:
 
 
 def pack(scores: StepScores, found: FoundTokens) -> None:
-    """Reference searches as the kernels hand them over, in the last part."""
+    """Reference searches as the kernels hand them over, in the last part that counts."""
     slots = torch.cat([scores.candidate_slot.unsqueeze(3), scores.least_slot], 3)
     value = torch.cat([scores.candidate_score.unsqueeze(3), scores.least_score], 3)
     bits = value.float().view(torch.int32).long()
     packed = torch.where(slots >= 0, (bits << 32) | slots.clamp(min=0), 2**63 - 1)
-    found.packed[: slots.shape[0], ..., -1] = packed
+    found.packed[: slots.shape[0], ..., found.parts - 1] = packed
 
 
 def searches(state: PageState, rows: torch.Tensor, length: int, window: int, generator: torch.Generator) -> StepScores:
@@ -89,7 +90,9 @@ def test_steps_match_references(tiers):
     twin = clone_state(state)
     rows = torch.tensor([3, 1, 0], device=DEVICE)
     valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    workspace, found = CompactWorkspace.create(state, 3), FoundTokens.create(state, 3)
+    workspace = CompactWorkspace.create(state, 3)
+    found = FoundTokens.create(state, 3, DecodeConfig(score_parts=5))
+    found.parts = 4
     policy = manager.policy
     for step in range(14):
         for row in (1, 3):

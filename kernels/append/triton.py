@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.quantize.triton import store_vectors
 from sglang_diffkv.kernels.triton_table import check_rows, layout_constants, table_index
 from sglang_diffkv.mem_pool.state import PageState
@@ -21,9 +22,12 @@ def append_kernel(
     KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr,
     VALUES: tl.constexpr, VMETA: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, KWP: tl.constexpr, VWP: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, KWP: tl.constexpr, VWP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(tokens / R), H): ``R`` tokens of one KV head. Strides are in elements."""
+    """Grid (ceil(tokens / R), H): ``R`` tokens of one KV head. Strides are in elements. ``EARLY``: decode attention
+    may be launched once all programs have begun; it waits for what they write."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * R + tl.arange(0, R)
     head = tl.program_id(1)
     keep = token < tl.load(num_valid)
@@ -81,5 +85,6 @@ def append(
         **layout_constants(fmt.high, ""), TIERS=len(fmt.tiers), D=fmt.head_dim, DV=fmt.v_head_dim,
         PAGE_BYTES=fmt.page_bytes, MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
         R=tokens, KWP=triton.next_power_of_2(fmt.head_dim * bits[0] // 8),
-        VWP=triton.next_power_of_2(fmt.v_head_dim * bits[1] // 8), num_warps=1 if tokens == 1 else 4,
+        VWP=triton.next_power_of_2(fmt.v_head_dim * bits[1] // 8), EARLY=launches_early(),
+        num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip

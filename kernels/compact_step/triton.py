@@ -103,12 +103,13 @@ def compact_step(
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
     plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
-        found.packed, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, workspace.demote,
-        workspace.leave, workspace.target, state.entries, state.own_entry, state.own_tokens, state.pages,
+        found.packed, found.parts, found.packed.shape[4], rows, seq_lens, num_valid, batch, alpha_high,
+        alpha_low, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
+        state.own_tokens, state.pages,
         state.ring, state.counters, state.refcount, state.block_table, state.page_table, state.range_lo,
         state.range_hi, state.fault, workspace.ticket, state.num_pages,
         TOKENS=fmt.low.tokens, POSITIONS=fmt.low.position_offset, TIERS=len(fmt.tiers), R=HEADS,
-        PARTS=found.packed.shape[4], **shape, num_warps=4,
+        **shape, num_warps=4,
     )  # fmt: skip
     move_kernel[(batch * layers * heads,)](
         workspace.demote, workspace.leave, workspace.target, rows, state.pages.view(state.dtype), state.pages,

@@ -8,24 +8,25 @@ from sglang_diffkv.kernels.triton_ring import add_own_pages, settle
 
 
 @triton.jit
-def best_found(found, at, live, PARTS: tl.constexpr):
+def best_found(found, at, live, parts):
     """Least of a search's packed results: own slot [R] int32 (-1 for none) and score [R] float32."""
     best = tl.full(at.shape, NOTHING, tl.int64)
-    for part in tl.static_range(PARTS):
+    for part in range(parts):
         best = tl.minimum(best, tl.load(found + at + part, mask=live, other=NOTHING))
     slot = tl.where(best == NOTHING, -1, (best & 0xFFFFFFFF).to(tl.int32))
     return slot, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows", "seq_lens"])
+@triton.jit(do_not_specialize=["batch", "parts", "max_parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def plan_kernel(
-    found, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, demote_out, leave_out, target_out,
+    found, parts, max_parts, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, demote_out, leave_out, target_out,
     entries, own_entry, own_tokens, pages, ring, counters, refcount, block_table, page_table, range_lo, range_hi,
     fault, ticket, num_pages,
     TOKENS: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head).
+    """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). The first ``parts`` of
+    ``max_parts`` searches of each count.
 
     Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
     free, and the low slot that takes the token. ``TOKENS`` and ``POSITIONS`` are the low tier's.
@@ -41,9 +42,9 @@ def plan_kernel(
     at = (row * L + layer) * H + head
     low = tl.div_rn(tl.zeros([R], tl.float32) + alpha_low, length)
     high = tl.div_rn(tl.zeros([R], tl.float32) + alpha_high, length) if TIERS == 2 else low
-    first = flat.to(tl.int64) * (TIERS + 1) * PARTS
-    candidate, candidate_score = best_found(found, first, live, PARTS)
-    least, least_score = best_found(found, first + PARTS, live, PARTS)
+    first = flat.to(tl.int64) * (TIERS + 1) * max_parts
+    candidate, candidate_score = best_found(found, first, live, parts)
+    least, least_score = best_found(found, first + max_parts, live, parts)
     present = candidate >= 0
     stays = present & (candidate_score >= high)
     goes_low = present & (candidate_score < high) & (candidate_score >= low)
@@ -53,7 +54,7 @@ def plan_kernel(
     drop = tl.where(goes_out, candidate, tl.where(victim & (least_score < low), least, -1))
     target = tl.full([R], -1, tl.int32)
     if TIERS == 2:
-        worst, worst_score = best_found(found, first + 2 * PARTS, live, PARTS)
+        worst, worst_score = best_found(found, first + 2 * max_parts, live, parts)
         replace = goes_low & (worst >= 0) & (worst_score < low)
         used = tl.load(own_tokens + at * TIERS + 1, mask=live, other=0)
         appended = live & (demote >= 0) & (replace == 0)

@@ -10,7 +10,13 @@ import triton
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton_finish import finish_kernel
 from sglang_diffkv.kernels.decode_attention.triton_split import split_kernel
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace, tile_constants
+from sglang_diffkv.kernels.decode_attention.triton_workspace import (
+    MAX_SCORE_PARTS,
+    DecodeConfig,
+    DecodeWorkspace,
+    default_score_parts,
+    tile_constants,
+)
 from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
 from sglang_diffkv.mem_pool.state import PageState
@@ -20,11 +26,13 @@ NOTHING = 2**63 - 1
 
 @dataclass
 class FoundTokens:
-    """Searches of a decode step, a packed (score bits, own slot) for each split: what ``StepScores`` is to the
-    reference. Index 0 of the fourth axis is the candidate, 1 + t the least significant token of tier t."""
+    """Searches of a decode step, a packed (score bits, own slot) for each program that shared a head: what
+    ``StepScores`` is to the reference. Index 0 of the fourth axis is the candidate, 1 + t the least significant token
+    of tier t. Only the first ``parts`` of the last axis count, as :func:`decode_attention` left it."""
 
-    packed: torch.Tensor  # [B, L, H, T + 1, score parts] int64
+    packed: torch.Tensor  # [B, L, H, T + 1, most parts] int64
     judge_low: bool = True
+    parts: int = 1
 
     @classmethod
     def create(
@@ -35,12 +43,12 @@ class FoundTokens:
             state.num_layers,
             state.num_heads,
             len(state.fmt.tiers) + 1,
-            (config or DecodeConfig()).score_parts,
+            (config or DecodeConfig()).score_parts or MAX_SCORE_PARTS,
         )
         return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device), judge_low)
 
     def unpack(self) -> StepScores:
-        best = self.packed.amin(4)  # [B, L, H, T + 1]
+        best = self.packed[..., : self.parts].amin(4)  # [B, L, H, T + 1]
         slot = torch.where(best == NOTHING, -1, best & 0xFFFFFFFF)
         score = (best >> 32).int().view(torch.float32)
         score = torch.where(best == NOTHING, float("inf"), score)
@@ -91,14 +99,17 @@ def decode_attention(
     assert out.is_contiguous() and lse.is_contiguous()
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
-        assert found.packed.shape[4] == workspace.config.score_parts and found.packed.shape[0] >= batch
+        found.parts = workspace.config.score_parts or default_score_parts(state, batch)
+        assert found.packed.shape[4] >= found.parts and found.packed.shape[0] >= batch
     judge_low = found is not None and found.judge_low
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
+    parts, max_parts = (found.parts, found.packed.shape[4]) if found is not None else (0, 1)
     slots = splits + len(fmt.tiers) - 1
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group}
     shape["ROOM_FOR"] = workspace.offsets.shape[2]
     early = launches_early()
+    overlap = {"launch_pdl": True} if early else {}
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
     split_kernel[(batch * heads, splits)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
@@ -106,16 +117,15 @@ def decode_attention(
         state.own_entry, rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
-        num_warps=config.warps, num_stages=config.stages, **limit,
+        num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
-    finish_kernel[(batch * heads, 1 + config.score_parts if found is not None else 1)](
-        out, lse, found.packed if found is not None else workspace.partial_lse,
+    finish_kernel[(batch * heads, 1 + parts)](
+        out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, workspace.room, splits,
         **kept, **shape, SLOTS=16 if slots <= 16 else max(128, triton.next_power_of_2(slots)),  # few variants
-        PARTS=config.score_parts, SIZE=config.score_tokens, JUDGE_LOW=judge_low,
-        EARLY=early, num_warps=config.score_warps, **({"launch_pdl": True} if early else {}),
+        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, num_warps=config.score_warps, **overlap,
     )  # fmt: skip
     return out, lse

@@ -52,10 +52,10 @@ def attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constex
 
 @triton.jit
 def score_tier(
-    part, lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, block_table,
+    part, parts, lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, block_table,
     row, layer, head, count, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
-    N: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """A program's share of one tier; returns the packed candidate and least significant token, int64 each.
@@ -69,7 +69,7 @@ def score_tier(
     candidate = tl.full([T, N], NOTHING, tl.int64)
     least = tl.full([T, N], NOTHING, tl.int64)
     total = tl.minimum((count - own_first) * CHUNKS, room)
-    share = tl.cdiv(tl.cdiv(tl.maximum(total, 0), PARTS), T) * T
+    share = tl.cdiv(tl.cdiv(tl.maximum(total, 0), parts), T) * T
     start = part * share
     stop = tl.minimum(total, start + share)
     ahead = start + tl.arange(0, T)
@@ -104,22 +104,24 @@ def score_tier(
     return tl.min(tl.min(candidate, 1), 0), tl.min(tl.min(least, 1), 0)
 
 
-@triton.jit(do_not_specialize=["layer", "window", "splits"], do_not_specialize_on_alignment=["rows", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["layer", "window", "splits", "max_parts"], do_not_specialize_on_alignment=["rows", "seq_lens"]
+)
 def finish_kernel(
-    out, lse_out, found, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, block_table, entries,
-    own_entry, rows, seq_lens, num_valid, layer, window, room, splits,
+    out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table,
+    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room, splits,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
-    N_H: tl.constexpr, N_L: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr,
+    N_H: tl.constexpr, N_L: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, 1 + PARTS): program 0 of a head joins the splits, the others share its tokens' scores.
-    Without scores the grid is (B * H, 1). ``SLOTS``: a power of two, the partial results of a head at most.
+    """Grid (B * H, 1 + parts): program 0 of a head joins the splits, the others share its tokens' scores.
+    ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a head at most.
     ``EARLY``: the launch may begin while the first pass ends, and waits for it here."""
     bh = tl.program_id(0)
-    part = tl.program_id(1)
+    part, parts = tl.program_id(1), tl.num_programs(1) - 1
     b, head = bh // H, bh % H
     GP: tl.constexpr = padded(G)
     DP: tl.constexpr = padded(DV)
@@ -129,16 +131,24 @@ def finish_kernel(
     d = tl.arange(0, DP)
     inside = (g[:, None] < G) & (d[None, :] < DV)
     out_ptr = out + bh64 * G * DV + g[:, None] * DV + d[None, :]
-    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * PARTS + part - 1
+    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * max_parts + part - 1
     if b >= tl.load(num_valid):
         if part == 0:
             tl.store(out_ptr, tl.zeros([GP, DP], out.dtype.element_ty), mask=inside)
             tl.store(lse_out + bh64 * G + g, tl.full([GP], float("-inf"), tl.float32), mask=g < G)
         else:
             for k in tl.static_range(TIERS + 1):
-                tl.store(found_ptr + k * PARTS, tl.full([], NOTHING, tl.int64))
+                tl.store(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64))
         return
 
+    row = tl.load(rows + b).to(tl.int64)
+    newest = tl.load(seq_lens + b).to(tl.int32) - 1
+    counts = ((row * L + layer) * H + head) * TIERS
+    count_high = tl.load(entries + counts)
+    own_high = tl.load(own_entry + counts)
+    high = (count_high - own_high) * ceil_div(H_TOKENS, N_H)
+    kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
+    room_high, room_low = kept_tiles(high, room - kept_from, N_H, N_L)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     s = tl.arange(0, SLOTS)
@@ -162,31 +172,23 @@ def finish_kernel(
         tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=g < G)
         return
 
-    row = tl.load(rows + b).to(tl.int64)
-    newest = tl.load(seq_lens + b).to(tl.int32) - 1
-    counts = ((row * L + layer) * H + head) * TIERS
-    count_high = tl.load(entries + counts)
-    own_high = tl.load(own_entry + counts)
-    high = (count_high - own_high) * ceil_div(H_TOKENS, N_H)
-    kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
-    room_high, room_low = kept_tiles(high, room - kept_from, N_H, N_L)
     lse = tl.where(norm > 0, lse, 0.0)
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        part - 1, lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, block_table,
+        part - 1, parts, lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, block_table,
         row, layer, head, count_high, own_high,
-        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
     tl.store(found_ptr, candidate)
-    tl.store(found_ptr + PARTS, least)
+    tl.store(found_ptr + max_parts, least)
     if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
-            part - 1, lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
+            part - 1, parts, lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
             page_table, block_table, row, layer, head, tl.load(entries + counts + 1),
             tl.load(own_entry + counts + 1),
-            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip
-        tl.store(found_ptr + 2 * PARTS, least)
+        tl.store(found_ptr + 2 * max_parts, least)
     elif TIERS == 2:
-        tl.store(found_ptr + 2 * PARTS, tl.full([], NOTHING, tl.int64))
+        tl.store(found_ptr + 2 * max_parts, tl.full([], NOTHING, tl.int64))

@@ -179,8 +179,10 @@ def split_kernel(
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
     tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once.
-    ``EARLY``: once all programs have begun, the second pass may be launched; it waits for their results."""
+    ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
+    pass, which thus finds all but this pass's results in memory."""
     if EARLY:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     bh = tl.program_id(0)
     split, splits = tl.program_id(1), tl.num_programs(1)

@@ -19,14 +19,15 @@ from sglang_diffkv.mem_pool.state import PageState
 class DecodeConfig:
     """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
     at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice); the score pass gives a head
-    ``score_parts`` programs of ``score_warps`` warps and ``score_tokens`` tokens an iteration."""
+    ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
+    iteration."""
 
     tile: int = 64
     warps: int = 1
     stages: int = 2
     registers: int = 168
-    score_parts: int = 4
-    score_tokens: int = 256
+    score_parts: int = 0
+    score_tokens: int = 512
     score_warps: int = 4
 
 
@@ -77,6 +78,16 @@ def default_splits(state: PageState, batch: int) -> int:
     """Splits of a head's pages that fill the GPU once for a batch of this size."""
     resident = 12 if state.fmt.head_dim <= 128 else 8  # one-warp programs that a processor's registers hold
     return max(1, min(64, processors_of(state.device) * resident // (batch * state.num_heads)))
+
+
+MAX_SCORE_PARTS = 16
+"""Programs of the score pass that share a head, at most."""
+
+
+def default_score_parts(state: PageState, batch: int) -> int:
+    """Programs of a head's score pass that, beside the one that joins the splits, fill the GPU once."""
+    programs = processors_of(state.device) * 12  # of four warps that a processor's registers hold
+    return max(2, min(MAX_SCORE_PARTS, programs // (batch * state.num_heads) - 1))
 
 
 @dataclass
