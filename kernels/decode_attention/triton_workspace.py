@@ -80,7 +80,7 @@ def default_splits(state: PageState, batch: int) -> int:
     return max(1, min(64, processors_of(state.device) * resident // (batch * state.num_heads)))
 
 
-MAX_SCORE_PARTS = 16
+MAX_SCORE_PARTS = 8
 """Programs of the score pass that share a head, at most."""
 
 
