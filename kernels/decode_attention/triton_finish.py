@@ -9,11 +9,13 @@ flat: ``PADDED`` (a whole number of tiles) of each page.
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_slots, kept_tiles
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_slots, kept_tiles, split_work
 from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, padded, table_index
 
 NOTHING = tl.constexpr(2**63 - 1)
 """Search result of a program that found no token; above every (score bits, slot) pair."""
+AT_ONCE = tl.constexpr(4)
+"""Partial results that are joined in one iteration."""
 
 
 @triton.jit
@@ -114,7 +116,7 @@ def finish_kernel(
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
-    N_H: tl.constexpr, N_L: tl.constexpr, SIZE: tl.constexpr,
+    N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, 1 + parts): program 0 of a head joins the splits, the others share its tokens' scores.
@@ -145,6 +147,10 @@ def finish_kernel(
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
     count_high = tl.load(entries + counts)
+    count_low = tl.load(entries + counts + TIERS - 1)
+    tiles_low = count_low * ceil_div(L_TOKENS, N_L) if TIERS == 2 else 0
+    work, per = split_work(splits, count_high * ceil_div(H_TOKENS, N_H), tiles_low, WEIGHT_H, WEIGHT_L)
+    used = tl.cdiv(work, per) + TIERS - 1
     own_high = tl.load(own_entry + counts)
     high = (count_high - own_high) * ceil_div(H_TOKENS, N_H)
     kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
@@ -153,7 +159,7 @@ def finish_kernel(
         tl.extra.cuda.gdc_wait()
     s = tl.arange(0, SLOTS)
     lse_at = (bh64 * slots + s[:, None]) * G + g[None, :]
-    known = (s[:, None] < slots) & (g[None, :] < G)
+    known = (s[:, None] < used) & (g[None, :] < G)
     each = tl.load(partial_lse + lse_at, mask=known, other=float("-inf"))  # [SLOTS, GP]
     top = tl.max(each, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -162,11 +168,14 @@ def finish_kernel(
 
     if part == 0:
         acc = tl.zeros([GP, DP], tl.float32)
-        for slot in range(slots):
-            at = bh64 * slots + slot
-            weight = tl.exp2(tl.load(partial_lse + at * G + g, mask=g < G, other=float("-inf")) - top)
-            x = tl.load(partial_out + at * G * DV + g[:, None] * DV + d[None, :], mask=inside, other=0.0)
-            acc += weight[:, None] * x
+        for first in range(0, used, AT_ONCE):
+            slot = first + tl.arange(0, AT_ONCE)
+            at = (bh64 * slots + slot)[:, None] * G + g[None, :]  # [AT_ONCE, GP]
+            held = (slot[:, None] < used) & (g[None, :] < G)
+            weight = tl.exp2(tl.load(partial_lse + at, mask=held, other=float("-inf")) - top[None, :])
+            x_ptr = partial_out + at[:, :, None] * DV + d[None, None, :]
+            x = tl.load(x_ptr, mask=held[:, :, None] & (d[None, None, :] < DV), other=0.0)
+            acc += tl.sum(weight[:, :, None] * x, 0)
         acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
         tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=inside)
         tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=g < G)
@@ -185,7 +194,7 @@ def finish_kernel(
     if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
             part - 1, parts, lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
-            page_table, block_table, row, layer, head, tl.load(entries + counts + 1),
+            page_table, block_table, row, layer, head, count_low,
             tl.load(own_entry + counts + 1),
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip

@@ -6,6 +6,8 @@ import triton.language as tl
 from sglang_diffkv.kernels.triton_table import BLOCK, table_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LEAST_TILES = tl.constexpr(2)
+"""Tiles of a split at least, while the head has as many: each split has to be joined."""
 
 
 @triton.jit
@@ -25,6 +27,15 @@ def tile_page(
 
 
 @triton.jit
+def split_work(
+    splits, high, low, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr
+):  # fmt: skip
+    """Work of a head's ``high`` and ``low`` tiles, and a split's share of it: splits past the last share are empty."""
+    work = high * WEIGHT_H + low * WEIGHT_L
+    return work, tl.maximum(tl.cdiv(work, splits), LEAST_TILES * max(WEIGHT_H, WEIGHT_L))
+
+
+@triton.jit
 def split_span(
     split, splits, count_high, count_low, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
     CHUNKS_H: tl.constexpr, CHUNKS_L: tl.constexpr, TIERS: tl.constexpr,
@@ -37,7 +48,7 @@ def split_span(
     high = count_high * CHUNKS_H
     low = count_low * CHUNKS_L if TIERS == 2 else 0
     end = high * WEIGHT_H
-    per = tl.maximum(tl.cdiv(end + low * WEIGHT_L, splits), 1)
+    _, per = split_work(splits, high, low, WEIGHT_H, WEIGHT_L)
     start, stop = split * per, (split + 1) * per
     high_first = tl.minimum(tl.cdiv(start, WEIGHT_H), high)
     high_last = tl.minimum(tl.cdiv(stop, WEIGHT_H), high)
