@@ -54,10 +54,10 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             if exact is not None:
                 exact.attached(row, req.last_node)
         if end == compat.prompt_len(req):
-            manager.finishing.add(row)
+            manager.prompts.finishing.add(row)
             ending.append((row, req))
         elif req.rid in ledger.chunks:
-            manager.chunking.add(row)
+            manager.prompts.chunking.add(row)
         ledger.promise(req.rid, [], compat.prompt_len(req) - end)
         rows.append(row)
         starts.append(start)
@@ -89,7 +89,7 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
     if isinstance(allocator, DiffKVAllocator):
         manager = allocator.ledger.manager
         if not manager.ranks.alone:
-            manager.meet()
+            manager.tracker.meet()
         running = kwargs.get("running_batch", self.running_batch)
         if not manager.lengths and running.is_empty():
             running.batch_is_full = False
@@ -102,13 +102,13 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     if isinstance(allocator, DiffKVAllocator) and not batch.forward_mode.is_idle():
         manager = allocator.ledger.manager
         manager.tracker.report()
-        rows = {row: req for req in batch.reqs if (row := compat.row_of(req)) is not None}
-        for row in manager.faulted(list(rows)):
-            compat.finish_with_error(
-                rows[row],
-                "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
-                "Retry it, or give the server more memory.",
-            )
+        for req in batch.reqs:
+            if compat.row_of(req) in manager.counts.faulted:
+                compat.finish_with_error(
+                    req,
+                    "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
+                    "Retry it, or give the server more memory.",
+                )
         if os.environ.get(CHECK_ENV) == "1":
             check_bounds(manager)
             check_integrity(manager)

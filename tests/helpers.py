@@ -155,6 +155,18 @@ def tier_map(state: PageState, row: int, length: int) -> np.ndarray:
     return out
 
 
+def faults(manager: PageManager, rows: list[int]) -> list[int]:
+    """Those of ``rows`` that found the ring empty and lost tokens."""
+    with manager.launching():
+        flags = manager.state.fault[manager.to_device(rows)].tolist()
+    return [row for row, flag in zip(rows, flags, strict=True) if flag]
+
+
+def new_scores(manager: PageManager, batch: int) -> Any:
+    """Buffers for a decode step's searches; None if the policy never asks."""
+    return manager.ops.new_found(manager.state, batch, manager.policy) if manager.policy.compresses else None
+
+
 def page_bytes(state: PageState, pages: list[int]) -> bytes:
     """The raw bytes of some pages."""
     return state.pages[pages].numpy().tobytes()

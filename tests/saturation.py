@@ -166,7 +166,7 @@ class DiffKVServer:
         )
         self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, window))
         self.manager.ops = self.ops = CountingOps(high, window, 0)
-        self.manager.share_min_tokens = share_min_tokens
+        self.manager.prompts.share_min_tokens = share_min_tokens
         self.ledger = PageLedger(self.manager, capacity)
         self.capacity, self.compacts_chunks = capacity, compacts_chunks
 
@@ -205,7 +205,7 @@ class DiffKVServer:
         rows, counts, starts = [], [], []
         for req, count in batch:
             if req.done + count < req.fill and str(req.row) in self.ledger.chunks:
-                manager.chunking.add(req.row)
+                manager.prompts.chunking.add(req.row)
             self.ledger.promise(str(req.row), [], req.fill - req.done - count)
             rows.append(req.row)
             counts.append(count)
@@ -215,9 +215,9 @@ class DiffKVServer:
         manager.ops.reserve(manager.state, torch.tensor(rows), torch.tensor(counts), max(counts))
         for req, count in batch:
             if req.done + count == req.fill:
-                manager.end_prompt(req.row)
-        for row in manager.take_chunking(rows):
-            manager.end_chunk(row)
+                manager.prompts.end(req.row)
+        for row in manager.prompts.take_chunking(rows):
+            manager.prompts.end_chunk(row)
 
     def decode(self, reqs: list[Request]) -> None:
         manager, rows = self.manager, [req.row for req in reqs]
@@ -413,8 +413,8 @@ def shares(server: DiffKVServer, running: list[Request], new_ratio: float) -> di
     return {
         "held": held / total,
         "part-filled": (held - float(filled)) / total,
-        "headroom": manager.headroom_bound() / total,
-        "lag": (total - held - manager.free_bound()) / total,
+        "headroom": manager.tracker.headroom_bound() / total,
+        "lag": (total - held - manager.tracker.free_bound()) / total,
         "promised": ledger.promised_pages() / total,
         "growth": rest * new_ratio * ledger.growth_price() * heads / page / total,
         "free": (total - held) / total,

@@ -25,6 +25,7 @@ from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.helpers import faults
 
 pytestmark = pytest.mark.skipif(
     compat.release() != (0, 5, 21), reason="the stand-in for a request has the fields of SGLang 0.5.21"
@@ -92,7 +93,7 @@ class World:
         self.manager.launch_step()
         self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([count]), count)
         self._write(row, prefix, count)
-        self.manager.end_prompt(row)
+        self.manager.prompts.end(row)
 
     def _write(self, row: int, start: int, count: int) -> None:
         at = torch.arange(start, start + count)
@@ -139,7 +140,7 @@ class World:
         return req
 
     def segments(self) -> list[Segment]:
-        return sorted(self.manager.segments, key=lambda segment: segment.lo)
+        return sorted(self.manager.segments.cached, key=lambda segment: segment.lo)
 
     def low_tokens(self, segment: Segment) -> int:
         columns = (torch.tensor([x]) for x in (segment.row, segment.lo, segment.hi))
@@ -172,7 +173,7 @@ def test_room_for_a_copy_is_judged_with_the_prompt_counted() -> None:
     world.allocator.ledger.promise(req.rid, [], 0)
     world.plan(req)
     world.launch(req)
-    assert not world.manager.faults([req.kv.req_pool_idx])
+    assert not faults(world.manager, [req.kv.req_pool_idx])
 
 
 @pytest.mark.parametrize("longest, shared, new", [(4096, 3000, 1000), (32768, 24000, 8000)])
@@ -234,7 +235,7 @@ def test_pages_by_owner_are_those_that_tables_list() -> None:
                 pages.update(page[0, 0, 0, :count].tolist())
         return pages
 
-    requests, tree = listed([*manager.lengths]), listed([x.row for x in manager.held_segments])
+    requests, tree = listed([*manager.lengths]), listed([x.row for x in manager.segments.held])
     expected = {"private": len(requests - tree), "shared": len(requests & tree), "cached": len(tree - requests)}
     assert all(expected.values())
     assert UsageMeter(manager).owners() == {**expected, "free": manager.free_pages()}
@@ -358,7 +359,7 @@ def test_the_last_reader_copies_what_it_shared() -> None:
     world.check()
     world.decode(stays)
     world.leave(stays)
-    assert not world.manager.faults([row])
+    assert not faults(world.manager, [row])
 
 
 def test_a_last_reader_without_room_reads_on() -> None:

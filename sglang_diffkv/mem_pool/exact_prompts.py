@@ -128,7 +128,7 @@ class ExactPrompts:
 
     def _may_copy(self, req: Any, row: int) -> bool:
         manager = self.manager
-        if row in manager.prompting or row in manager.copies.untouched or row in manager.copies.pending:
+        if row in manager.prompts.unfinished or row in manager.copies.untouched or row in manager.copies.pending:
             return False
         left = req.sampling_params.max_new_tokens - len(req.output_ids)
         return manager.shared.get(row, 0) >= self.least_published and left >= self.least_published
