@@ -12,7 +12,6 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -34,11 +33,9 @@ from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.helpers import faults, new_scores
+from tests.helpers import faults, needs_requests, new_scores
 
-pytestmark = pytest.mark.skipif(
-    compat.release() != (0, 5, 21), reason="the stand-in for a request has the fields of SGLang 0.5.21"
-)
+pytestmark = needs_requests
 
 CAPACITY, ROWS, LAYERS, HEADS, DIM, WINDOW, SHARE_MIN = 400, 8, 2, 2, 64, 8, 24
 

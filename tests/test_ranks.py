@@ -16,9 +16,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from sglang_diffkv import compat
 from sglang_diffkv.mem_pool.integrity import decision_digest
 from sglang_diffkv.mem_pool.ranks import RankCounts, RankError, Ranks
+from tests.helpers import needs_requests
 from tests.test_prefix_cache import CAPACITY, ExactTreeMachine, TreeMachine, machine_settings
 
 
@@ -95,11 +95,6 @@ def test_ranks_that_differ_are_an_error() -> None:
                 np.zeros((2, 6), dtype=np.int64), np.array([counts.ranks.rank]), np.array([False]), 0
             )
         )
-
-
-needs_requests = pytest.mark.skipif(
-    compat.release() != (0, 5, 21), reason="the stand-in for a request has the fields of SGLang 0.5.21"
-)
 
 
 class RanksMachine(RuleBasedStateMachine):

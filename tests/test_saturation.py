@@ -11,7 +11,8 @@ import pytest
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.plan import MemoryPlan
-from tests.saturation import DiffKVServer, Request, Scheduler, Seen, StockPool
+from tests.saturation import Scheduler, Seen
+from tests.saturation_pools import DiffKVServer, Request, StockPool
 
 FMT = PageFormat(128, 128, (Tier(8, 4), Tier(4, 2)), 32)
 STOCK_TOKENS = 65_536
