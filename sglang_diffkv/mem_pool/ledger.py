@@ -76,9 +76,7 @@ class PageLedger:
 
     def prompt_pages(self, tokens: int) -> int:
         """Most pages that a prompt of ``tokens`` new tokens holds at any moment."""
-        if tokens <= 0:
-            return 0
-        return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
+        return self.manager.geometry.most_pages(tokens) if tokens > 0 else 0
 
     def growth_price(self) -> float:
         """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests

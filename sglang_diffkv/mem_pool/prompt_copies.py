@@ -58,10 +58,6 @@ class PromptCopies:
                 (geometry.num_layers, geometry.num_heads, shared), float("nan"), device=self.manager.state.device
             )
 
-    def most_pages(self, tokens: int) -> int:
-        """Upper bound of the pages of a copy."""
-        return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
-
     def planned_pages(self) -> int:
         """Pages that the planned copies take, at most."""
         return sum(plan.pages for plan in self.plans.values())
@@ -87,7 +83,7 @@ class PromptCopies:
         segment_row = manager.segments.take_row(-(-own // manager.fmt.high.tokens), 0)
         if segment_row is None:
             return False
-        self.plans[row] = CopyPlan(kept, copied, publish, segment_row, self.most_pages(tokens), blocks)
+        self.plans[row] = CopyPlan(kept, copied, publish, segment_row, manager.geometry.most_pages(tokens), blocks)
         return True
 
     def carry_out(self, row: int) -> None:
@@ -127,7 +123,7 @@ class PromptCopies:
             manager.ops.copy_compact(state, row, old, shared, length, length, KEEP, None)
             manager.ops.release(state, old)
         manager.segments.return_row(old)
-        manager.counts.record(-self.most_pages(length - path_end(kept)))
+        manager.counts.record(-manager.geometry.most_pages(length - path_end(kept)))
         manager.counts.touch(row, decoded=True)
         manager.version += 1
         return True

@@ -27,7 +27,7 @@ class SegmentPacker:
 
     def most_pages(self, segment: Segment) -> int:
         """Upper bound of the pages that the packed segment takes."""
-        return self.manager.copies.most_pages(segment.hi - segment.lo)
+        return self.manager.geometry.most_pages(segment.hi - segment.lo)
 
     def pack(self, segment: Segment) -> bool:
         """Copy a segment's tokens to dense pages and drop the old ones. The caller has made sure of the pages.
