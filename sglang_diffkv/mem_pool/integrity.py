@@ -129,8 +129,8 @@ def _check_blocks(manager: PageManager) -> None:
 
 def decision_digest(allocator: Any) -> int:
     """A number of all that schedulers decide on, which has to be equal on all ranks."""
-    ledger, tree = allocator.ledger, allocator.tree_cache
-    manager, exact = ledger.manager, getattr(tree, "exact", None)
+    ledger, exact = allocator.ledger, allocator.exact
+    manager = ledger.manager
     counts, space = manager.counts, manager.space
     parts = (
         manager.lengths, manager.shared, manager.sealed,
