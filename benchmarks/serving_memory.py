@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from sglang_diffkv.calibration import ModelGeometry
 from sglang_diffkv.compat import CONTEXT_SLACK
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.footprint import Footprint
@@ -34,14 +35,14 @@ class KVShape:
         if not path.is_file():
             raise ValueError(f"{model} is not a model's folder: it has no config.json")
         config = json.loads(path.read_text(encoding="utf-8"))
-        heads = config["num_attention_heads"]
+        found = ModelGeometry.of_config(config)
         return cls(
-            config["num_hidden_layers"],
-            config.get("num_key_value_heads") or heads,
-            config.get("head_dim") or config["hidden_size"] // heads,
-            config["max_position_embeddings"],
-            config["vocab_size"],
-            heads,
+            layers=found.layers,
+            kv_heads=found.kv_heads,
+            head_dim=found.head_dim,
+            context=config["max_position_embeddings"],
+            vocab=config["vocab_size"],
+            q_heads=found.query_heads,
         )
 
     def token_bytes(self, dtype: str) -> int:

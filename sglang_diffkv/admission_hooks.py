@@ -8,7 +8,6 @@ from typing import Any
 from sglang_diffkv import compat
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.geometry import Path, path_end
-from sglang_diffkv.mem_pool.ledger import PageLedger
 
 SRT = "sglang.srt."
 
@@ -30,7 +29,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         if tree is not None:
             tree.evict_table_blocks(path, needed)
         admitted = ledger.admits(path, needed)
-        compacts = chunk < needed and _may_compact(ledger, tree, path, needed, self)
+        compacts = chunk < needed and _may_compact(allocator, path, needed, self)
         fits = compacts and ledger.admits_compacting(needed, chunk)
     idle = not ledger.manager.lengths and not ledger.promised
     saved = needed - ledger.compacting_tokens(needed, chunk) if compacts else 0
@@ -72,11 +71,12 @@ def _whole_chunk(adder: Any) -> int:
     return adder.diffkv_chunk
 
 
-def _may_compact(ledger: PageLedger, tree: Any, path: Path, needed: int, adder: Any) -> bool:
+def _may_compact(allocator: DiffKVAllocator, path: Path, needed: int, adder: Any) -> bool:
     """Whether the prompt may be compacted between chunks. Not where its exact form is wanted, nor where tokens would be
     pruned for good before all of the prompt has seen them."""
+    ledger, tree = allocator.ledger, allocator.tree_cache
     policy = ledger.manager.policy
-    if not policy.compresses or policy.judges_low or getattr(tree, "exact", None) is not None:
+    if not policy.compresses or policy.judges_low or allocator.exact is not None:
         return False
     most, running = 0, [] if adder.running_batch is None else adder.running_batch.reqs
     for req in [*running, *adder.can_run_list]:

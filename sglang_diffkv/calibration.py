@@ -42,16 +42,20 @@ class ModelGeometry(_Strict):
         if path is None:
             return None
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            heads = config["num_attention_heads"]
-            return cls(
-                layers=config["num_hidden_layers"],
-                query_heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            )
+            return cls.of_config(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, KeyError, ValueError):
             return None
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any]) -> ModelGeometry:
+        """From what a ``config.json`` says. Raises KeyError for a field that it lacks."""
+        heads = config["num_attention_heads"]
+        return cls(
+            layers=config["num_hidden_layers"],
+            query_heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        )
 
 
 class GridPoint(_Strict):

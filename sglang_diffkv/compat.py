@@ -198,7 +198,7 @@ def prefix_cache_class() -> type:
                 return False
             if self.exact is not None and not running and not self.exact.joins(row):
                 return False
-            if self.manager.faulted([row]) or not self.make_room_to_share(row):
+            if row in self.manager.counts.faulted or not self.make_room_to_share(row):
                 return False
             if self.exact is not None and not running and not self.exact.joins(row):
                 return False  # room was made by evicting the prompt

@@ -1,5 +1,5 @@
 """The hooks on SGLang, one function each: arguments and what a server builds at its start here, the rest in
-``scheduler_hooks``. All are no-ops unless diffkv is the selected backend."""
+``scheduler_hooks`` and ``admission_hooks``. All are no-ops unless diffkv is the selected backend."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
             pool.manager.release(row)
             if allocator.tree_cache is not None:
                 allocator.tree_cache.pack_replies()
-        if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
-            exact.forget(row)
+        if allocator.exact is not None:
+            allocator.exact.forget(row)
     return original(self, req)
 
 
@@ -45,7 +45,7 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     ledger = allocator.ledger
     with ledger.prefilling():
         result = original(self, *args, **kwargs)
-    manager, exact = ledger.manager, getattr(allocator.tree_cache, "exact", None)
+    manager, exact = ledger.manager, allocator.exact
     rows, starts, counts, ending = [], [], [], []
     for req in self.reqs:
         row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
@@ -54,10 +54,10 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             if exact is not None:
                 exact.attached(row, req.last_node)
         if end == compat.prompt_len(req):
-            manager.finishing.add(row)
+            manager.prompts.finishing.add(row)
             ending.append((row, req))
         elif req.rid in ledger.chunks:
-            manager.chunking.add(row)
+            manager.prompts.chunking.add(row)
         ledger.promise(req.rid, [], compat.prompt_len(req) - end)
         rows.append(row)
         starts.append(start)
@@ -89,7 +89,7 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
     if isinstance(allocator, DiffKVAllocator):
         manager = allocator.ledger.manager
         if not manager.ranks.alone:
-            manager.meet()
+            manager.tracker.meet()
         running = kwargs.get("running_batch", self.running_batch)
         if not manager.lengths and running.is_empty():
             running.batch_is_full = False
@@ -97,36 +97,39 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
 
 
 def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked."""
+    """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked. Behind
+    them, see what the requests that left make possible."""
     allocator = self.token_to_kv_pool_allocator
-    if isinstance(allocator, DiffKVAllocator) and not batch.forward_mode.is_idle():
-        manager = allocator.ledger.manager
-        manager.tracker.report()
-        rows = {row: req for req in batch.reqs if (row := compat.row_of(req)) is not None}
-        for row in manager.faulted(list(rows)):
-            compat.finish_with_error(
-                rows[row],
-                "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
-                "Retry it, or give the server more memory.",
-            )
+    if not isinstance(allocator, DiffKVAllocator):
+        return original(self, batch, *args, **kwargs)
+    ledger = allocator.ledger
+    if not batch.forward_mode.is_idle():
+        ledger.manager.tracker.report()
+        for req in batch.reqs:
+            if compat.row_of(req) in ledger.manager.counts.faulted:
+                compat.finish_with_error(
+                    req,
+                    "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
+                    "Retry it, or give the server more memory.",
+                )
         if os.environ.get(CHECK_ENV) == "1":
-            check_bounds(manager)
-            check_integrity(manager)
-            manager.ranks.require_equal("what they decide on", [decision_digest(allocator)])
-            if allocator.tree_cache is not None:
-                allocator.tree_cache.check_integrity()
+            _check(allocator)
     result = original(self, batch, *args, **kwargs)
-    if isinstance(allocator, DiffKVAllocator) and (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
-        exact.copy_alone([req for req in batch.reqs if not req.finished()])
+    if allocator.exact is not None:
+        allocator.exact.copy_alone([req for req in batch.reqs if not req.finished()])
     # SGLang by itself looks at its queue again only when a request ends.
-    if (
-        isinstance(allocator, DiffKVAllocator)
-        and self.running_batch.batch_is_full
-        and allocator.ledger.refused is not None
-        and allocator.ledger.room_for_refused(compat.expected_tokens(self))
-    ):
+    if self.running_batch.batch_is_full and ledger.room_for_refused(compat.expected_tokens(self)):
         self.running_batch.batch_is_full = False
     return result
+
+
+def _check(allocator: DiffKVAllocator) -> None:
+    manager = allocator.ledger.manager
+    check_bounds(manager)
+    check_integrity(manager)
+    manager.ranks.require_equal("what they decide on", [decision_digest(allocator)])
+    if allocator.tree_cache is not None:
+        allocator.tree_cache.check_integrity()
 
 
 def get_total_uncached_sizes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,8 +148,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["config"] = config.model_dump(mode="json", exclude_none=True)
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = allocator.ledger.report()
-        if (exact := getattr(allocator.tree_cache, "exact", None)) is not None:
-            report["prompts"] = exact.outcomes
+        if allocator.exact is not None:
+            report["prompts"] = allocator.exact.outcomes
         result.internal_state["diffkv"] = report
     return result
 

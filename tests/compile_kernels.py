@@ -28,16 +28,9 @@ from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.kernel_configs import CONFIGS
 
 HOPPER = GPUTarget("cuda", 90, 32)
-CONFIGS = {
-    "llama3-8b": ("K8V4 K4V2", 128, 4),
-    "qwen2.5-0.5b": ("K8V4 K4V2", 64, 7),
-    "lossless": ("BF16", 128, 4),
-    "raw and low": ("BF16 K8V4", 96, 1),
-    "wide": ("K8V2 K4V1", 256, 2),
-}
-"""Name -> tiers, head_dim, query heads of a KV head."""
 
 
 class Driver:

@@ -14,7 +14,7 @@ from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.page_format import Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from tests.checks import check_scores, check_searches
-from tests.helpers import Visible, visible
+from tests.helpers import Visible, new_scores, visible
 
 
 def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ class Session:
     def decode(self, rows: list[int], *, check: bool = True) -> StepScores | None:
         """One decode step up to, not including, compaction; returns what the searches found."""
         start = self.grow(rows, [1] * len(rows))
-        found = self.manager.new_scores(len(rows))
+        found = new_scores(self.manager, len(rows))
         index, seq_lens = torch.tensor(rows), torch.tensor(start) + 1
         window = self.manager.policy.window
         for layer in range(self.state.num_layers):
@@ -169,14 +169,14 @@ class Session:
 
     def end_prompt(self, row: int) -> None:
         """Prompt-phase compaction; the manager may seal the row."""
-        self.manager.end_prompt(row)
+        self.manager.prompts.end(row)
         if self.manager.sealed.get(row) == self.manager.lengths[row]:
             self.own_from[row] = self.manager.lengths[row]
 
     def share(self, row: int, lo: int, hi: int) -> Segment | None:
         """Share and keep the dense form of the segment."""
         sealed_there = self.manager.sealed.get(row) == hi
-        segment = self.manager.share(row, lo, hi)
+        segment = self.manager.segments.share(row, lo, hi)
         if segment is not None:
             self.shared[segment] = self.dense[row].cut(lo, hi)
             if not sealed_there:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from sglang_diffkv import compat
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -16,6 +18,10 @@ from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 PAIR = ("K8V4", "K4V2")
+
+needs_requests = pytest.mark.skipif(
+    compat.release() != (0, 5, 21), reason="the stand-in for a request has the fields of SGLang 0.5.21"
+)
 
 POISONS = {"ones": -1, "nan": 0x7FFF}
 """Two-byte words for unused memory. All ones reads as NaN, and as position -1; 0x7FFF reads as NaN in
@@ -153,6 +159,18 @@ def tier_map(state: PageState, row: int, length: int) -> np.ndarray:
     seen = visible(state, row)
     out[seen.layer, seen.head, seen.position] = seen.tier
     return out
+
+
+def faults(manager: PageManager, rows: list[int]) -> list[int]:
+    """Those of ``rows`` that found the ring empty and lost tokens."""
+    with manager.launching():
+        flags = manager.state.fault[manager.to_device(rows)].tolist()
+    return [row for row, flag in zip(rows, flags, strict=True) if flag]
+
+
+def new_scores(manager: PageManager, batch: int) -> Any:
+    """Buffers for a decode step's searches; None if the policy never asks."""
+    return manager.ops.new_found(manager.state, batch, manager.policy) if manager.policy.compresses else None
 
 
 def page_bytes(state: PageState, pages: list[int]) -> bytes:

@@ -13,7 +13,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.checks import check_row
 from tests.dense import Session
-from tests.helpers import Visible, own_pages, tier_map
+from tests.helpers import Visible, faults, own_pages, tier_map
 from tests.paper import Caches, algorithm_1, classify_prompt
 
 Parts = list[tuple[Segment, int, int]]
@@ -135,12 +135,12 @@ class Model:
         still = self.state.refcount[ids] > 0
         assert torch.equal(self.state.pages[ids[still]], before[still]), "a page changed under its readers"
         assert self.manager.lengths == {row: m.length for row, m in self.rows.items()}
-        assert self.manager.faults([*self.request_rows]) == []
+        assert faults(self.manager, [*self.request_rows]) == []
         for row, model in self.rows.items():
             assert np.array_equal(tier_map(self.state, row, model.length), model.tier), f"row {row}"
             if row in touched:
                 check_row(self.session, row)
-        assert self.manager.segments == set(self.segments)
+        assert self.manager.segments.cached == set(self.segments)
         for segment, held in self.segments.items():
             found = tier_map(self.state, segment.row, segment.hi)
             assert np.array_equal(found[:, :, segment.lo :], held.tier), segment

@@ -16,7 +16,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session
-from tests.helpers import make_format, make_manager, page_bytes, visible
+from tests.helpers import faults, make_format, make_manager, page_bytes, visible
 
 
 def make_state(pages: int = 13, rows: int = 4) -> PageState:
@@ -136,7 +136,7 @@ def test_exhaustion_in_extend_harms_nobody_else():
     assert len(pages) == 16 + 12
     before = page_bytes(session.state, pages)
     session.extend({3: 33, 4: 5}, check=False, scores=False)
-    assert session.manager.faults([1, 2, 3, 4]) == [3, 4]
+    assert faults(session.manager, [1, 2, 3, 4]) == [3, 4]
     for _ in range(2):
         session.manager.tracker.take_snapshot()
         session.manager.tracker.refresh()
@@ -146,7 +146,7 @@ def test_exhaustion_in_extend_harms_nobody_else():
     session.release(3)
     session.release(4)
     check_integrity(session.manager)
-    assert session.manager.free_pages() == 12 and not session.manager.faults([3, 4])
+    assert session.manager.free_pages() == 12 and not faults(session.manager, [3, 4])
     session.extend({3: 20}, scores=False)
     for row in (1, 2, 3):
         check_row(session, row)
@@ -158,7 +158,7 @@ def test_exhaustion_in_decode_and_compaction_harms_nobody_else(pages):
     """Rows 1 and 2 decode until the ring is empty and long past it; rows 3 and 5 and a segment stand by."""
     session = Session(make_manager(pages=pages, policy=DiffKVPolicy(1.0, 0.1, window=4)), spread=4.0)
     session.extend({3: 25})
-    session.manager.end_prompt(3)
+    session.manager.prompts.end(3)
     segment = session.share(3, 0, 25)
     session.attach(5, [(segment, 0, 19)])
     session.extend({1: 13, 2: 9})
@@ -167,9 +167,9 @@ def test_exhaustion_in_decode_and_compaction_harms_nobody_else(pages):
     lost: list[int] = []
     for _ in range(60):
         session.step([1, 2], check=not lost)
-        lost = session.manager.faults([1, 2])
+        lost = faults(session.manager, [1, 2])
         assert page_bytes(session.state, standing) == before
-    assert lost == [1, 2] and session.manager.faults([3, 5]) == []
+    assert lost == [1, 2] and faults(session.manager, [3, 5]) == []
     session.release(1)
     session.step([2], check=False)
     session.release(2)
@@ -192,10 +192,10 @@ def test_exhaustion_in_prompt_compaction_harms_nobody_else():
     others = sorted(set(visible(session.state, 2).page.tolist()))
     before = page_bytes(session.state, others)
     session.extend({4: 8}, check=False)
-    session.manager.end_prompt(4)
-    assert session.manager.faults([1, 2, 4]) == [4] and page_bytes(session.state, others) == before
+    session.manager.prompts.end(4)
+    assert faults(session.manager, [1, 2, 4]) == [4] and page_bytes(session.state, others) == before
     session.release(4)
-    session.manager.end_prompt(1)
+    session.manager.prompts.end(1)
     assert page_bytes(session.state, others) == before
     check_row(session, 2)
     session.release(1)
@@ -206,8 +206,8 @@ def test_a_row_without_any_page_attends_to_nothing():
     session = Session(make_manager(pages=16, policy=DiffKVPolicy(1.0, 0.2, window=2)))
     session.extend({1: 32})
     session.extend({2: 1}, check=False)
-    session.manager.end_prompt(2)
+    session.manager.prompts.end(2)
     for _ in range(6):
         session.step([2, 1], check=False)
     assert not len(visible(session.state, 2).position)
-    assert session.manager.faults([1, 2]) == [1, 2]
+    assert faults(session.manager, [1, 2]) == [1, 2]

@@ -36,7 +36,7 @@ def compressed_session(poison: str = "nan", **kwargs) -> Session:
     session.extend({1: 41, 2: 3, 3: 17})
     session.extend({3: 24, 1: 1})
     for row in (1, 2, 3):
-        session.manager.end_prompt(row)
+        session.manager.prompts.end(row)
     return session
 
 
@@ -80,7 +80,7 @@ def test_page_sizes(page_tokens):
 def test_lengths_about_a_page(length):
     session = Session(make_manager(policy=UniformPolicy()))
     session.extend({4: length}, scores=False)
-    session.manager.end_prompt(4)
+    session.manager.prompts.end(4)
     for _ in range(10):
         session.step([4])
         check_integrity(session.manager)
@@ -128,7 +128,7 @@ def test_long_extend_crosses_query_blocks():
     session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.2, 16)), group=2)
     session.extend({1: 300})
     session.extend({1: 259})
-    session.manager.end_prompt(1)
+    session.manager.prompts.end(1)
     check_integrity(session.manager)
     session.step([1])
 
@@ -147,7 +147,7 @@ def test_attached_prefix_is_limited_to_its_range(split):
     check_integrity(session.manager)
     session.extend({5: 13, 6: 1, 4: 6})
     for row in (4, 5, 6):
-        session.manager.end_prompt(row)
+        session.manager.prompts.end(row)
     for _ in range(14):
         session.step([6, 1, 4, 5, 3])
         check_integrity(session.manager)
@@ -160,13 +160,13 @@ def test_prefix_of_several_segments():
     first = session.share(1, 0, 42)
     session.attach(5, [(first, 0, 21)])
     session.extend({5: 30})
-    session.manager.end_prompt(5)
+    session.manager.prompts.end(5)
     second = session.share(5, 21, 51)
     session.attach(6, [(first, 0, 21), (second, 21, 40)])
     session.attach(7, [(first, 0, 10), (first, 10, 21), (second, 21, 22), (second, 22, 51)])
     session.extend({6: 20, 7: 20})
-    session.manager.end_prompt(6)
-    session.manager.end_prompt(7)
+    session.manager.prompts.end(6)
+    session.manager.prompts.end(7)
     for _ in range(10):
         session.step([7, 6, 5, 1])
         check_integrity(session.manager)
@@ -192,8 +192,8 @@ def test_scores_over_many_steps_and_chunks():
     session = Session(make_manager(policy=DiffKVPolicy(2.0, 0.3, window=6)), group=4, spread=3.0)
     for chunk in (9, 1, 14, 2, 16):
         session.extend({2: chunk, 3: 3})
-    session.manager.end_prompt(2)
-    session.manager.end_prompt(3)
+    session.manager.prompts.end(2)
+    session.manager.prompts.end(3)
     for step in range(40):
         session.step([2] if step % 3 else [3, 2])
     kinds = tier_map(session.state, 2, session.manager.lengths[2])

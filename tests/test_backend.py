@@ -68,7 +68,7 @@ class Twin:
 
     def extend(self, rows: list[int], counts: list[int], starts: list[int], seed: int) -> torch.Tensor:
         self.manager.plan_step(rows, counts, starts)
-        self.manager.finishing.update(rows)
+        self.manager.prompts.finishing.update(rows)
         batch: Any = SimpleNamespace(
             forward_mode=ForwardMode.EXTEND,
             req_pool_indices=torch.tensor(rows, device=DEVICE),
@@ -144,7 +144,7 @@ def test_a_large_model_s_heads_after_a_prefix(flashinfer: bool) -> None:
     for step in range(3):
         assert close(*[t.decode([1], step, 10 + step) for t in twins]) < 2e-2
     for twin in twins:
-        segment = twin.manager.share(1, 0, 102)
+        segment = twin.manager.segments.share(1, 0, 102)
         assert segment is not None
         twin.manager.release(1)
         twin.manager.attach_prefix(2, [(segment, 0, 100)])

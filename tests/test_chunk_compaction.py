@@ -19,14 +19,14 @@ CHUNKS = [37, 64, 5, 40]
 def test_a_prompt_in_compacted_chunks(alpha_high: float, seal: int | None) -> None:
     """Each pass attends to what is stored, as the dense oracle checks; what went down stays down."""
     manager = make_manager(policy=DiffKVPolicy(alpha_high, 0.0, window=8))
-    manager.share_min_tokens = seal
+    manager.prompts.share_min_tokens = seal
     session = Session(manager, spread=2.0)
     length, low = 0, np.zeros(0)
     for count in CHUNKS:
         session.extend({1: count, 2: 3})
         length += count
         if length < sum(CHUNKS):
-            manager.end_chunk(1)
+            manager.prompts.end_chunk(1)
         else:
             session.end_prompt(1)
         tiers = tier_map(manager.state, 1, length)
@@ -51,19 +51,19 @@ def test_pages_of_a_compacted_chunk_return_before_the_next() -> None:
     session = Session(manager)
     session.extend({1: 200})
     full = manager.pages_of(1)
-    manager.end_chunk(1)
+    manager.prompts.end_chunk(1)
     assert manager.pages_of(1) < 0.7 * full
     manager.tracker.settle()
-    assert manager.free_bound() == manager.free_pages()
+    assert manager.tracker.free_bound() == manager.free_pages()
 
 
 def test_marks_are_taken_once_and_go_with_the_row() -> None:
     manager = make_manager(make_format(("K8V4",)), policy=UniformPolicy())
     session = Session(manager)
     session.extend({1: 20, 2: 20}, scores=False)
-    manager.chunking.update((1, 2))
-    assert manager.take_chunking([1]) == [1] and manager.take_chunking([1]) == []
-    manager.end_chunk(1)
+    manager.prompts.chunking.update((1, 2))
+    assert manager.prompts.take_chunking([1]) == [1] and manager.prompts.take_chunking([1]) == []
+    manager.prompts.end_chunk(1)
     assert manager.pages_of(1) == manager.pages_of(2), "a policy that compresses nothing does nothing"
     session.release(2)
-    assert not manager.chunking
+    assert not manager.prompts.chunking

@@ -2,148 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_diffkv import compat
-from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.table import row_table
-from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
-from sglang_diffkv.mem_pool.geometry import Geometry, Segment
-from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
-from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.helpers import faults, needs_requests
+from tests.tree_world import World
 
-pytestmark = pytest.mark.skipif(
-    compat.release() != (0, 5, 21), reason="the stand-in for a request has the fields of SGLang 0.5.21"
-)
-
-
-class World:
-    """A pool, a tree and a manager of one layer and one head; scores stay 0, so only the window of 8 stays high."""
-
-    def __init__(
-        self,
-        capacity: int,
-        *,
-        longest: int = 300,
-        alpha_high: float = 1.0,
-        page_tokens: int = 8,
-        exact: bool = True,
-        eviction: str = "lru",
-    ) -> None:
-        fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
-        geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), 9, 40, longest)
-        self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
-        self.pool = ReqToTokenPool(8, longest, "cpu", False)
-        ledger = PageLedger(self.manager, capacity)
-        self.allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
-        self.tree: Any = compat.prefix_cache_class()(
-            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), 24, exact=exact
-        )
-        self.random = random.Random(1)
-
-    def tokens(self, count: int) -> list[int]:
-        return [self.random.randrange(1000) for _ in range(count)]
-
-    def start(self, tokens: list[int], priority: int = 0) -> Any:
-        """A request whose prompt is to run in one pass."""
-        prompt = array("q", tokens)
-        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
-        prefix, node = len(match.device_indices), match.last_device_node
-        self.tree.inc_lock_ref(node)
-        row = self.pool.alloc_rows(1)[0]
-        req = SimpleNamespace(
-            rid=str(row), tokens=prompt, kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix),
-            origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=priority,
-            last_node=node, prefix_indices=match.device_indices, extend_range=SimpleNamespace(end=len(prompt)),
-            sampling_params=SimpleNamespace(max_new_tokens=100),
-        )  # fmt: skip
-        req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
-        if prefix:
-            self.manager.attach_prefix(row, self.tree.path(node))
-            if self.tree.exact:
-                self.tree.exact.attached(row, node)
-        self.pool.write((row, slice(0, prefix)), match.device_indices.int())
-        self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
-        return req
-
-    def plan(self, req: Any) -> None:
-        row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
-        self.manager.plan_step([row], [len(req.tokens) - prefix], [prefix])
-        if self.tree.exact:
-            self.tree.exact.plan(row, req.last_node, brief=False)
-
-    def launch(self, req: Any) -> None:
-        row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
-        count = len(req.tokens) - prefix
-        self.manager.launch_step()
-        self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([count]), count)
-        self._write(row, prefix, count)
-        self.manager.end_prompt(row)
-
-    def _write(self, row: int, start: int, count: int) -> None:
-        at = torch.arange(start, start + count)
-        key = torch.ones(count, 1, 64)
-        append(self.manager.state, 0, key, key, torch.full((count,), row), at - start, at)
-
-    def decode(self, req: Any) -> None:
-        """One step without compaction."""
-        row, start = req.kv.req_pool_idx, len(req.tokens)
-        req.output_ids.append(5)
-        req.tokens.append(5)
-        self.pool.write((row, start), self.allocator.alloc(1).int()[0])
-        self.manager.begin_step([row], [1], [start])
-        self._write(row, start, 1)
-
-    def leave(self, req: Any, *, insert: bool = True) -> None:
-        row = req.kv.req_pool_idx
-        end = self.manager.lengths[row]
-        if insert:
-            self.tree.insert_req(req, up_to=end)
-        self.allocator.free(self.pool.req_to_token[row, req.kv.cache_protected_len : end].long())
-        self.tree.dec_lock_ref(req.last_node)
-        self.manager.release(row)
-        self.tree.pack_replies()
-        if self.tree.exact:
-            self.tree.exact.forget(row)
-        self.pool.free_rows([row])
-        self.check()
-
-    def check(self) -> None:
-        check_integrity(self.manager)
-        self.tree.check_integrity()
-
-    def leaf(self, tokens: list[int]) -> Any:
-        """The leaf of a prompt that shares nothing."""
-        return next(x for x in self.tree.evictable_leaves if x.key.token_ids[0] == tokens[0])
-
-    def prompt(self, tokens: list[int]) -> Any:
-        """A request whose prompt has run."""
-        req = self.start(tokens)
-        self.plan(req)
-        self.launch(req)
-        self.tree.cache_unfinished_req(req)
-        return req
-
-    def segments(self) -> list[Segment]:
-        return sorted(self.manager.segments, key=lambda segment: segment.lo)
-
-    def low_tokens(self, segment: Segment) -> int:
-        columns = (torch.tensor([x]) for x in (segment.row, segment.lo, segment.hi))
-        return int(self.manager.ops.measure(self.manager.state, *columns)[..., 1].sum())
+pytestmark = needs_requests
 
 
 def test_a_request_that_ends_at_once_leaves_its_prompt_exact() -> None:
@@ -172,7 +41,7 @@ def test_room_for_a_copy_is_judged_with_the_prompt_counted() -> None:
     world.allocator.ledger.promise(req.rid, [], 0)
     world.plan(req)
     world.launch(req)
-    assert not world.manager.faults([req.kv.req_pool_idx])
+    assert not faults(world.manager, [req.kv.req_pool_idx])
 
 
 @pytest.mark.parametrize("longest, shared, new", [(4096, 3000, 1000), (32768, 24000, 8000)])
@@ -234,7 +103,7 @@ def test_pages_by_owner_are_those_that_tables_list() -> None:
                 pages.update(page[0, 0, 0, :count].tolist())
         return pages
 
-    requests, tree = listed([*manager.lengths]), listed([x.row for x in manager.held_segments])
+    requests, tree = listed([*manager.lengths]), listed([x.row for x in manager.segments.held])
     expected = {"private": len(requests - tree), "shared": len(requests & tree), "cached": len(tree - requests)}
     assert all(expected.values())
     assert UsageMeter(manager).owners() == {**expected, "free": manager.free_pages()}
@@ -287,42 +156,6 @@ def test_a_reply_leaves_the_pages_of_its_prompt_s_copy() -> None:
     assert not world.manager.packer.spread
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
-    """Eviction cuts it by what is missing and keeps the rest, whose place in the order stays."""
-    world = World(800, exact=exact)
-    first, second = world.tokens(203), world.tokens(90)
-    for tokens in (first, second):
-        world.leave(world.prompt(tokens), insert=False)
-    world.manager.tracker.settle()
-    used, before = world.leaf(first).last_access_time, world.allocator.ledger.available()
-    evicted = world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted
-    assert world.allocator.ledger.available() == before + evicted
-    assert 20 <= evicted < (28 if exact else 60)
-    assert world.leaf(first).last_access_time == used
-    kept = len(world.leaf(first).key)
-    assert 100 < kept < 203 and (kept % 8 == 0 or not exact)
-    world.check()
-    world.tree.evict(EvictParams(num_tokens=20))
-    assert len(world.leaf(first).key) < kept
-    assert len(world.leaf(second).key) == 90
-    world.tree.evict(EvictParams(num_tokens=400))
-    world.check()
-    world.manager.tracker.settle()
-    assert world.allocator.ledger.available() >= 400
-    req = world.prompt(first)
-    world.leave(req)
-
-
-def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
-    world = World(800)
-    world.leave(world.prompt(world.tokens(40)), insert=False)
-    world.manager.tracker.settle()
-    world.tree.evict(EvictParams(num_tokens=20))
-    assert not world.segments()
-    world.check()
-
-
 def two_readers(world: World, prefix: list[int], own: int) -> list[Any]:
     """Two requests whose prompts have run: ``own`` tokens each behind a prefix that is in the tree."""
     both = [world.start(prefix + world.tokens(own)) for _ in range(2)]
@@ -358,7 +191,7 @@ def test_the_last_reader_copies_what_it_shared() -> None:
     world.check()
     world.decode(stays)
     world.leave(stays)
-    assert not world.manager.faults([row])
+    assert not faults(world.manager, [row])
 
 
 def test_a_last_reader_without_room_reads_on() -> None:
@@ -373,37 +206,3 @@ def test_a_last_reader_without_room_reads_on() -> None:
     assert world.manager.shared[stays.kv.req_pool_idx] == 104
     world.allocator.ledger.promise("other", [], 0)
     world.leave(stays)
-
-
-@pytest.mark.parametrize(
-    "eviction, first",
-    [("lru", "b"), ("lfu", "b"), ("fifo", "a"), ("mru", "a"), ("filo", "c"), ("priority", "b"), ("slru", "b")],
-)
-@pytest.mark.parametrize("exact", [True, False])
-def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, exact: bool) -> None:
-    """Of three prompts in order a, b, c the first is asked twice more at the end and has a priority; what is left of a
-    leaf that was cut keeps its place."""
-    world = World(2000, exact=exact, eviction=eviction)
-    prompts = {name: world.tokens(100) for name in "abc"}
-    for name in "abcaa":
-        req = world.start(prompts[name], priority=3 if name == "a" else 0)
-        world.plan(req)
-        world.launch(req)
-        world.tree.cache_unfinished_req(req)
-        world.leave(req, insert=False)
-    world.manager.tracker.settle()
-
-    def left() -> dict[str, int]:
-        found = dict.fromkeys("abc", 0)
-        for node in world.tree.root_node.children.values():
-            name = next(x for x in "abc" if prompts[x][0] == node.key.token_ids[0])
-            found[name] = sum(len(x.key) for x in (node, *node.children.values()))
-        return found
-
-    assert left() == dict.fromkeys("abc", 100)
-    for _ in range(2):
-        before = left()
-        world.tree.evict(EvictParams(num_tokens=20))
-        after = left()
-        assert [name for name in "abc" if after[name] < before[name]] == [first]
-        world.check()

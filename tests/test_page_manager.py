@@ -43,7 +43,7 @@ class PageManagerMachine(RuleBasedStateMachine):
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,
             max_tokens=LONGEST, loose_bounds=self.loose_bounds, blocks=blocks,
         )  # fmt: skip
-        manager.share_min_tokens = seal_from
+        manager.prompts.share_min_tokens = seal_from
         self.model = Model(manager, policy, seed)
         self.manager, self.state, self.session = manager, manager.state, self.model.session
 
@@ -116,7 +116,7 @@ class PageManagerMachine(RuleBasedStateMachine):
             model.grow(model.chunks.pop(0))
             if not model.chunks:
                 model.end_prompt(visible(self.state, row), self.model.policy, self.model.tiers)
-                seal_from = self.manager.share_min_tokens
+                seal_from = self.manager.prompts.share_min_tokens
                 if seal_from is not None and model.length - model.shared >= seal_from:
                     model.own_from = model.length
                 self.session.end_prompt(row)
@@ -164,7 +164,7 @@ class PageManagerMachine(RuleBasedStateMachine):
         hi = data.draw(st.integers(lo + 1, model.length)) if kind == "part" else model.length
         hi = sealed if kind == "sealed" and sealed > lo else hi
         frozen = self.model.freeze([])
-        may = self.manager.can_share(row)
+        may = self.manager.segments.can_share(row)
         if not may and data.draw(st.booleans()):
             return self.evict(data)
         segment = self.session.share(row, lo, hi)
@@ -195,7 +195,7 @@ class PageManagerMachine(RuleBasedStateMachine):
             return self.progress(data)
         segment = data.draw(st.sampled_from(list(self.model.segments)))
         frozen = self.model.freeze([])
-        self.manager.release_segment(segment)
+        self.manager.segments.release(segment)
         del self.model.segments[segment]
         return self.model.check(frozen, list(self.model.rows))
 
@@ -206,7 +206,7 @@ class PageManagerMachine(RuleBasedStateMachine):
         segment = data.draw(st.sampled_from(list(self.model.segments)))
         hi = data.draw(st.integers(segment.lo, segment.hi))
         frozen = self.model.freeze([])
-        self.manager.trim_segment(segment, hi)
+        self.manager.segments.trim(segment, hi)
         held = self.model.segments[segment]
         held.tier = held.tier[:, :, : hi - segment.lo]
         return self.model.check(frozen, list(self.model.rows))

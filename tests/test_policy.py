@@ -13,7 +13,7 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
+from tests.helpers import PAIR, make_format, make_manager, new_scores, tier_map, visible
 from tests.paper import Caches, algorithm_1, classify_prompt
 
 ALPHAS = [(1.0, 0.0), (1.0, 0.02), (3.0, 0.5), (1.0, 1.0), (0.0, 0.0), (5.0, 0.1), (1e9, 0.3), (1e9, 1e9)]
@@ -145,7 +145,7 @@ def test_prompt_compaction_moves_what_the_policy_says(tiers, length, window):
     manager = filled(policy, tiers, length)
     before, bytes_before = visible(manager.state, 2), codes(manager, 2)
     score = dict(zip(zip(before.layer, before.head, before.position), before.score))
-    manager.end_prompt(2)
+    manager.prompts.end(2)
     check_integrity(manager)
     after, bytes_after = visible(manager.state, 2), codes(manager, 2)
     tier = tier_map(manager.state, 2, length)
@@ -168,7 +168,7 @@ def test_prompt_compaction_moves_what_the_policy_says(tiers, length, window):
 )
 def test_all_of_a_head_may_leave(alphas, kinds):
     manager = filled(DiffKVPolicy(*alphas, 3), PAIR, 50)
-    manager.end_prompt(2)
+    manager.prompts.end(2)
     check_integrity(manager)
     tier = tier_map(manager.state, 2, 50)
     assert (tier[..., 47:] == 0).all() and set(np.unique(tier).tolist()) == kinds
@@ -177,8 +177,8 @@ def test_all_of_a_head_may_leave(alphas, kinds):
 def test_uniform_policy_keeps_all():
     manager = make_manager(policy=UniformPolicy())
     manager.begin_step([1], [20], [0])
-    manager.end_prompt(1)
-    assert manager.new_scores(3) is None
+    manager.prompts.end(1)
+    assert new_scores(manager, 3) is None
     assert manager.state.own_tokens[1, :, :, 0].unique().tolist() == [20]
     plan = UniformPolicy().plan_step(StepScores.create(manager.state, 2), torch.tensor([3, 4]), 2)
     assert all((x == -1).all() for x in vars(plan).values())

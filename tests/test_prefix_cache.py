@@ -12,7 +12,6 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -34,10 +33,9 @@ from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.helpers import faults, needs_requests, new_scores
 
-pytestmark = pytest.mark.skipif(
-    compat.release() != (0, 5, 21), reason="the stand-in for a request has the fields of SGLang 0.5.21"
-)
+pytestmark = needs_requests
 
 CAPACITY, ROWS, LAYERS, HEADS, DIM, WINDOW, SHARE_MIN = 400, 8, 2, 2, 64, 8, 24
 
@@ -153,8 +151,8 @@ class TreeMachine(RuleBasedStateMachine):
         if row in self.manager.copies.judged:
             self.manager.copies.judged[row].uniform_(0, 0.05, generator=self.scores)
         if last:
-            self.manager.end_prompt(row)
-            assert not self.manager.faults([row]), "a prompt or its copy found the ring empty"
+            self.manager.prompts.end(row)
+            assert not faults(self.manager, [row]), "a prompt or its copy found the ring empty"
             req.prefilling = False
         self.tree.cache_unfinished_req(req, chunked=not last)
 
@@ -162,7 +160,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12))
     def decode(self, steps: int) -> None:
         for _ in range(steps):
-            self.manager.meet()
+            self.manager.tracker.meet()
             batch = [r for r in self.running if not r.prefilling and len(r.tokens) < 250]
             ledger = self.allocator.ledger
             while batch and ledger.available() < len(batch):
@@ -182,12 +180,12 @@ class TreeMachine(RuleBasedStateMachine):
             for req, start in zip(batch, starts, strict=True):
                 self._write(req, start, start + 1)
             index, lens = torch.tensor(rows), torch.tensor(starts) + 1
-            scores = self.manager.new_scores(len(rows))
+            scores = new_scores(self.manager, len(rows))
             for layer in range(LAYERS):
                 q = torch.randn(len(rows), 2 * HEADS, DIM, generator=self.scores) * 0.01
                 decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
             self.manager.end_decode(index, lens, scores)
-            assert not self.manager.faults(rows), "the ledger let the ring run empty"
+            assert not faults(self.manager, rows), "the ledger let the ring run empty"
 
     def _leave(self, req: Any, *, insert: bool) -> None:
         row, end = req.kv.req_pool_idx, self.manager.lengths.get(req.kv.req_pool_idx, 0)
@@ -205,7 +203,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.running.remove(req)
         if self.tree.exact:
             self.tree.exact.copy_alone([r for r in self.running if not r.prefilling])
-            assert not any(self.manager.faults([r.kv.req_pool_idx]) for r in self.running), "a late copy lost tokens"
+            assert not any(faults(self.manager, [r.kv.req_pool_idx]) for r in self.running), "a late copy lost tokens"
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 7), insert=st.booleans())
@@ -276,7 +274,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def exact_segments_hold_every_token_high(self) -> None:
-        segments = [s for s in self.manager.held_segments if s.exact]
+        segments = [s for s in self.manager.segments.held if s.exact]
         if segments:
             columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
             held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))

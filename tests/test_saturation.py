@@ -11,7 +11,8 @@ import pytest
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.plan import MemoryPlan
-from tests.saturation import DiffKVServer, Request, Scheduler, Seen, StockPool
+from tests.saturation import Scheduler, Seen
+from tests.saturation_pools import DiffKVServer, Request, StockPool
 
 FMT = PageFormat(128, 128, (Tier(8, 4), Tier(4, 2)), 32)
 STOCK_TOKENS = 65_536
@@ -68,8 +69,8 @@ def drain(server: DiffKVServer, requests: list[Request], chunk: int, on_step: Ca
     seen = Scheduler(server, requests, 60, chunk=chunk, on_step=on_step).run()
     server.manager.tracker.settle()
     assert all(req.made >= req.reply for req in requests)
-    assert server.manager.free_bound() == server.manager.geometry.num_pages
-    assert not server.ledger.promised and not server.ledger.chunks and not server.manager.chunking
+    assert server.manager.tracker.free_bound() == server.manager.geometry.num_pages
+    assert not server.ledger.promised and not server.ledger.chunks and not server.manager.prompts.chunking
     return seen
 
 
@@ -94,6 +95,6 @@ def test_prompts_that_do_not_compress_as_expected_wait(seed: int) -> None:
     drawn = random.Random(seed)
     server = DiffKVServer(FMT, 6000, heads(0.05), rows=60, longest=3200)
     requests = [Request(drawn.choice((300, 1500, 2200)), drawn.choice((40, 200, 400))) for _ in range(60)]
-    server.manager.end_chunk = lambda row: None
+    server.manager.prompts.end_chunk = lambda row: None
     seen = drain(server, requests, 256, lambda step: None)
     assert seen.compacted > 3 and seen.held > 0, (seen.compacted, seen.held)

@@ -23,7 +23,7 @@ def snapshot(manager: PageManager) -> list[object]:
     manager.launch_step()
     fields = vars(manager.state).keys() - {"page_table", "range_lo", "range_hi", "fmt", "dtype", "segments"}
     tensors = [getattr(manager.state, name).numpy().tobytes() for name in sorted(fields)]
-    host = [dict(manager.lengths), dict(manager.shared), dict(manager.sealed), set(manager.segments)]
+    host = [dict(manager.lengths), dict(manager.shared), dict(manager.sealed), set(manager.segments.cached)]
     bounds = [space.bound(row) for row in range(manager.state.entries.shape[0])]
     return [*tensors, *host, bounds, sorted(space.free_blocks)]
 
@@ -86,7 +86,7 @@ def test_an_attach_without_blocks_leaves_the_row_empty():
     session = Session(make_manager(make_format(page_tokens=4), blocks=6, policy=UniformPolicy()))
     session.extend({1: 100}, scores=False)
     segment = session.share(1, 0, 100)
-    assert segment is None and not session.manager.can_share(1)
+    assert segment is None and not session.manager.segments.can_share(1)
     session.release(1)
     session.extend({1: 60}, scores=False)
     segment = session.share(1, 0, 60)
@@ -111,7 +111,7 @@ def test_bounds_hold_when_pages_stay_part_filled(loose_bounds):
 
 def test_share_takes_what_no_segment_holds():
     session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.3, 4)), spread=3.0)
-    session.manager.share_min_tokens = 20
+    session.manager.prompts.share_min_tokens = 20
     session.extend({1: 30})
     session.end_prompt(1)
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_share_takes_what_no_segment_holds():
 @pytest.mark.parametrize("min_tokens", [None, 1, 30, 31])
 def test_a_prompt_is_sealed_from_the_given_length(min_tokens):
     session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.3, 4)), spread=3.0)
-    session.manager.share_min_tokens = min_tokens
+    session.manager.prompts.share_min_tokens = min_tokens
     session.extend({1: 30})
     session.end_prompt(1)
     sealed = min_tokens is not None and min_tokens <= 30
@@ -197,5 +197,5 @@ def test_a_last_chunk_of_one_token_is_counted():
     index = manager.to_device(rows)
     manager.ops.reserve(manager.state, index, manager.to_device([1] * 5), 1)
     for row in rows:
-        manager.end_prompt(row)
-    assert manager.free_bound() <= manager.free_pages()
+        manager.prompts.end(row)
+    assert manager.tracker.free_bound() <= manager.free_pages()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from sglang_diffkv.testing import client, report, tasks
+from sglang_diffkv.testing import report, tasks
 from sglang_diffkv.testing.paths import NANO
 
 
@@ -84,12 +84,6 @@ def test_chat_ids_follow_the_template(tokenizer):
     ids = tasks.chat_ids(tokenizer, "Multiply 24 by 3.")
     assert tokenizer.decode(ids) == "<|bos|><|user|>Multiply 24 by 3.<|assistant|>"
     assert ids.count(tokenizer.bos_token_id) == 1
-
-
-def test_reply_limits_respect_the_context():
-    assert client.reply_limits([[0] * 10, [0] * 90], 50, 100) == [50, 9]
-    with pytest.raises(ValueError, match="no room"):
-        client.reply_limits([[0] * 100], 50, 100)
 
 
 def test_mcnemar_is_the_exact_binomial_test():

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-CONFIGS = ("llama3-8b", "qwen2.5-0.5b", "lossless", "raw and low", "wide")
+from tests.kernel_configs import CONFIGS
+
 UNPACKING = {"paged_kernel", "page_scores_kernel", "split_kernel"}
 ALWAYS = {"reserve_kernel", "append_kernel", "ragged_kernel", "paged_kernel", "merge_kernel", "split_kernel"}
 COMPRESSING = {"compact_kernel", "plan_kernel", "move_kernel", "copy_kernel", "new_scores_kernel", *UNPACKING}

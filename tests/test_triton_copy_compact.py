@@ -37,7 +37,7 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging):
     state.counters += 277  # the ring wraps
     add_prompt(manager, 1, 45, generator)  # compressed: a reply's form
     add_prompt(manager, 2, 23, generator, compact=False)  # exact
-    segments = [manager.share(1, 0, 45)]
+    segments = [manager.segments.share(1, 0, 45)]
     manager.space.flush()
     assert segments[0] is not None
     judged = None

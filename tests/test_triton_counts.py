@@ -59,14 +59,14 @@ def busy_manager(tiers: str) -> PageManager:
     add_prompt(manager, 1, 83, generator)
     add_prompt(manager, 2, 21, generator)
     add_prompt(manager, 4, 1, generator)
-    segment = manager.share(1, 0, 83)
+    segment = manager.segments.share(1, 0, 83)
     assert segment is not None
     manager.attach_prefix(3, [(segment, 0, 37)])
     manager.attach_prefix(6, [(segment, 0, 18), (segment, 18, 59)])
     manager.ops.trim(manager.state, segment.row, 61)
     segment.hi = 61
     add_prompt(manager, 3, 19, generator)
-    manager.share_min_tokens = 30
+    manager.prompts.share_min_tokens = 30
     add_prompt(manager, 5, 33, generator)
     add_prompt(manager, 7, 31, generator)
     for _ in range(3):
@@ -262,7 +262,7 @@ def test_demand_is_what_steps_take(tiers):
 def test_measure_is_a_rows_usage(tiers, make):
     manager = make(tiers)
     ranges = {row: (manager.shared.get(row, 0), length) for row, length in manager.lengths.items()}
-    ranges.update({segment.row: (segment.lo, segment.hi) for segment in manager.segments})
+    ranges.update({segment.row: (segment.lo, segment.hi) for segment in manager.segments.cached})
     rows = torch.tensor(list(ranges), device=DEVICE)
     lo, hi = (torch.tensor(x, device=DEVICE) for x in zip(*ranges.values(), strict=True))
     sums = measure_reference(manager.state, rows, lo, hi).sum((1, 2)).tolist()  # [n][T + 1]

@@ -168,7 +168,7 @@ def test_shared_pages_take_no_room(judge_low):
     manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
     generator, state = torch.Generator().manual_seed(8), manager.state
     add_prompt(manager, 1, 60, generator)
-    segment = manager.share(1, 0, 60)
+    segment = manager.segments.share(1, 0, 60)
     assert segment is not None
     for row in (2, 3):
         manager.attach_prefix(row, [(segment, 0, 50)])

@@ -111,7 +111,7 @@ def test_shared_tokens_are_judged_for_a_copy(tiers):
     manager = make_manager(make_format(tiers), window=4, heads=2, layers=1)
     generator = torch.Generator().manual_seed(2)
     add_prompt(manager, 1, 85, generator)
-    segment = manager.share(1, 0, 85)
+    segment = manager.segments.share(1, 0, 85)
     assert segment is not None
     manager.attach_prefix(2, [(segment, 0, 77)])
     judged = {1: torch.full((1, 2, 77), float("nan"), device=DEVICE)}

@@ -11,6 +11,7 @@ from sglang_diffkv.kernels.decode_attention.reference import decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from tests.helpers import new_scores
 from tests.triton_helpers import BF16, DEVICE, add_prompt, close, make_format, make_manager, vectors
 
 GROUP, SCALE = 2, 0.1
@@ -41,7 +42,7 @@ def test_prompt_and_steps_match_references():
     assert close(got, expected) < 6e-3
     for row, count in zip(rows, lengths, strict=True):
         extend.end_prompt(row, count)
-        reference.end_prompt(row)
+        reference.prompts.end(row)
     check_integrity(mine)
     config = DecodeConfig(score_parts=1, score_tokens=32)
     decode = DecodeWrapper(state, GROUP, 3, sm_scale=SCALE, policy=policy, max_tokens=100, splits=2, config=config)
@@ -60,7 +61,7 @@ def test_prompt_and_steps_match_references():
         decode.begin_step()
         got = decode.run(0, q, key, value)
         decode.end_step()
-        scores = reference.new_scores(2)
+        scores = new_scores(reference, 2)
         append(twin, 0, key[:2], value[:2], ids, torch.zeros_like(ids), seq_lens - 1)
         expected, _ = decode_attention(twin, 0, q[:2], ids, seq_lens, SCALE, scores=scores, window=policy.window)
         reference.end_decode(ids, seq_lens, scores)

@@ -65,7 +65,7 @@ def add_prompt(manager: PageManager, row: int, count: int, generator: torch.Gene
     noise = torch.rand(seg.scores.shape, generator=generator).to(DEVICE) * 2.0
     seg.scores[fresh] = (noise**2 / (seg.positions + 1).float())[fresh]
     if compact:
-        manager.end_prompt(row)
+        manager.prompts.end(row)
 
 
 def held_pages(state: PageState, rows: torch.Tensor, tier: int) -> torch.Tensor:

@@ -144,6 +144,11 @@ ALIGN = 256
 """Bytes at whose multiples tensors in the scratch begin."""
 
 
+def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of the scratch that a tensor takes."""
+    return -(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN
+
+
 @dataclass
 class DecodeScratch:
     """Memory from which workspaces for all batch sizes are cut, for steps that follow one another: a smaller batch
@@ -192,8 +197,7 @@ class DecodeScratch:
         room = min(max_batch * longest, max(longest, held))
         offsets = torch.zeros(state.num_layers, heads, max_batch, dtype=torch.int32, device=state.device)
         scratch = cls(config, splits, slots, room, q_heads // heads, torch.empty(0), offsets)
-        parts = scratch._parts(state, slots, 1)
-        size = sum(-(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN for shape, dtype in parts)
+        size = sum(aligned_bytes(shape, dtype) for shape, dtype in scratch._parts(state, slots, 1))
         scratch.memory = torch.empty(max(size, least_bytes), dtype=torch.uint8, device=state.device)
         return scratch
 
@@ -214,8 +218,8 @@ class DecodeScratch:
         splits = self.splits or default_splits(state, batch)
         cut, at = [], 0
         for shape, dtype in self._parts(state, batch, splits + len(state.fmt.tiers) - 1):
-            size = math.prod(shape) * dtype.itemsize
-            cut.append(self.memory[at : at + size].view(dtype).view(shape))
-            at += -(-size // ALIGN) * ALIGN
+            end = at + math.prod(shape) * dtype.itemsize
+            cut.append(self.memory[at:end].view(dtype).view(shape))
+            at += aligned_bytes(shape, dtype)
         logits, tile_max, partial_out, partial_lse = cut
         return DecodeWorkspace(self.config, splits, self.room, partial_out, partial_lse, logits, tile_max, self.offsets)

@@ -93,8 +93,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self.step = Step.extend(rows, *lens, planned.start, planned.new_tokens)
         judged = self.manager.copies.judged
         self.step.judged = {i: judged[row] for i, row in enumerate(planned.rows) if row in judged}
-        self.finishing = self.manager.take_finishing(planned.rows)
-        self.chunking = self.manager.take_chunking(planned.rows)
+        self.finishing = self.manager.prompts.take_finishing(planned.rows)
+        self.chunking = self.manager.prompts.take_chunking(planned.rows)
 
     # Layers
 
@@ -125,9 +125,9 @@ class DiffKVAttnBackend(AttentionBackend):
         if decode:
             manager.end_decode(step.rows, step.seq_lens, step.found, step.num_rows)
         for row in self.finishing:
-            manager.end_prompt(row)
+            manager.prompts.end(row)
         for row in self.chunking:
-            manager.end_chunk(row)
+            manager.prompts.end_chunk(row)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any

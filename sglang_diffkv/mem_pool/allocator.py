@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
 from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.ledger import PageLedger
+
+if TYPE_CHECKING:
+    from sglang_diffkv.mem_pool.exact_prompts import ExactPrompts
 
 
 class DiffKVAllocator(TokenToKVPoolAllocator):
@@ -22,6 +25,11 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
     @property
     def size_full(self) -> int:
         return self.ledger.capacity
+
+    @property
+    def exact(self) -> ExactPrompts | None:
+        """Who decides on prompts that the prefix cache keeps exactly; None if it keeps none so."""
+        return None if self.tree_cache is None else self.tree_cache.exact
 
     def clear(self) -> None:
         """Forget all names and release all pages. SGLang calls this for flush_cache, with nothing running."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +34,8 @@ class CountTracker:
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
         self._settled = 0
         self.counted_step = 0  # all steps up to this one are known
+        self.on_counted: Callable[[Segment], None] = lambda segment: None
+        """Called when the pages of a segment become known."""
         self._rows: tuple[np.ndarray, torch.Tensor] = (np.array([-1]), torch.empty(0))
 
     def planned(self, step: int) -> None:
@@ -57,7 +60,7 @@ class CountTracker:
         total = manager.space.total.copy()
         if not manager.launched and manager.planned is not None:
             total[manager.planned.rows] -= manager.planned.new_tokens
-        steady = np.array([row not in manager.prompting for row in rows.tolist()], dtype=bool)
+        steady = np.array([row not in manager.prompts.unfinished for row in rows.tolist()], dtype=bool)
         self._snapshots.append(
             Snapshot(self.host.tick, manager.step, rows, total[rows], steady, self.ranks.slack, values, event)
         )
@@ -89,7 +92,7 @@ class CountTracker:
                 if segment := self.uncounted.pop(row, None):
                     segment.pages = pages
                     self.ranks.count(row, pages, here)
-                    self.manager.on_counted(segment)
+                    self.on_counted(segment)
             self.counted_step = snapshot.step
 
     def settle(self) -> None:
@@ -107,6 +110,28 @@ class CountTracker:
         if self.counted_step < step:
             self.take_snapshot()
             self.refresh()
+
+    def meet(self) -> None:
+        """Take over what the device has counted, exactly if nothing runs.
+
+        One rank alone does so whenever it reads a bound. Several exchange their counts, so reading a bound must not,
+        and all of them call this before a step is scheduled.
+        """
+        if not self.manager.lengths:
+            self.settle()
+        self.refresh()
+
+    def free_bound(self) -> int:
+        """Pages in the ring, at least; decode steps not counted yet take from them up to ``headroom_bound``."""
+        if self.manager.ranks.alone:
+            self.meet()
+        return self.host.free()
+
+    def headroom_bound(self) -> int:
+        """Pages, at most, that launched decode steps took since ``free_bound`` was counted and the next will take."""
+        if self.manager.ranks.alone:
+            self.refresh()
+        return self.host.headroom()
 
     def clear(self) -> None:
         self._unreported.clear()

@@ -76,7 +76,7 @@ class ExactPrompts:
 
     def _make_room(self, row: int, kept: Path, tokens: int) -> bool:
         """Whether ``tokens`` of the row can be copied behind ``kept``, evicting what nobody reads."""
-        needed = self.manager.copies.most_pages(tokens)
+        needed = self.manager.geometry.most_pages(tokens)
         if not self.tree.make_room(needed):
             return False
         return not self.ledger.table_starved(self.manager.copies.blocks_for(row, kept, tokens))
@@ -96,9 +96,9 @@ class ExactPrompts:
             if self.ends[row] is None and (pending is None or compat.protected_len(req) >= pending.hi):
                 self.ends[row] = req.last_node
             self.manager.copies.drop_pending(row)
-            self._detach(req, row, self.detaching.pop(row))
+            self._detach(req, self.detaching.pop(row))
 
-    def _detach(self, req: Any, row: int, start: int) -> None:
+    def _detach(self, req: Any, start: int) -> None:
         """Names of the request's own for its copy, and a lock on the rest only."""
         count = compat.protected_len(req) - start
         allocator = self.tree.token_to_kv_pool_allocator
@@ -128,7 +128,7 @@ class ExactPrompts:
 
     def _may_copy(self, req: Any, row: int) -> bool:
         manager = self.manager
-        if row in manager.prompting or row in manager.copies.untouched or row in manager.copies.pending:
+        if row in manager.prompts.unfinished or row in manager.copies.untouched or row in manager.copies.pending:
             return False
         left = req.sampling_params.max_new_tokens - len(req.output_ids)
         return manager.shared.get(row, 0) >= self.least_published and left >= self.least_published
@@ -143,7 +143,7 @@ class ExactPrompts:
             return
         tokens = self.manager.lengths[row] - start
         if self._make_room(row, kept, tokens) and copies.copy_running(row, kept, path[len(kept) :]):
-            self._detach(req, row, start)
+            self._detach(req, start)
             self.outcomes["copied later"] += 1
 
     def forget(self, row: int) -> None:

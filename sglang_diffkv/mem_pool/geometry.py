@@ -65,6 +65,10 @@ class Geometry:
         """(layer, head) pairs: each has pages of its own."""
         return self.num_layers * self.num_heads
 
+    def most_pages(self, tokens: int) -> int:
+        """Upper bound of the pages of ``tokens`` in pages of their own: the ends of both tiers may be part-filled."""
+        return self.heads * (-(-tokens // self.fmt.high.tokens) + 1)
+
     @property
     def max_blocks(self) -> int:
         """Table blocks of a row: twice what its longest sequence needs, for the part-filled pages of segments."""

@@ -25,9 +25,9 @@ def check_integrity(manager: PageManager) -> None:
 
 def check_bounds(manager: PageManager) -> None:
     """Raise AssertionError if the host believes in pages that are not free."""
-    free, headroom = manager.free_bound(), manager.headroom_bound()
+    free, headroom = manager.tracker.free_bound(), manager.tracker.headroom_bound()
     assert free - headroom <= manager.free_pages() - manager.headroom(), "the host believes in pages that are not free"
-    for segment in manager.segments:
+    for segment in manager.segments.cached:
         known = segment.row not in manager.tracker.uncounted
         held = manager.tracker.ranks.held(segment.row, segment.pages)
         assert held == known * manager.pages_of(segment.row), "a segment miscounts its pages"
@@ -58,7 +58,7 @@ def _check_ring(manager: PageManager, references: torch.Tensor) -> None:
 def _check_rows(manager: PageManager) -> torch.Tensor:
     state = manager.state
     references = torch.zeros(state.num_pages + 1, dtype=torch.int32, device=state.device)
-    live = {*manager.lengths, *(s.row for s in manager.held_segments)}
+    live = {*manager.lengths, *(s.row for s in manager.segments.held)}
     idle = [r for r in range(state.entries.shape[0]) if r not in live]
     assert not state.entries[idle].any(), "a row without owner has entries"
     owner: dict[int, int] = {}
@@ -129,11 +129,12 @@ def _check_blocks(manager: PageManager) -> None:
 
 def decision_digest(allocator: Any) -> int:
     """A number of all that schedulers decide on, which has to be equal on all ranks."""
-    ledger, tree = allocator.ledger, allocator.tree_cache
-    manager, exact = ledger.manager, getattr(tree, "exact", None)
+    ledger, exact = allocator.ledger, allocator.exact
+    manager = ledger.manager
     counts, space = manager.counts, manager.space
     parts = (
-        manager.lengths, manager.shared, manager.sealed, sorted((s.row, s.lo, s.hi, s.pages) for s in manager.segments),
+        manager.lengths, manager.shared, manager.sealed,
+        sorted((s.row, s.lo, s.hi, s.pages) for s in manager.segments.cached),
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),
         space.free_blocks, space.base.tolist(), space.total.tolist(), space.counted.tolist(),
         ledger.tree_pages, ledger.evictable_pages, ledger.promised, ledger.refused,

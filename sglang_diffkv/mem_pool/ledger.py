@@ -76,9 +76,7 @@ class PageLedger:
 
     def prompt_pages(self, tokens: int) -> int:
         """Most pages that a prompt of ``tokens`` new tokens holds at any moment."""
-        if tokens <= 0:
-            return 0
-        return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
+        return self.manager.geometry.most_pages(tokens) if tokens > 0 else 0
 
     def growth_price(self) -> float:
         """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests
@@ -92,7 +90,7 @@ class PageLedger:
         if now == self._priced_at:
             return self._price
         self._priced_at = now
-        rows = [row for row in manager.lengths if row not in manager.prompting and manager.counts.pages[row]]
+        rows = [row for row in manager.lengths if row not in manager.prompts.unfinished and manager.counts.pages[row]]
         tokens = sum(manager.lengths[row] for row in rows)
         if tokens >= PRICE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
@@ -102,10 +100,11 @@ class PageLedger:
     def price_of(self, row: int | None) -> float:
         """The same for a running request: by its own pages where it is long enough."""
         manager = self.manager
-        if row is not None and row not in manager.prompting and manager.lengths.get(row, 0) >= ROW_PRICE_TOKENS:
+        length = 0 if row is None or row in manager.prompts.unfinished else manager.lengths.get(row, 0)
+        if length >= ROW_PRICE_TOKENS:
             held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
             if held:
-                return min(PRICE_MARGIN * held / manager.lengths[row], 1.0)
+                return min(PRICE_MARGIN * held / length, 1.0)
         return self.growth_price()
 
     def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
@@ -121,19 +120,20 @@ class PageLedger:
 
     def table_starved(self, new_blocks: int = 0) -> bool:
         """Whether the page table might not hold the next step, all promises and ``new_blocks``."""
-        promised = sum(promise.blocks for promise in self.promised.values())
-        return self.manager.table_starved(new_blocks + promised + self.manager.copies.planned_blocks())
+        manager, promised = self.manager, sum(promise.blocks for promise in self.promised.values())
+        needed = 2 * len(manager.lengths) + new_blocks + promised + manager.copies.planned_blocks()
+        return needed > len(manager.space.free_blocks)
 
     def uncommitted_pages(self) -> int:
         """Free pages that nobody is going to take; negative if the tree must give some back first."""
-        planned = self.manager.copies.planned_pages()
-        return self.manager.free_bound() - self.manager.headroom_bound() - self.promised_pages() - planned
+        tracker, planned = self.manager.tracker, self.manager.copies.planned_pages()
+        return tracker.free_bound() - tracker.headroom_bound() - self.promised_pages() - planned
 
     def report(self) -> dict[str, float]:
         """For ``/server_info``: what is set aside now, in pages, and at which price requests are expected to grow."""
         return {
             "price": self.growth_price(),
-            "headroom_pages": self.manager.headroom_bound(),
+            "headroom_pages": self.manager.tracker.headroom_bound(),
             "promised_pages": self.promised_pages(),
             "compacted_between_chunks": self.compacted,
         }
@@ -226,7 +226,7 @@ class PageLedger:
 
     def blocks_for(self, path: Path, new_tokens: int) -> int:
         """Table blocks of an admitted prompt until its first decode step."""
-        return self.manager.table_blocks(path, new_tokens) + 2
+        return self.manager.space.blocks_for(path, new_tokens) + 2
 
     def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
         """Set aside pages and table blocks for ``new_tokens`` prompt tokens that are still to be computed, and

@@ -32,16 +32,16 @@ class DiffKVPrefixCache(EvictingTree):
             self.least_kept_waiting = max(share_min_tokens, WORTH_WAITING)
         params.token_to_kv_pool_allocator.tree_cache = self
         super().__init__(params)
-        self.manager.on_counted = self._count
+        self.manager.tracker.on_counted = self._count
         self.exact: ExactPrompts | None = None
         if exact and self.manager.policy.compresses and not self.disable:
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
         elif not self.disable:
-            self.manager.share_min_tokens = share_min_tokens
+            self.manager.prompts.share_min_tokens = share_min_tokens
 
     def reset(self) -> None:
         super().reset()
-        self.manager.release_segments()
+        self.manager.segments.release_all()
         self.locked_nodes.clear()
         self.ledger.tree_pages = self.ledger.evictable_pages = 0
 
@@ -54,7 +54,7 @@ class DiffKVPrefixCache(EvictingTree):
 
     def make_room_to_share(self, row: int) -> bool:
         """Evict until a segment can be made of the row's pages; False if that is not possible."""
-        while not self.manager.can_share(row):
+        while not self.manager.segments.can_share(row):
             if not self._evict_leaf():
                 return False
         return True
@@ -64,7 +64,7 @@ class DiffKVPrefixCache(EvictingTree):
         waiting, self.manager.packer.spread = self.manager.packer.spread, []
         for segment in waiting:
             needed = self.manager.packer.most_pages(segment)
-            if self.make_room(needed) and segment in self.manager.segments:
+            if self.make_room(needed) and segment in self.manager.segments.cached:
                 self._uncount(segment)
                 if not self.manager.packer.pack(segment):
                     segment.pages = 0
@@ -85,8 +85,8 @@ class DiffKVPrefixCache(EvictingTree):
         if matched < length:
             if self.inserting_row is None:
                 raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
-            row = self.inserting_row
-            segment = self.manager.copies.take(row, matched, length) or self.manager.share(row, matched, length)
+            row, manager = self.inserting_row, self.manager
+            segment = manager.copies.take(row, matched, length) or manager.segments.share(row, matched, length)
             if segment is None:
                 raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
             leaf.segment = segment
@@ -109,7 +109,7 @@ class DiffKVPrefixCache(EvictingTree):
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing
         path = self.path(result.last_device_node)
-        fitting = self.manager.fitting_path(path)
+        fitting = self.manager.space.fitting(path, self.manager.geometry.max_tokens)
         if len(fitting) == len(path):
             return result
         return super().match_prefix(dataclasses.replace(params, key=params.key[: path_end(fitting)]))
@@ -164,9 +164,9 @@ class DiffKVPrefixCache(EvictingTree):
         self._uncount(segment)
         segment.nodes -= 1
         if segment.nodes == 0:
-            self.manager.release_segment(segment, exclusive=self.locked_nodes.pop(segment) == 0)
+            self.manager.segments.release(segment, exclusive=self.locked_nodes.pop(segment) == 0)
         else:
-            self.manager.trim_segment(segment, segment.hi - len(node.key))
+            self.manager.segments.trim(segment, segment.hi - len(node.key))
         node.segment = None
 
     def _uncount(self, segment: Segment) -> None:
@@ -191,7 +191,7 @@ class DiffKVPrefixCache(EvictingTree):
             node = stack.pop()
             nodes.setdefault(node.segment, []).append(node)
             stack.extend(node.children.values())
-        assert set(nodes) == self.manager.segments, "tree and page manager hold different segments"
+        assert set(nodes) == self.manager.segments.cached, "tree and page manager hold different segments"
         evictable = 0
         for segment, held in nodes.items():
             assert segment.nodes == len(held), "a segment miscounts its nodes"
@@ -200,6 +200,7 @@ class DiffKVPrefixCache(EvictingTree):
             assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
             evictable += 0 if locked else segment.pages
             if segment.exact and segment.pages:
-                assert segment.pages == self.manager.exact_pages(segment), "an exact segment's pages are not in order"
+                exact = self.manager.segments.exact_pages(segment)
+                assert segment.pages == exact, "an exact segment's pages are not in order"
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"

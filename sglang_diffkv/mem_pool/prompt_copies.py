@@ -58,10 +58,6 @@ class PromptCopies:
                 (geometry.num_layers, geometry.num_heads, shared), float("nan"), device=self.manager.state.device
             )
 
-    def most_pages(self, tokens: int) -> int:
-        """Upper bound of the pages of a copy."""
-        return self.manager.geometry.heads * (-(-tokens // self.manager.fmt.high.tokens) + 1)
-
     def planned_pages(self) -> int:
         """Pages that the planned copies take, at most."""
         return sum(plan.pages for plan in self.plans.values())
@@ -72,7 +68,7 @@ class PromptCopies:
     def blocks_for(self, row: int, kept: Path, tokens: int) -> int:
         """Table blocks, at most, of a segment of the row's new pages and of the row with ``tokens`` copied."""
         segment = sum(-(-n // TABLE_BLOCK) for n in self.manager.space.bound(row))
-        return segment + self.manager.table_blocks(kept, tokens)
+        return segment + self.manager.space.blocks_for(kept, tokens)
 
     def plan(self, row: int, kept: Path, copied: Path, *, publish: bool) -> bool:
         """Copy at the end of the planned pass, which ends the row's prompt. The caller has made sure of the pages.
@@ -84,10 +80,10 @@ class PromptCopies:
         tokens = manager.lengths[row] - start
         blocks = self.blocks_for(row, kept, tokens)
         own = manager.lengths[row] - manager.shared.get(row, 0)
-        segment_row = manager.take_segment_row(-(-own // manager.fmt.high.tokens), 0)
+        segment_row = manager.segments.take_row(-(-own // manager.fmt.high.tokens), 0)
         if segment_row is None:
             return False
-        self.plans[row] = CopyPlan(kept, copied, publish, segment_row, self.most_pages(tokens), blocks)
+        self.plans[row] = CopyPlan(kept, copied, publish, segment_row, manager.geometry.most_pages(tokens), blocks)
         return True
 
     def carry_out(self, row: int) -> None:
@@ -115,7 +111,7 @@ class PromptCopies:
         """
         manager, state = self.manager, self.manager.state
         length, shared = manager.lengths[row], manager.shared[row]
-        old = manager.take_segment_row(*manager.space.bound(row))
+        old = manager.segments.take_row(*manager.space.bound(row))
         if old is None:
             return False
         with manager.launching():
@@ -126,8 +122,8 @@ class PromptCopies:
                 manager.ops.copy_compact(state, row, segment.row, lo, hi, length, manager.policy, None)
             manager.ops.copy_compact(state, row, old, shared, length, length, KEEP, None)
             manager.ops.release(state, old)
-        manager.return_segment_row(old)
-        manager.counts.record(-self.most_pages(length - path_end(kept)))
+        manager.segments.return_row(old)
+        manager.counts.record(-manager.geometry.most_pages(length - path_end(kept)))
         manager.counts.touch(row, decoded=True)
         manager.version += 1
         return True
@@ -156,7 +152,7 @@ class PromptCopies:
             return None
         manager = self.manager
         if (lo, hi) != (pending.lo, pending.hi):
-            narrow = manager.take_segment_row(*manager.space.bound(pending.row))
+            narrow = manager.segments.take_row(*manager.space.bound(pending.row))
             if narrow is None:
                 return None
             with manager.launching():
@@ -165,8 +161,6 @@ class PromptCopies:
             pending = Segment(narrow, lo, hi, exact=True, first=pending.first)
         del self.pending[row]
         manager.segments.add(pending)
-        manager.tracker.count_later(pending)
-        manager.version += 1
         return pending
 
     def forget(self, row: int) -> None:
@@ -174,7 +168,7 @@ class PromptCopies:
         self.judged.pop(row, None)
         self.untouched.discard(row)
         if plan := self.plans.pop(row, None):
-            self.manager.return_segment_row(plan.segment_row)
+            self.manager.segments.return_row(plan.segment_row)
         self.drop_pending(row)
 
     def drop_pending(self, row: int) -> None:
@@ -186,5 +180,5 @@ class PromptCopies:
         manager = self.manager
         with manager.launching():
             manager.ops.release(manager.state, pending.row)
-        manager.return_segment_row(pending.row)
+        manager.segments.return_row(pending.row)
         manager.version += 1

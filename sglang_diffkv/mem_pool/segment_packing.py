@@ -27,7 +27,7 @@ class SegmentPacker:
 
     def most_pages(self, segment: Segment) -> int:
         """Upper bound of the pages that the packed segment takes."""
-        return self.manager.copies.most_pages(segment.hi - segment.lo)
+        return self.manager.geometry.most_pages(segment.hi - segment.lo)
 
     def pack(self, segment: Segment) -> bool:
         """Copy a segment's tokens to dense pages and drop the old ones. The caller has made sure of the pages.
@@ -38,7 +38,7 @@ class SegmentPacker:
         manager, state, old = self.manager, self.manager.state, segment.row
         tokens = segment.hi - segment.lo
         room = [-(-tokens // layout.tokens) for layout in manager.fmt.layouts]
-        row = manager.take_segment_row(room[0], room[1] if len(room) > 1 else 0)
+        row = manager.segments.take_row(room[0], room[1] if len(room) > 1 else 0)
         if row is None:
             return False
         with manager.launching():
@@ -48,7 +48,7 @@ class SegmentPacker:
         manager.counts.record(-self.most_pages(segment))
         manager.tracker.dropped(segment)
         manager.release(old)
-        manager.return_segment_row(old)
+        manager.segments.return_row(old)
         segment.row, segment.pages = row, 0
         manager.tracker.count_later(segment)
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.transfer import to_device
 
@@ -42,6 +43,24 @@ class TableSpace:
         high = int(self.base[row, 0]) + -(-tokens // layouts[0].tokens)
         low = int(self.base[row, 1]) + -(-tokens // layouts[1].tokens) if len(layouts) > 1 else 0
         return high, low
+
+    def path_entries(self, path: Path) -> list[int]:
+        """Upper bound of the entries, of each tier, that attaching ``path`` takes: a page holds a token at least."""
+        bounds = [[min(n, hi - lo) for n in self.bound(segment.row)] for segment, lo, hi in path]
+        return [sum(column) for column in zip(*bounds, strict=True)] if bounds else [0, 0]
+
+    def blocks_for(self, path: Path, new_tokens: int) -> int:
+        """Upper bound of the blocks of a row with ``path`` attached and ``new_tokens`` of its own."""
+        layouts = self.state.fmt.layouts
+        own = [-(-new_tokens // layouts[0].tokens), -(-new_tokens // layouts[-1].tokens)]
+        return sum(-(-(n + m) // TABLE_BLOCK) for n, m in zip(self.path_entries(path), own, strict=True))
+
+    def fitting(self, path: Path, max_tokens: int) -> Path:
+        """The longest start of ``path`` that leaves an empty row room for ``max_tokens`` of its own."""
+        count = len(path)
+        while count and self.blocks_for(path[:count], max_tokens) > self.max_blocks:
+            count -= 1
+        return path[:count]
 
     def append(self, row: int, new_tokens: int) -> None:
         """Room for ``new_tokens`` more own tokens. Raises TableFull, changing nothing."""

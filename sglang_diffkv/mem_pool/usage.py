@@ -126,7 +126,7 @@ class UsageMeter:
     def _live_parts(self) -> list[tuple[int, int, int]]:
         manager = self.manager
         parts = [(row, manager.shared.get(row, 0), length) for row, length in manager.lengths.items()]
-        return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.held_segments]
+        return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.segments.held]
 
     def by_head(self) -> torch.Tensor:
         """What each (layer, head) holds now: tokens of each tier and pages, [L, H, T + 1] on the host. Waits for the
@@ -138,7 +138,7 @@ class UsageMeter:
         """Pages by who refers to them: ``private`` to requests, ``shared`` by requests and the prefix cache, ``cached``
         in the prefix cache alone, ``free``. Waits for the device."""
         manager, state = self.manager, self.manager.state
-        sides = ([*manager.lengths], [segment.row for segment in manager.held_segments])
+        sides = ([*manager.lengths], [segment.row for segment in manager.segments.held])
         with manager.launching():
             held = torch.zeros(2, state.num_pages + 1, dtype=torch.bool, device=state.device)
             for side, rows in enumerate(sides):
@@ -194,7 +194,7 @@ class UsageMeter:
             "pages_used": used,
             "owners": self.owners(),
             "page_bytes": manager.fmt.page_bytes,
-            "segments": len(manager.segments),
+            "segments": len(manager.segments.cached),
             "faults": manager.counts.faults,
             "finished": asdict(self.finished),
             "finished_1k": asdict(self.finished_1k),

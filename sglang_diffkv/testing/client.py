@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import requests
@@ -34,15 +34,6 @@ class Record:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def total_tokens(self) -> int:
-        """Prompt and completion together."""
-        return self.prompt_tokens + self.completion_tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        """The record as plain JSON data."""
-        return asdict(self)
 
 
 def ask(
@@ -126,11 +117,3 @@ def run(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def reply_limits(prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int) -> list[int]:
-    """``max_new_tokens`` for each prompt, lowered to what is left of the model's context."""
-    limits = [min(max_new_tokens, context - len(ids) - 1) for ids in prompts]
-    if limits and min(limits) < 1:
-        raise ValueError(f"a prompt of {max(map(len, prompts))} tokens leaves no room in {context}")
-    return limits

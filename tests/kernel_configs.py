@@ -1,0 +1,10 @@
+"""The configurations for which all kernels are compiled. Imports nothing: its readers choose how Triton runs."""
+
+CONFIGS = {
+    "llama3-8b": ("K8V4 K4V2", 128, 4),
+    "qwen2.5-0.5b": ("K8V4 K4V2", 64, 7),
+    "lossless": ("BF16", 128, 4),
+    "raw and low": ("BF16 K8V4", 96, 1),
+    "wide": ("K8V2 K4V1", 256, 2),
+}
+"""Name -> tiers, head_dim, query heads of a KV head."""
