@@ -44,6 +44,7 @@ class DiffKVPolicyConfig(_Strict):
     alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
 
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:
@@ -52,7 +53,7 @@ class DiffKVPolicyConfig(_Strict):
         return self
 
     def build(self) -> Policy:
-        return DiffKVPolicy(self.alpha_high, self.alpha_low, self.window)
+        return DiffKVPolicy(self.alpha_high, self.alpha_low, self.window, self.sinks)
 
 
 class _BudgetPolicyConfig(_Strict):

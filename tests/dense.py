@@ -139,13 +139,13 @@ class Session:
         start = self.grow(rows, [1] * len(rows))
         found = self.manager.new_scores(len(rows))
         index, seq_lens = torch.tensor(rows), torch.tensor(start) + 1
-        window = self.manager.policy.window
+        policy = self.manager.policy
         for layer in range(self.state.num_layers):
             self.append(layer, rows, start)
             q = self.query(len(rows))
             out, lse = decode_attention(
                 self.state, layer, q, index, seq_lens, self.sm_scale,
-                scores=found, window=window, logit_cap=self.logit_cap,
+                scores=found, window=policy.window, sinks=policy.sinks, logit_cap=self.logit_cap,
             )  # fmt: skip
             assert out.isfinite().all() and not lse.isnan().any()
             if check:

@@ -13,6 +13,7 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.dense import Session
 from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
 from tests.paper import Caches, algorithm_1, classify_prompt
 
@@ -22,15 +23,16 @@ ALPHAS = [(1.0, 0.0), (1.0, 0.02), (3.0, 0.5), (1.0, 1.0), (0.0, 0.0), (5.0, 0.1
 @pytest.mark.parametrize("num_tiers", [1, 2])
 @pytest.mark.parametrize("alphas", ALPHAS)
 def test_prompt_classification(alphas, num_tiers):
-    for seed, (length, window) in enumerate([(1, 4), (4, 4), (5, 4), (60, 7), (33, 0), (20, 64)]):
+    cases = [(1, 4, 0), (4, 4, 2), (5, 4, 3), (60, 7, 0), (60, 7, 4), (33, 0, 33), (20, 64, 0)]
+    for seed, (length, window, sinks) in enumerate(cases):
         score = np.random.default_rng(seed).exponential(1 / length, (2, 3, length)).astype(np.float32)
         score[..., ::5] = 0
         position = np.random.default_rng(seed).permuted(np.broadcast_to(np.arange(length), score.shape), axis=2)
-        policy = DiffKVPolicy(*alphas, window)
+        policy = DiffKVPolicy(*alphas, window, sinks)
         got = policy.classify_prompt(torch.tensor(score), torch.tensor(position).int(), length, num_tiers)
         for index in np.ndindex(score.shape):
             at = int(position[index])
-            expected = classify_prompt(float(score[index]), at, length, num_tiers, *alphas, window)
+            expected = classify_prompt(float(score[index]), at, length, num_tiers, *alphas, window, sinks)
             assert int(got[index]) == expected
 
 
@@ -172,6 +174,21 @@ def test_all_of_a_head_may_leave(alphas, kinds):
     check_integrity(manager)
     tier = tier_map(manager.state, 2, 50)
     assert (tier[..., 47:] == 0).all() and set(np.unique(tier).tolist()) == kinds
+
+
+@pytest.mark.parametrize("tiers", [PAIR, ("K8V4",)], ids="-".join)
+def test_sinks_stay_high_while_all_else_leaves(tiers):
+    manager = filled(DiffKVPolicy(1e9, 0.0 if len(tiers) > 1 else 1e9, 3, sinks=4), tiers, 20)
+    manager.end_prompt(2)
+    session = Session(manager)
+    session.extend({1: 2}, scores=False)
+    for _ in range(9):
+        session.step([1], check=False)
+    check_integrity(manager)
+    for row, length in ((2, 20), (1, 11)):
+        tier = tier_map(manager.state, row, length)
+        assert (tier[..., :4] == 0).all() and (tier[..., length - 3 :] == 0).all()
+        assert (tier[..., 4 : length - 3] == 1).all()
 
 
 def test_uniform_policy_keeps_all():

@@ -10,6 +10,7 @@ from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as ref
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.ops.triton import prompt_rule
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
 
@@ -31,10 +32,11 @@ def tokens_of(state, row, layer, tier):
     return found
 
 
+@pytest.mark.parametrize("sinks", [0, 6])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4"])
-def test_matches_reference(tiers, alphas):
-    policy = DiffKVPolicy(*alphas, window=5)
+def test_matches_reference(tiers, alphas, sinks):
+    policy = DiffKVPolicy(*alphas, window=5, sinks=sinks)
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=120, window=5)
     generator = torch.Generator().manual_seed(3)
     state = manager.state
@@ -42,9 +44,7 @@ def test_matches_reference(tiers, alphas):
     add_prompt(manager, 1, 47, generator, compact=False)
     twin = clone_state(state)
     workspace = PromptWorkspace.create(state)
-    compact_prompt(
-        state, 1, 47, workspace, alpha_high=policy.alpha_high, alpha_low=policy.alpha_low, window=policy.window
-    )
+    compact_prompt(state, 1, 47, workspace, **prompt_rule(policy))
     reference(twin, 1, 47, policy)
     check_integrity(manager)
     for name in ("entries", "own_tokens", "hole", "fault"):
@@ -65,11 +65,10 @@ def test_a_second_chunk_joins_what_went_down():
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=160, window=5)
     generator = torch.Generator().manual_seed(3)
     state, workspace = manager.state, PromptWorkspace.create(manager.state)
-    alphas = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "window": policy.window}
     for end, count in ((30, 30), (47, 17), (61, 14)):
         add_prompt(manager, 1, count, generator, compact=False)
         twin = clone_state(state)
-        compact_prompt(state, 1, end, workspace, **alphas)
+        compact_prompt(state, 1, end, workspace, **prompt_rule(policy))
         reference(twin, 1, end, policy)
         check_integrity(manager)
         for name in ("entries", "own_tokens", "hole", "fault"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from sglang_diffkv.kernels.copy_compact import reference
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops.triton import prompt_rule
 from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "counters")
@@ -27,11 +30,11 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
     return [x[live] for x in fields]
 
 
-@pytest.mark.parametrize("judging", [False, True])
+@pytest.mark.parametrize(("judging", "sinks"), [(False, 0), (True, 0), (True, 5)])
 @pytest.mark.parametrize(
     "tiers, dim, v_dim", [("K8V4 K4V2", 64, 64), ("BF16 K4V2", 96, 64), ("K8V4", 64, 128), ("K8V8 K4V1", 128, 128)]
 )
-def test_copies_are_the_reference_s(tiers, dim, v_dim, judging):
+def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks):
     manager = make_manager(make_format(tiers, dim, v_dim, page_tokens=4), pages=300, layers=2, heads=2)
     state, generator = manager.state, torch.Generator().manual_seed(3)
     state.counters += 277  # the ring wraps
@@ -47,11 +50,10 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging):
     manager.space.extend(TARGET, 30, 30)
     manager.space.flush()
     twin = clone_state(state)
-    policy = manager.policy
-    settings = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "window": policy.window}
+    policy = replace(manager.policy, sinks=sinks)
     ticket = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for source, lo, hi in ((segments[0].row, 3, 40), (2, 0, 23)):
-        copy_compact(state, TARGET, source, lo, hi, 48, ticket, judged=judged, **settings)
+        copy_compact(state, TARGET, source, lo, hi, 48, ticket, judged=judged, **prompt_rule(policy))
         reference.copy_compact(twin, TARGET, source, lo, hi, 48, policy, judged)
         for name in COUNTS:
             assert torch.equal(getattr(state, name), getattr(twin, name)), name

@@ -37,6 +37,7 @@ def compact_prompt(
     alpha_high: float,
     alpha_low: float,
     window: int,
+    sinks: int = 0,
 ) -> None:
     """``reference.compact_prompt`` with ``DiffKVPolicy``: sort the own tokens of ``row``, all high, into tiers.
 
@@ -49,7 +50,7 @@ def compact_prompt(
             R=128, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
-        row, seq_len, window, alpha_high, alpha_low, workspace.spare, state.pages.view(state.dtype), state.pages,
+        row, seq_len, window, sinks, alpha_high, alpha_low, workspace.spare, state.pages.view(state.dtype), state.pages,
         state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.ring, state.counters, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,

@@ -58,10 +58,10 @@ def spare_kernel(spare, ring, counters, refcount, ticket, num_pages, count, R: t
     settle(counters, ticket)
 
 
-@triton.jit(do_not_specialize=["row", "seq_len", "window"])
+@triton.jit(do_not_specialize=["row", "seq_len", "window", "sinks"])
 def compact_kernel(
-    row, seq_len, window, alpha_high, alpha_low, spare, raw_like, pages, page_table, range_lo, range_hi, block_table,
-    entries, own_entry, own_tokens, hole, fault, ring, counters, refcount, num_pages,
+    row, seq_len, window, sinks, alpha_high, alpha_low, spare, raw_like, pages, page_table, range_lo, range_hi,
+    block_table, entries, own_entry, own_tokens, hole, fault, ring, counters, refcount, num_pages,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -110,7 +110,7 @@ def compact_kernel(
         word = tl.load(number_at(source, H_SCORES, slot), mask=live, other=0)
         score = word.to(tl.float32, bitcast=True)
         live = live & (position >= 0)
-        stays, goes = prompt_decision(score, position, live, seq_len, window, alpha_high, alpha_low, TIERS == 2)
+        stays, goes = prompt_decision(score, position, live, seq_len, window, sinks, alpha_high, alpha_low, TIERS == 2)
         if TIERS == 2:
             stuck = goes & (spare_page == num_pages) & (low_pages == 0)
             stays = stays | stuck

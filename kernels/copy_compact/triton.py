@@ -25,6 +25,7 @@ def copy_compact(
     alpha_high: float,
     alpha_low: float,
     window: int,
+    sinks: int = 0,
     judged: torch.Tensor | None = None,
 ) -> None:
     """``reference.copy_compact`` with ``DiffKVPolicy``.
@@ -46,7 +47,7 @@ def copy_compact(
         judged = torch.empty(1, device=state.device)
     every = format_constants(fmt)
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
-    rule = (judged, known, seq_len, window, alpha_high, alpha_low, counts)
+    rule = (judged, known, seq_len, window, sinks, alpha_high, alpha_low, counts)
     names = ("TOKENS", "SCORES", "POSITIONS")
     count_kernel[(count,)](
         source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table,

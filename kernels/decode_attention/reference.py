@@ -97,6 +97,7 @@ def decode_attention(
     *,
     scores: StepScores | None = None,
     window: int = 0,
+    sinks: int = 0,
     logit_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
@@ -105,7 +106,7 @@ def decode_attention(
         q: [B, Hq, head_dim]. Query head ``h`` belongs to KV head ``h // (Hq / H)``.
         rows: [B] int64. seq_lens: [B] int64, the new token included.
         scores: where given, own tokens' scores are updated and the policy's searches are filled in.
-        window: newest tokens that the policy must not touch.
+        window, sinks: newest and first tokens that the policy must not touch.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
 
     Returns:
@@ -141,7 +142,9 @@ def decode_attention(
         for tier, (p, position, valid) in enumerate(zip(probs[:judged], positions, valids, strict=False)):
             page, old = tables[tier][0], gathered[tier].scores
             received = p.amax(2)
-            _update_scores(state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window)
+            _update_scores(
+                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks
+            )
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
 
 
@@ -158,6 +161,7 @@ def _update_scores(
     seq_lens: torch.Tensor,
     scores: StepScores,
     window: int,
+    sinks: int,
 ) -> None:
     """Running mean of the attention own tokens receive; then the candidate and the least significant."""
     seg = state.segments[tier]
@@ -174,13 +178,14 @@ def _update_scores(
     seg.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
 
     slot = torch.arange(position.shape[2], device=page.device) - first * tokens  # [B, H, N]
+    movable = own_token & (position >= sinks)
     if tier == 0:
-        leaving = own_token & (position == newest - window)
+        leaving = movable & (position == newest - window)
         found = leaving.any(2)
         at = leaving.int().argmax(2, keepdim=True)
         scores.candidate_slot[:, layer] = torch.where(found, slot.gather(2, at).squeeze(2), EMPTY)
         scores.candidate_score[:, layer] = new.gather(2, at).squeeze(2)
-    outside = own_token & (position <= newest - window)
+    outside = movable & (position <= newest - window)
     ranked = new.masked_fill(~outside, float("inf"))
     if ranked.shape[2]:
         value, at = ranked.min(2, keepdim=True)

@@ -60,6 +60,7 @@ def decode_attention(
     lse: torch.Tensor | None = None,
     found: FoundTokens | None = None,
     window: int = 0,
+    sinks: int = 0,
     logit_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
@@ -70,6 +71,7 @@ def decode_attention(
         num_valid: [1] int32, requests that are not padding; the others get zeros.
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in.
+        window, sinks: newest and first tokens that the searches pass over.
 
     Returns:
         ``out`` and ``lse`` (natural logarithm).
@@ -111,7 +113,7 @@ def decode_attention(
         out, lse, found.packed if found is not None else workspace.partial_lse,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.range_hi, state.block_table, state.entries, state.own_entry,
-        rows, seq_lens, num_valid, layer, window, workspace.room, splits,
+        rows, seq_lens, num_valid, layer, window, sinks, workspace.room, splits,
         **kept, **shape, SLOTS=16 if slots <= 16 else max(128, triton.next_power_of_2(slots)),  # few variants
         PARTS=config.score_parts, SIZE=config.score_tokens, JUDGE_LOW=judge_low, num_warps=4,
     )  # fmt: skip

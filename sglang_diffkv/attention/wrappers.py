@@ -106,6 +106,7 @@ class DecodeWrapper:
             lse=self.lse[:batch],
             found=self.found,
             window=self.policy.window if self.policy else 0,
+            sinks=self.policy.sinks if self.policy else 0,
             logit_cap=self.logit_cap,
         )
         return out
@@ -188,4 +189,5 @@ class ExtendWrapper:
                 alpha_high=self.policy.alpha_high,
                 alpha_low=self.policy.alpha_low,
                 window=self.policy.window,
+                sinks=self.policy.sinks,
             )

@@ -85,6 +85,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=["none"],
         help="both with --procedure grid (default: none)",
     )
+    parser.add_argument(
+        "--sinks", type=int, nargs="+", default=[0], help="first tokens kept high; several with --procedure grid"
+    )
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")
     add_question_arguments(parser)
@@ -92,7 +95,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
     args = parser.parse_args(argv)
     args.tiers = args.tiers or [("K8V4", "K4V2")]
-    for name in ("tiers", "window", "rotate"):
+    for name in ("tiers", "window", "rotate", "sinks"):
         if args.procedure == "paper" and len(getattr(args, name)) > 1:
             parser.error(f"--procedure paper takes one choice of --{name}")
     if args.tolerance < 0:
@@ -143,7 +146,7 @@ class Calibration:
         base = load_config(self.args.base).model_dump(exclude_unset=True)
         if searched := base.keys() & {"tiers", "policy", "rotate"}:
             raise ConfigError(f"--base sets {' and '.join(sorted(searched))}, which are what is searched for")
-        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window)
+        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window, setting.sinks)
         fields = {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate}
         return load_config(json.dumps({**base, **fields}))
 
@@ -227,9 +230,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             calibration = Calibration(args, store)
             search = Search(calibration.measure, args.tolerance / 100, args.whole_grid, args.jobs, calibration.ask)
             if args.procedure == "paper":
-                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, args.window[0], args.rotate[0])
+                fixed = (args.window[0], args.rotate[0], args.sinks[0])
+                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
             else:
-                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, args.window, args.rotate)
+                choices = (args.window, args.rotate, args.sinks)
+                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, *choices)
             stock = calibration.stock
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
         print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)

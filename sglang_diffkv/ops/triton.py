@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,9 +33,14 @@ logger = logging.getLogger(__name__)
 
 
 def thresholds(policy: Policy) -> dict[str, float]:
-    """What the kernels take of a policy, which is DiffKV's."""
+    """What the kernels of a step take of a policy, which is DiffKV's."""
     assert isinstance(policy, DiffKVPolicy)
     return {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
+
+
+def prompt_rule(policy: Policy) -> dict[str, Any]:
+    """What the kernels of prompts take."""
+    return {**thresholds(policy), "window": policy.window, "sinks": policy.sinks}
 
 
 @dataclass
@@ -184,7 +190,7 @@ class TritonOps:
         return FoundTokens.create(state, batch, judge_low=policy.judges_low)
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor:
         return decode_attention(
             state,
@@ -196,7 +202,8 @@ class TritonOps:
             step.scratch[0],
             step.num_rows,
             found=step.found,
-            window=window,
+            window=policy.window,
+            sinks=policy.sinks,
             logit_cap=cap,
         )[0]
 
@@ -254,7 +261,7 @@ class TritonOps:
         compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds(policy))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        compact_prompt(state, row, seq_len, self.prompt, window=policy.window, **thresholds(policy))
+        compact_prompt(state, row, seq_len, self.prompt, **prompt_rule(policy))
 
     def copy_compact(
         self,
@@ -267,8 +274,8 @@ class TritonOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        alphas = thresholds(policy)
-        copy_compact(state, target, source, lo, hi, seq_len, self.ticket, window=policy.window, judged=judged, **alphas)
+        rule = prompt_rule(policy)
+        copy_compact(state, target, source, lo, hi, seq_len, self.ticket, judged=judged, **rule)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

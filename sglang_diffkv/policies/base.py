@@ -19,6 +19,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that always stay in the high tier."""
+        ...
+
+    @property
     def compresses(self) -> bool:
         """False if the policy never moves a token, so that scores need not be kept."""
         ...

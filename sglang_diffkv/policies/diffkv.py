@@ -3,6 +3,9 @@
 The significance of a token is the mean attention it received from later tokens, maximum over the query
 heads of its KV head. It is compared with ``alpha / i``, where ``1 / i`` is the mean attention that ``i`` tokens
 share.
+
+Beyond the paper the first tokens can be kept high: models put much attention on them whatever they say, and are lost
+without them (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024).
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores
 
 @dataclass(frozen=True)
 class DiffKVPolicy:
-    """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` tokens stay.
+    """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
+    ``sinks`` tokens stay high.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go.
     """
@@ -25,6 +29,7 @@ class DiffKVPolicy:
     alpha_high: float = 1.0
     alpha_low: float = 0.0
     window: int = 64
+    sinks: int = 0
     compresses: bool = True
 
     @property
@@ -39,10 +44,10 @@ class DiffKVPolicy:
         mean = 1.0 / (position + 1).clamp(min=1)
         low = torch.where(score >= self.alpha_low * mean, num_tiers - 1, num_tiers)
         tier = torch.where(score >= self.alpha_high * mean, 0, low) if num_tiers > 1 else low
-        return torch.where(position >= seq_len - self.window, 0, tier)
+        return torch.where((position >= seq_len - self.window) | (position < self.sinks), 0, tier)
 
     def plan_step(self, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
-        """Generation phase (Algorithm 1), for all layers and heads."""
+        """Generation phase (Algorithm 1), for all layers and heads. The searches pass over window and sinks."""
         n = seq_lens.view(-1, 1, 1).float()
         low = self.alpha_low / n
         high = self.alpha_high / n if num_tiers > 1 else low

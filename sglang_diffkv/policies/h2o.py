@@ -31,6 +31,7 @@ class H2OPolicy:
 
     budget: Budget
     window: int = 64
+    sinks: int = 0
     compresses: bool = True
     judges_low: bool = True
 
