@@ -67,6 +67,7 @@ class GridPoint(_Strict):
     window: int = 64
     rotate: str = "none"
     sinks: int = 0
+    horizon: int = 0
     n: int
     accuracy: float
     accuracy_error: float
@@ -99,11 +100,14 @@ class Provenance(_Strict):
     grid: tuple[GridPoint, ...]
 
 
-def policy_fields(alpha_high: float | None, alpha_low: float, window: int, sinks: int = 0) -> dict[str, Any]:
+def policy_fields(
+    alpha_high: float | None, alpha_low: float, window: int, sinks: int = 0, horizon: int = 0
+) -> dict[str, Any]:
     """DiffKV's policy as a configuration has it. A single tier, for which ``alpha_high`` is None, ignores it, but it
     must not be below ``alpha_low``."""
     high = max(1.0, alpha_low) if alpha_high is None else alpha_high
-    return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, "window": window, "sinks": sinks}
+    more = {"window": window, "sinks": sinks, "horizon": horizon}
+    return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, **more}
 
 
 class CalibratedThresholds(_Strict):
@@ -125,6 +129,7 @@ class CalibratedThresholds(_Strict):
     window: int = 64
     rotate: Literal["none", "keys"] = "none"
     sinks: int = 0
+    horizon: int = 0
     source: Literal["measured", "published"]
     note: str = ""
     chosen: GridPoint | None = None
@@ -141,7 +146,7 @@ class CalibratedThresholds(_Strict):
 
     def config(self) -> DiffKVConfig:
         """The configuration that these thresholds are."""
-        policy = policy_fields(self.alpha_high, self.alpha_low, self.window, self.sinks)
+        policy = policy_fields(self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
         return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
 
 

@@ -45,6 +45,7 @@ class DiffKVPolicyConfig(_Strict):
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
     sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
+    horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
 
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:
@@ -53,7 +54,7 @@ class DiffKVPolicyConfig(_Strict):
         return self
 
     def build(self) -> Policy:
-        return DiffKVPolicy(self.alpha_high, self.alpha_low, self.window, self.sinks)
+        return DiffKVPolicy(self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
 
 
 class _BudgetPolicyConfig(_Strict):

@@ -174,18 +174,6 @@ def test_prefix_of_several_segments():
         check_row(session, row)
 
 
-@pytest.mark.parametrize("alphas", [(1.0, 0.5), (1e9, 0.0), (1e9, 1e9)])
-@pytest.mark.parametrize("sinks", [1, 6])
-def test_searches_pass_over_sinks(sinks, alphas):
-    """A sink is never the candidate, also where a sequence is hardly longer than the window, and never a victim."""
-    session = compressed_session(policy=DiffKVPolicy(*alphas, 5, sinks))
-    for _ in range(12):
-        session.step([3, 1, 2])
-        check_integrity(session.manager)
-    for row, length in ((1, 54), (2, 15), (3, 53)):
-        assert (tier_map(session.state, row, length)[..., :sinks] == 0).all()
-
-
 def test_shared_scores_do_not_change():
     session = compressed_session()
     segment = session.share(1, 0, 42)

@@ -97,11 +97,11 @@ def test_grid_tries_all_pairs_once():
     assert by_tiers.count(("K8V4",)) == 3
 
 
-def test_grid_tries_windows_rotations_and_sinks():
+def test_grid_tries_windows_rotations_sinks_and_horizons():
     found = search({(high, 0.0): 0.0 for high in (1.0, 2.0)})
-    choices = ([64, 128], ["none", "keys"], [0, 4])
+    choices = ([64, 128], ["none", "keys"], [0, 4], [0, 256])
     grid(found, [PAIR], [1.0, 2.0], [0.0], *choices)
-    assert [(s.alpha_high, s.window, s.rotate, s.sinks) for s in found.tried] == [
+    assert [(s.alpha_high, s.window, s.rotate, s.sinks, s.horizon) for s in found.tried] == [
         (high, *rest) for rest in product(*choices) for high in (1.0, 2.0)
     ]
 
@@ -149,8 +149,13 @@ def test_the_next_values_of_all_lines_are_measured_at_once():
 
 def test_names_tell_settings_apart():
     settings = [OFF, Setting(PAIR, 1.0, 0.0), Setting(PAIR, 1.0, 0.02), Setting(("K8V4", "K4V4"), 1.0, 0.02)]
-    settings += [Setting(PAIR, 1.0, 0.0, 128), Setting(PAIR, 1.0, 0.0, 64, "keys"), Setting(PAIR, 1.0, 0.0, sinks=4)]
-    assert len({setting.name for setting in settings}) == 7
+    settings += [
+        Setting(PAIR, 1.0, 0.0, 128),
+        Setting(PAIR, 1.0, 0.0, 64, "keys"),
+        Setting(PAIR, 1.0, 0.0, sinks=4),
+        Setting(PAIR, 1.0, 0.0, horizon=4),
+    ]
+    assert len({setting.name for setting in settings}) == 8
 
 
 @pytest.fixture
@@ -248,15 +253,17 @@ def test_a_wider_tolerance_saves_more(tmp_path, servers):
     assert found is not None and (found.tiers, found.alpha_high, found.alpha_low) == (("K8V4", "K4V4"), 4.0, 0.0)
 
 
-def test_window_rotation_and_sinks_are_kept(tmp_path, servers):
-    args = ["--alpha-high", "1", "--alpha-low", "0", "--window", "128", "--rotate", "keys", "--sinks", "4"]
+def test_window_rotation_sinks_and_horizon_are_kept(tmp_path, servers):
+    args = ["--alpha-high", "1", "--alpha-low", "0", "--window", "128", "--rotate", "keys"]
+    args += ["--sinks", "4", "--horizon", "99"]
     assert cli.main(command(tmp_path, *args)) == 0
-    assert servers[-1] == "K8V4-K4V2 alpha_high=1 alpha_low=0 window=128 rotate=keys sinks=4"
+    assert servers[-1] == "K8V4-K4V2 alpha_high=1 alpha_low=0 window=128 rotate=keys sinks=4 horizon=99"
     found = lookup(tmp_path)
     assert found is not None and (found.window, found.rotate, found.chosen.window) == (128, "keys", 128)
     config, _ = resolve('{"thresholds": "calibrated", "page_tokens": 16}', tmp_path)
     assert (config.policy.window, config.rotate, config.page_tokens) == (128, "keys", 16)
     assert found.sinks == found.chosen.sinks == config.policy.sinks == 4
+    assert found.horizon == found.chosen.horizon == config.policy.horizon == 99
 
 
 def test_nothing_within_the_tolerance_writes_nothing(tmp_path, servers, capsys):

@@ -13,7 +13,6 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.dense import Session
 from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
 from tests.paper import Caches, algorithm_1, classify_prompt
 
@@ -174,21 +173,6 @@ def test_all_of_a_head_may_leave(alphas, kinds):
     check_integrity(manager)
     tier = tier_map(manager.state, 2, 50)
     assert (tier[..., 47:] == 0).all() and set(np.unique(tier).tolist()) == kinds
-
-
-@pytest.mark.parametrize("tiers", [PAIR, ("K8V4",)], ids="-".join)
-def test_sinks_stay_high_while_all_else_leaves(tiers):
-    manager = filled(DiffKVPolicy(1e9, 0.0 if len(tiers) > 1 else 1e9, 3, sinks=4), tiers, 20)
-    manager.end_prompt(2)
-    session = Session(manager)
-    session.extend({1: 2}, scores=False)
-    for _ in range(9):
-        session.step([1], check=False)
-    check_integrity(manager)
-    for row, length in ((2, 20), (1, 11)):
-        tier = tier_map(manager.state, row, length)
-        assert (tier[..., :4] == 0).all() and (tier[..., length - 3 :] == 0).all()
-        assert (tier[..., 4 : length - 3] == 1).all()
 
 
 def test_uniform_policy_keeps_all():

@@ -31,6 +31,7 @@ from sglang_diffkv.validation import check_model, check_server_args
         ('{"policy": {"name": "diffkv", "alpha_low": 2}}', "alpha_low"),
         ('{"policy": {"name": "diffkv", "window": 0}}', "window"),
         ('{"policy": {"name": "diffkv", "sinks": -1}}', "sinks"),
+        ('{"policy": {"name": "diffkv", "horizon": 0.5}}', "horizon"),
         ('{"policy": {"name": "h2o"}}', "policy"),
         ('{"policy": {"name": "uniform"}}', "uniform"),
         ('{"page_tokens": 1}', "page_tokens"),

@@ -52,6 +52,7 @@ class Thresholds:
     source: str
     rotate: str = "none"
     sinks: int = 0
+    horizon: int = 0
 
 
 DEFAULTS = DiffKVPolicyConfig()
@@ -68,7 +69,7 @@ def chosen(model: str, alpha_high: float | None = None) -> Thresholds:
         found = Thresholds(TIERS, DEFAULTS.alpha_high, DEFAULTS.alpha_low, DEFAULTS.window, source)
     else:
         source = f"calibrated, {entry.source}"
-        more = (entry.window, source, entry.rotate, entry.sinks)
+        more = (entry.window, source, entry.rotate, entry.sinks, entry.horizon)
         found = Thresholds(entry.tiers, entry.alpha_high, entry.alpha_low, *more)
     if alpha_high is None:
         return found
@@ -92,7 +93,8 @@ def diffkv(at: Thresholds, series: str) -> Case:
     label = f"({shown}, {at.alpha_low:g})"
     name = f"diffkv {'-'.join(at.tiers)} {label}" + (f" window {at.window}" if at.window != DEFAULTS.window else "")
     name += (" rotated" if at.rotate == "keys" else "") + (f" sinks {at.sinks}" if at.sinks else "")
-    policy = policy_fields(at.alpha_high, at.alpha_low, at.window, at.sinks)
+    name += f" horizon {at.horizon}" if at.horizon else ""
+    policy = policy_fields(at.alpha_high, at.alpha_low, at.window, at.sinks, at.horizon)
     configuration = _configuration(name, tiers=at.tiers, policy=policy, rotate=at.rotate)
     return Case(configuration, series, label, alpha_high=at.alpha_high, alpha_low=at.alpha_low)
 

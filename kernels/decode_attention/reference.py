@@ -98,6 +98,7 @@ def decode_attention(
     scores: StepScores | None = None,
     window: int = 0,
     sinks: int = 0,
+    horizon: int = 0,
     logit_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
@@ -107,6 +108,8 @@ def decode_attention(
         rows: [B] int64. seq_lens: [B] int64, the new token included.
         scores: where given, own tokens' scores are updated and the policy's searches are filled in.
         window, sinks: newest and first tokens that the policy must not touch.
+        horizon: where given, a token with more later tokens than this has an exponential mean of the attention
+            received, of weight ``1 / horizon`` for the newest, and not the mean over all of them.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
 
     Returns:
@@ -143,7 +146,7 @@ def decode_attention(
             page, old = tables[tier][0], gathered[tier].scores
             received = p.amax(2)
             _update_scores(
-                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks
+                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks, horizon
             )
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
 
@@ -162,6 +165,7 @@ def _update_scores(
     scores: StepScores,
     window: int,
     sinks: int,
+    horizon: int,
 ) -> None:
     """Running mean of the attention own tokens receive; then the candidate and the least significant."""
     seg = state.segments[tier]
@@ -171,7 +175,7 @@ def _update_scores(
     entry = torch.arange(page.shape[2], device=page.device).expand_as(page)
     own = (entry >= first) & (entry < state.entries[rows, layer, :, tier].unsqueeze(2))
     own_token = own.repeat_interleave(tokens, dim=2) & valid
-    count = (newest - position).clamp(min=1)
+    count = (newest - position).clamp(min=1, max=horizon or None)
     old = old.reshape(position.shape)
     new = torch.where(position < newest, old + (received - old) / count, old)
     target = torch.where(own, page, state.scratch_page)

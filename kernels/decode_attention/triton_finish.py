@@ -18,7 +18,7 @@ NOTHING = tl.constexpr(2**63 - 1)
 
 @triton.jit
 def score_tier(
-    part, lse, newest, window, sinks, logits_ptr, tile_max_ptr, room, pages, page_table, range_hi, block_table,
+    part, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room, pages, page_table, range_hi, block_table,
     row, layer, head, count, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, PARTS: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -56,7 +56,7 @@ def score_tier(
         x = tl.load(logits_ptr + kept[:, None] * G + g[None, :], mask=inside, other=float("-inf")).to(tl.float32)
         top = tl.load(tile_max_ptr + (kept // N)[:, None] * G + g[None, :], mask=inside, other=0.0)
         received = tl.max(tl.exp2(x + (top - lse[None, :])), 1)
-        age = tl.maximum(newest - position, 1).to(tl.float32)
+        age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
         new = tl.where(position < newest, old + (received - old) / age, old)
         tl.store(score_ptr, new, mask=own)
         number = (entry - own_first) * TOKENS + slot
@@ -70,11 +70,12 @@ def score_tier(
 
 
 @triton.jit(
-    do_not_specialize=["layer", "window", "sinks", "splits"], do_not_specialize_on_alignment=["rows", "seq_lens"]
+    do_not_specialize=["layer", "window", "sinks", "horizon", "splits"],
+    do_not_specialize_on_alignment=["rows", "seq_lens"],
 )
 def finish_kernel(
     out, lse_out, found, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_hi,
-    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, room, splits,
+    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -138,7 +139,7 @@ def finish_kernel(
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        part - 1, lse, newest, window, sinks, logits_ptr, tile_max_ptr, room_high, pages, page_table, range_hi,
+        part - 1, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room_high, pages, page_table, range_hi,
         block_table, row, layer, head, count_high, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
@@ -146,8 +147,8 @@ def finish_kernel(
     tl.store(found_ptr + PARTS, least)
     if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
-            part - 1, lse, newest, window, sinks, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
-            page_table, range_hi, block_table, row, layer, head, tl.load(entries + counts + 1),
+            part - 1, lse, newest, window, sinks, horizon, logits_ptr + high * N_H * G, tile_max_ptr + high * G,
+            room_low, pages, page_table, range_hi, block_table, row, layer, head, tl.load(entries + counts + 1),
             tl.load(own_entry + counts + 1),
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, PARTS, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip

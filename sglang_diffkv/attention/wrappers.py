@@ -107,6 +107,7 @@ class DecodeWrapper:
             found=self.found,
             window=self.policy.window if self.policy else 0,
             sinks=self.policy.sinks if self.policy else 0,
+            horizon=self.policy.horizon if self.policy else 0,
             logit_cap=self.logit_cap,
         )
         return out

@@ -62,32 +62,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", required=True, metavar="KIND=PATH", help="calibration file, as for evaluate")
     parser.add_argument("--tolerance", type=float, default=1.0, help="points below bf16 (default: %(default)s)")
     parser.add_argument("--procedure", choices=("paper", "grid"), default="paper")
-    parser.add_argument(
+    choices = parser.add_argument_group("what is searched", "several of each with --procedure grid")
+    choices.add_argument(
         "--tiers",
         type=lambda text: tuple(text.upper().split(",")),
         action="append",
         metavar="HIGH,LOW",
-        help="repeat it for several choices with --procedure grid (default: K8V4,K4V2)",
+        help="repeat it for several choices (default: K8V4,K4V2)",
     )
-    parser.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
-    parser.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
-    parser.add_argument(
-        "--window",
-        type=int,
-        nargs="+",
-        default=[WINDOW],
-        help=f"several with --procedure grid (default: {WINDOW})",
-    )
-    parser.add_argument(
-        "--rotate",
-        choices=("none", "keys"),
-        nargs="+",
-        default=["none"],
-        help="both with --procedure grid (default: none)",
-    )
-    parser.add_argument(
-        "--sinks", type=int, nargs="+", default=[0], help="first tokens kept high; several with --procedure grid"
-    )
+    choices.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
+    choices.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
+    choices.add_argument("--window", type=int, nargs="+", default=[WINDOW], help=f"default: {WINDOW}")
+    choices.add_argument("--rotate", choices=("none", "keys"), nargs="+", default=["none"], help="default: none")
+    choices.add_argument("--sinks", type=int, nargs="+", default=[0], help="default: 0")
+    choices.add_argument("--horizon", type=int, nargs="+", default=[0], help="default: 0, scores never forget")
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")
     add_question_arguments(parser)
@@ -95,7 +83,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
     args = parser.parse_args(argv)
     args.tiers = args.tiers or [("K8V4", "K4V2")]
-    for name in ("tiers", "window", "rotate", "sinks"):
+    for name in ("tiers", "window", "rotate", "sinks", "horizon"):
         if args.procedure == "paper" and len(getattr(args, name)) > 1:
             parser.error(f"--procedure paper takes one choice of --{name}")
     if args.tolerance < 0:
@@ -146,7 +134,7 @@ class Calibration:
         base = load_config(self.args.base).model_dump(exclude_unset=True)
         if searched := base.keys() & {"tiers", "policy", "rotate"}:
             raise ConfigError(f"--base sets {' and '.join(sorted(searched))}, which are what is searched for")
-        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window, setting.sinks)
+        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window, setting.sinks, setting.horizon)
         fields = {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate}
         return load_config(json.dumps({**base, **fields}))
 
@@ -230,10 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             calibration = Calibration(args, store)
             search = Search(calibration.measure, args.tolerance / 100, args.whole_grid, args.jobs, calibration.ask)
             if args.procedure == "paper":
-                fixed = (args.window[0], args.rotate[0], args.sinks[0])
+                fixed = (args.window[0], args.rotate[0], args.sinks[0], args.horizon[0])
                 chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
             else:
-                choices = (args.window, args.rotate, args.sinks)
+                choices = (args.window, args.rotate, args.sinks, args.horizon)
                 chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, *choices)
             stock = calibration.stock
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:

@@ -34,6 +34,7 @@ class Setting:
     window: int = WINDOW
     rotate: str = "none"
     sinks: int = 0
+    horizon: int = 0
 
     @property
     def name(self) -> str:
@@ -42,7 +43,8 @@ class Setting:
         window = "" if self.window == WINDOW else f" window={self.window}"
         rotate = "" if self.rotate == "none" else f" rotate={self.rotate}"
         sinks = "" if not self.sinks else f" sinks={self.sinks}"
-        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}{sinks}"
+        horizon = "" if not self.horizon else f" horizon={self.horizon}"
+        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}{sinks}{horizon}"
 
 
 @dataclass
@@ -109,10 +111,12 @@ def paper(
     window: int = WINDOW,
     rotate: str = "none",
     sinks: int = 0,
+    horizon: int = 0,
 ) -> Setting | None:
     """``alpha_high`` over ``highs`` with ``alpha_low`` 0, or no low tier at all; then ``alpha_low`` over ``lows``."""
-    high_only = [Setting(tiers[:1], None, 0.0, window, rotate, sinks)]
-    both = [Setting(tiers, high, 0.0, window, rotate, sinks) for high in sorted(highs)] if len(tiers) > 1 else []
+    rest = (window, rotate, sinks, horizon)
+    high_only = [Setting(tiers[:1], None, 0.0, *rest)]
+    both = [Setting(tiers, high, 0.0, *rest) for high in sorted(highs)] if len(tiers) > 1 else []
     search.lines([high_only, both])
     first = search.best()
     if first is None:
@@ -129,11 +133,13 @@ def grid(
     windows: Sequence[int] = (WINDOW,),
     rotations: Sequence[str] = ("none",),
     sinks: Sequence[int] = (0,),
+    horizons: Sequence[int] = (0,),
 ) -> Setting | None:
-    """Every choice of tiers, window, rotation and sinks with every pair of ``alpha_high`` and ``alpha_low``."""
+    """Every choice of everything else with every pair of ``alpha_high`` and ``alpha_low``."""
     starts = [
-        Setting(tiers, high, 0.0, window, rotate, first)
-        for tiers, window, rotate, first in product(choices, windows, rotations, sinks)
+        Setting(tiers, high, 0.0, *rest)
+        for tiers in choices
+        for rest in product(windows, rotations, sinks, horizons)
         for high in (sorted(highs) if len(tiers) > 1 else [None])
     ]
     search.lines([[replace(start, alpha_low=low) for low in _lows(start, lows)] for start in starts])

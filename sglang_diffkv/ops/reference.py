@@ -67,7 +67,7 @@ class ReferenceOps:
             return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale)
         out, _ = decode_attention(
             state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=policy.window,
-            sinks=policy.sinks, logit_cap=cap,
+            sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap,
         )  # fmt: skip
         return out
 

@@ -204,6 +204,7 @@ class TritonOps:
             found=step.found,
             window=policy.window,
             sinks=policy.sinks,
+            horizon=policy.horizon,
             logit_cap=cap,
         )[0]
 

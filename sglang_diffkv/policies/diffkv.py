@@ -4,8 +4,14 @@ The significance of a token is the mean attention it received from later tokens,
 heads of its KV head. It is compared with ``alpha / i``, where ``1 / i`` is the mean attention that ``i`` tokens
 share.
 
-Beyond the paper the first tokens can be kept high: models put much attention on them whatever they say, and are lost
-without them (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024).
+Beyond the paper:
+
+- the first tokens can be kept high: models put much attention on them whatever they say, and are lost without them
+  (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024);
+- scores can forget: past ``horizon`` later tokens the mean in the generation phase is an exponential one, of weight
+  ``1 / horizon`` for the newest token's attention, as with the forgetting factor of sums in Jo and Shin, "A2SF:
+  Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder", 2024. The prompt
+  phase stays a mean over all later prompt tokens, which then counts as that of ``horizon - 1`` tokens at most.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores
 @dataclass(frozen=True)
 class DiffKVPolicy:
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
-    ``sinks`` tokens stay high.
+    ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go.
     """
@@ -30,6 +36,7 @@ class DiffKVPolicy:
     alpha_low: float = 0.0
     window: int = 64
     sinks: int = 0
+    horizon: int = 0
     compresses: bool = True
 
     @property

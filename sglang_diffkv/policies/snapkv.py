@@ -33,6 +33,7 @@ class SnapKVPolicy:
     window: int = 32
     pool: int = 7
     sinks: int = 0
+    horizon: int = 0
     compresses: bool = True
     judges_low: bool = True
 

@@ -16,6 +16,7 @@ class UniformPolicy:
 
     window: int = 0
     sinks: int = 0
+    horizon: int = 0
     compresses: bool = False
     judges_low: bool = False
 

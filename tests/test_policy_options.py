@@ -1,0 +1,75 @@
+"""What DiffKV's policy does beyond the paper: sinks stay high, and scores forget past a horizon."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.dense import Session
+from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
+
+
+def session_of(policy: DiffKVPolicy, tiers: tuple[str, ...] = PAIR) -> Session:
+    """Rows 1 and 2 with prompts of 42 and 3 tokens, compacted."""
+    session = Session(make_manager(make_format(tiers), policy=policy), spread=4.0)
+    session.extend({1: 42, 2: 3})
+    for row in (1, 2):
+        session.manager.end_prompt(row)
+    return session
+
+
+@pytest.mark.parametrize("tiers", [PAIR, ("K8V4",)], ids="-".join)
+@pytest.mark.parametrize("alphas", [(1.0, 0.5), (1e9, 0.0), (1e9, 1e9)])
+@pytest.mark.parametrize("sinks", [1, 6])
+def test_sinks_stay_high(sinks, alphas, tiers):
+    """Also in a row that is hardly longer than sinks and window; ``Session`` checks the searches of every step."""
+    session = session_of(DiffKVPolicy(*alphas, 5, sinks), tiers)
+    for _ in range(12):
+        session.step([1, 2])
+        check_integrity(session.manager)
+    for row, length in ((1, 54), (2, 15)):
+        tier = tier_map(session.state, row, length)
+        assert (tier[..., :sinks] == 0).all() and (tier[..., -5:] == 0).all()
+        middle = tier[..., sinks:-5]
+        if alphas == (1e9, 1e9):
+            assert (middle == len(tiers)).all()
+        elif alphas[0] == 1e9:
+            assert (middle == len(tiers) - 1).all()
+
+
+def scores_of(session: Session, row: int, below: int) -> np.ndarray:
+    """Scores of the tokens at positions [0, below), by layer, head and position."""
+    seen = visible(session.state, row)
+    seen = seen.pick(seen.position < below)
+    return seen.score[np.lexsort((seen.position, seen.head, seen.layer))].reshape(-1, below)
+
+
+def test_a_horizon_forgets():
+    """Past the horizon the newest token's attention weighs ``1 / horizon``, before it as in the mean."""
+    before, after = [], []
+    for horizon in (0, 16, 100):
+        session = session_of(DiffKVPolicy(0.0, 0.0, 5, horizon=horizon))
+        before.append(scores_of(session, 1, 42))
+        session.step([1])
+        after.append(scores_of(session, 1, 42))
+    assert all(np.array_equal(before[0], x) for x in before), "the prompt's scores are means in any case"
+    age = 42 - np.arange(42)
+    assert np.array_equal(after[2], after[0]), "nothing is older than 100 tokens"
+    assert np.array_equal(after[1][:, age <= 16], after[0][:, age <= 16])
+    change, plain = after[1] - before[1], after[0] - before[0]
+    np.testing.assert_allclose(change[:, age > 16] * 16, (plain * age)[:, age > 16], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("horizon", [1, 4, 30])
+def test_scores_with_a_horizon_over_many_steps(horizon):
+    """``Session`` compares each own token's score with the dense mean after every call."""
+    policy = DiffKVPolicy(2.0, 0.3, window=6, horizon=horizon)
+    session = Session(make_manager(policy=policy), group=4, spread=3.0)
+    for chunk in (9, 1, 14, 2, 16):
+        session.extend({2: chunk, 3: 3})
+    session.manager.end_prompt(2)
+    session.manager.end_prompt(3)
+    for step in range(40):
+        session.step([2] if step % 3 else [3, 2])
