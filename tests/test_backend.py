@@ -26,7 +26,7 @@ class Twin:
     def __init__(
         self, *, triton: bool, tiers: str, heads: int = 2, group: int = 2, dim: int = 64, page_tokens: int = 8,
         pages: int = 400, window: int = 6, flashinfer: bool = False,
-        **policy: float,
+        **policy: Any,
     ):  # fmt: skip
         self.heads, self.group, self.dim = heads, group, dim
         fmt = make_format(tiers, dim, page_tokens=page_tokens)
@@ -120,6 +120,18 @@ def test_sinks_stay_high(triton: bool) -> None:
     slots = twin.manager.state.own_tokens  # the last step's hole counts
     assert (slots[1] == torch.tensor([3 + 6 + 1, 28 - 9], device=DEVICE)).all()
     assert (slots[2] == torch.tensor([3 + 6 + 1, 11 - 9], device=DEVICE)).all()
+    check_integrity(twin.manager)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_heads_have_thresholds_of_their_own(triton: bool) -> None:
+    scale = ((1e-9, 1e9), (1e9, 1e-9))
+    twin = Twin(triton=triton, tiers="K8V4 K4V2", window=6, alpha_high=1.0, alpha_low=0.0, head_scale=scale)
+    twin.extend([1], [22], [0], 1)
+    for step in range(6):
+        twin.decode([1], 1, step)
+    high, low = twin.manager.state.own_tokens[1].tolist()[0]
+    assert (high, low) == ([28, 0], [6 + 1, 22])
     check_integrity(twin.manager)
 
 

@@ -266,6 +266,18 @@ def test_window_rotation_sinks_and_horizon_are_kept(tmp_path, servers):
     assert found.horizon == found.chosen.horizon == config.policy.horizon == 99
 
 
+def test_factors_by_head_are_served_and_kept(tmp_path, servers, capsys):
+    factors = tmp_path / "factors.json"
+    args = command(tmp_path, "--alpha-high", "1", "--alpha-low", "0", "--head-scale", str(factors))
+    assert cli.main(args) == 1 and "factors.json" in capsys.readouterr().err
+    factors.write_text("[[1, 0]]")
+    assert cli.main(args) == 1 and "greater than 0" in capsys.readouterr().err
+    factors.write_text(json.dumps([[1, 0.5]] * 6))
+    assert cli.main(args) == 0
+    found = lookup(tmp_path)
+    assert found is not None and found.head_scale == found.config().policy.head_scale == ((1.0, 0.5),) * 6
+
+
 def test_nothing_within_the_tolerance_writes_nothing(tmp_path, servers, capsys):
     args = ["--procedure", "grid", "--alpha-high", "5", "--alpha-low", "0.02"]
     assert cli.main(command(tmp_path, *args)) == 1

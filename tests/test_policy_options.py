@@ -1,10 +1,14 @@
-"""What DiffKV's policy does beyond the paper: sinks stay high, and scores forget past a horizon."""
+"""What DiffKV's policy does beyond the paper: sinks stay high, scores forget past a horizon, heads have thresholds of
+their own."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from sglang_diffkv.config import ConfigError, load_config
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.dense import Session
@@ -73,3 +77,64 @@ def test_scores_with_a_horizon_over_many_steps(horizon):
     session.manager.end_prompt(3)
     for step in range(40):
         session.step([2] if step % 3 else [3, 2])
+
+
+SCALE = ((0.5, 1.0), (3.0, 1.25))
+
+
+def plain(policy: DiffKVPolicy, layer: int, head: int) -> DiffKVPolicy:
+    """One head's thresholds, for a model of that head alone."""
+    factor = SCALE[layer][head]
+    return DiffKVPolicy(policy.alpha_high * factor, policy.alpha_low * factor, policy.window)
+
+
+@pytest.mark.parametrize("num_tiers", [1, 2])
+def test_each_head_has_thresholds_of_its_own(num_tiers):
+    """Decisions are those of a policy with the head's thresholds; factors are exact in binary."""
+    random = torch.Generator().manual_seed(1)
+    policy = DiffKVPolicy(1.0, 0.5, 5, head_scale=SCALE)
+    score = torch.rand(2, 2, 3, 40, generator=random) * 0.2
+    position = torch.arange(40).expand(2, 2, 3, -1)
+    found = StepScores(
+        torch.randint(-1, 9, (7, 2, 2), generator=random),
+        torch.rand(7, 2, 2, generator=random) * 0.1,
+        torch.randint(-1, 9, (7, 2, 2, num_tiers), generator=random),
+        torch.rand(7, 2, 2, num_tiers, generator=random) * 0.1,
+    )
+    lengths = torch.arange(20, 27)
+    tier, plan = policy.classify_prompt(score, position, 40, num_tiers), policy.plan_step(found, lengths, num_tiers)
+    for layer, head in np.ndindex(2, 2):
+        alone, here = plain(policy, layer, head), (slice(None), slice(layer, layer + 1), slice(head, head + 1))
+        expected = alone.classify_prompt(score[layer, head], position[layer, head], 40, num_tiers)
+        assert torch.equal(tier[layer, head], expected)
+        of_head = StepScores(*(x[here] for x in vars(found).values() if isinstance(x, torch.Tensor)))
+        expected_plan = alone.plan_step(of_head, lengths, num_tiers)
+        for name, value in vars(expected_plan).items():
+            assert torch.equal(getattr(plan, name)[here], value), name
+
+
+def test_heads_with_a_high_factor_have_fewer_high_tokens():
+    session = session_of(DiffKVPolicy(1.0, 0.0, 5, head_scale=((0.0001, 1.0), (1.0, 10000.0))))
+    for _ in range(8):
+        session.step([1, 2])
+    high = (tier_map(session.state, 1, 50) == 0).sum(2)
+    assert high[0, 0] == 50 and high[1, 1] == 5 and (high[[0, 1], [1, 0]] > 5).all() and (high[0, 1] < 50)
+
+
+def test_ranks_take_the_factors_of_their_heads():
+    policy = DiffKVPolicy(head_scale=((1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0)))
+    assert [policy.of_rank(rank, 2, 2).head_scale for rank in range(2)] == [
+        ((1.0, 2.0), (5.0, 6.0)),
+        ((3.0, 4.0), (7.0, 8.0)),
+    ]
+    of_eight = [policy.of_rank(rank, 8, 1).head_scale[0] for rank in range(8)]
+    assert of_eight == [(1.0,), (1.0,), (2.0,), (2.0,), (3.0,), (3.0,), (4.0,), (4.0,)]
+    assert DiffKVPolicy().of_rank(1, 2, 2) == DiffKVPolicy()
+
+
+def test_factors_of_another_model_are_refused():
+    config = load_config('{"policy": {"name": "diffkv", "head_scale": [[1, 2], [3, 4]]}}')
+    config.check_heads(2, 2)
+    load_config("{}").check_heads(6, 2)
+    with pytest.raises(ConfigError, match="head_scale is of 2 layers with 2 KV heads, the model has 6 with 2"):
+        config.check_heads(6, 2)

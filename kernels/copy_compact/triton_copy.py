@@ -63,8 +63,8 @@ def target_slots(
 
 @triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks"])
 def count_kernel(
-    source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, counts, pages, page_table,
-    range_lo, range_hi, block_table, entries,
+    source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts, pages,
+    page_table, range_lo, range_hi, block_table, entries,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr,
     L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
@@ -74,6 +74,9 @@ def count_kernel(
     layer, head = flat // H, flat % H
     at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
     judged += flat.to(tl.int64) * judged_len
+    scale = tl.load(head_scale + flat)
+    alpha_high *= scale
+    alpha_low *= scale
     high = 0
     low = 0
     for entry in range(0, tl.load(entries + at)):
@@ -125,8 +128,8 @@ def take_kernel(
 
 @triton.jit(do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks"])
 def copy_kernel(
-    target, source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, counts, raw_like, pages,
-    page_table, range_lo, range_hi, block_table, entries, own_entry, own_tokens,
+    target, source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts,
+    raw_like, pages, page_table, range_lo, range_hi, block_table, entries, own_entry, own_tokens,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -140,6 +143,9 @@ def copy_kernel(
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
     target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS
     judged += flat.to(tl.int64) * judged_len
+    scale = tl.load(head_scale + flat)
+    alpha_high *= scale
+    alpha_low *= scale
     raw: tl.constexpr = raw_like.dtype
     high = tl.load(own_tokens + target_at) - tl.load(counts + flat * 2)
     low = 0

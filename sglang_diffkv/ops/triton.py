@@ -32,15 +32,23 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 logger = logging.getLogger(__name__)
 
 
-def thresholds(policy: Policy) -> dict[str, float]:
+def head_scales(policy: Policy | None, state: PageState) -> torch.Tensor:
+    """[L, H] float32, the factors of a policy's thresholds; 1 where it has none."""
+    shape = (state.num_layers, state.num_heads)
+    if not isinstance(policy, DiffKVPolicy) or policy.head_scale is None:
+        return torch.ones(shape, device=state.device)
+    return torch.tensor(policy.head_scale, dtype=torch.float32, device=state.device)
+
+
+def thresholds(policy: Policy, head_scale: torch.Tensor) -> dict[str, Any]:
     """What the kernels of a step take of a policy, which is DiffKV's."""
     assert isinstance(policy, DiffKVPolicy)
-    return {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
+    return {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "head_scale": head_scale}
 
 
-def prompt_rule(policy: Policy) -> dict[str, Any]:
+def prompt_rule(policy: Policy, head_scale: torch.Tensor) -> dict[str, Any]:
     """What the kernels of prompts take."""
-    return {**thresholds(policy), "window": policy.window, "sinks": policy.sinks}
+    return {**thresholds(policy, head_scale), "window": policy.window, "sinks": policy.sinks}
 
 
 @dataclass
@@ -114,6 +122,7 @@ class TritonOps:
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
         self.ticket = torch.zeros(1, dtype=torch.int32, device=state.device)
         self.prompt = PromptWorkspace.create(state)
+        self.head_scale = head_scales(policy, state)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
@@ -259,10 +268,10 @@ class TritonOps:
         workspace = self._buffers(state, rows.shape[0]).compaction
         if num_rows is None:
             num_rows = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds(policy))
+        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds(policy, self.head_scale))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        compact_prompt(state, row, seq_len, self.prompt, **prompt_rule(policy))
+        compact_prompt(state, row, seq_len, self.prompt, **prompt_rule(policy, self.head_scale))
 
     def copy_compact(
         self,
@@ -275,7 +284,7 @@ class TritonOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        rule = prompt_rule(policy)
+        rule = prompt_rule(policy, self.head_scale)
         copy_compact(state, target, source, lo, hi, seq_len, self.ticket, judged=judged, **rule)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
