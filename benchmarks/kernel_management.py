@@ -22,6 +22,7 @@ from sglang_diffkv.kernels.compact_step.reference import compact_step as compact
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops.triton import head_scales, thresholds
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
@@ -66,14 +67,14 @@ def gpu_step(state: PageState, batch: int) -> Step:
     one, lengths = torch.ones_like(rows), torch.full_like(rows, HELD)
     valid = torch.tensor([batch], dtype=torch.int32, device=state.device)
     workspace, found = CompactWorkspace.create(state, batch), candidates(state, batch)
-    thresholds = {"alpha_high": POLICY.alpha_high, "alpha_low": POLICY.alpha_low}
+    rule = thresholds(POLICY, head_scales(POLICY, state))
 
     def reserve_only() -> None:
         reserve(state, rows, one, workspace.ticket, valid)
 
     def both() -> None:
         reserve_only()
-        compact_step(state, rows, lengths, found, workspace, valid, **thresholds)
+        compact_step(state, rows, lengths, found, workspace, valid, **rule)
 
     return reserve_only, both
 

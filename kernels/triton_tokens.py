@@ -15,11 +15,11 @@ def number_at(page, OFFSET: tl.constexpr, slot):
 
 
 @triton.jit
-def prompt_decision(score, position, live, seq_len, window, alpha_high, alpha_low, LOWER: tl.constexpr):
+def prompt_decision(score, position, live, seq_len, window, sinks, alpha_high, alpha_low, LOWER: tl.constexpr):
     """DiffKV's prompt thresholds for [T] tokens: whether each stays in its tier, and whether it goes down one, which
     none does without a ``LOWER`` tier."""
     mean = tl.div_rn(tl.full(position.shape, 1.0, tl.float32), tl.maximum(position + 1, 1).to(tl.float32))
-    lasting = position >= seq_len - window
+    lasting = (position >= seq_len - window) | (position < sinks)
     low_enough = score >= alpha_low * mean
     if LOWER:
         stays = live & (lasting | (score >= alpha_high * mean))

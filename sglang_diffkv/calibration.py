@@ -70,6 +70,8 @@ class GridPoint(_Strict):
     alpha_low: float
     window: int = 64
     rotate: str = "none"
+    sinks: int = 0
+    horizon: int = 0
     n: int
     accuracy: float
     accuracy_error: float
@@ -102,11 +104,23 @@ class Provenance(_Strict):
     grid: tuple[GridPoint, ...]
 
 
-def policy_fields(alpha_high: float | None, alpha_low: float, window: int) -> dict[str, Any]:
+HeadScale = tuple[tuple[float, ...], ...]
+"""[layers][KV heads], factors of both thresholds."""
+
+
+def policy_fields(
+    alpha_high: float | None,
+    alpha_low: float,
+    window: int,
+    sinks: int = 0,
+    horizon: int = 0,
+    head_scale: HeadScale | None = None,
+) -> dict[str, Any]:
     """DiffKV's policy as a configuration has it. A single tier, for which ``alpha_high`` is None, ignores it, but it
     must not be below ``alpha_low``."""
     high = max(1.0, alpha_low) if alpha_high is None else alpha_high
-    return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, "window": window}
+    more = {"window": window, "sinks": sinks, "horizon": horizon, "head_scale": head_scale}
+    return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, **more}
 
 
 class CalibratedThresholds(_Strict):
@@ -127,6 +141,9 @@ class CalibratedThresholds(_Strict):
     alpha_low: float
     window: int = 64
     rotate: Literal["none", "keys"] = "none"
+    sinks: int = 0
+    horizon: int = 0
+    head_scale: HeadScale | None = None
     source: Literal["measured", "published"]
     note: str = ""
     chosen: GridPoint | None = None
@@ -138,12 +155,14 @@ class CalibratedThresholds(_Strict):
             raise ValueError("measured thresholds need their provenance and figures")
         if (self.alpha_high is None) != (len(self.tiers) == 1):
             raise ValueError("alpha_high is given with two tiers and only then")
-        self.config()
+        config = self.config()
+        if self.geometry is not None:
+            config.check_heads(self.geometry.layers, self.geometry.kv_heads)
         return self
 
     def config(self) -> DiffKVConfig:
         """The configuration that these thresholds are."""
-        policy = policy_fields(self.alpha_high, self.alpha_low, self.window)
+        policy = policy_fields(self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon, self.head_scale)
         return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
 
 

@@ -44,6 +44,11 @@ class DiffKVPolicyConfig(_Strict):
     alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
+    horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
+    head_scale: tuple[tuple[Annotated[float, Field(gt=0)], ...], ...] | None = Field(
+        default=None, min_length=1, description="[layers][KV heads] factors of both thresholds"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:
@@ -51,8 +56,16 @@ class DiffKVPolicyConfig(_Strict):
             raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
         return self
 
-    def build(self) -> Policy:
-        return DiffKVPolicy(self.alpha_high, self.alpha_low, self.window)
+    @field_validator("head_scale")
+    @classmethod
+    def _rectangular(cls, scale: tuple[tuple[float, ...], ...] | None) -> tuple[tuple[float, ...], ...] | None:
+        if scale is not None and (not scale[0] or len({len(layer) for layer in scale}) > 1):
+            raise ValueError("every layer needs a factor for each KV head, so all lists have one length above 0")
+        return scale
+
+    def build(self) -> DiffKVPolicy:
+        rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
+        return DiffKVPolicy(*rule, head_scale=self.head_scale)
 
 
 class _BudgetPolicyConfig(_Strict):
@@ -166,6 +179,15 @@ class DiffKVConfig(_Strict):
         if self.policy is not None:
             return self.policy.build()
         return DiffKVPolicy() if len(self.tiers) > 1 else UniformPolicy()
+
+    def check_heads(self, layers: int, kv_heads: int) -> None:
+        """Raise ConfigError if factors by head are not for a model of this shape, all ranks' heads together."""
+        scale = getattr(self.policy, "head_scale", None)
+        if scale is not None and (found := (len(scale), len(scale[0]))) != (layers, kv_heads):
+            raise ConfigError(
+                f"policy.head_scale is of {found[0]} layers with {found[1]} KV heads, the model has {layers} with "
+                f"{kv_heads}"
+            )
 
     def page_format(self, head_dim: int, v_head_dim: int) -> PageFormat:
         """The page format for a model's head sizes. Raises ConfigError for sizes that are not supported."""

@@ -174,7 +174,8 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
-    manager = PageManager(geometry, config.build_policy(), dtype=self.kv_cache_dtype, device=self.device, ranks=ranks)
+    policy = plan.policy(ranks.rank, ranks.size)
+    manager = PageManager(geometry, policy, dtype=self.kv_cache_dtype, device=self.device, ranks=ranks)
     footprint = plan.footprint(geometry, pool.size)
     pool.bind(manager, footprint)
     allocator = rows.diffkv_allocator = DiffKVAllocator(

@@ -15,6 +15,8 @@ from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,11 @@ class MemoryPlan:
     def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
 
-        Raises ConfigError for unsupported head sizes.
+        Raises ConfigError for unsupported head sizes, and for factors by head of another model.
         """
         model, ranks = configurator.model_config, configurator.server_args.tp_size
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim)
+        config.check_heads(num_layers, model.get_total_num_kv_heads())
         on_gpu = torch.device(configurator.device).type == "cuda"
         return cls(
             config, fmt, num_layers, model.get_num_kv_heads(ranks), model.num_attention_heads // ranks, gpu=on_gpu
@@ -64,9 +67,14 @@ class MemoryPlan:
             max_tokens=max_tokens,
         )
 
+    def policy(self, rank: int = 0, ranks: int = 1) -> Policy:
+        """The policy for the heads of one of so many ranks."""
+        policy = self.config.build_policy()
+        return policy.of_rank(rank, ranks, self.num_heads) if isinstance(policy, DiffKVPolicy) else policy
+
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:
         """What a server will hold, from objects without memory."""
-        policy = self.config.build_policy()
+        policy = self.policy()
         state = PageState.of(geometry, device="meta")
         ops: Ops = ReferenceOps()
         if self.gpu and self.config.gpu_ops == "triton":

@@ -30,12 +30,13 @@ def check_scores(session: Session, rows: list[int]) -> None:
 
 def check_searches(session: Session, rows: list[int], found: StepScores) -> None:
     """Candidate and least significant token of each head are those that a scan of the pages finds."""
+    policy = session.manager.policy
     for b, row in enumerate(rows):
         seen = visible(session.state, row)
-        leaving = session.manager.lengths[row] - 1 - session.manager.policy.window
+        leaving = session.manager.lengths[row] - 1 - policy.window
         for layer, head in np.ndindex(session.state.num_layers, session.state.num_heads):
             here = seen.at(layer, head)
-            here = here.pick(here.own & (here.position <= leaving))
+            here = here.pick(here.own & (here.position <= leaving) & (here.position >= policy.sinks))
             at = ((here.position == leaving) & (here.tier == 0)).nonzero()[0]
             slot = int(found.candidate_slot[b, layer, head])
             assert slot == (int(here.own_slot[at[0]]) if len(at) else -1)
@@ -44,7 +45,7 @@ def check_searches(session: Session, rows: list[int], found: StepScores) -> None
             for tier in range(len(session.state.segments)):
                 of_tier = here.pick(here.tier == tier)
                 slot = int(found.least_slot[b, layer, head, tier])
-                if not len(of_tier.score) or (tier and not session.manager.policy.judges_low):
+                if not len(of_tier.score) or (tier and not policy.judges_low):
                     assert slot == -1
                     continue
                 assert of_tier.score[of_tier.own_slot == slot].item() == of_tier.score.min()

@@ -76,7 +76,7 @@ def call_everything(tiers: str, head_dim: int, group: int) -> tuple[PageManager,
     step = ops.decode_step(state, rows, lengths, policy)
     ops.begin(state, step, decode=True)
     ops.append(state, 0, key, value, step)
-    ops.decode(state, 0, q, step, 0.1, 64, 0.0)
+    ops.decode(state, 0, q, step, 0.1, policy, 0.0)
     if compresses:
         ops.compact_step(state, rows, lengths, step.found, policy)
     return manager, ops
@@ -117,7 +117,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int) -> None:
     step = ops.decode_step(state, rows, lengths, policy)
     ops.begin(state, step, decode=True)
     ops.append(state, 0, key[:batch], value[:batch], step)
-    ops.decode(state, 0, q[:batch], step, 0.1, 64, 0.0)
+    ops.decode(state, 0, q[:batch], step, 0.1, policy, 0.0)
     if compresses:
         ops.compact_step(state, rows, lengths, step.found, policy)
 

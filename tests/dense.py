@@ -34,7 +34,7 @@ class Dense:
 
     keys: list[torch.Tensor]  # exact, then as stored in each tier
     values: list[torch.Tensor]
-    received: torch.Tensor  # [n, L, H] sum over later steps, while the token was the row's own
+    received: torch.Tensor  # [n, L, H] sum over later steps while it was the row's own; past a horizon, steps * mean
 
     def cut(self, lo: int, hi: int) -> Dense:
         """Positions [lo, hi)."""
@@ -139,13 +139,13 @@ class Session:
         start = self.grow(rows, [1] * len(rows))
         found = new_scores(self.manager, len(rows))
         index, seq_lens = torch.tensor(rows), torch.tensor(start) + 1
-        window = self.manager.policy.window
+        rule = {name: getattr(self.manager.policy, name) for name in ("window", "sinks", "horizon")}
         for layer in range(self.state.num_layers):
             self.append(layer, rows, start)
             q = self.query(len(rows))
             out, lse = decode_attention(
                 self.state, layer, q, index, seq_lens, self.sm_scale,
-                scores=found, window=window, logit_cap=self.logit_cap,
+                scores=found, logit_cap=self.logit_cap, **rule,
             )  # fmt: skip
             assert out.isfinite().all() and not lse.isnan().any()
             if check:
@@ -222,7 +222,11 @@ class Session:
             outs.append(prob @ v)
             lses.append(lse)
             mine = (position >= self.own_from[row]) & (position < newest)
-            dense.received[position[mine], layer, head] += prob.amax(0)[mine]
+            at, got = position[mine], prob.amax(0)[mine]
+            age, total, horizon = newest - at, dense.received[at, layer, head], self.manager.policy.horizon or newest
+            mean = total / (age - 1).clamp(min=1)
+            new = torch.where(age <= horizon, total + got, age * (mean + (got - mean) / horizon))
+            dense.received[at, layer, head] = new
         return torch.cat(outs), torch.cat(lses)
 
     def _dense_extend(self, layer: int, row: int, start: int, q: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ class RowModel:
         mine = seen.pick(seen.own & (seen.tier == 0) & (self.length > policy.window))
         for layer, head, position, score in zip(mine.layer, mine.head, mine.position, mine.score):
             self.tier[layer, head, position] = classify_prompt(
-                score, position, self.length, tiers, policy.alpha_high, policy.alpha_low, policy.window
+                score, position, self.length, tiers, policy.alpha_high, policy.alpha_low, policy.window, policy.sinks
             )
 
     def end_decode(self, seen: Visible, policy: DiffKVPolicy, tiers: int) -> None:
@@ -58,7 +58,7 @@ class RowModel:
         leaving = self.length - 1 - policy.window
         for layer, head in np.ndindex(self.tier.shape[:2]):
             here = seen.at(layer, head)
-            here = here.pick(here.own & (here.position <= leaving))
+            here = here.pick(here.own & (here.position <= leaving) & (here.position >= policy.sinks))
             sides = [
                 {int(p): float(s) for p, s in zip(here.position[at], here.score[at])}
                 for at in (here.tier == 0, here.tier == 1)

@@ -13,10 +13,12 @@ def threshold(alpha: float, count: int) -> np.float32:
 
 
 def classify_prompt(
-    score: float, position: int, length: int, num_tiers: int, alpha_high: float, alpha_low: float, window: int
-) -> int:
-    """Tier of the token at 0-based ``position``, the paper's ``position + 1``; ``num_tiers`` prunes it."""
-    if position >= length - window:
+    score: float, position: int, length: int, num_tiers: int, alpha_high: float, alpha_low: float, window: int,
+    sinks: int = 0,
+) -> int:  # fmt: skip
+    """Tier of the token at 0-based ``position``, the paper's ``position + 1``; ``num_tiers`` prunes it. The first
+    ``sinks`` tokens, which the paper does not know, stay."""
+    if position >= length - window or position < sinks:
         return 0
     mean = np.float32(1) / np.float32(position + 1)
     if num_tiers == 1:

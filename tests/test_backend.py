@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,10 +32,12 @@ class Twin:
     def __init__(
         self, *, triton: bool, tiers: str, heads: int = 2, group: int = 2, dim: int = 64, page_tokens: int = 8,
         pages: int = 400, window: int = 6, flashinfer: bool = False,
+        **policy: Any,
     ):  # fmt: skip
         self.heads, self.group, self.dim = heads, group, dim
         fmt = make_format(tiers, dim, page_tokens=page_tokens)
         self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, window=window)
+        self.manager.policy = replace(self.manager.policy, **policy)
         pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
         pool.bind(self.manager)
         args = SimpleNamespace(disable_overlap_schedule=True)
@@ -112,6 +115,31 @@ def test_both_ops_agree(tiers: str) -> None:
         for row in (1, 2, 4):
             twin.manager.release(row)
         check_integrity(twin.manager)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_sinks_stay_high(triton: bool) -> None:
+    """Of a prompt of 22 tokens with all but window and sinks below the threshold, and of one shorter than both."""
+    twin = Twin(triton=triton, tiers="K8V4 K4V2", window=6, alpha_high=1e9, alpha_low=0.0, sinks=3)
+    twin.extend([1, 2], [22, 5], [0, 0], 1)
+    for step in range(6):
+        twin.decode([1, 2], 1, step)
+    slots = twin.manager.state.own_tokens  # the last step's hole counts
+    assert (slots[1] == torch.tensor([3 + 6 + 1, 28 - 9], device=DEVICE)).all()
+    assert (slots[2] == torch.tensor([3 + 6 + 1, 11 - 9], device=DEVICE)).all()
+    check_integrity(twin.manager)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_heads_have_thresholds_of_their_own(triton: bool) -> None:
+    scale = ((1e-9, 1e9), (1e9, 1e-9))
+    twin = Twin(triton=triton, tiers="K8V4 K4V2", window=6, alpha_high=1.0, alpha_low=0.0, head_scale=scale)
+    twin.extend([1], [22], [0], 1)
+    for step in range(6):
+        twin.decode([1], 1, step)
+    high, low = twin.manager.state.own_tokens[1].tolist()[0]
+    assert (high, low) == ([28, 0], [6 + 1, 22])
+    check_integrity(twin.manager)
 
 
 @pytest.mark.parametrize("triton", [False, True])

@@ -162,11 +162,12 @@ def test_thresholds_are_the_model_s_and_never_the_figure_s_choice():
     assert diffkv(cases.chosen("Qwen2.5-7B"), "").label == "(-, 0.04)"
 
 
-def test_calibrated_thresholds_are_served_with_their_rotation():
-    at = replace(cases.chosen(str(NANO)), rotate="keys", window=32)
+def test_calibrated_thresholds_are_served_with_all_that_was_chosen():
+    at = replace(cases.chosen(str(NANO)), rotate="keys", window=32, sinks=4, horizon=256)
     case = diffkv(at, cases.ALPHA_HIGH)
-    assert case.name.endswith("window 32 rotated") and case.configuration.diffkv.rotate == "keys"
-    assert case.configuration.diffkv.policy.window == 32
+    assert case.name.endswith("window 32 rotated sinks 4 horizon 256") and case.configuration.diffkv.rotate == "keys"
+    policy = case.configuration.diffkv.policy
+    assert (policy.window, policy.sinks, policy.horizon) == (32, 4, 256)
 
 
 @pytest.mark.parametrize("tier", ["K8V8", "K4V8", "K2V4", "K1V8", "BF16"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from threading import Barrier
 
@@ -96,11 +97,12 @@ def test_grid_tries_all_pairs_once():
     assert by_tiers.count(("K8V4",)) == 3
 
 
-def test_grid_tries_windows_and_rotations():
+def test_grid_tries_windows_rotations_sinks_and_horizons():
     found = search({(high, 0.0): 0.0 for high in (1.0, 2.0)})
-    grid(found, [PAIR], [1.0, 2.0], [0.0], [64, 128], ["none", "keys"])
-    assert [(s.alpha_high, s.window, s.rotate) for s in found.tried] == [
-        (high, window, rotate) for window in (64, 128) for rotate in ("none", "keys") for high in (1.0, 2.0)
+    choices = ([64, 128], ["none", "keys"], [0, 4], [0, 256])
+    grid(found, [PAIR], [1.0, 2.0], [0.0], *choices)
+    assert [(s.alpha_high, s.window, s.rotate, s.sinks, s.horizon) for s in found.tried] == [
+        (high, *rest) for rest in product(*choices) for high in (1.0, 2.0)
     ]
 
 
@@ -147,8 +149,13 @@ def test_the_next_values_of_all_lines_are_measured_at_once():
 
 def test_names_tell_settings_apart():
     settings = [OFF, Setting(PAIR, 1.0, 0.0), Setting(PAIR, 1.0, 0.02), Setting(("K8V4", "K4V4"), 1.0, 0.02)]
-    settings += [Setting(PAIR, 1.0, 0.0, 128), Setting(PAIR, 1.0, 0.0, 64, "keys")]
-    assert len({setting.name for setting in settings}) == 6
+    settings += [
+        Setting(PAIR, 1.0, 0.0, 128),
+        Setting(PAIR, 1.0, 0.0, 64, "keys"),
+        Setting(PAIR, 1.0, 0.0, sinks=4),
+        Setting(PAIR, 1.0, 0.0, horizon=4),
+    ]
+    assert len({setting.name for setting in settings}) == 8
 
 
 @pytest.fixture
@@ -246,14 +253,29 @@ def test_a_wider_tolerance_saves_more(tmp_path, servers):
     assert found is not None and (found.tiers, found.alpha_high, found.alpha_low) == (("K8V4", "K4V4"), 4.0, 0.0)
 
 
-def test_a_window_and_a_rotation_are_kept(tmp_path, servers):
+def test_window_rotation_sinks_and_horizon_are_kept(tmp_path, servers):
     args = ["--alpha-high", "1", "--alpha-low", "0", "--window", "128", "--rotate", "keys"]
+    args += ["--sinks", "4", "--horizon", "99"]
     assert cli.main(command(tmp_path, *args)) == 0
-    assert servers[-1] == "K8V4-K4V2 alpha_high=1 alpha_low=0 window=128 rotate=keys"
+    assert servers[-1] == "K8V4-K4V2 alpha_high=1 alpha_low=0 window=128 rotate=keys sinks=4 horizon=99"
     found = lookup(tmp_path)
     assert found is not None and (found.window, found.rotate, found.chosen.window) == (128, "keys", 128)
     config, _ = resolve('{"thresholds": "calibrated", "page_tokens": 16}', tmp_path)
     assert (config.policy.window, config.rotate, config.page_tokens) == (128, "keys", 16)
+    assert found.sinks == found.chosen.sinks == config.policy.sinks == 4
+    assert found.horizon == found.chosen.horizon == config.policy.horizon == 99
+
+
+def test_factors_by_head_are_served_and_kept(tmp_path, servers, capsys):
+    factors = tmp_path / "factors.json"
+    args = command(tmp_path, "--alpha-high", "1", "--alpha-low", "0", "--head-scale", str(factors))
+    assert cli.main(args) == 1 and "factors.json" in capsys.readouterr().err
+    factors.write_text("[[1, 0]]")
+    assert cli.main(args) == 1 and "greater than 0" in capsys.readouterr().err
+    factors.write_text(json.dumps([[1, 0.5]] * 6))
+    assert cli.main(args) == 0
+    found = lookup(tmp_path)
+    assert found is not None and found.head_scale == found.config().policy.head_scale == ((1.0, 0.5),) * 6
 
 
 def test_nothing_within_the_tolerance_writes_nothing(tmp_path, servers, capsys):

@@ -123,6 +123,11 @@ def test_model_names(path, name):
         ({"alpha_low": 3.0}, "alpha_low"),
         ({"tiers": ["K8V4", "K9V2"]}, "K9V2"),
         ({"models": []}, "models"),
+        ({"head_scale": [[1.0], [0.0]]}, "head_scale"),
+        (
+            {"head_scale": [[1.0]], "geometry": {"layers": 2, "query_heads": 2, "kv_heads": 1, "head_dim": 64}},
+            "head_scale",
+        ),
         ({"beta": 1}, "beta"),
     ],
 )

@@ -24,6 +24,7 @@ CONFIGS = [
     '{"prefix_fidelity": "exact"}',
     '{"tiers": ["K8V4"]}',
     '{"policy": {"name": "diffkv", "alpha_low": 0.1}}',
+    '{"policy": {"name": "diffkv", "head_scale": [[1, 2], [0.5, 1]]}}',
 ]
 
 
@@ -51,7 +52,7 @@ def test_the_plan_is_what_the_objects_hold(text: str) -> None:
     plan = plan_of(text)
     capacity = 3000
     geometry = plan.geometry(capacity, num_rows=9, max_tokens=1000)
-    manager = PageManager(geometry, plan.config.build_policy(), device=DEVICE)
+    manager = PageManager(geometry, plan.policy(), device=DEVICE)
     manager.ops = ops = build_ops(manager.state, manager.policy, geometry, plan.q_heads, "triton")
     allocator = DiffKVAllocator(
         PageLedger(manager, capacity), dtype=torch.bfloat16, device=DEVICE, kvcache=SimpleNamespace(), need_sort=False

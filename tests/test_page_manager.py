@@ -32,12 +32,14 @@ class PageManagerMachine(RuleBasedStateMachine):
         pages=st.integers(24, 100),
         blocks=st.sampled_from([0, 0, 9, 14, 19]),
         window=st.sampled_from([1, 3, 6, 20]),
+        sinks=st.sampled_from([0, 0, 2, 9]),
+        horizon=st.sampled_from([0, 0, 5]),
         alphas=st.sampled_from([(1.0, 0.0), (1.0, 0.4), (1e9, 0.5), (2.0, 1.0)]),
         seal_from=st.sampled_from([None, 1, 12]),
         seed=st.integers(0, 999),
     )
-    def start(self, tiers, page_tokens, pages, blocks, window, alphas, seal_from, seed):
-        policy = DiffKVPolicy(*alphas, window)
+    def start(self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, seed):
+        policy = DiffKVPolicy(*alphas, window, sinks, horizon)
         manager = make_manager(
             make_format(tiers, page_tokens=page_tokens),
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,

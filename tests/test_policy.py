@@ -22,15 +22,16 @@ ALPHAS = [(1.0, 0.0), (1.0, 0.02), (3.0, 0.5), (1.0, 1.0), (0.0, 0.0), (5.0, 0.1
 @pytest.mark.parametrize("num_tiers", [1, 2])
 @pytest.mark.parametrize("alphas", ALPHAS)
 def test_prompt_classification(alphas, num_tiers):
-    for seed, (length, window) in enumerate([(1, 4), (4, 4), (5, 4), (60, 7), (33, 0), (20, 64)]):
+    cases = [(1, 4, 0), (4, 4, 2), (5, 4, 3), (60, 7, 0), (60, 7, 4), (33, 0, 33), (20, 64, 0)]
+    for seed, (length, window, sinks) in enumerate(cases):
         score = np.random.default_rng(seed).exponential(1 / length, (2, 3, length)).astype(np.float32)
         score[..., ::5] = 0
         position = np.random.default_rng(seed).permuted(np.broadcast_to(np.arange(length), score.shape), axis=2)
-        policy = DiffKVPolicy(*alphas, window)
+        policy = DiffKVPolicy(*alphas, window, sinks)
         got = policy.classify_prompt(torch.tensor(score), torch.tensor(position).int(), length, num_tiers)
         for index in np.ndindex(score.shape):
             at = int(position[index])
-            expected = classify_prompt(float(score[index]), at, length, num_tiers, *alphas, window)
+            expected = classify_prompt(float(score[index]), at, length, num_tiers, *alphas, window, sinks)
             assert int(got[index]) == expected
 
 

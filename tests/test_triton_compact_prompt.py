@@ -10,8 +10,9 @@ from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as ref
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.ops.triton import head_scales, prompt_rule
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
+from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
 
 
 def tokens_of(state, row, layer, tier):
@@ -31,20 +32,20 @@ def tokens_of(state, row, layer, tier):
     return found
 
 
+@pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4"])
-def test_matches_reference(tiers, alphas):
-    policy = DiffKVPolicy(*alphas, window=5)
+def test_matches_reference(tiers, alphas, sinks, scales):
+    policy = DiffKVPolicy(*alphas, window=5, sinks=sinks)
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=120, window=5)
     generator = torch.Generator().manual_seed(3)
     state = manager.state
+    policy = scaled(policy, state, generator) if scales else policy
     state.counters += 97  # the ring wraps
     add_prompt(manager, 1, 47, generator, compact=False)
     twin = clone_state(state)
     workspace = PromptWorkspace.create(state)
-    compact_prompt(
-        state, 1, 47, workspace, alpha_high=policy.alpha_high, alpha_low=policy.alpha_low, window=policy.window
-    )
+    compact_prompt(state, 1, 47, workspace, **prompt_rule(policy, head_scales(policy, state)))
     reference(twin, 1, 47, policy)
     check_integrity(manager)
     for name in ("entries", "own_tokens", "hole", "fault"):
@@ -65,11 +66,10 @@ def test_a_second_chunk_joins_what_went_down():
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=160, window=5)
     generator = torch.Generator().manual_seed(3)
     state, workspace = manager.state, PromptWorkspace.create(manager.state)
-    alphas = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "window": policy.window}
     for end, count in ((30, 30), (47, 17), (61, 14)):
         add_prompt(manager, 1, count, generator, compact=False)
         twin = clone_state(state)
-        compact_prompt(state, 1, end, workspace, **alphas)
+        compact_prompt(state, 1, end, workspace, **prompt_rule(policy, head_scales(policy, state)))
         reference(twin, 1, end, policy)
         check_integrity(manager)
         for name in ("entries", "own_tokens", "hole", "fault"):
@@ -89,6 +89,7 @@ def test_without_spare_pages_nothing_is_demoted():
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=48, layers=2, heads=2)
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
     assert manager.free_pages() == 0
-    compact_prompt(manager.state, 1, 48, PromptWorkspace.create(manager.state), alpha_high=9e9, alpha_low=0.0, window=4)
+    policy, state = DiffKVPolicy(9e9, 0.0, window=4), manager.state
+    compact_prompt(state, 1, 48, PromptWorkspace.create(state), **prompt_rule(policy, head_scales(policy, state)))
     assert manager.free_pages() == 0 and not manager.state.own_tokens[..., 1].any()
     check_integrity(manager)

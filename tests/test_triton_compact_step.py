@@ -16,7 +16,8 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.state import PageState
-from tests.triton_helpers import DEVICE, add_prompt, clone_state, held_pages, make_format, make_manager, vectors
+from sglang_diffkv.ops.triton import head_scales, thresholds
+from tests.triton_helpers import DEVICE, add_prompt, clone_state, held_pages, make_format, make_manager, scaled, vectors
 
 COUNTS = ("entries", "own_tokens", "hole", "write_slot", "fault", "counters")
 
@@ -78,8 +79,14 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
     return result
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4", "K8V2 K4V1"])
-def test_steps_match_references(tiers):
+@pytest.mark.parametrize(
+    ("tiers", "scales"),
+    [
+        ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
+        ("K8V4", True),
+    ],
+)  # fmt: skip
+def test_steps_match_references(tiers, scales):
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=150, window=4)
     generator = torch.Generator().manual_seed(1)
     add_prompt(manager, 1, 37, generator)
@@ -93,7 +100,8 @@ def test_steps_match_references(tiers):
     workspace = CompactWorkspace.create(state, 3)
     found = FoundTokens.create(state, 3, DecodeConfig(score_parts=5))
     found.parts = 4
-    policy = manager.policy
+    policy = scaled(manager.policy, state, generator) if scales else manager.policy
+    rule = thresholds(policy, head_scales(policy, state))
     for step in range(14):
         for row in (1, 3):
             manager.space.append(row, 1)
@@ -111,9 +119,7 @@ def test_steps_match_references(tiers):
         scores = searches(twin, rows[:2], int(seq_lens[1]), 4, generator)
         found.packed.fill_(2**63 - 1)
         pack(scores, found)
-        compact_step(
-            state, rows, seq_lens, found, workspace, valid, alpha_high=policy.alpha_high, alpha_low=policy.alpha_low
-        )
+        compact_step(state, rows, seq_lens, found, workspace, valid, **rule)
         compact_reference(twin, rows[:2], policy.plan_step(scores, seq_lens[:2], len(state.segments)))
         assert_same(state, twin, rows[:2])
         check_integrity(manager)

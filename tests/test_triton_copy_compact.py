@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from sglang_diffkv.kernels.copy_compact import reference
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.state import PageState
-from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
+from sglang_diffkv.ops.triton import head_scales, prompt_rule
+from sglang_diffkv.policies.diffkv import KEEP
+from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "counters")
 TARGET = 5
@@ -27,11 +31,11 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
     return [x[live] for x in fields]
 
 
-@pytest.mark.parametrize("judging", [False, True])
+@pytest.mark.parametrize(("judging", "sinks", "scales"), [(False, 0, False), (True, 0, False), (True, 5, True)])
 @pytest.mark.parametrize(
     "tiers, dim, v_dim", [("K8V4 K4V2", 64, 64), ("BF16 K4V2", 96, 64), ("K8V4", 64, 128), ("K8V8 K4V1", 128, 128)]
 )
-def test_copies_are_the_reference_s(tiers, dim, v_dim, judging):
+def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
     manager = make_manager(make_format(tiers, dim, v_dim, page_tokens=4), pages=300, layers=2, heads=2)
     state, generator = manager.state, torch.Generator().manual_seed(3)
     state.counters += 277  # the ring wraps
@@ -47,11 +51,12 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging):
     manager.space.extend(TARGET, 30, 30)
     manager.space.flush()
     twin = clone_state(state)
-    policy = manager.policy
-    settings = {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "window": policy.window}
+    policy = replace(manager.policy, sinks=sinks)
+    policy = scaled(policy, state, generator) if scales else policy
     ticket = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rule = prompt_rule(policy, head_scales(policy, state))
     for source, lo, hi in ((segments[0].row, 3, 40), (2, 0, 23)):
-        copy_compact(state, TARGET, source, lo, hi, 48, ticket, judged=judged, **settings)
+        copy_compact(state, TARGET, source, lo, hi, 48, ticket, judged=judged, **rule)
         reference.copy_compact(twin, TARGET, source, lo, hi, 48, policy, judged)
         for name in COUNTS:
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
@@ -74,8 +79,8 @@ def test_an_empty_ring_raises_the_fault_and_writes_to_nobody() -> None:
     manager.space.flush()
     before = [x.clone() for tier in range(2) for x in tokens_of(state, 2, tier)]
     ticket = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    settings = {"alpha_high": 0.0, "alpha_low": 0.0, "window": 8}
-    copy_compact(state, TARGET, 2, 0, 23, 23, ticket, **settings)
+    rule = prompt_rule(KEEP, head_scales(KEEP, state))
+    copy_compact(state, TARGET, 2, 0, 23, 23, ticket, **rule)
     copied = int(state.own_tokens[TARGET].sum())
     assert copied == 23 * 4 and int(state.fault[TARGET]) == 1
     after = [x for tier in range(2) for x in tokens_of(state, 2, tier)]

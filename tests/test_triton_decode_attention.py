@@ -29,7 +29,7 @@ CASES = [
 
 
 def run_both(
-    manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True
+    manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True, **rule
 ):
     generator = torch.Generator().manual_seed(len(tiers) + group)
     state = manager.state
@@ -53,10 +53,10 @@ def run_both(
         workspace.plan(state, rows, valid, judge_low=judge_low)
     for layer in range(state.num_layers):
         got = decode_attention(
-            state, layer, q, rows, seq_lens, scale, workspace, valid, found=found, window=WINDOW, logit_cap=cap
+            state, layer, q, rows, seq_lens, scale, workspace, valid, found=found, window=WINDOW, logit_cap=cap, **rule
         )
         expected = reference(
-            twin, layer, q, rows, seq_lens, scale, scores=expected_scores, window=WINDOW, logit_cap=cap
+            twin, layer, q, rows, seq_lens, scale, scores=expected_scores, window=WINDOW, logit_cap=cap, **rule
         )
         results.append((got, expected))
     return results, state, twin, found, expected_scores
@@ -66,6 +66,21 @@ def run_both(
 def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
     manager = make_manager(make_format(tiers, dim, v_dim, page_tokens=8), window=WINDOW)
     results, state, twin, found, expected = run_both(manager, tiers, group, splits, tile)
+    check_against_reference(results, state, twin, found, expected)
+
+
+@pytest.mark.parametrize("rule", [{"sinks": 2}, {"sinks": 53}, {"horizon": 1}, {"sinks": 2, "horizon": 5}])
+def test_rules_of_the_search_are_the_reference_s(rule):
+    """The second request's candidate, and with 53 sinks also the first's, is a sink."""
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=8), window=WINDOW)
+    results = run_both(manager, "rule", 4, 2, 32, **rule)
+    check_against_reference(*results)
+    slots = results[-1].candidate_slot
+    assert ((slots[2] == -1).all() == ("sinks" in rule)) and ((slots[0] >= 0).any() == (rule.get("sinks") != 53))
+
+
+def check_against_reference(results, state, twin, found, expected):
+    """What both gave for the first request, of 61 tokens, and the third, of 9; the second has none."""
     for (out, lse), (ref_out, ref_lse) in results:
         assert out[1].abs().max() == 0 and torch.isneginf(lse[1]).all(), "an empty row has no attention"
         for b in (0, 2):

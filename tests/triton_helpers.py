@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 
 import torch
 
@@ -36,6 +37,12 @@ def make_manager(
     manager = PageManager(geometry, DiffKVPolicy(1.0, 0.2, window), dtype=dtype, device=DEVICE)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
     return manager
+
+
+def scaled(policy: DiffKVPolicy, state: PageState, generator: torch.Generator) -> DiffKVPolicy:
+    """With a random factor of each head."""
+    factors = torch.rand(state.num_layers, state.num_heads, generator=generator) * 3 + 0.2
+    return replace(policy, head_scale=tuple(tuple(layer) for layer in factors.tolist()))
 
 
 def vectors(state: PageState, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:

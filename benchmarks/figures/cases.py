@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_diffkv.calibration import lookup, policy_fields
+from sglang_diffkv.calibration import HeadScale, lookup, policy_fields
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.evaluate.configuration import FP8, FP8_DTYPE, STOCK, Configuration
 from sglang_diffkv.mem_pool.page_format import Tier
@@ -51,6 +51,9 @@ class Thresholds:
     window: int
     source: str
     rotate: str = "none"
+    sinks: int = 0
+    horizon: int = 0
+    head_scale: HeadScale | None = None
 
 
 DEFAULTS = DiffKVPolicyConfig()
@@ -67,11 +70,13 @@ def chosen(model: str, alpha_high: float | None = None) -> Thresholds:
         found = Thresholds(TIERS, DEFAULTS.alpha_high, DEFAULTS.alpha_low, DEFAULTS.window, source)
     else:
         source = f"calibrated, {entry.source}"
-        found = Thresholds(entry.tiers, entry.alpha_high, entry.alpha_low, entry.window, source, entry.rotate)
+        more = (entry.window, source, entry.rotate, entry.sinks, entry.horizon, entry.head_scale)
+        found = Thresholds(entry.tiers, entry.alpha_high, entry.alpha_low, *more)
     if alpha_high is None:
         return found
     tiers = found.tiers if len(found.tiers) > 1 else TIERS
-    return Thresholds(tiers, alpha_high, min(found.alpha_low, alpha_high), found.window, "command line", found.rotate)
+    alpha_low = min(found.alpha_low, alpha_high)
+    return replace(found, tiers=tiers, alpha_high=alpha_high, alpha_low=alpha_low, source="command line")
 
 
 def uniform(tier: str, series: str | None = None) -> Case:
@@ -88,8 +93,9 @@ def diffkv(at: Thresholds, series: str) -> Case:
     shown = "-" if at.alpha_high is None else f"{at.alpha_high:g}"
     label = f"({shown}, {at.alpha_low:g})"
     name = f"diffkv {'-'.join(at.tiers)} {label}" + (f" window {at.window}" if at.window != DEFAULTS.window else "")
-    name += " rotated" if at.rotate == "keys" else ""
-    policy = policy_fields(at.alpha_high, at.alpha_low, at.window)
+    name += (" rotated" if at.rotate == "keys" else "") + (f" sinks {at.sinks}" if at.sinks else "")
+    name += (f" horizon {at.horizon}" if at.horizon else "") + (" scaled" if at.head_scale else "")
+    policy = policy_fields(at.alpha_high, at.alpha_low, at.window, at.sinks, at.horizon, at.head_scale)
     configuration = _configuration(name, tiers=at.tiers, policy=policy, rotate=at.rotate)
     return Case(configuration, series, label, alpha_high=at.alpha_high, alpha_low=at.alpha_low)
 

@@ -37,11 +37,15 @@ def compact_prompt(
     alpha_high: float,
     alpha_low: float,
     window: int,
+    sinks: int = 0,
+    head_scale: torch.Tensor,
 ) -> None:
     """``reference.compact_prompt`` with ``DiffKVPolicy``: sort the own tokens of ``row``, all high, into tiers.
 
     It borrows one page a head from the ring; a head that gets none keeps in the high tier what would go low.
+    ``head_scale`` [L, H] float32 multiplies both thresholds.
     """
+    assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
     fmt, count = state.fmt, state.num_layers * state.num_heads
     if len(fmt.tiers) > 1:
         spare_kernel[(triton.cdiv(count, 128),)](
@@ -49,8 +53,9 @@ def compact_prompt(
             R=128, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
-        row, seq_len, window, alpha_high, alpha_low, workspace.spare, state.pages.view(state.dtype), state.pages,
-        state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry,
+        row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, workspace.spare,
+        state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
+        state.range_hi, state.block_table, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.ring, state.counters, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
         num_warps=4, **SAME_BITS,

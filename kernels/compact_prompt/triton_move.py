@@ -58,10 +58,10 @@ def spare_kernel(spare, ring, counters, refcount, ticket, num_pages, count, R: t
     settle(counters, ticket)
 
 
-@triton.jit(do_not_specialize=["row", "seq_len", "window"])
+@triton.jit(do_not_specialize=["row", "seq_len", "window", "sinks"])
 def compact_kernel(
-    row, seq_len, window, alpha_high, alpha_low, spare, raw_like, pages, page_table, range_lo, range_hi, block_table,
-    entries, own_entry, own_tokens, hole, fault, ring, counters, refcount, num_pages,
+    row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, spare, raw_like, pages, page_table, range_lo,
+    range_hi, block_table, entries, own_entry, own_tokens, hole, fault, ring, counters, refcount, num_pages,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -69,9 +69,12 @@ def compact_kernel(
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H). Without a spare page a head demotes nothing. A row with a fault, which is about to be
-    aborted, stays as it is."""
+    """Grid (L * H). ``head_scale`` [L, H] multiplies both thresholds. Without a spare page a head demotes nothing. A
+    row with a fault, which is about to be aborted, stays as it is."""
     layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    scale = tl.load(head_scale + tl.program_id(0))
+    alpha_high *= scale
+    alpha_low *= scale
     head_at = (row.to(tl.int64) * L + layer) * H + head
     high_at = head_at * TIERS
     first = tl.load(own_entry + high_at)
@@ -110,7 +113,7 @@ def compact_kernel(
         word = tl.load(number_at(source, H_SCORES, slot), mask=live, other=0)
         score = word.to(tl.float32, bitcast=True)
         live = live & (position >= 0)
-        stays, goes = prompt_decision(score, position, live, seq_len, window, alpha_high, alpha_low, TIERS == 2)
+        stays, goes = prompt_decision(score, position, live, seq_len, window, sinks, alpha_high, alpha_low, TIERS == 2)
         if TIERS == 2:
             stuck = goes & (spare_page == num_pages) & (low_pages == 0)
             stays = stays | stuck

@@ -90,6 +90,7 @@ def compact_step(
     *,
     alpha_high: float,
     alpha_low: float,
+    head_scale: torch.Tensor,
 ) -> None:
     """DiffKV's Algorithm 1 after a decode step: ``DiffKVPolicy.plan_step``, then ``reference.compact_step``.
 
@@ -97,14 +98,16 @@ def compact_step(
         rows, seq_lens: [B] integers, the new token counted.
         found: the step's searches, for at least B requests.
         workspace: for at least B requests.
+        head_scale: [L, H] float32, contiguous, factors of both thresholds.
     """
     check_rows(rows, num_valid, state)
     assert seq_lens.shape == rows.shape and found.packed.shape[0] >= rows.shape[0] <= workspace.leave.shape[0]
+    assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
     plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
         found.packed, found.parts, found.packed.shape[4], rows, seq_lens, num_valid, batch, alpha_high,
-        alpha_low, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
+        alpha_low, head_scale, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
         state.own_tokens, state.pages,
         state.ring, state.counters, state.refcount, state.block_table, state.page_table, state.range_lo,
         state.range_hi, state.fault, workspace.ticket, state.num_pages,

@@ -19,7 +19,8 @@ def best_found(found, at, live, parts):
 
 @triton.jit(do_not_specialize=["batch", "parts", "max_parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def plan_kernel(
-    found, parts, max_parts, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, demote_out, leave_out, target_out,
+    found, parts, max_parts, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, head_scale, demote_out,
+    leave_out, target_out,
     entries, own_entry, own_tokens, pages, ring, counters, refcount, block_table, page_table, range_lo, range_hi,
     fault, ticket, num_pages,
     TOKENS: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
@@ -30,6 +31,7 @@ def plan_kernel(
 
     Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
     free, and the low slot that takes the token. ``TOKENS`` and ``POSITIONS`` are the low tier's.
+    ``head_scale`` [L, H] multiplies both thresholds.
     """
     flat = tl.program_id(0) * R + tl.arange(0, R)
     b = flat // (L * H)
@@ -40,8 +42,9 @@ def plan_kernel(
     row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
     length = tl.load(seq_lens + b, mask=live, other=1).to(tl.float32)
     at = (row * L + layer) * H + head
-    low = tl.div_rn(tl.zeros([R], tl.float32) + alpha_low, length)
-    high = tl.div_rn(tl.zeros([R], tl.float32) + alpha_high, length) if TIERS == 2 else low
+    scale = tl.load(head_scale + flat % (L * H))
+    low = tl.div_rn(alpha_low * scale, length)
+    high = tl.div_rn(alpha_high * scale, length) if TIERS == 2 else low
     first = flat.to(tl.int64) * (TIERS + 1) * max_parts
     candidate, candidate_score = best_found(found, first, live, parts)
     least, least_score = best_found(found, first + max_parts, live, parts)

@@ -25,15 +25,18 @@ def copy_compact(
     alpha_high: float,
     alpha_low: float,
     window: int,
+    sinks: int = 0,
+    head_scale: torch.Tensor,
     judged: torch.Tensor | None = None,
 ) -> None:
     """``reference.copy_compact`` with ``DiffKVPolicy``.
 
     Args:
         ticket: [1] int32, zero before the first launch and after each.
-        judged: [L, H, n] float32, contiguous.
+        judged: [L, H, n] float32, contiguous. head_scale: [L, H] float32, contiguous.
     """
     assert target != source
+    assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
     assert ticket.shape == (1,) and ticket.dtype == torch.int32
     fmt, layers, heads = state.fmt, state.num_layers, state.num_heads
     count = layers * heads
@@ -46,7 +49,7 @@ def copy_compact(
         judged = torch.empty(1, device=state.device)
     every = format_constants(fmt)
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
-    rule = (judged, known, seq_len, window, alpha_high, alpha_low, counts)
+    rule = (judged, known, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts)
     names = ("TOKENS", "SCORES", "POSITIONS")
     count_kernel[(count,)](
         source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table,

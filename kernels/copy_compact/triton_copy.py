@@ -20,8 +20,8 @@ from sglang_diffkv.kernels.triton_tokens import (
 
 @triton.jit
 def judged_page(
-    entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages, page_table,
-    range_lo, range_hi, block_table,
+    entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, pages,
+    page_table, range_lo, range_hi, block_table,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +40,8 @@ def judged_page(
     known = held & (position < judged_len)
     own = tl.load(judged + tl.where(known, position, 0), mask=known, other=0.0)
     score = tl.where(known & (own == own), own, score)
-    stays, goes = prompt_decision(score, position, held, seq_len, window, alpha_high, alpha_low, TIER + 1 < TIERS)
+    lower: tl.constexpr = TIER + 1 < TIERS
+    stays, goes = prompt_decision(score, position, held, seq_len, window, sinks, alpha_high, alpha_low, lower)
     return page, score.to(tl.int32, bitcast=True), position, stays, goes
 
 
@@ -60,10 +61,10 @@ def target_slots(
     return pages + page.to(tl.int64) * PAGE_BYTES, rank % TOKENS
 
 
-@triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window"])
+@triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks"])
 def count_kernel(
-    source, lo, hi, judged, judged_len, seq_len, window, alpha_high, alpha_low, counts, pages, page_table,
-    range_lo, range_hi, block_table, entries,
+    source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts, pages,
+    page_table, range_lo, range_hi, block_table, entries,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr,
     L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
@@ -73,12 +74,15 @@ def count_kernel(
     layer, head = flat // H, flat % H
     at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
     judged += flat.to(tl.int64) * judged_len
+    scale = tl.load(head_scale + flat)
+    alpha_high *= scale
+    alpha_low *= scale
     high = 0
     low = 0
     for entry in range(0, tl.load(entries + at)):
         _, _, _, stays, goes = judged_page(
-            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
-            page_table, range_lo, range_hi, block_table,
+            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
+            pages, page_table, range_lo, range_hi, block_table,
             0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         high += tl.sum(stays.to(tl.int32), 0)
@@ -86,8 +90,8 @@ def count_kernel(
     if TIERS == 2:
         for entry in range(0, tl.load(entries + at + 1)):
             _, _, _, stays, _ = judged_page(
-                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
-                page_table, range_lo, range_hi, block_table,
+                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
+                pages, page_table, range_lo, range_hi, block_table,
                 1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             low += tl.sum(stays.to(tl.int32), 0)
@@ -122,10 +126,10 @@ def take_kernel(
     settle(counters, ticket)
 
 
-@triton.jit(do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window"])
+@triton.jit(do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks"])
 def copy_kernel(
-    target, source, lo, hi, judged, judged_len, seq_len, window, alpha_high, alpha_low, counts, raw_like, pages,
-    page_table, range_lo, range_hi, block_table, entries, own_entry, own_tokens,
+    target, source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts,
+    raw_like, pages, page_table, range_lo, range_hi, block_table, entries, own_entry, own_tokens,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -139,6 +143,9 @@ def copy_kernel(
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
     target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS
     judged += flat.to(tl.int64) * judged_len
+    scale = tl.load(head_scale + flat)
+    alpha_high *= scale
+    alpha_low *= scale
     raw: tl.constexpr = raw_like.dtype
     high = tl.load(own_tokens + target_at) - tl.load(counts + flat * 2)
     low = 0
@@ -147,8 +154,8 @@ def copy_kernel(
     slot = tl.arange(0, padded(H_TOKENS))
     for entry in range(0, tl.load(entries + source_at)):
         page, score, position, stays, goes = judged_page(
-            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
-            page_table, range_lo, range_hi, block_table,
+            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
+            pages, page_table, range_lo, range_hi, block_table,
             0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         to, place = target_slots(
@@ -176,8 +183,8 @@ def copy_kernel(
         low_slot = tl.arange(0, padded(L_TOKENS))
         for entry in range(0, tl.load(entries + source_at + 1)):
             page, score, position, stays, _ = judged_page(
-                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, alpha_high, alpha_low, pages,
-                page_table, range_lo, range_hi, block_table,
+                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
+                pages, page_table, range_lo, range_hi, block_table,
                 1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             to, place = target_slots(

@@ -97,6 +97,8 @@ def decode_attention(
     *,
     scores: StepScores | None = None,
     window: int = 0,
+    sinks: int = 0,
+    horizon: int = 0,
     logit_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
@@ -105,7 +107,9 @@ def decode_attention(
         q: [B, Hq, head_dim]. Query head ``h`` belongs to KV head ``h // (Hq / H)``.
         rows: [B] int64. seq_lens: [B] int64, the new token included.
         scores: where given, own tokens' scores are updated and the policy's searches are filled in.
-        window: newest tokens that the policy must not touch.
+        window, sinks: newest and first tokens that the policy must not touch.
+        horizon: where given, a token with more later tokens than this has an exponential mean of the attention
+            received, of weight ``1 / horizon`` for the newest, and not the mean over all of them.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
 
     Returns:
@@ -141,7 +145,9 @@ def decode_attention(
         for tier, (p, position, valid) in enumerate(zip(probs[:judged], positions, valids, strict=False)):
             page, old = tables[tier][0], gathered[tier].scores
             received = p.amax(2)
-            _update_scores(state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window)
+            _update_scores(
+                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks, horizon
+            )
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
 
 
@@ -158,6 +164,8 @@ def _update_scores(
     seq_lens: torch.Tensor,
     scores: StepScores,
     window: int,
+    sinks: int,
+    horizon: int,
 ) -> None:
     """Running mean of the attention own tokens receive; then the candidate and the least significant."""
     seg = state.segments[tier]
@@ -167,20 +175,21 @@ def _update_scores(
     entry = torch.arange(page.shape[2], device=page.device).expand_as(page)
     own = (entry >= first) & (entry < state.entries[rows, layer, :, tier].unsqueeze(2))
     own_token = own.repeat_interleave(tokens, dim=2) & valid
-    count = (newest - position).clamp(min=1)
+    count = (newest - position).clamp(min=1, max=horizon or None)
     old = old.reshape(position.shape)
     new = torch.where(position < newest, old + (received - old) / count, old)
     target = torch.where(own, page, state.scratch_page)
     seg.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
 
     slot = torch.arange(position.shape[2], device=page.device) - first * tokens  # [B, H, N]
+    movable = own_token & (position >= sinks)
     if tier == 0:
-        leaving = own_token & (position == newest - window)
+        leaving = movable & (position == newest - window)
         found = leaving.any(2)
         at = leaving.int().argmax(2, keepdim=True)
         scores.candidate_slot[:, layer] = torch.where(found, slot.gather(2, at).squeeze(2), EMPTY)
         scores.candidate_score[:, layer] = new.gather(2, at).squeeze(2)
-    outside = own_token & (position <= newest - window)
+    outside = movable & (position <= newest - window)
     ranked = new.masked_fill(~outside, float("inf"))
     if ranked.shape[2]:
         value, at = ranked.min(2, keepdim=True)

@@ -19,7 +19,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
 )
 from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
 
 NOTHING = 2**63 - 1
 
@@ -69,6 +69,8 @@ def decode_attention(
     lse: torch.Tensor | None = None,
     found: FoundTokens | None = None,
     window: int = 0,
+    sinks: int = 0,
+    horizon: int = 0,
     logit_cap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
@@ -79,6 +81,7 @@ def decode_attention(
         num_valid: [1] int32, requests that are not padding; the others get zeros.
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in.
+        window, sinks: newest and first tokens that the searches pass over. horizon: as for the reference.
 
     Returns:
         ``out`` and ``lse`` (natural logarithm).
@@ -124,7 +127,7 @@ def decode_attention(
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
-        rows, seq_lens, num_valid, layer, window, workspace.room, splits,
+        rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
         **kept, **shape, SLOTS=16 if slots <= 16 else max(128, triton.next_power_of_2(slots)),  # few variants
         SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, num_warps=config.score_warps, **overlap,
     )  # fmt: skip

@@ -54,7 +54,7 @@ def attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constex
 
 @triton.jit
 def score_tier(
-    part, parts, lse, newest, window, logits_ptr, tile_max_ptr, room, pages, page_table, block_table,
+    part, parts, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room, pages, page_table, block_table,
     row, layer, head, count, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -93,25 +93,26 @@ def score_tier(
         )
         power = attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N, G, GP)
         own = inside & (power > float("-inf"))
-        age = tl.maximum(newest - position, 1).to(tl.float32)
+        age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
         new = tl.where(position < newest, old + (tl.exp2(power) - old) / age, old)
         tl.store(score_ptr, new, mask=own)
         number = (tiles // CHUNKS * TOKENS)[:, None] + slot
         bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
         if HIGH:
-            leaving = own & (position == newest - window)
+            leaving = own & (position == newest - window) & (position >= sinks)
             candidate = tl.minimum(candidate, tl.where(leaving, packed, NOTHING))
-        least = tl.minimum(least, tl.where(own & (position <= newest - window), packed, NOTHING))
+        least = tl.minimum(least, tl.where(own & (position <= newest - window) & (position >= sinks), packed, NOTHING))
     return tl.min(tl.min(candidate, 1), 0), tl.min(tl.min(least, 1), 0)
 
 
 @triton.jit(
-    do_not_specialize=["layer", "window", "splits", "max_parts"], do_not_specialize_on_alignment=["rows", "seq_lens"]
+    do_not_specialize=["layer", "window", "sinks", "horizon", "splits", "max_parts"],
+    do_not_specialize_on_alignment=["rows", "seq_lens"],
 )
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table,
-    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, room, splits,
+    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -185,16 +186,16 @@ def finish_kernel(
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        part - 1, parts, lse, newest, window, logits_ptr, tile_max_ptr, room_high, pages, page_table, block_table,
-        row, layer, head, count_high, own_high,
+        part - 1, parts, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room_high, pages, page_table,
+        block_table, row, layer, head, count_high, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
     tl.store(found_ptr, candidate)
     tl.store(found_ptr + max_parts, least)
     if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
-            part - 1, parts, lse, newest, window, logits_ptr + high * N_H * G, tile_max_ptr + high * G, room_low, pages,
-            page_table, block_table, row, layer, head, count_low,
+            part - 1, parts, lse, newest, window, sinks, horizon, logits_ptr + high * N_H * G,
+            tile_max_ptr + high * G, room_low, pages, page_table, block_table, row, layer, head, count_low,
             tl.load(own_entry + counts + 1),
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip

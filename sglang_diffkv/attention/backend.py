@@ -112,7 +112,7 @@ class DiffKVAttnBackend(AttentionBackend):
         ops.append(state, index, k, v, step)
         cap = layer.logit_cap or 0.0
         if decode:
-            out = ops.decode(state, index, q, step, layer.scaling, policy.window, cap)
+            out = ops.decode(state, index, q, step, layer.scaling, policy, cap)
         else:
             out = ops.extend(state, index, q, k, v, step, layer.scaling, cap, policy.compresses)
         if layer.layer_id == self.last_layer:

@@ -17,6 +17,7 @@ from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_at
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops.triton import head_scales, prompt_rule, thresholds
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 
@@ -54,6 +55,7 @@ class DecodeWrapper:
             settings = self.workspace.config
             self.found = FoundTokens.create(state, max_batch, settings, judge_low=policy.judges_low)
         self.compaction = CompactWorkspace.create(state, max_batch)
+        self.head_scale = head_scales(policy, state)
         device = state.device
         self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.seq_lens = torch.ones(max_batch, dtype=torch.int64, device=device)
@@ -106,6 +108,8 @@ class DecodeWrapper:
             lse=self.lse[:batch],
             found=self.found,
             window=self.policy.window if self.policy else 0,
+            sinks=self.policy.sinks if self.policy else 0,
+            horizon=self.policy.horizon if self.policy else 0,
             logit_cap=self.logit_cap,
         )
         return out
@@ -120,8 +124,7 @@ class DecodeWrapper:
                 self.found,
                 self.compaction,
                 self.num_valid,
-                alpha_high=self.policy.alpha_high,
-                alpha_low=self.policy.alpha_low,
+                **thresholds(self.policy, self.head_scale),
             )
 
 
@@ -134,6 +137,7 @@ class ExtendWrapper:
         self.state, self.policy = state, policy
         self.sm_scale, self.logit_cap = sm_scale, logit_cap
         self.workspace = PromptWorkspace.create(state)
+        self.head_scale = head_scales(policy, state)
 
     def plan(self, rows: list[int], extend_lens: list[int], prefix_lens: list[int]) -> None:
         """New tokens of each row and the tokens before them; takes slots and pages for all layers."""
@@ -185,7 +189,5 @@ class ExtendWrapper:
                 row,
                 seq_len,
                 self.workspace,
-                alpha_high=self.policy.alpha_high,
-                alpha_low=self.policy.alpha_low,
-                window=self.policy.window,
+                **prompt_rule(self.policy, self.head_scale),
             )

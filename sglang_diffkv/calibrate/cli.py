@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import cached_property, partial
-from pathlib import Path
 
 import requests
 
-from sglang_diffkv.calibrate.search import WINDOW, Search, Setting, grid, paper
+from sglang_diffkv.calibrate.arguments import parse_args, read_head_scale
+from sglang_diffkv.calibrate.search import Search, Setting, grid, paper
 from sglang_diffkv.calibration import (
     CalibratedThresholds,
     CalibrationFile,
@@ -34,7 +34,7 @@ from sglang_diffkv.calibration import (
 )
 from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
 from sglang_diffkv.evaluate import runner
-from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
+from sglang_diffkv.evaluate.cli import question_options
 from sglang_diffkv.evaluate.configuration import STOCK, Configuration, device_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
@@ -46,58 +46,7 @@ from sglang_diffkv.testing.client import RequestError
 from sglang_diffkv.testing.server import ServerError
 from sglang_diffkv.testing.tasks import load_tokenizer
 
-PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
-PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
 REPORTING = "dev"
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_diffkv.calibrate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--task", required=True, metavar="KIND=PATH", help="calibration file, as for evaluate")
-    parser.add_argument("--tolerance", type=float, default=1.0, help="points below bf16 (default: %(default)s)")
-    parser.add_argument("--procedure", choices=("paper", "grid"), default="paper")
-    parser.add_argument(
-        "--tiers",
-        type=lambda text: tuple(text.upper().split(",")),
-        action="append",
-        metavar="HIGH,LOW",
-        help="repeat it for several choices with --procedure grid (default: K8V4,K4V2)",
-    )
-    parser.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
-    parser.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
-    parser.add_argument(
-        "--window",
-        type=int,
-        nargs="+",
-        default=[WINDOW],
-        help=f"several with --procedure grid (default: {WINDOW})",
-    )
-    parser.add_argument(
-        "--rotate",
-        choices=("none", "keys"),
-        nargs="+",
-        default=["none"],
-        help="both with --procedure grid (default: none)",
-    )
-    parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
-    parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")
-    add_question_arguments(parser)
-    parser.add_argument("--work", type=Path, required=True, help="folder for the answers")
-    parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
-    args = parser.parse_args(argv)
-    args.tiers = args.tiers or [("K8V4", "K4V2")]
-    for name in ("tiers", "window", "rotate"):
-        if args.procedure == "paper" and len(getattr(args, name)) > 1:
-            parser.error(f"--procedure paper takes one choice of --{name}")
-    if args.tolerance < 0:
-        parser.error("--tolerance is a number of points from 0 on")
-    return args
 
 
 class Calibration:
@@ -111,6 +60,7 @@ class Calibration:
         if self.task.name.endswith(f"/{REPORTING}"):
             raise TaskFileError(f"{self.task.name} is for reporting: fit on another file")
         self.suite = runner.Suite.of(self.task, load_tokenizer(args.tokenizer or args.model))
+        self.head_scale = None if args.head_scale is None else read_head_scale(args.head_scale)
         self.asked: set[str] = set()
         runner.register(store, [self.suite])
         self._server(Configuration(STOCK))
@@ -143,7 +93,8 @@ class Calibration:
         base = load_config(self.args.base).model_dump(exclude_unset=True)
         if searched := base.keys() & {"tiers", "policy", "rotate"}:
             raise ConfigError(f"--base sets {' and '.join(sorted(searched))}, which are what is searched for")
-        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window)
+        rule = (setting.window, setting.sinks, setting.horizon, self.head_scale)
+        policy = policy_fields(setting.alpha_high, setting.alpha_low, *rule)
         fields = {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate}
         return load_config(json.dumps({**base, **fields}))
 
@@ -179,6 +130,7 @@ class Calibration:
             models=(model_name(args.model),),
             geometry=ModelGeometry.of(args.model),
             **asdict(chosen),
+            head_scale=self.head_scale,
             source="measured",
             chosen=search.tried[chosen],
             provenance=Provenance(
@@ -221,15 +173,17 @@ def table(stock: Result, search: Search, chosen: Setting | None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Search, print the grid, write the thresholds; 1 if none are within the tolerance or the search cannot go on."""
-    args = parse_args(argv)
+    args = parse_args(argv, __doc__)
     try:
         with Store(args.work) as store:
             calibration = Calibration(args, store)
             search = Search(calibration.measure, args.tolerance / 100, args.whole_grid, args.jobs, calibration.ask)
             if args.procedure == "paper":
-                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, args.window[0], args.rotate[0])
+                fixed = (args.window[0], args.rotate[0], args.sinks[0], args.horizon[0])
+                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
             else:
-                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, args.window, args.rotate)
+                choices = (args.window, args.rotate, args.sinks, args.horizon)
+                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, *choices)
             stock = calibration.stock
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
         print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)

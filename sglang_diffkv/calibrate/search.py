@@ -33,6 +33,8 @@ class Setting:
     alpha_low: float
     window: int = WINDOW
     rotate: str = "none"
+    sinks: int = 0
+    horizon: int = 0
 
     @property
     def name(self) -> str:
@@ -40,7 +42,9 @@ class Setting:
         high = "" if self.alpha_high is None else f" alpha_high={self.alpha_high:g}"
         window = "" if self.window == WINDOW else f" window={self.window}"
         rotate = "" if self.rotate == "none" else f" rotate={self.rotate}"
-        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}"
+        sinks = "" if not self.sinks else f" sinks={self.sinks}"
+        horizon = "" if not self.horizon else f" horizon={self.horizon}"
+        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}{sinks}{horizon}"
 
 
 @dataclass
@@ -106,10 +110,13 @@ def paper(
     lows: Sequence[float],
     window: int = WINDOW,
     rotate: str = "none",
+    sinks: int = 0,
+    horizon: int = 0,
 ) -> Setting | None:
     """``alpha_high`` over ``highs`` with ``alpha_low`` 0, or no low tier at all; then ``alpha_low`` over ``lows``."""
-    high_only = [Setting(tiers[:1], None, 0.0, window, rotate)]
-    both = [Setting(tiers, high, 0.0, window, rotate) for high in sorted(highs)] if len(tiers) > 1 else []
+    rest = (window, rotate, sinks, horizon)
+    high_only = [Setting(tiers[:1], None, 0.0, *rest)]
+    both = [Setting(tiers, high, 0.0, *rest) for high in sorted(highs)] if len(tiers) > 1 else []
     search.lines([high_only, both])
     first = search.best()
     if first is None:
@@ -125,11 +132,14 @@ def grid(
     lows: Sequence[float],
     windows: Sequence[int] = (WINDOW,),
     rotations: Sequence[str] = ("none",),
+    sinks: Sequence[int] = (0,),
+    horizons: Sequence[int] = (0,),
 ) -> Setting | None:
-    """Every choice of tiers, window and rotation with every ``alpha_high`` and ``alpha_low`` that go together."""
+    """Every choice of everything else with every pair of ``alpha_high`` and ``alpha_low``."""
     starts = [
-        Setting(tiers, high, 0.0, window, rotate)
-        for tiers, window, rotate in product(choices, windows, rotations)
+        Setting(tiers, high, 0.0, *rest)
+        for tiers in choices
+        for rest in product(windows, rotations, sinks, horizons)
         for high in (sorted(highs) if len(tiers) > 1 else [None])
     ]
     search.lines([[replace(start, alpha_low=low) for low in _lows(start, lows)] for start in starts])

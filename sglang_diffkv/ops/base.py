@@ -97,7 +97,7 @@ class Ops(Protocol):
     def new_found(self, state: PageState, batch: int, policy: Policy) -> Any: ...
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor: ...
 
     def extend(

@@ -61,13 +61,14 @@ class ReferenceOps:
         return StepScores.create(state, batch, policy.judges_low)
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor:
         if self.exact and not cap:
             return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale)
         out, _ = decode_attention(
-            state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=window, logit_cap=cap
-        )
+            state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=policy.window,
+            sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap,
+        )  # fmt: skip
         return out
 
     def extend(

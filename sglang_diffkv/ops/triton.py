@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,10 +32,23 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 logger = logging.getLogger(__name__)
 
 
-def thresholds(policy: Policy) -> dict[str, float]:
-    """What the kernels take of a policy, which is DiffKV's."""
+def head_scales(policy: Policy | None, state: PageState) -> torch.Tensor:
+    """[L, H] float32, the factors of a policy's thresholds; 1 where it has none."""
+    shape = (state.num_layers, state.num_heads)
+    if not isinstance(policy, DiffKVPolicy) or policy.head_scale is None:
+        return torch.ones(shape, device=state.device)
+    return torch.tensor(policy.head_scale, dtype=torch.float32, device=state.device)
+
+
+def thresholds(policy: Policy, head_scale: torch.Tensor) -> dict[str, Any]:
+    """What the kernels of a step take of a policy, which is DiffKV's."""
     assert isinstance(policy, DiffKVPolicy)
-    return {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low}
+    return {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "head_scale": head_scale}
+
+
+def prompt_rule(policy: Policy, head_scale: torch.Tensor) -> dict[str, Any]:
+    """What the kernels of prompts take."""
+    return {**thresholds(policy, head_scale), "window": policy.window, "sinks": policy.sinks}
 
 
 @dataclass
@@ -108,6 +122,7 @@ class TritonOps:
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
         self.ticket = torch.zeros(1, dtype=torch.int32, device=state.device)
         self.prompt = PromptWorkspace.create(state)
+        self.head_scale = head_scales(policy, state)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
@@ -184,7 +199,7 @@ class TritonOps:
         return FoundTokens.create(state, batch, judge_low=policy.judges_low)
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, window: int, cap: float
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor:
         return decode_attention(
             state,
@@ -196,7 +211,9 @@ class TritonOps:
             step.scratch[0],
             step.num_rows,
             found=step.found,
-            window=window,
+            window=policy.window,
+            sinks=policy.sinks,
+            horizon=policy.horizon,
             logit_cap=cap,
         )[0]
 
@@ -251,10 +268,10 @@ class TritonOps:
         workspace = self._buffers(state, rows.shape[0]).compaction
         if num_rows is None:
             num_rows = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds(policy))
+        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds(policy, self.head_scale))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        compact_prompt(state, row, seq_len, self.prompt, window=policy.window, **thresholds(policy))
+        compact_prompt(state, row, seq_len, self.prompt, **prompt_rule(policy, self.head_scale))
 
     def copy_compact(
         self,
@@ -267,8 +284,8 @@ class TritonOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        alphas = thresholds(policy)
-        copy_compact(state, target, source, lo, hi, seq_len, self.ticket, window=policy.window, judged=judged, **alphas)
+        rule = prompt_rule(policy, self.head_scale)
+        copy_compact(state, target, source, lo, hi, seq_len, self.ticket, judged=judged, **rule)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

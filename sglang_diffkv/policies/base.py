@@ -19,6 +19,16 @@ class Policy(Protocol):
         ...
 
     @property
+    def sinks(self) -> int:
+        """First tokens of a sequence that always stay in the high tier."""
+        ...
+
+    @property
+    def horizon(self) -> int:
+        """Later tokens after which a score forgets, see ``kernels/decode_attention``; 0: it is a mean over all."""
+        ...
+
+    @property
     def compresses(self) -> bool:
         """False if the policy never moves a token, so that scores need not be kept."""
         ...

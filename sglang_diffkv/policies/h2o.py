@@ -31,6 +31,8 @@ class H2OPolicy:
 
     budget: Budget
     window: int = 64
+    sinks: int = 0
+    horizon: int = 0
     compresses: bool = True
     judges_low: bool = True
 

@@ -32,6 +32,8 @@ class SnapKVPolicy:
     budget: Budget
     window: int = 32
     pool: int = 7
+    sinks: int = 0
+    horizon: int = 0
     compresses: bool = True
     judges_low: bool = True
 

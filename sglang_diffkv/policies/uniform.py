@@ -15,6 +15,8 @@ class UniformPolicy:
     """Keeps all tokens where they were written."""
 
     window: int = 0
+    sinks: int = 0
+    horizon: int = 0
     compresses: bool = False
     judges_low: bool = False
 

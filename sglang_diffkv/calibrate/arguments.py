@@ -1,0 +1,73 @@
+"""The command line of the calibration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_diffkv.calibrate.search import WINDOW
+from sglang_diffkv.calibration import HeadScale
+from sglang_diffkv.config import ConfigError, DiffKVPolicyConfig
+from sglang_diffkv.evaluate.cli import add_question_arguments
+
+PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
+PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
+
+
+def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_diffkv.calibrate",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--task", required=True, metavar="KIND=PATH", help="calibration file, as for evaluate")
+    parser.add_argument("--tolerance", type=float, default=1.0, help="points below bf16 (default: %(default)s)")
+    parser.add_argument("--procedure", choices=("paper", "grid"), default="paper")
+    choices = parser.add_argument_group("what is searched", "several of each with --procedure grid")
+    choices.add_argument(
+        "--tiers",
+        type=lambda text: tuple(text.upper().split(",")),
+        action="append",
+        metavar="HIGH,LOW",
+        help="repeat it for several choices (default: K8V4,K4V2)",
+    )
+    choices.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
+    choices.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
+    choices.add_argument("--window", type=int, nargs="+", default=[WINDOW], help=f"default: {WINDOW}")
+    choices.add_argument("--rotate", choices=("none", "keys"), nargs="+", default=["none"], help="default: none")
+    choices.add_argument("--sinks", type=int, nargs="+", default=[0], help="default: 0")
+    choices.add_argument("--horizon", type=int, nargs="+", default=[0], help="default: 0, scores never forget")
+    parser.add_argument(
+        "--head-scale",
+        type=Path,
+        metavar="FILE",
+        help="JSON, [layers][KV heads]: factors of every setting's thresholds",
+    )
+    parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
+    parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")
+    add_question_arguments(parser)
+    parser.add_argument("--work", type=Path, required=True, help="folder for the answers")
+    parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
+    args = parser.parse_args(argv)
+    args.tiers = args.tiers or [("K8V4", "K4V2")]
+    for name in ("tiers", "window", "rotate", "sinks", "horizon"):
+        if args.procedure == "paper" and len(getattr(args, name)) > 1:
+            parser.error(f"--procedure paper takes one choice of --{name}")
+    if args.tolerance < 0:
+        parser.error("--tolerance is a number of points from 0 on")
+    return args
+
+
+def read_head_scale(path: Path) -> HeadScale:
+    """Factors of thresholds from a file. Raises ConfigError."""
+    try:
+        policy = DiffKVPolicyConfig.model_validate({"head_scale": json.loads(path.read_text(encoding="utf-8"))})
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--head-scale {path}: {error}") from None
+    if policy.head_scale is None:
+        raise ConfigError(f"--head-scale {path}: null")
+    return policy.head_scale
