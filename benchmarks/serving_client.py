@@ -7,8 +7,6 @@ import json
 import os
 import random
 import site
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving_loads import Point
+from benchmarks.serving_process import run_module
 from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV, Server, has_gpu
 
 MODULES = ("sglang.benchmark.serving", "sglang.bench_serving")
@@ -56,33 +55,37 @@ def benchmark_module() -> str:
     raise BenchmarkError(f"the installed SGLang has none of the modules {', '.join(MODULES)}")
 
 
-def client_command(port: int, model: str, point: Point, seed: int, output: Path) -> list[str]:
-    """The benchmark client's command line. The server is warmed up before, so the client does not."""
+def client_args(port: int, model: str, point: Point, seed: int, output: Path) -> list[str]:
+    """The benchmark client's arguments. The server is warmed up before, so the client does not."""
     return [
-        *(sys.executable, "-m", benchmark_module(), "--backend", "sglang", "--host", "127.0.0.1", "--port", str(port)),
+        *("--backend", "sglang", "--host", "127.0.0.1", "--port", str(port)),
         *("--model", model, "--tokenizer", model, "--seed", str(seed), "--warmup-requests", "0"),
         *("--disable-tqdm", "--output-details", "--output-file", str(output), *point.args),
     ]
+
+
+@cache
+def client_home(model: str) -> tempfile.TemporaryDirectory[str]:
+    """HOME of the clients that ask about a model: they keep generated prompts there, by a name that says nothing of
+    the model, and find them again for the next server."""
+    return tempfile.TemporaryDirectory(prefix="serving-home-")
 
 
 def run_point(server: Server, model: str, point: Point, seed: int, timeout: float | None) -> dict[str, float]:
     """Run one point; its metrics. Raises BenchmarkError if anything differs from what was asked."""
     with tempfile.TemporaryDirectory(prefix="serving-") as folder:
         output = Path(folder) / "result.jsonl"
-        # The client keeps generated prompts under HOME by a name that says nothing of the model.
-        home = {"HOME": folder, "PYTHONUSERBASE": site.getuserbase()}
+        home = {"HOME": client_home(model).name, "PYTHONUSERBASE": site.getuserbase()}
         env = {**os.environ, **OFFLINE_ENV, **({} if has_gpu() else CPU_ENV), **home}
         env.pop("TRITON_INTERPRET", None)
-        command = client_command(server.port, model, point, seed, output)
-        try:
-            done = subprocess.run(
-                command, env=env, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        except subprocess.TimeoutExpired as error:
-            raise BenchmarkError(f"not finished after {error.timeout:.0f} s") from error
-        if done.returncode or not output.is_file():
-            lines = [line for line in done.stdout.splitlines() if line.strip()] or ["(no output)"]
-            raise BenchmarkError(f"the client ended with status {done.returncode}: {lines[-1][-300:]}")
+        log = Path(folder) / "log"
+        status = run_module(benchmark_module(), client_args(server.port, model, point, seed, output), env, log, timeout)
+        if status is None:
+            raise BenchmarkError(f"not finished after {timeout:.0f} s")
+        if status or not output.is_file():
+            printed = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+            lines = [line for line in printed.splitlines() if line.strip()] or ["(no output)"]
+            raise BenchmarkError(f"the client ended with status {status}: {lines[-1][-300:]}")
         result = json.loads(output.read_text(encoding="utf-8").splitlines()[-1])
     check_result(result, point)
     return {name: result[name] for name in METRICS}

@@ -178,7 +178,7 @@ class DiffKVConfig(_Strict):
     def build_policy(self) -> Policy:
         if self.policy is not None:
             return self.policy.build()
-        return DiffKVPolicy() if len(self.tiers) > 1 else UniformPolicy()
+        return DiffKVPolicyConfig().build() if len(self.tiers) > 1 else UniformPolicy()
 
     def check_heads(self, layers: int, kv_heads: int) -> None:
         """Raise ConfigError if factors by head are not for a model of this shape, all ranks' heads together."""

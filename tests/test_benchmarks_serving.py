@@ -127,7 +127,7 @@ def test_impossible_loads_are_refused(text, message):
 def test_client_knows_the_arguments():
     source = Path(importlib.util.find_spec(serving_client.benchmark_module()).origin).read_text(encoding="utf-8")
     for load in LOADS.values():
-        args = serving_client.client_command(1, "model", load.points()[0], 0, Path("out"))
+        args = serving_client.client_args(1, "model", load.points()[0], 0, Path("out"))
         assert not [flag for flag in args if flag.startswith("--") and f'"{flag}"' not in source]
 
 

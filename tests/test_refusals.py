@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from sglang_diffkv.compat import UnsupportedError
-from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
+from sglang_diffkv.config import ConfigError, DiffKVConfig, DiffKVPolicyConfig, load_config
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.ports import Port
 from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV
@@ -63,7 +64,8 @@ def test_config_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_defaults_and_round_trip() -> None:
     config = DiffKVConfig()
-    assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 64, False)
+    assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 256, False)
+    assert config.build_policy() == DiffKVPolicyConfig().build() == DiffKVPolicy()
     assert load_config(config.model_dump_json(exclude_none=True)) == config
     assert load_config('{"tiers": ["BF16"]}').lossless
 

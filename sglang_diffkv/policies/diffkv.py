@@ -40,7 +40,7 @@ class DiffKVPolicy:
 
     alpha_high: float = 1.0
     alpha_low: float = 0.0
-    window: int = 64
+    window: int = 256
     sinks: int = 0
     horizon: int = 0
     compresses: bool = True
