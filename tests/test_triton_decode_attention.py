@@ -10,7 +10,7 @@ import torch
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace, score_programs
 from tests.triton_helpers import BF16, DEVICE, add_prompt, clone_state, close, held_pages, make_format, make_manager
 
 WINDOW = 8
@@ -101,6 +101,21 @@ def check_against_reference(results, state, twin, found, expected):
     present = expected.least_slot >= 0
     assert torch.equal(got.least_slot[:3] >= 0, present)
     torch.testing.assert_close(got.least_score[:3][present], expected.least_score[present], rtol=5e-2, atol=1e-5)
+
+
+def test_programs_may_join_and_score(monkeypatch):
+    """In a large batch no program joins alone: one of a head's two does both."""
+    monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 0))
+    test_matches_reference("K8V4 K4V2", 64, 64, 4, 3, 32)
+
+
+def test_programs_fill_the_gpu(monkeypatch):
+    state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state  # 2 heads
+    module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
+    monkeypatch.setattr(f"{module}.processors_of", lambda device: 132)  # 1,056 programs at once
+    counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
+    assert counts == {1: (8, 1), 64: (7, 1), 150: (2, 1), 256: (2, 0), 512: (1, 0), 1000: (1, 0)}
+    assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 1)
 
 
 def test_the_low_tier_is_not_judged_where_nothing_asks():

@@ -14,7 +14,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     MAX_SCORE_PARTS,
     DecodeConfig,
     DecodeWorkspace,
-    default_score_parts,
+    score_programs,
     tile_constants,
 )
 from sglang_diffkv.kernels.device import launches_early
@@ -102,8 +102,10 @@ def decode_attention(
     assert out.is_contiguous() and lse.is_contiguous()
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
-        found.parts = workspace.config.score_parts or default_score_parts(state, batch)
+        found.parts, joiners = score_programs(state, batch, workspace.config)
         assert found.packed.shape[4] >= found.parts and found.packed.shape[0] >= batch
+    else:
+        joiners = 1
     judge_low = found is not None and found.judge_low
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
     parts, max_parts = (found.parts, found.packed.shape[4]) if found is not None else (0, 1)
@@ -123,11 +125,11 @@ def decode_attention(
         num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
-    finish_kernel[(batch * heads, 1 + parts)](
+    finish_kernel[(batch * heads, joiners + parts)](
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
-        rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
+        rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits, joiners,
         **kept, **shape, SLOTS=16 if slots <= 16 else max(128, triton.next_power_of_2(slots)),  # few variants
         SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, num_warps=config.score_warps, **overlap,
     )  # fmt: skip

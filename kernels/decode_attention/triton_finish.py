@@ -107,12 +107,13 @@ def score_tier(
 
 
 @triton.jit(
-    do_not_specialize=["layer", "window", "sinks", "horizon", "splits", "max_parts"],
+    do_not_specialize=["layer", "window", "sinks", "horizon", "splits", "max_parts", "joiners"],
     do_not_specialize_on_alignment=["rows", "seq_lens"],
 )
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table,
     block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
+    joiners,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -120,11 +121,12 @@ def finish_kernel(
     N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, 1 + parts): program 0 of a head joins the splits, the others share its tokens' scores.
-    ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a head at most.
-    ``EARLY``: the launch may begin while the first pass ends, and waits for it here."""
+    """Grid (B * H, joiners + parts): program 0 of a head joins the splits, and all but the first ``joiners`` (0 or 1)
+    share its tokens' scores. ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a
+    head at most. ``EARLY``: the launch may begin while the first pass ends, and waits for it here."""
     bh = tl.program_id(0)
-    part, parts = tl.program_id(1), tl.num_programs(1) - 1
+    part, parts = tl.program_id(1) - joiners, tl.num_programs(1) - joiners
+    joins = tl.program_id(1) == 0
     b, head = bh // H, bh % H
     GP: tl.constexpr = padded(G)
     DP: tl.constexpr = padded(DV)
@@ -134,12 +136,12 @@ def finish_kernel(
     d = tl.arange(0, DP)
     inside = (g[:, None] < G) & (d[None, :] < DV)
     out_ptr = out + bh64 * G * DV + g[:, None] * DV + d[None, :]
-    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * max_parts + part - 1
+    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * max_parts + part
     if b >= tl.load(num_valid):
-        if part == 0:
+        if joins:
             tl.store(out_ptr, tl.zeros([GP, DP], out.dtype.element_ty), mask=inside)
             tl.store(lse_out + bh64 * G + g, tl.full([GP], float("-inf"), tl.float32), mask=g < G)
-        else:
+        if part >= 0:
             for k in tl.static_range(TIERS + 1):
                 tl.store(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64))
         return
@@ -167,7 +169,7 @@ def finish_kernel(
     norm = tl.sum(tl.exp2(each - top[None, :]), 0)
     lse = top + tl.log2(norm)
 
-    if part == 0:
+    if joins:
         acc = tl.zeros([GP, DP], tl.float32)
         for first in range(0, used, AT_ONCE):
             slot = first + tl.arange(0, AT_ONCE)
@@ -180,13 +182,14 @@ def finish_kernel(
         acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
         tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=inside)
         tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=g < G)
+    if part < 0:
         return
 
     lse = tl.where(norm > 0, lse, 0.0)
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        part - 1, parts, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room_high, pages, page_table,
+        part, parts, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room_high, pages, page_table,
         block_table, row, layer, head, count_high, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
@@ -194,7 +197,7 @@ def finish_kernel(
     tl.store(found_ptr + max_parts, least)
     if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
-            part - 1, parts, lse, newest, window, sinks, horizon, logits_ptr + high * N_H * G,
+            part, parts, lse, newest, window, sinks, horizon, logits_ptr + high * N_H * G,
             tile_max_ptr + high * G, room_low, pages, page_table, block_table, row, layer, head, count_low,
             tl.load(own_entry + counts + 1),
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,

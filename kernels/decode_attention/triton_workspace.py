@@ -84,10 +84,15 @@ MAX_SCORE_PARTS = 8
 """Programs of the score pass that share a head, at most."""
 
 
-def default_score_parts(state: PageState, batch: int) -> int:
-    """Programs of a head's score pass that, beside the one that joins the splits, fill the GPU once."""
-    programs = processors_of(state.device) * 12  # of four warps that a processor's registers hold
-    return max(2, min(MAX_SCORE_PARTS, programs // (batch * state.num_heads) - 1))
+def score_programs(state: PageState, batch: int, config: DecodeConfig) -> tuple[int, int]:
+    """How many programs share a head's scores, and how many (0 or 1) join its splits and do nothing else.
+
+    All programs of the pass run at once where that is possible: then a large batch has none to spare for joining alone.
+    """
+    resident = processors_of(state.device) * 8  # of four warps that a processor's registers hold
+    each = resident // (batch * state.num_heads)
+    joiners = int(each > 2)
+    return config.score_parts or max(1, min(MAX_SCORE_PARTS, each - joiners)), joiners
 
 
 @dataclass
