@@ -51,9 +51,10 @@ def run_module(
         forkserver.ensure_running()
     process = context.Process(target=_main, args=(module, list(args), dict(env), str(log)), daemon=True)
     process.start()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        return None
-    return process.exitcode
+    try:
+        process.join(timeout)
+        return process.exitcode
+    finally:
+        if process.exitcode is None:
+            process.kill()
+            process.join()

@@ -161,7 +161,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve every candidate, print the table and write the results."""
     args = parse_args(argv)
-    sizes = {key: getattr(args, key) for key in ("input", "reply", "concurrency", "turnover")}
+    sizes = {key: getattr(args, key) for key in ("kv_gib", "max_running", "input", "reply", "concurrency", "turnover")}
     model = model_name(args)
     data = {"kind": "tree_capacity", "name": f"tree_capacity_{model}", "setup": sizes}
     title = f"Tokens in the prefix cache of {args.kv_gib:g} GiB, {model}"

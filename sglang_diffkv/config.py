@@ -46,7 +46,7 @@ class DiffKVPolicyConfig(_Strict):
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
     sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
-    head_scale: tuple[tuple[Annotated[float, Field(gt=0)], ...], ...] | None = Field(
+    head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
         default=None, min_length=1, description="[layers][KV heads] factors of both thresholds"
     )
 

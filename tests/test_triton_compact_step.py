@@ -49,12 +49,12 @@ def assert_same(state: PageState, twin: PageState, rows: torch.Tensor) -> None:
 
 
 def pack(scores: StepScores, found: FoundTokens) -> None:
-    """Reference searches as the kernels hand them over, in the last part that counts."""
+    """Reference searches as the kernels hand them over, in the last part."""
     slots = torch.cat([scores.candidate_slot.unsqueeze(3), scores.least_slot], 3)
     value = torch.cat([scores.candidate_score.unsqueeze(3), scores.least_score], 3)
     bits = value.float().view(torch.int32).long()
     packed = torch.where(slots >= 0, (bits << 32) | slots.clamp(min=0), 2**63 - 1)
-    found.packed[: slots.shape[0], ..., found.parts - 1] = packed
+    found.packed[: slots.shape[0], ..., -1] = packed
 
 
 def searches(state: PageState, rows: torch.Tensor, length: int, window: int, generator: torch.Generator) -> StepScores:
@@ -99,7 +99,6 @@ def test_steps_match_references(tiers, scales):
     valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     workspace = CompactWorkspace.create(state, 3)
     found = FoundTokens.create(state, 3, DecodeConfig(score_parts=5))
-    found.parts = 4
     policy = scaled(manager.policy, state, generator) if scales else manager.policy
     rule = thresholds(policy, head_scales(policy, state))
     for step in range(14):

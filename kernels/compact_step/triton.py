@@ -106,7 +106,7 @@ def compact_step(
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
     plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
-        found.packed, found.parts, found.packed.shape[4], rows, seq_lens, num_valid, batch, alpha_high,
+        found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, alpha_high,
         alpha_low, head_scale, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
         state.own_tokens, state.pages,
         state.ring, state.counters, state.refcount, state.block_table, state.page_table, state.range_lo,

@@ -17,17 +17,17 @@ def best_found(found, at, live, parts):
     return slot, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["batch", "parts", "max_parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
+@triton.jit(do_not_specialize=["batch", "parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def plan_kernel(
-    found, parts, max_parts, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, head_scale, demote_out,
+    found, parts, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, head_scale, demote_out,
     leave_out, target_out,
     entries, own_entry, own_tokens, pages, ring, counters, refcount, block_table, page_table, range_lo, range_hi,
     fault, ticket, num_pages,
     TOKENS: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). The first ``parts`` of
-    ``max_parts`` searches of each count.
+    """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). ``parts`` programs searched each
+    head.
 
     Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
     free, and the low slot that takes the token. ``TOKENS`` and ``POSITIONS`` are the low tier's.
@@ -45,9 +45,9 @@ def plan_kernel(
     scale = tl.load(head_scale + flat % (L * H))
     low = tl.div_rn(alpha_low * scale, length)
     high = tl.div_rn(alpha_high * scale, length) if TIERS == 2 else low
-    first = flat.to(tl.int64) * (TIERS + 1) * max_parts
+    first = flat.to(tl.int64) * (TIERS + 1) * parts
     candidate, candidate_score = best_found(found, first, live, parts)
-    least, least_score = best_found(found, first + max_parts, live, parts)
+    least, least_score = best_found(found, first + parts, live, parts)
     present = candidate >= 0
     stays = present & (candidate_score >= high)
     goes_low = present & (candidate_score < high) & (candidate_score >= low)
@@ -57,7 +57,7 @@ def plan_kernel(
     drop = tl.where(goes_out, candidate, tl.where(victim & (least_score < low), least, -1))
     target = tl.full([R], -1, tl.int32)
     if TIERS == 2:
-        worst, worst_score = best_found(found, first + 2 * max_parts, live, parts)
+        worst, worst_score = best_found(found, first + 2 * parts, live, parts)
         replace = goes_low & (worst >= 0) & (worst_score < low)
         used = tl.load(own_tokens + at * TIERS + 1, mask=live, other=0)
         appended = live & (demote >= 0) & (replace == 0)

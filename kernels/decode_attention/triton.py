@@ -28,11 +28,10 @@ NOTHING = 2**63 - 1
 class FoundTokens:
     """Searches of a decode step, a packed (score bits, own slot) for each program that shared a head: what
     ``StepScores`` is to the reference. Index 0 of the fourth axis is the candidate, 1 + t the least significant token
-    of tier t. Only the first ``parts`` of the last axis count, as :func:`decode_attention` left it."""
+    of tier t."""
 
     packed: torch.Tensor  # [B, L, H, T + 1, most parts] int64
     judge_low: bool = True
-    parts: int = 1
 
     @classmethod
     def create(
@@ -48,7 +47,7 @@ class FoundTokens:
         return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device), judge_low)
 
     def unpack(self) -> StepScores:
-        best = self.packed[..., : self.parts].amin(4)  # [B, L, H, T + 1]
+        best = self.packed.amin(4)  # [B, L, H, T + 1]
         slot = torch.where(best == NOTHING, -1, best & 0xFFFFFFFF)
         score = (best >> 32).int().view(torch.float32)
         score = torch.where(best == NOTHING, float("inf"), score)
@@ -102,13 +101,13 @@ def decode_attention(
     assert out.is_contiguous() and lse.is_contiguous()
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
-        found.parts, joiners = score_programs(state, batch, workspace.config)
-        assert found.packed.shape[4] >= found.parts and found.packed.shape[0] >= batch
+        parts, joiners = score_programs(state, batch, workspace.config)
+        max_parts = found.packed.shape[4]
+        assert max_parts >= parts and found.packed.shape[0] >= batch
     else:
-        joiners = 1
+        parts, joiners, max_parts = 0, 1, 1
     judge_low = found is not None and found.judge_low
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
-    parts, max_parts = (found.parts, found.packed.shape[4]) if found is not None else (0, 1)
     slots = splits + len(fmt.tiers) - 1
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group}

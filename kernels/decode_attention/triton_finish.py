@@ -2,8 +2,8 @@
 
 The first pass cannot know a head's final normaliser; this one reads it, turns the kept logits into
 attention, folds that into each own token's running mean and finds the token that leaves the window and the
-least significant token of each tier. Only logits, scores and positions are read again. Slots are numbered
-flat: ``PADDED`` (a whole number of tiles) of each page.
+least significant token of each tier. Only logits, scores and positions are read again. A token
+found is named by its own slot: ``TOKENS`` of each page.
 """
 
 import triton
@@ -106,6 +106,15 @@ def score_tier(
     return tl.min(tl.min(candidate, 1), 0), tl.min(tl.min(least, 1), 0)
 
 
+@triton.jit
+def store_found(found_ptr, value, part, parts, max_parts):
+    """A program's search result; the first program clears the places of programs that this launch does not have."""
+    tl.store(found_ptr + part, value)
+    if part == 0:
+        for other in range(parts, max_parts):
+            tl.store(found_ptr + other, tl.full([], NOTHING, tl.int64))
+
+
 @triton.jit(
     do_not_specialize=["layer", "window", "sinks", "horizon", "splits", "max_parts", "joiners"],
     do_not_specialize_on_alignment=["rows", "seq_lens"],
@@ -136,14 +145,16 @@ def finish_kernel(
     d = tl.arange(0, DP)
     inside = (g[:, None] < G) & (d[None, :] < DV)
     out_ptr = out + bh64 * G * DV + g[:, None] * DV + d[None, :]
-    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * max_parts + part
+    found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * max_parts
     if b >= tl.load(num_valid):
         if joins:
             tl.store(out_ptr, tl.zeros([GP, DP], out.dtype.element_ty), mask=inside)
             tl.store(lse_out + bh64 * G + g, tl.full([GP], float("-inf"), tl.float32), mask=g < G)
         if part >= 0:
             for k in tl.static_range(TIERS + 1):
-                tl.store(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64))
+                store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         return
 
     row = tl.load(rows + b).to(tl.int64)
@@ -193,8 +204,8 @@ def finish_kernel(
         block_table, row, layer, head, count_high, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
-    tl.store(found_ptr, candidate)
-    tl.store(found_ptr + max_parts, least)
+    store_found(found_ptr, candidate, part, parts, max_parts)
+    store_found(found_ptr + max_parts, least, part, parts, max_parts)
     if TIERS == 2 and JUDGE_LOW:
         _, least = score_tier(
             part, parts, lse, newest, window, sinks, horizon, logits_ptr + high * N_H * G,
@@ -202,6 +213,6 @@ def finish_kernel(
             tl.load(own_entry + counts + 1),
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip
-        tl.store(found_ptr + 2 * max_parts, least)
+        store_found(found_ptr + 2 * max_parts, least, part, parts, max_parts)
     elif TIERS == 2:
-        tl.store(found_ptr + 2 * max_parts, tl.full([], NOTHING, tl.int64))
+        store_found(found_ptr + 2 * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)

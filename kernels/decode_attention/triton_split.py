@@ -9,7 +9,14 @@ products (``K q^T`` and ``V^T p^T``), so a group of up to 8 query heads fills th
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_slots, kept_tiles, split_span, tile_page
+from sglang_diffkv.kernels.decode_attention.triton_tiles import (
+    LOG2E,
+    kept_slots,
+    kept_tiles,
+    split_span,
+    split_work,
+    tile_page,
+)
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
     meta_pair,
@@ -178,7 +185,8 @@ def split_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
-    tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once.
+    tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once
+    up to the last that holds something.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:
@@ -197,6 +205,12 @@ def split_kernel(
         split, splits, count_high, count_low, WEIGHT_H, WEIGHT_L, ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L),
         TIERS,
     )  # fmt: skip
+    work, per = split_work(
+        splits, count_high * ceil_div(H_TOKENS, N_H), count_low * ceil_div(L_TOKENS, N_L) if TIERS == 2 else 0,
+        WEIGHT_H, WEIGHT_L,
+    )  # fmt: skip
+    if split > tl.cdiv(work, per):
+        return  # past the slots that are joined
     own = own_entry + ((row * L + layer) * H + head) * TIERS
     shared_high = tl.load(own) * ceil_div(H_TOKENS, N_H)
     shared_low = tl.load(own + TIERS - 1) * ceil_div(L_TOKENS, N_L)
