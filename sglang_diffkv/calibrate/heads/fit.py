@@ -18,8 +18,8 @@ from sglang_diffkv.evaluate.task import Task
 from sglang_diffkv.evaluate.tasks import TaskFileError
 from sglang_diffkv.evaluate.tasks.generation import GenerationTask
 
-FACTORS = tuple(2 ** (step / 2) for step in range(-6, 7))
-"""2^-3 to 2^3 by half octaves; 1 is among them."""
+FACTORS = (1 / 64, 1 / 32, 1 / 16, *(2 ** (step / 2) for step in range(-6, 7)), 16.0, 32.0, 64.0)
+"""2^-6 to 2^6: half octaves around 1, which is among them, and octaves beyond 2^-3 and 2^3."""
 
 
 @dataclass(frozen=True)
