@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -49,6 +49,12 @@ class DiffKVPolicyConfig(_Strict):
     head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
         default=None, min_length=1, description="[layers][KV heads] factors of both thresholds"
     )
+
+    @field_validator("head_scale", mode="before")
+    @classmethod
+    def _of_file(cls, given: Any) -> Any:
+        """The list itself, or what ``sglang_diffkv.calibrate.heads`` writes."""
+        return given["head_scale"] if isinstance(given, dict) and "head_scale" in given else given
 
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:

@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
         "--head-scale",
         type=Path,
         metavar="FILE",
-        help="JSON, [layers][KV heads]: factors of every setting's thresholds",
+        help="JSON, [layers][KV heads] or as calibrate.heads writes it: factors of every setting's thresholds",
     )
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")

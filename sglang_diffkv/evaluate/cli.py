@@ -48,13 +48,19 @@ def positive(text: str) -> int:
     return count
 
 
-def add_question_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that choose questions and how they are asked; ``question_options`` reads them."""
+def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose questions; ``question_options`` reads them."""
     parser.add_argument("--n", type=int, help="questions of each task file, a fixed random sample (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, help="of reference questions (default: all)")
     parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks of a reference file")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="TASK", help="not these tasks of it")
+    parser.add_argument("--tokenizer", help="its folder (default: the model's)")
+
+
+def add_question_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose questions and how they are asked; ``question_options`` reads them."""
+    add_selection_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=4096, help="of a reply (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default: %(default)s)")
     parser.add_argument(
@@ -65,7 +71,6 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
         help="configurations, each with a server of its own, at once (default: %(default)s); on one GPU divide its "
         "memory between them with --server-args",
     )
-    parser.add_argument("--tokenizer", help="its folder (default: the model's)")
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more server arguments, one string")
 
 

@@ -37,7 +37,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Example:
-    """A question as its file has it. ``reply_prefix`` is text that the reply is made to begin with."""
+    """A question as its file has it. ``reply_prefix`` is text that the reply is made to begin with; ``reply`` is the
+    text of a right one, empty where the file has none."""
 
     id: str
     task: str
@@ -46,6 +47,7 @@ class Example:
     level: str = ""
     group: str | None = None
     reply_prefix: str = ""
+    reply: str = ""
 
 
 @dataclass(frozen=True)

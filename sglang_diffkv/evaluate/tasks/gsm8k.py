@@ -48,5 +48,5 @@ def load(path: Path, options: Options) -> GenerationTask:
         if value is None:
             raise TaskFileError(f"{path.name}, line {line}: the answer does not end with {MARK} and a number")
         prompt = PROMPT.format(question=record["question"].strip())
-        examples.append(Example(str(line), "gsm8k", prompt, (str(value),)))
+        examples.append(Example(str(line), "gsm8k", prompt, (str(value),), reply=record["answer"]))
     return sample(build("gsm8k", path, examples, judge, options), options)

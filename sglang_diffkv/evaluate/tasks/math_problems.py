@@ -77,5 +77,5 @@ def load(path: Path, options: Options) -> GenerationTask:
             raise TaskFileError(f"{path.name}, {name}: the solution has no \\boxed{{}}")
         subject = record.get("type") or record.get("subject") or "math"
         prompt = PROMPT.format(problem=record["problem"].strip())
-        examples.append(Example(name, str(subject), prompt, (answer,)))
+        examples.append(Example(name, str(subject), prompt, (answer,), reply=record["solution"]))
     return sample(build("math", path, examples, judge, options), options)

@@ -1,4 +1,5 @@
-"""The reference tasks: JSON Lines with ``id``, ``task``, ``level``, ``prompt``, ``answer`` and perhaps ``group``.
+"""The reference tasks: JSON Lines with ``id``, ``task``, ``level``, ``prompt``, ``answer``, and perhaps ``group`` and
+``reference``, a whole right reply.
 
 A reply is right if the text after its last ``Answer:`` equals ``answer``.
 """
@@ -18,7 +19,15 @@ FIELDS = ("id", "task", "level", "prompt", "answer")
 def read(path: Path) -> list[Example]:
     """All questions of a file."""
     return [
-        Example(x["id"], x["task"], x["prompt"], (x["answer"],), x["level"], x.get("group"))
+        Example(
+            x["id"],
+            x["task"],
+            x["prompt"],
+            (x["answer"],),
+            x["level"],
+            x.get("group"),
+            reply=x.get("reference", ""),
+        )
         for _, x in read_lines(path, FIELDS)
     ]
 
