@@ -248,3 +248,13 @@ class Session:
             mine = position >= self.own_from[row]
             dense.received[position[mine], layer, head] += torch.stack(sums).amax(0)[mine]
         return torch.stack(outs, 1)
+
+
+def chunks_and_steps(session: Session) -> None:
+    """Two prompts in chunks that are read beside each other, then 40 steps of one or both."""
+    for chunk in (9, 1, 14, 2, 16):
+        session.extend({2: chunk, 3: 3})
+    session.manager.prompts.end(2)
+    session.manager.prompts.end(3)
+    for step in range(40):
+        session.step([2] if step % 3 else [3, 2])

@@ -13,7 +13,7 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
-from tests.dense import Session
+from tests.dense import Session, chunks_and_steps
 from tests.helpers import PAIR, POISONS, make_format, make_manager, tier_map, visible
 
 FORMATS = [
@@ -190,12 +190,7 @@ def test_shared_scores_do_not_change():
 def test_scores_over_many_steps_and_chunks():
     """``Session`` compares each own token's score with the dense mean after every call."""
     session = Session(make_manager(policy=DiffKVPolicy(2.0, 0.3, window=6)), group=4, spread=3.0)
-    for chunk in (9, 1, 14, 2, 16):
-        session.extend({2: chunk, 3: 3})
-    session.manager.prompts.end(2)
-    session.manager.prompts.end(3)
-    for step in range(40):
-        session.step([2] if step % 3 else [3, 2])
+    chunks_and_steps(session)
     kinds = tier_map(session.state, 2, session.manager.lengths[2])
     assert {0, 1, 2} == set(np.unique(kinds).tolist())
 

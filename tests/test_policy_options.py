@@ -11,7 +11,7 @@ from sglang_diffkv.config import ConfigError, load_config
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.dense import Session
+from tests.dense import Session, chunks_and_steps
 from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
 
 
@@ -71,12 +71,7 @@ def test_scores_with_a_horizon_over_many_steps(horizon):
     """``Session`` compares each own token's score with the dense mean after every call."""
     policy = DiffKVPolicy(2.0, 0.3, window=6, horizon=horizon)
     session = Session(make_manager(policy=policy), group=4, spread=3.0)
-    for chunk in (9, 1, 14, 2, 16):
-        session.extend({2: chunk, 3: 3})
-    session.manager.prompts.end(2)
-    session.manager.prompts.end(3)
-    for step in range(40):
-        session.step([2] if step % 3 else [3, 2])
+    chunks_and_steps(session)
 
 
 SCALE = ((0.5, 1.0), (3.0, 1.25))

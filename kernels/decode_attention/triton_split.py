@@ -14,7 +14,6 @@ from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     kept_slots,
     kept_tiles,
     split_span,
-    split_work,
     tile_page,
 )
 from sglang_diffkv.kernels.triton_codec import (
@@ -201,15 +200,11 @@ def split_kernel(
     counts = entries + ((row * L + layer) * H + head) * TIERS
     count_high = tl.load(counts)
     count_low = tl.load(counts + TIERS - 1)
-    high, high_first, high_last, low_first, low_last, turn = split_span(
+    high, high_first, high_last, low_first, low_last, turn, busy = split_span(
         split, splits, count_high, count_low, WEIGHT_H, WEIGHT_L, ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L),
         TIERS,
     )  # fmt: skip
-    work, per = split_work(
-        splits, count_high * ceil_div(H_TOKENS, N_H), count_low * ceil_div(L_TOKENS, N_L) if TIERS == 2 else 0,
-        WEIGHT_H, WEIGHT_L,
-    )  # fmt: skip
-    if split > tl.cdiv(work, per):
+    if split > busy:
         return  # past the slots that are joined
     own = own_entry + ((row * L + layer) * H + head) * TIERS
     shared_high = tl.load(own) * ceil_div(H_TOKENS, N_H)

@@ -42,19 +42,19 @@ def split_span(
 ):  # fmt: skip
     """A split's share of a head's tiles, balanced by ``WEIGHT``, the cost of a tile.
 
-    Returns tiles of the high tier, its span [first, last), the low tier's span, and the split in which the
-    high tier ends.
+    Returns tiles of the high tier, its span [first, last), the low tier's span, the split in which the
+    high tier ends, and how many splits have work.
     """
     high = count_high * CHUNKS_H
     low = count_low * CHUNKS_L if TIERS == 2 else 0
     end = high * WEIGHT_H
-    _, per = split_work(splits, high, low, WEIGHT_H, WEIGHT_L)
+    work, per = split_work(splits, high, low, WEIGHT_H, WEIGHT_L)
     start, stop = split * per, (split + 1) * per
     high_first = tl.minimum(tl.cdiv(start, WEIGHT_H), high)
     high_last = tl.minimum(tl.cdiv(stop, WEIGHT_H), high)
     low_first = tl.minimum(tl.cdiv(tl.maximum(start - end, 0), WEIGHT_L), low)
     low_last = tl.minimum(tl.cdiv(tl.maximum(stop - end, 0), WEIGHT_L), low)
-    return high, high_first, high_last, low_first, low_last, tl.minimum(end // per, splits - 1)
+    return high, high_first, high_last, low_first, low_last, tl.minimum(end // per, splits - 1), tl.cdiv(work, per)
 
 
 @triton.jit

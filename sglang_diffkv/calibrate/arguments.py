@@ -16,21 +16,32 @@ PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
 PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
 
 
-def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """The command line."""
+def new_parser(program: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser that asks for a model and a calibration file."""
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_diffkv.calibrate",
+        prog=f"python -m sglang_diffkv.{program}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--task", required=True, metavar="KIND=PATH", help="calibration file, as for evaluate")
+    return parser
+
+
+def tier_names(text: str) -> tuple[str, ...]:
+    """``HIGH,LOW``."""
+    return tuple(text.upper().split(","))
+
+
+def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+    """The command line."""
+    parser = new_parser("calibrate", description)
     parser.add_argument("--tolerance", type=float, default=1.0, help="points below bf16 (default: %(default)s)")
     parser.add_argument("--procedure", choices=("paper", "grid"), default="paper")
     choices = parser.add_argument_group("what is searched", "several of each with --procedure grid")
     choices.add_argument(
         "--tiers",
-        type=lambda text: tuple(text.upper().split(",")),
+        type=tier_names,
         action="append",
         metavar="HIGH,LOW",
         help="repeat it for several choices (default: K8V4,K4V2)",

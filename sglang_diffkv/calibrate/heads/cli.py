@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from sglang_diffkv.calibrate.arguments import new_parser, tier_names
 from sglang_diffkv.calibrate.cli import REPORTING
 from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.heads.curves import Rule
@@ -38,15 +39,9 @@ DEFAULT = DiffKVPolicyConfig()
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_diffkv.calibrate.heads",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--task", required=True, metavar="KIND=PATH", help="calibration file, as for evaluate")
+    parser = new_parser("calibrate.heads", __doc__)
     rule = parser.add_argument_group("what the factors are fitted at")
-    rule.add_argument("--tiers", type=lambda text: tuple(text.upper().split(",")), default=("K8V4", "K4V2"))
+    rule.add_argument("--tiers", type=tier_names, default=("K8V4", "K4V2"))
     rule.add_argument("--alpha-high", type=float, default=DEFAULT.alpha_high, help="default: %(default)s")
     rule.add_argument("--alpha-low", type=float, default=DEFAULT.alpha_low, help="default: %(default)s")
     rule.add_argument("--window", type=int, default=DEFAULT.window, help="default: %(default)s")
