@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from sglang_diffkv.kernels import device
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -31,6 +32,7 @@ from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernel_configs import CONFIGS
 
 HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER_PROCESSORS = 132
 
 
 class Driver:
@@ -57,6 +59,7 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
         return kernel
 
     triton.runtime.driver.set_active(Driver())
+    device.FEW = HOPPER_PROCESSORS
     JITFunction.run = compiled
 
 
@@ -68,17 +71,18 @@ def call_everything(tiers: str, head_dim: int, group: int) -> tuple[PageManager,
     geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096)
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu")
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
-    rows, lengths = torch.tensor([1, 2]), torch.tensor([270, 9])
     warm_up(ops, state, policy, dtype=torch.bfloat16, rotates=compresses, copies=compresses)
-    q = torch.zeros(2, 8 * group, head_dim, dtype=torch.bfloat16)
-    key, value = (torch.zeros(2, 8, head_dim, dtype=torch.bfloat16) for _ in range(2))
-    ops.prepare_graphs(state, 16)
-    step = ops.decode_step(state, rows, lengths, policy)
-    ops.begin(state, step, decode=True)
-    ops.append(state, 0, key, value, step)
-    ops.decode(state, 0, q, step, 0.1, policy, 0.0)
-    if compresses:
-        ops.compact_step(state, rows, lengths, step.found, policy)
+    ops.prepare_graphs(state, 64)
+    for batch in (2, 16, 64):  # the second pass of attention differs
+        q = torch.zeros(batch, 8 * group, head_dim, dtype=torch.bfloat16)
+        key, value = (torch.zeros(batch, 8, head_dim, dtype=torch.bfloat16) for _ in range(2))
+        rows, lengths = torch.ones(batch, dtype=torch.int64), torch.full((batch,), 9)
+        step = ops.decode_step(state, rows, lengths, policy)
+        ops.begin(state, step, decode=True)
+        ops.append(state, 0, key, value, step)
+        ops.decode(state, 0, q, step, 0.1, policy, 0.0)
+        if compresses:
+            ops.compact_step(state, rows, lengths, step.found, policy)
     return manager, ops
 
 

@@ -104,7 +104,7 @@ def check_against_reference(results, state, twin, found, expected):
 
 
 def test_programs_may_join_and_score(monkeypatch):
-    """In a large batch no program joins alone: one of a head's two does both."""
+    """In a large batch no program joins alone: the first of a head's two does both."""
     monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 0))
     test_matches_reference("K8V4 K4V2", 64, 64, 4, 3, 32)
 
@@ -112,10 +112,10 @@ def test_programs_may_join_and_score(monkeypatch):
 def test_programs_fill_the_gpu(monkeypatch):
     state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state  # 2 heads
     module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
-    monkeypatch.setattr(f"{module}.processors_of", lambda device: 132)  # 1,056 programs at once
+    monkeypatch.setattr(f"{module}.processors_of", lambda device: 132)  # 2,112 programs at once
     counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
-    assert counts == {1: (8, 1), 64: (7, 1), 150: (2, 1), 256: (2, 0), 512: (1, 0), 1000: (1, 0)}
-    assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 1)
+    assert counts == {1: (8, 8), 64: (8, 8), 150: (7, 0), 256: (4, 0), 512: (2, 0), 1000: (1, 0)}
+    assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 8)
 
 
 def test_the_low_tier_is_not_judged_where_nothing_asks():

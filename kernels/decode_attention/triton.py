@@ -22,6 +22,8 @@ from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_c
 from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
 
 NOTHING = 2**63 - 1
+JOINED_BY_WARP = 2048
+"""Numbers of the splits' results that a warp of the second pass holds while it joins them."""
 
 
 @dataclass
@@ -99,13 +101,13 @@ def decode_attention(
     if lse is None:
         lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     assert out.is_contiguous() and lse.is_contiguous()
+    parts, joiners = score_programs(state, batch, workspace.config)
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
-        parts, joiners = score_programs(state, batch, workspace.config)
         max_parts = found.packed.shape[4]
         assert max_parts >= parts and found.packed.shape[0] >= batch
     else:
-        parts, joiners, max_parts = 0, 1, 1
+        parts, joiners, max_parts = 0, max(joiners, 1), 1
     judge_low = found is not None and found.judge_low
     config, splits, group = workspace.config, workspace.splits, q_heads // heads
     slots = splits + len(fmt.tiers) - 1
@@ -123,13 +125,17 @@ def decode_attention(
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
         num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
+    room_for_slots = 16 if slots <= 16 else max(128, triton.next_power_of_2(slots))  # few variants
+    slice_of_head = triton.next_power_of_2(group) * triton.next_power_of_2(fmt.v_head_dim) // max(joiners, 1)
+    at_once = max(1, min(room_for_slots, config.score_warps * JOINED_BY_WARP // slice_of_head))
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
     finish_kernel[(batch * heads, joiners + parts)](
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
-        rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits, joiners,
-        **kept, **shape, SLOTS=16 if slots <= 16 else max(128, triton.next_power_of_2(slots)),  # few variants
-        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, num_warps=config.score_warps, **overlap,
+        rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
+        **kept, **shape, SLOTS=room_for_slots, AT_ONCE=at_once,
+        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, JOINERS=joiners, num_warps=config.score_warps,
+        **overlap,
     )  # fmt: skip
     return out, lse

@@ -14,8 +14,6 @@ from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, padded, table_in
 
 NOTHING = tl.constexpr(2**63 - 1)
 """Search result of a program that found no token; above every (score bits, slot) pair."""
-AT_ONCE = tl.constexpr(4)
-"""Partial results that are joined in one iteration."""
 
 
 @triton.jit
@@ -116,40 +114,41 @@ def store_found(found_ptr, value, part, parts, max_parts):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "window", "sinks", "horizon", "splits", "max_parts", "joiners"],
+    do_not_specialize=["layer", "window", "sinks", "horizon", "splits", "max_parts"],
     do_not_specialize_on_alignment=["rows", "seq_lens"],
 )
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table,
     block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
-    joiners,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr, SIZE: tl.constexpr,
-    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr,
+    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, joiners + parts): program 0 of a head joins the splits, and all but the first ``joiners`` (0 or 1)
-    share its tokens' scores. ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a
-    head at most. ``EARLY``: the launch may begin while the first pass ends, and waits for it here."""
+    """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its splits' results,
+    ``AT_ONCE`` an iteration, and the others share its tokens' scores; with 0, the first of the latter joins before.
+    ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a head at most. ``EARLY``:
+    the launch may begin while the first pass ends, and waits for it here."""
     bh = tl.program_id(0)
-    part, parts = tl.program_id(1) - joiners, tl.num_programs(1) - joiners
-    joins = tl.program_id(1) == 0
+    part, parts = tl.program_id(1) - JOINERS, tl.num_programs(1) - JOINERS
+    joins = tl.program_id(1) < max(JOINERS, 1)
     b, head = bh // H, bh % H
     GP: tl.constexpr = padded(G)
-    DP: tl.constexpr = padded(DV)
+    DP: tl.constexpr = padded(DV) // max(JOINERS, 1)
     slots = splits + TIERS - 1
     bh64 = bh.to(tl.int64)
     g = tl.arange(0, GP)
-    d = tl.arange(0, DP)
+    d = tl.program_id(1) * DP * joins + tl.arange(0, DP)
     inside = (g[:, None] < G) & (d[None, :] < DV)
     out_ptr = out + bh64 * G * DV + g[:, None] * DV + d[None, :]
     found_ptr = found + ((b.to(tl.int64) * L + layer) * H + head) * (TIERS + 1) * max_parts
     if b >= tl.load(num_valid):
         if joins:
             tl.store(out_ptr, tl.zeros([GP, DP], out.dtype.element_ty), mask=inside)
-            tl.store(lse_out + bh64 * G + g, tl.full([GP], float("-inf"), tl.float32), mask=g < G)
+            none = tl.full([GP], float("-inf"), tl.float32)
+            tl.store(lse_out + bh64 * G + g, none, mask=(g < G) & (tl.program_id(1) == 0))
         if part >= 0:
             for k in tl.static_range(TIERS + 1):
                 store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
@@ -192,7 +191,7 @@ def finish_kernel(
             acc += tl.sum(weight[:, :, None] * x, 0)
         acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
         tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=inside)
-        tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=g < G)
+        tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=(g < G) & (tl.program_id(1) == 0))
     if part < 0:
         return
 

@@ -27,8 +27,8 @@ class DecodeConfig:
     stages: int = 2
     registers: int = 168
     score_parts: int = 0
-    score_tokens: int = 512
-    score_warps: int = 4
+    score_tokens: int = 256
+    score_warps: int = 2
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
@@ -74,24 +74,32 @@ def offsets_kernel(
     tl.store(offsets + tl.program_id(0) * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
 
 
+MAX_SPLITS = 127
+"""Splits of a head at most: with two tiers they leave one partial result more."""
+
+
 def default_splits(state: PageState, batch: int) -> int:
     """Splits of a head's pages that fill the GPU once for a batch of this size."""
     resident = 12 if state.fmt.head_dim <= 128 else 8  # one-warp programs that a processor's registers hold
-    return max(1, min(64, processors_of(state.device) * resident // (batch * state.num_heads)))
+    return max(1, min(MAX_SPLITS, processors_of(state.device) * resident // (batch * state.num_heads)))
 
 
 MAX_SCORE_PARTS = 8
 """Programs of the score pass that share a head, at most."""
 
 
+JOINERS = 8
+"""Programs of the score pass that join a head's splits in a small batch, each a slice of the head's dimensions."""
+
+
 def score_programs(state: PageState, batch: int, config: DecodeConfig) -> tuple[int, int]:
-    """How many programs share a head's scores, and how many (0 or 1) join its splits and do nothing else.
+    """How many programs share a head's scores, and how many join its splits and do nothing else.
 
     All programs of the pass run at once where that is possible: then a large batch has none to spare for joining alone.
     """
-    resident = processors_of(state.device) * 8  # of four warps that a processor's registers hold
+    resident = processors_of(state.device) * 32 // config.score_warps
     each = resident // (batch * state.num_heads)
-    joiners = int(each > 2)
+    joiners = JOINERS if each >= JOINERS + MAX_SCORE_PARTS // 2 else 0
     return config.score_parts or max(1, min(MAX_SCORE_PARTS, each - joiners)), joiners
 
 
