@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 
 import torch
 import triton
@@ -61,7 +64,8 @@ def ceil_div(a, b):
     return -(-a // b)
 
 
-def layout_constants(layout: TierLayout, prefix: str) -> dict[str, int]:
+@cache
+def layout_constants(layout: TierLayout, prefix: str) -> Mapping[str, int]:
     """Compile-time constants of one tier, each name with ``prefix`` in front."""
     names = {
         "KB": layout.tier.k_bits,
@@ -74,19 +78,14 @@ def layout_constants(layout: TierLayout, prefix: str) -> dict[str, int]:
         "SCORES": layout.score_offset,
         "POSITIONS": layout.position_offset,
     }
-    return {prefix + name: value for name, value in names.items()}
+    return MappingProxyType({prefix + name: value for name, value in names.items()})
 
 
-def format_constants(fmt: PageFormat) -> dict[str, int]:
+@cache
+def format_constants(fmt: PageFormat) -> Mapping[str, int]:
     """Constants of both tiers (``H_`` and ``L_``) and of the page; a single tier stands for both."""
-    return {
-        **layout_constants(fmt.high, "H_"),
-        **layout_constants(fmt.low, "L_"),
-        "TIERS": len(fmt.tiers),
-        "D": fmt.head_dim,
-        "DV": fmt.v_head_dim,
-        "PAGE_BYTES": fmt.page_bytes,
-    }
+    rest = {"TIERS": len(fmt.tiers), "D": fmt.head_dim, "DV": fmt.v_head_dim, "PAGE_BYTES": fmt.page_bytes}
+    return MappingProxyType({**layout_constants(fmt.high, "H_"), **layout_constants(fmt.low, "L_"), **rest})
 
 
 def check_rows(rows: torch.Tensor, num_valid: torch.Tensor, state: PageState) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import triton
 
@@ -9,6 +14,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
 from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
 from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
 from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
+from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
 
 ROWS = 64
@@ -20,26 +26,31 @@ SCORE_QUERIES = 32
 """Queries of an iteration of the scores of pages, by two warps for the same reason."""
 NEW_KEYS = 128
 """Keys of a program of the scores of new tokens, and queries of an iteration, up to head_dim 128."""
-LN2 = 0.6931471805599453
 
 
-def _tiers(state: PageState) -> list[dict]:
+@cache
+def _constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int) -> tuple[Mapping[str, Any], ...]:
     """Compile-time constants of each tier's launch."""
-    fmt = state.fmt
     shared = {
         "TIERS": len(fmt.tiers),
         "D": fmt.head_dim,
         "PAGE_BYTES": fmt.page_bytes,
-        "MAX_BLOCKS": state.block_table.shape[1],
-        "L": state.num_layers,
-        "H": state.num_heads,
+        "MAX_BLOCKS": max_blocks,
+        "L": layers,
+        "H": heads,
         "ASM": not INTERPRETED,
     }
     tile = 32 if fmt.head_dim > 128 else 64
-    return [
-        {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, tile)}
+    return tuple(
+        MappingProxyType(
+            {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, tile)}
+        )
         for tier, x in enumerate(fmt.layouts)
-    ]
+    )
+
+
+def _tiers(state: PageState) -> tuple[Mapping[str, Any], ...]:
+    return _constants(state.fmt, state.block_table.shape[1], state.num_layers, state.num_heads)
 
 
 def extend_attention(
@@ -70,12 +81,12 @@ def extend_attention(
             tokens before them.
         max_extend, max_prefix: host-known maxima; without a prefix no page is read.
         update_scores: record the attention that own tokens received from the new ones.
-        new_part: output [tokens, Hq, v_head_dim] and natural lse [tokens, Hq] of the new tokens' causal
-            attention among themselves, where another kernel computed it.
+        new_part: output [tokens, Hq, v_head_dim] and lse [tokens, Hq] float32, base 2, of the new tokens' causal
+            attention among themselves, where another kernel computed it. Without a prefix they are the result.
         judged: as for the reference; tensors [L, H, n] float32, contiguous.
 
     Returns:
-        out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32 (natural logarithm).
+        out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32, base 2.
     """
     fmt = state.fmt
     tokens, q_heads, dim = q.shape
@@ -87,22 +98,25 @@ def extend_attention(
     assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
     assert starts.shape == extend_lens.shape == prefix_lens.shape == (batch,)
     group = q_heads // heads
-    parts = 1 + len(fmt.tiers) if max_prefix else 1
-    outs = torch.empty(parts, tokens, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
-    lses = torch.empty(parts, tokens, q_heads, device=q.device)
+    if new_part is not None and not max_prefix:
+        out, lse = new_part
+    else:
+        parts = 1 + len(fmt.tiers) if max_prefix else 1
+        outs = torch.empty(parts, tokens, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
+        lses = torch.empty(parts, tokens, q_heads, device=q.device)
+        out, lse = outs[0], lses[0]
     if not tokens:
-        return outs[0], lses[0]
-    grid = (batch, heads, triton.cdiv(max_extend * group, ROWS))
+        return out, lse
     common = {"G": group, "HAS_CAP": logit_cap > 0}
     if new_part is None:
-        ragged_kernel[grid](
-            q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), outs[0], lses[0], starts,
+        ragged_kernel[(batch, heads, triton.cdiv(max_extend * group, ROWS))](
+            q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), out, lse, starts,
             extend_lens, sm_scale, logit_cap, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS, N=32 if dim > 128 else 64,
             ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
         )  # fmt: skip
-    else:
-        outs[0].copy_(new_part[0])
-        torch.mul(new_part[1], 1 / LN2, out=lses[0])
+    elif max_prefix:
+        out.copy_(new_part[0])
+        lse.copy_(new_part[1])
     tables = (
         state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry,
         state.write_slot,
@@ -115,14 +129,14 @@ def extend_attention(
                 num_warps=1, num_stages=2,
             )  # fmt: skip
         merge_kernel[(triton.cdiv(tokens * q_heads, 16),)](
-            outs[0], lses[0], outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
+            out, lse, outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
         )
     if update_scores:
         _update_scores(
-            state, layer, q, key, lses[0], rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
+            state, layer, q, key, lse, rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
             logit_cap, judged or {},
         )  # fmt: skip
-    return outs[0], lses[0] * LN2
+    return out, lse
 
 
 def _update_scores(

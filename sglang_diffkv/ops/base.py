@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,11 @@ class Step:
     judged: dict[int, torch.Tensor] = field(default_factory=dict)
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
     NaN where not judged yet."""
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """[B] int64, a request's first place among the step's tokens."""
+        return self.extend_lens.cumsum(0) - self.extend_lens
 
     @classmethod
     def extend(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 
 import torch
 
@@ -84,7 +83,6 @@ class RaggedPrefill:
             q: [tokens, Hq, head_dim]. key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
 
         Returns:
-            out [tokens, Hq, v_head_dim], lse [tokens, Hq] float32 (natural logarithm; FlashInfer's is base 2).
+            out [tokens, Hq, v_head_dim], lse [tokens, Hq] float32, base 2.
         """
-        out, lse = self._wrapper.run(q, key, value, return_lse=True)
-        return out, lse * math.log(2)
+        return self._wrapper.run(q, key, value, return_lse=True)

@@ -229,7 +229,6 @@ class TritonOps:
         cap: float,
         update_scores: bool,
     ) -> torch.Tensor:
-        starts = step.extend_lens.cumsum(0) - step.extend_lens
         q = q.contiguous()
         if self.ragged is not None and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
             logger.warning(
@@ -244,7 +243,7 @@ class TritonOps:
             key,
             value,
             step.rows,
-            starts,
+            step.starts,
             step.extend_lens,
             step.prefix_lens,
             step.max_extend,
