@@ -100,11 +100,12 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     def prompts(batch: int, length: int) -> list[list[int]]:
         return [[draw.randrange(vocab // 2, vocab) for _ in range(length)] for _ in range(batch)]
 
-    warm_up(server, vocab, min(args.prompt, 1024), 8, setup.seed)
-    record: Record = {"decode": []}
-    Streams(server, prompts(1, args.prompt), 0, 1).run()
-    ttft = [Streams(server, prompts(1, args.prompt), 0, 1).run()[0][0] * 1e3 for _ in range(args.repeat)]
-    record["ttft_ms"], record["all_ttft_ms"] = statistics.median(ttft), ttft
+    warm_up(server, vocab, min(max(args.prompt), 1024), 8, setup.seed)
+    record: Record = {"first_token": [], "decode": []}
+    for length in args.prompt:
+        Streams(server, prompts(1, length), 0, 1).run()
+        times = [Streams(server, prompts(1, length), 0, 1).run()[0][0] * 1e3 for _ in range(args.repeat)]
+        record["first_token"].append({"length": length, "ttft_ms": statistics.median(times), "all_ttft_ms": times})
     for batch, length in args.decode:
         most = min(args.tokens + ROOM * batch, setup.shape.context - length - 8)
         server.flush_cache()
@@ -119,14 +120,16 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
 
 def table(records: Sequence[Record], args: argparse.Namespace) -> str:
     """A row for each backend."""
-    header = ["backend", f"first token of {args.prompt} ms", *(f"{b} x {n}: ITL p50 / p99 ms" for b, n in args.decode)]
+    first = [f"first token of {n} ms" for n in args.prompt]
+    header = ["backend", *first, *(f"{b} x {n}: ITL p50 / p99 ms" for b, n in args.decode)]
     rows = []
     for record in records:
         if record["status"] != OK:
-            rows.append([record["backend"], record["error"], *("" for _ in args.decode)])
+            rows.append([record["backend"], record["error"], *("" for _ in header[2:])])
             continue
-        cells = [f"{x['itl_ms']:.2f} / {x['itl_p99_ms']:.2f}" for x in record["decode"]]
-        rows.append([record["backend"], f"{record['ttft_ms']:.0f}", *cells])
+        cells = [f"{x['ttft_ms']:.1f}" for x in record["first_token"]]
+        cells += [f"{x['itl_ms']:.2f} / {x['itl_p99_ms']:.2f}" for x in record["decode"]]
+        rows.append([record["backend"], *cells])
     return markdown(header, rows)
 
 
@@ -134,8 +137,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--prompt", type=int, default=8192, help="tokens to read (default: %(default)s)")
-    parser.add_argument("--repeat", type=int, default=5, help="prompts read for the median (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, nargs="+", default=[8192], metavar="TOKENS", help="prompts to read")
+    parser.add_argument("--repeat", type=int, default=5, help="times each, for the median (default: %(default)s)")
     parser.add_argument("--decode", type=parse_decode, nargs="+", default=[(1, 1024), (8, 1024)], metavar="NxTOKENS")
     parser.add_argument("--tokens", type=int, default=64, help="of each request, all decoding (default: %(default)s)")
     args = parser.parse_args(argv)
