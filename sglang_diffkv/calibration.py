@@ -93,6 +93,7 @@ class Provenance(_Strict):
     date: str
     procedure: str
     tolerance_points: float
+    margin: float = 0.0
     task_file: str
     task_sha256: str
     n: int

@@ -38,7 +38,7 @@ def point(setting: Setting, difference: float, error: float = 0.0) -> GridPoint:
     )  # fmt: skip
 
 
-def search(losses: dict[tuple[float | None, float], float], error: float = 0.0, **options: bool) -> Search:
+def search(losses: dict[tuple[float | None, float], float], error: float = 0.0, **options: float) -> Search:
     """A search over settings whose losses are given by (alpha_high, alpha_low), 0.5 elsewhere."""
 
     def measure(setting: Setting) -> GridPoint:
@@ -77,9 +77,16 @@ def test_nothing_is_chosen_where_the_high_tier_alone_is_too_lossy():
 
 def test_a_loss_within_two_standard_errors_of_the_tolerance_goes_on():
     losses = {(None, 0.0): 0.0, (1.0, 0.0): 0.03, (2.0, 0.0): 0.005, (3.0, 0.0): 0.04}
-    found = search(losses, error=0.012)
+    found = search(losses, error=0.012, margin=0.0)
     assert paper(found, PAIR, HIGHS, [0.0]) == Setting(PAIR, 2.0, 0.0)
     assert tried(found) == [(None, 0.0), (1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]
+
+
+@pytest.mark.parametrize(("margin", "chosen"), [(0.0, 3.0), (1.0, 2.0), (2.0, 1.0), (3.0, None)])
+def test_a_loss_stays_below_the_tolerance_by_a_margin(margin, chosen):
+    losses = {(1.0, 0.0): 0.002, (2.0, 0.0): 0.005, (3.0, 0.0): 0.01}
+    found = grid(search(losses, error=0.003, margin=margin, whole=True), [PAIR], HIGHS, [0.0])
+    assert (found and found.alpha_high) == chosen
 
 
 def test_the_whole_grid_is_measured_if_asked_for():
@@ -118,7 +125,7 @@ def test_several_jobs_try_and_choose_the_same(procedure, whole):
         def measure(setting: Setting) -> GridPoint:
             return point(setting, -losses.setdefault(setting, chances.choice([0.0, 0.009, 0.02])))
 
-        found = Search(measure, 0.01, whole, jobs, ahead.extend)
+        found = Search(measure, 0.01, 1.0, whole, jobs, ahead.extend)
         if procedure == "paper":
             return found, paper(found, PAIR, HIGHS, LOWS), ahead
         return found, grid(found, [PAIR, ("K8V4",)], HIGHS, LOWS, [64, 128]), ahead
@@ -248,7 +255,7 @@ def test_a_search_goes_on_where_it_stopped(tmp_path, servers):
 
 def test_a_wider_tolerance_saves_more(tmp_path, servers):
     grid_args = ["--procedure", "grid", "--tiers", "k8v4,k4v4", "--tiers", "K8V4", "--alpha-high", "2", "4"]
-    assert cli.main(command(tmp_path, *grid_args, "--alpha-low", "0", "0.1", "--tolerance", "13")) == 0
+    assert cli.main(command(tmp_path, *grid_args, "--alpha-low", "0", "0.1", "--tolerance", "13", "--margin", "0")) == 0
     found = lookup(tmp_path)
     assert found is not None and (found.tiers, found.alpha_high, found.alpha_low) == (("K8V4", "K4V4"), 4.0, 0.0)
 

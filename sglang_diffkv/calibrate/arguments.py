@@ -37,6 +37,12 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     """The command line."""
     parser = new_parser("calibrate", description)
     parser.add_argument("--tolerance", type=float, default=1.0, help="points below bf16 (default: %(default)s)")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=1.0,
+        help="standard errors by which a loss has to stay below the tolerance (default: %(default)s; 0: take it as is)",
+    )
     parser.add_argument("--procedure", choices=("paper", "grid"), default="paper")
     choices = parser.add_argument_group("what is searched", "several of each with --procedure grid")
     choices.add_argument(

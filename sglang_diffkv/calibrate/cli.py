@@ -137,6 +137,7 @@ class Calibration:
                 date=datetime.now(timezone.utc).date().isoformat(),
                 procedure=args.procedure,
                 tolerance_points=args.tolerance,
+                margin=args.margin,
                 task_file=task["file"],
                 task_sha256=task["sha256"],
                 n=self.stock.score.n,
@@ -177,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Store(args.work) as store:
             calibration = Calibration(args, store)
-            search = Search(calibration.measure, args.tolerance / 100, args.whole_grid, args.jobs, calibration.ask)
+            rule = (args.tolerance / 100, args.margin, args.whole_grid)
+            search = Search(calibration.measure, *rule, jobs=args.jobs, measure_ahead=calibration.ask)
             if args.procedure == "paper":
                 fixed = (args.window[0], args.rotate[0], args.sinks[0], args.horizon[0])
                 chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
@@ -190,10 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"{stock.score.n} questions of {calibration.task.name}\n")
     print(table(stock, search, chosen))
+    by = f" by {args.margin:g} standard errors" if args.margin else ""
     if chosen is None:
-        print(f"\nno setting is within {args.tolerance:g} points of bf16", file=sys.stderr)
+        print(f"\nno setting is within {args.tolerance:g} points of bf16{by}", file=sys.stderr)
         return 1
     content = CalibrationFile(entries=(calibration.entry(chosen, search),))
     args.output.write_text(content.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    print(f"\n{chosen.name} saves most within {args.tolerance:g} points of bf16; written to {args.output}")
+    print(f"\n{chosen.name} saves most within {args.tolerance:g} points of bf16{by}; written to {args.output}")
     return 0

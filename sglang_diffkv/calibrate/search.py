@@ -2,7 +2,8 @@
 
 ``paper`` is the procedure of DiffKV (SOSP 2025, section 7.2): ``alpha_high`` first with nothing pruned, then
 ``alpha_low`` at the chosen ``alpha_high``. The paper takes the values of highest accuracy; here the largest saving
-is taken whose accuracy is within the tolerance of bf16. ``grid`` tries all pairs.
+is taken whose accuracy is within the tolerance of bf16, and that by a margin: the setting that saves most among several
+with the same loss is one that had luck. ``grid`` tries all pairs.
 
 Values are tried in rising order, since each saves more than the one before. A line of values ends early where the
 accuracy is below the tolerance by more than two standard errors, unless the whole grid is asked for.
@@ -53,7 +54,7 @@ class Search:
 
     Args:
         measure: a setting's figures.
-        tolerance: a share (0.01 for one point).
+        tolerance: a share (0.01 for one point). margin: standard errors by which a loss has to stay below it.
         whole: lines do not end early.
         jobs: settings measured at once.
         measure_ahead: makes ``measure`` answer at once for these settings.
@@ -61,6 +62,7 @@ class Search:
 
     measure: Callable[[Setting], GridPoint]
     tolerance: float
+    margin: float = 1.0
     whole: bool = False
     jobs: int = 1
     measure_ahead: Callable[[Sequence[Setting]], None] = lambda settings: None
@@ -99,8 +101,8 @@ class Search:
         return min(within, key=lambda x: self.tried[x].ratio_tokens, default=None)
 
     def within(self, point: GridPoint) -> bool:
-        """Whether a setting loses at most the tolerance."""
-        return point.difference >= -self.tolerance
+        """Whether a setting loses at most the tolerance, by the margin."""
+        return point.difference - self.margin * point.difference_error >= -self.tolerance
 
 
 def paper(
