@@ -35,6 +35,8 @@ from sglang_diffkv.testing.report import markdown
 from sglang_diffkv.testing.server import Server
 
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
+ROOM = 40_000
+"""Tokens of the pool of the server that gives the references: more than all questions take, not a whole GPU."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ def ask_alone(args: argparse.Namespace) -> list[Question]:
     prompts = [(x, tasks.chat_ids(tokenizer, x.prompt)) for x in chosen]
     prompts = [(x, ids) for x, ids in prompts if len(ids) + args.max_new_tokens < args.pool - 8]
     prompts += [(x, ids[:-8] + ids[-4:]) for x, ids in draw.sample(prompts, min(len(prompts), args.questions // 6))]
-    with Server(args.model, "diffkv", ["--disable-radix-cache", *args.server_args], diffkv_config=LOSSLESS) as server:
+    room = ["--max-total-tokens", str(ROOM), "--disable-radix-cache", *args.server_args]
+    with Server(args.model, "diffkv", room, diffkv_config=LOSSLESS) as server:
 
         def ask(item: tasks.Item, ids: list[int]) -> Question:
             return Question(item, ids, client.ask(server.url, ids, args.max_new_tokens, top_logprobs=2))

@@ -22,6 +22,8 @@ from tests.identity import check_tokens
 pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
+ROOM = ("--max-total-tokens", "40000")
+"""Not a whole GPU."""
 
 
 def serve(ranks: int, config: dict[str, Any], *args: str) -> Server:
@@ -51,9 +53,9 @@ def test_two_ranks_give_the_tokens_of_one() -> None:
     def ask(server: Server, concurrency: int) -> list[Record]:
         return client.run(server.url, prompts, 48, concurrency=concurrency, top_logprobs=2)
 
-    with serve(1, LOSSLESS) as server:
+    with serve(1, LOSSLESS, *ROOM) as server:
         one = ask(server, 1)
-    with serve(2, LOSSLESS) as server:
+    with serve(2, LOSSLESS, *ROOM) as server:
         check_tokens([x.output_ids for x in ask(server, 1)], one, "two ranks, one request at a time")
         again = ask(server, 16)
         check_tokens([x.output_ids for x in again], one, "two ranks, batch of 16, over prefix hits")
