@@ -22,7 +22,7 @@ from sglang_diffkv.kernels.compact_step.reference import compact_step as compact
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.triton import head_scales, thresholds
+from sglang_diffkv.ops.rule import head_scales, thresholds
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128

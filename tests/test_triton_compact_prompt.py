@@ -10,7 +10,7 @@ from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as ref
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.ops.triton import head_scales, prompt_rule
+from sglang_diffkv.ops.rule import head_scales, prompt_rule
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
 

@@ -16,7 +16,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.triton import head_scales, thresholds
+from sglang_diffkv.ops.rule import head_scales, thresholds
 from tests.triton_helpers import DEVICE, add_prompt, clone_state, held_pages, make_format, make_manager, scaled, vectors
 
 COUNTS = ("entries", "own_tokens", "hole", "write_slot", "fault", "counters")

@@ -11,7 +11,7 @@ from sglang_diffkv.kernels.copy_compact import reference
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.triton import head_scales, prompt_rule
+from sglang_diffkv.ops.rule import head_scales, prompt_rule
 from sglang_diffkv.policies.diffkv import KEEP
 from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
 

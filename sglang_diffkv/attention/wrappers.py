@@ -17,7 +17,7 @@ from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_at
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.triton import head_scales, prompt_rule, thresholds
+from sglang_diffkv.ops.rule import head_scales, prompt_rule, thresholds
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,88 +11,23 @@ from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
-from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
+from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_rows.triton import count_rows
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeScratch
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
-from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
+from sglang_diffkv.ops.rule import head_scales, prompt_rule, thresholds
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 logger = logging.getLogger(__name__)
-
-
-def head_scales(policy: Policy | None, state: PageState) -> torch.Tensor:
-    """[L, H] float32, the factors of a policy's thresholds; 1 where it has none."""
-    shape = (state.num_layers, state.num_heads)
-    if not isinstance(policy, DiffKVPolicy) or policy.head_scale is None:
-        return torch.ones(shape, device=state.device)
-    return torch.tensor(policy.head_scale, dtype=torch.float32, device=state.device)
-
-
-def thresholds(policy: Policy, head_scale: torch.Tensor) -> dict[str, Any]:
-    """What the kernels of a step take of a policy, which is DiffKV's."""
-    assert isinstance(policy, DiffKVPolicy)
-    return {"alpha_high": policy.alpha_high, "alpha_low": policy.alpha_low, "head_scale": head_scale}
-
-
-def prompt_rule(policy: Policy, head_scale: torch.Tensor) -> dict[str, Any]:
-    """What the kernels of prompts take."""
-    return {**thresholds(policy, head_scale), "window": policy.window, "sinks": policy.sinks}
-
-
-@dataclass
-class DecodeBuffers:
-    """What decode steps of up to ``max_batch`` requests write: static addresses, shared by all batch sizes and
-    layers, since steps follow one another on one stream."""
-
-    max_batch: int
-    scratch: DecodeScratch
-    found: FoundTokens | None
-    compaction: CompactWorkspace
-    positions: torch.Tensor  # [max_batch] int64
-    ones: torch.Tensor  # [max_batch] int64
-    zeros: torch.Tensor  # [max_batch] int64
-    num_rows: torch.Tensor  # [1] int32
-
-    @classmethod
-    def create(
-        cls,
-        state: PageState,
-        max_batch: int,
-        q_heads: int,
-        max_tokens: int,
-        policy: Policy,
-        least_scratch: int = 0,
-    ) -> DecodeBuffers:
-        def full(value: int) -> torch.Tensor:
-            return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
-
-        return cls(
-            max_batch,
-            DecodeScratch.create(
-                state,
-                max_batch,
-                q_heads,
-                max_tokens=max_tokens if policy.compresses else 0,
-                densest=NAME_FACTOR if policy.judges_low else 0.0,
-                least_bytes=least_scratch,
-            ),
-            FoundTokens.create(state, max_batch, judge_low=policy.judges_low) if policy.compresses else None,
-            CompactWorkspace.create(state, max_batch),
-            full(0),
-            full(1),
-            full(0),
-            torch.zeros(1, dtype=torch.int32, device=state.device),
-        )
 
 
 class TritonOps:

@@ -1,0 +1,60 @@
+"""Memory of the decode steps on a GPU, which CUDA graphs hold by its addresses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeScratch
+from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.policies.base import Policy
+
+
+@dataclass
+class DecodeBuffers:
+    """What decode steps of up to ``max_batch`` requests write: static addresses, shared by all batch sizes and
+    layers, since steps follow one another on one stream."""
+
+    max_batch: int
+    scratch: DecodeScratch
+    found: FoundTokens | None
+    compaction: CompactWorkspace
+    positions: torch.Tensor  # [max_batch] int64
+    ones: torch.Tensor  # [max_batch] int64
+    zeros: torch.Tensor  # [max_batch] int64
+    num_rows: torch.Tensor  # [1] int32
+
+    @classmethod
+    def create(
+        cls,
+        state: PageState,
+        max_batch: int,
+        q_heads: int,
+        max_tokens: int,
+        policy: Policy,
+        least_scratch: int = 0,
+    ) -> DecodeBuffers:
+        def full(value: int) -> torch.Tensor:
+            return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
+
+        return cls(
+            max_batch,
+            DecodeScratch.create(
+                state,
+                max_batch,
+                q_heads,
+                max_tokens=max_tokens if policy.compresses else 0,
+                densest=NAME_FACTOR if policy.judges_low else 0.0,
+                least_bytes=least_scratch,
+            ),
+            FoundTokens.create(state, max_batch, judge_low=policy.judges_low) if policy.compresses else None,
+            CompactWorkspace.create(state, max_batch),
+            full(0),
+            full(1),
+            full(0),
+            torch.zeros(1, dtype=torch.int32, device=state.device),
+        )
