@@ -2,7 +2,8 @@
 
 The reference is stock SGLang, one request at a time, without any prefix hit. Against it stand the same stock
 server and a DiffKV server (by default one bfloat16 tier, which loses nothing) at several batch sizes, with
-prefix hits and with chunked prefill; stock's own differences show how far the hardware's rounding goes.
+prefix hits and with chunked prefill; stock's own differences, and those of stock on other attention backends
+(``--controls``), show how far the hardware's rounding goes.
 For each reply that differs the table gives the first differing position and, at that position, the gap
 between the reference's two best log-probabilities: a rounding tie has a gap of about the rounding of the
 logits. Example:
@@ -47,6 +48,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--diffkv-config", default=LOSSLESS, help="default: %(default)s")
     parser.add_argument("--backend", default="diffkv", help="of the server under test")
+    parser.add_argument(
+        "--controls",
+        nargs="*",
+        default=[],
+        metavar="BACKEND",
+        help="stock SGLang on other attention backends too: what other kernels' rounding alone does to the tokens",
+    )
     parser.add_argument("--split", choices=tasks.SPLITS, default="dev")
     parser.add_argument("--levels", nargs="+", choices=tasks.LEVELS, default=["easy", "medium"])
     parser.add_argument("--n", type=int, default=60, help="number of questions (default: %(default)s)")
@@ -159,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = args.diffkv_config if args.backend == "diffkv" else None
     servers = {
         "stock": collect(args, stock_backend(), None, prompts),
+        **{f"stock, {name}": collect(args, name, None, prompts) for name in args.controls},
         args.backend: collect(args, args.backend, config, prompts),
     }
     reference = servers["stock"].get("batch 1") or next(iter(servers["stock"].values()))
