@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +14,7 @@ from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.store import Answer, Store
 from sglang_diffkv.evaluate.summary import difference, nats
 from sglang_diffkv.evaluate.task import Outcome
+from sglang_diffkv.testing import report
 from tests.evaluation import DATA, REFERENCE, answers, replies, results, run, tokenizer_of
 from tests.fake_server import FakeServer
 
@@ -223,3 +227,10 @@ def test_an_unreachable_server_in_mid_run_is_reported(tmp_path, capsys):
     with FakeServer(replies()) as fake:
         assert run(fake, tmp_path, "a") == 0
         assert len(fake.requests) == 6
+
+
+def test_the_command_names_no_path_of_this_machine(monkeypatch):
+    main = SimpleNamespace(__spec__=SimpleNamespace(name="sglang_diffkv.evaluate.__main__"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/evaluate/__main__.py", "--n", "3"])
+    assert report.environment()["command"] == f"{Path(sys.executable).name} -m sglang_diffkv.evaluate --n 3"

@@ -87,13 +87,19 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def _program() -> list[str]:
+    """What follows ``python``: a module by its name, not by its path on this machine."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return sys.argv[:1] if spec is None else ["-m", spec.name.removesuffix(".__main__")]
+
+
 def environment() -> dict[str, Any]:
     """Command line, versions and hardware of this run."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join([Path(sys.executable).name, *_program(), *sys.argv[1:]]),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("sglang-diffkv", "sglang", "torch", "triton")},
         "cpu": _cpu_name(),
