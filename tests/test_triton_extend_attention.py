@@ -81,6 +81,29 @@ def test_part_from_another_kernel():
     assert close(got, expected) < 1e-3
 
 
+def test_part_from_another_kernel_without_a_prefix():
+    """It is the result, and what the scores are computed from."""
+    manager = make_manager(make_format("K8V4 K4V2"), window=4, heads=1, layers=1)
+    generator = torch.Generator().manual_seed(0)
+    manager.begin_step([1], [20], [0])
+    state, one = manager.state, torch.tensor([1], device=DEVICE)
+    key, value = vectors(state, 20, generator)
+    q = torch.randn(20, 2, 64, generator=generator).to(DEVICE, BF16)
+    positions = torch.arange(20, device=DEVICE)
+    append(state, 0, key, value, one.expand(20), positions, positions)
+    twin = clone_state(state)
+    arguments = (0, q, key, value, one, one * 0, one * 20, one * 0, 20, 0, 0.1)
+    part = extend_attention(state, *arguments, update_scores=True)
+    out, lse = extend_attention(twin, *arguments, update_scores=True, new_part=part)
+    assert torch.equal(out, part[0]) and torch.equal(lse, part[1])
+    pages = held_pages(state, one, 0)
+    held = (state.segments[0].positions[pages] >= 0) & (state.segments[0].positions[pages] < 20)
+    scores, again = (x.segments[0].scores[pages][held] for x in (state, twin))
+    assert len(scores) == 20 and (scores > 0).sum() == 19 and torch.equal(scores, again), (
+        "the last token has no later one"
+    )
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_pages_of_a_large_model(dim):
     """Pages of 32 tokens, low tiles of 64 with an odd number of tokens."""
