@@ -1,8 +1,8 @@
 """Accuracy when prefixes are shared, against the same requests that share nothing.
 
-Two loads: the task ``fewshot_shared`` (16 questions over one prompt), and chats of several questions, in which each
-turn's prompt is all that was said before, the model's own replies included. Every configuration is served twice,
-with the prefix cache and without it (``NAME, alone``). Example:
+Two loads: the task ``fewshot_shared`` (16 questions over one prompt; more with ``--few-shot``), and chats of several
+questions, in which each turn's prompt is all that was said before, the model's own replies included. Every configuration
+is served twice, with the prefix cache and without it (``NAME, alone``). Example:
 
     python -m benchmarks.sharing --config stock --config 'compressed={}' \\
         --config 'exact={"prefix_fidelity": "exact"}' --split dev --chats 100 --output sharing.json
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.fewshot import enlarge
 from benchmarks.provenance import provenance
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
 from sglang_diffkv.testing import client, report, tasks
@@ -48,9 +50,11 @@ def ask(url: str, load: str, item: tasks.Item, ids: Sequence[int], longest: int)
     return Answer(load, item.id, right, record.prompt_tokens, record.cached_tokens), record.output_ids
 
 
-def few_shot(url: str, tokenizer: Any, split: str, longest: int) -> list[Callable[[], list[Answer]]]:
-    """One call a question, group by group."""
+def few_shot(url: str, tokenizer: Any, split: str, per_group: int, longest: int) -> list[Callable[[], list[Answer]]]:
+    """One call a question, group by group; ``per_group`` 0 asks those of the file."""
     groups = tasks.groups(tasks.load(split))
+    if per_group:
+        groups = {name: enlarge(items, per_group) for name, items in groups.items()}
 
     def call(item: tasks.Item) -> list[Answer]:
         return [ask(url, "few-shot", item, tasks.chat_ids(tokenizer, item.prompt), longest)[0]]
@@ -82,10 +86,10 @@ def chats(
 
 def serve(configuration: Configuration, alone: bool, args: argparse.Namespace) -> dict[str, Any]:
     """All answers of one server, and what it reports of its cache."""
-    server = configuration.server(args.model, ["--disable-radix-cache"] if alone else [])
+    server = configuration.server(args.model, [*args.server_args, *(["--disable-radix-cache"] if alone else [])])
     tokenizer = tasks.load_tokenizer(args.model)
     with server:
-        calls = few_shot(server.url, tokenizer, args.split, args.longest)
+        calls = few_shot(server.url, tokenizer, args.split, args.few_shot, args.longest)
         calls += chats(server.url, tokenizer, args.split, args.chats, args.turns, args.longest)
         name = configuration.name + (", alone" if alone else "")
         with ThreadPoolExecutor(args.concurrency) as threads:
@@ -118,10 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", action="append", required=True, metavar="NAME=JSON", help="or stock, or fp8")
     parser.add_argument("--model", default=str(NANO))
     parser.add_argument("--split", choices=tasks.SPLITS, default="calib")
+    parser.add_argument("--few-shot", type=int, default=0, metavar="N", help="questions a group, new ones added")
     parser.add_argument("--chats", type=int, default=100)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a reply")
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--server-args", type=shlex.split, default=[], help="more server arguments, one string")
     parser.add_argument("--shared-only", action="store_true", help="leave out the servers without a prefix cache")
     parser.add_argument("--output", type=Path, help="JSON with every answer")
     args = parser.parse_args(argv)
