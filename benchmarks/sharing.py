@@ -1,8 +1,8 @@
 """Accuracy when prefixes are shared, against the same requests that share nothing.
 
 Two loads: the task ``fewshot_shared`` (16 questions over one prompt; more with ``--few-shot``), and chats of several
-questions, in which each turn's prompt is all that was said before, the model's own replies included. Every configuration
-is served twice, with the prefix cache and without it (``NAME, alone``). Example:
+questions, in which each turn's prompt is all that was said before, the model's own replies included. Every
+configuration is served twice, with the prefix cache and without it (``NAME, alone``). Example:
 
     python -m benchmarks.sharing --config stock --config 'compressed={}' \\
         --config 'exact={"prefix_fidelity": "exact"}' --split dev --chats 100 --output sharing.json
