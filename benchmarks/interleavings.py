@@ -66,7 +66,8 @@ def ask_alone(args: argparse.Namespace) -> list[Question]:
     chosen = [x for group in draw.sample(groups, 2) for x in draw.sample(group, args.questions // 6)]
     chosen += tasks.select(items, levels=["hard"], exclude=["fewshot_shared"], n=args.questions // 3, seed=args.seed)
     prompts = [(x, tasks.chat_ids(tokenizer, x.prompt)) for x in chosen]
-    prompts = [(x, ids) for x, ids in prompts if len(ids) + args.max_new_tokens < args.pool - 8]
+    longest = args.pool - 8 - args.max_new_tokens
+    prompts = [(x, ids) for x, ids in prompts if len(ids) < longest]
     prompts += [(x, ids[:-8] + ids[-4:]) for x, ids in draw.sample(prompts, min(len(prompts), args.questions // 6))]
     room = ["--max-total-tokens", str(ROOM), "--disable-radix-cache", *args.server_args]
     with Server(args.model, "diffkv", room, diffkv_config=LOSSLESS) as server:
@@ -80,8 +81,9 @@ def ask_alone(args: argparse.Namespace) -> list[Question]:
             before = draw.choice(questions)
             reply = before.reference.output_ids
             said = before.ids + reply[: draw.choice((len(reply), draw.randrange(1, len(reply) + 1)))]
-            name = f"{before.item.id}+{item.id}"
-            questions.append(ask(replace(item, id=name), said + tasks.chat_ids(tokenizer, item.prompt)))
+            ids = said + tasks.chat_ids(tokenizer, item.prompt)
+            if len(ids) < longest:
+                questions.append(ask(replace(item, id=f"{before.item.id}+{item.id}"), ids))
     return questions
 
 

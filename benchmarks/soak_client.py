@@ -17,6 +17,8 @@ ANSWERED, REFUSED, ABORTED, LOST = "answered", "refused", "aborted", "lost"
 ENDS = (ANSWERED, REFUSED, ABORTED, LOST)
 ABORT_MESSAGES = ("Aborted", "Abort in waiting queue")
 """What SGLang says of a request that was aborted on demand."""
+ABORT_STATUS = "499:"
+"""The status of several samples aborted before all of them had begun."""
 
 
 @dataclass
@@ -59,7 +61,8 @@ class Outcome:
 def judge(order: Order, reply: Reply, asked_to_abort: bool) -> tuple[str, str]:
     """The end of a request and its reason. An answer that is not what was asked for counts as lost."""
     if reply.error is not None:
-        return REFUSED, reply.error
+        ours = asked_to_abort and reply.error.startswith(ABORT_STATUS)
+        return (ABORTED if ours else REFUSED), reply.error
     if not reply.complete:
         return LOST, "the stream broke off"
     found = [x["meta_info"] for x in reply.choices.values()]

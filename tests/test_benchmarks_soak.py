@@ -85,6 +85,8 @@ def test_chosen_questions_are_single_ones_and_a_group():
         (order(samples=2), reply(), False, LOST),
         (order(), Reply(), False, LOST),
         (order(), Reply(error="400: no"), True, REFUSED),
+        (order(), Reply(error="499: Request 1 was aborted"), True, ABORTED),
+        (order(), Reply(error="499: Request 1 was aborted"), False, REFUSED),
         (order(), aborted("Aborted"), True, ABORTED),
         (order(), aborted("Abort in waiting queue"), True, ABORTED),
         (order(), aborted("Aborted"), False, REFUSED),
