@@ -66,9 +66,20 @@ def draw(data: FigureData, path: Path) -> None:
     style.finish(figure, path, title, style.subject(data), [note, *data.remarks()])
 
 
+NAME_WIDTH, NAME_HEIGHT = 0.12, 0.04
+"""Room of a name, as a share of the axes."""
+
+
 def _names(axis: Any, best: Sequence[Point], ratio: Ratio) -> None:
+    """Names beside the points; of points close together the first alone has one, for names would cover each other."""
+    (left, right), (bottom, top) = axis.get_xlim(), axis.get_ylim()
+    width, height = NAME_WIDTH * (right - left), NAME_HEIGHT * (top - bottom)
+    named: list[tuple[float, float]] = []
     for point in best:
         at = (100 * point.ratio(ratio), 100 * point.accuracy)
+        if any(abs(at[0] - x) < width and abs(at[1] - y) < height for x, y in named):
+            continue
+        named.append(at)
         axis.annotate(
             point.label, at, xytext=(-6, 9), textcoords="offset points", ha="right", fontsize=8, fontweight="bold"
         )
