@@ -62,7 +62,8 @@ class GridPoint(_Strict):
     """One setting that was tried. Accuracies are shares, differences are to stock bf16 on the same questions.
 
     ``ratio_pages`` and ``ratio_tokens`` are measured bytes over bf16 bytes, with and without the pages' free
-    slots; the ``long`` ones over requests of 1,000 tokens and more.
+    slots; the ``long`` ones over requests of 1,000 tokens and more. ``heads``: with factors by head, fitted at the
+    setting.
     """
 
     tiers: tuple[str, ...]
@@ -72,6 +73,7 @@ class GridPoint(_Strict):
     rotate: str = "none"
     sinks: int = 0
     horizon: int = 0
+    heads: bool = False
     n: int
     accuracy: float
     accuracy_error: float

@@ -12,7 +12,9 @@ from threading import Barrier
 import pytest
 
 from sglang_diffkv.calibrate import cli
-from sglang_diffkv.calibrate.search import Search, Setting, grid, paper
+from sglang_diffkv.calibrate.heads import fitted
+from sglang_diffkv.calibrate.heads.result import HeadScaleFile
+from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
 from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
@@ -85,7 +87,7 @@ def test_a_loss_within_two_standard_errors_of_the_tolerance_goes_on():
 @pytest.mark.parametrize(("margin", "chosen"), [(0.0, 3.0), (1.0, 2.0), (2.0, 1.0), (3.0, None)])
 def test_a_loss_stays_below_the_tolerance_by_a_margin(margin, chosen):
     losses = {(1.0, 0.0): 0.002, (2.0, 0.0): 0.005, (3.0, 0.0): 0.01}
-    found = grid(search(losses, error=0.003, margin=margin, whole=True), [PAIR], HIGHS, [0.0])
+    found = grid(search(losses, error=0.003, margin=margin, whole=True), grid_starts([PAIR], HIGHS), [0.0])
     assert (found and found.alpha_high) == chosen
 
 
@@ -97,7 +99,7 @@ def test_the_whole_grid_is_measured_if_asked_for():
 
 def test_grid_tries_all_pairs_once():
     found = search({(high, low): 0.0 for high in (None, 0.01, *HIGHS) for low in LOWS})
-    best = grid(found, [PAIR, ("K8V4",), ("K8V4", "K4V4")], [2.0, 0.01, 1.0], LOWS)
+    best = grid(found, grid_starts([PAIR, ("K8V4",), ("K8V4", "K4V4")], [2.0, 0.01, 1.0]), LOWS)
     assert best == Setting(PAIR, 2.0, 0.04)
     by_tiers = [s.tiers for s in found.tried]
     assert by_tiers.count(PAIR) == by_tiers.count(("K8V4", "K4V4")) == 7, "alpha_low never above alpha_high"
@@ -107,7 +109,7 @@ def test_grid_tries_all_pairs_once():
 def test_grid_tries_windows_rotations_sinks_and_horizons():
     found = search({(high, 0.0): 0.0 for high in (1.0, 2.0)})
     choices = ([64, 128], ["none", "keys"], [0, 4], [0, 256])
-    grid(found, [PAIR], [1.0, 2.0], [0.0], *choices)
+    grid(found, grid_starts([PAIR], [1.0, 2.0], *choices), [0.0])
     assert [(s.alpha_high, s.window, s.rotate, s.sinks, s.horizon) for s in found.tried] == [
         (high, *rest) for rest in product(*choices) for high in (1.0, 2.0)
     ]
@@ -128,7 +130,7 @@ def test_several_jobs_try_and_choose_the_same(procedure, whole):
         found = Search(measure, 0.01, 1.0, whole, jobs, ahead.extend)
         if procedure == "paper":
             return found, paper(found, PAIR, HIGHS, LOWS), ahead
-        return found, grid(found, [PAIR, ("K8V4",)], HIGHS, LOWS, [64, 128]), ahead
+        return found, grid(found, grid_starts([PAIR, ("K8V4",)], HIGHS, [64, 128]), LOWS), ahead
 
     for _ in range(50):
         losses: dict[Setting, float] = {}
@@ -150,7 +152,7 @@ def test_the_next_values_of_all_lines_are_measured_at_once():
 
     found = search({(high, low): 0.0 for high in (1.0, 2.0, 3.0) for low in LOWS if high < 3})
     found.jobs, found.measure_ahead = 3, ahead
-    grid(found, [PAIR], [1.0, 2.0, 3.0], LOWS)
+    grid(found, grid_starts([PAIR], [1.0, 2.0, 3.0]), LOWS)
     assert batches == [[(1, 0), (2, 0), (3, 0)], [(1, 0.02), (2, 0.02)], [(1, 0.04), (2, 0.04)]]
 
 
@@ -161,8 +163,9 @@ def test_names_tell_settings_apart():
         Setting(PAIR, 1.0, 0.0, 64, "keys"),
         Setting(PAIR, 1.0, 0.0, sinks=4),
         Setting(PAIR, 1.0, 0.0, horizon=4),
+        Setting(PAIR, 1.0, 0.0, heads=True),
     ]
-    assert len({setting.name for setting in settings}) == 8
+    assert len({setting.name for setting in settings}) == 9
 
 
 @pytest.fixture
@@ -181,7 +184,9 @@ def servers(monkeypatch):
         two = configuration.diffkv is not None and len(configuration.diffkv.tiers) > 1
         lost = 0 if policy is None else (policy.alpha_high > 2) * two + 4 * (policy.alpha_low > 0)
         known = dict(list(answers.items())[lost:])
-        share = None if policy is None else 0.45 - (0.05 * policy.alpha_high * two) - policy.alpha_low
+        share = None if policy is None else 0.45 - (0.05 * min(policy.alpha_high, 5) * two) - policy.alpha_low
+        if policy is not None and policy.head_scale is not None:
+            share -= 0.01
         with FakeServer(lambda ids: f"Answer: {known.get(tuple(ids))}", share=share) as fake:
             yield Endpoint.connect(fake.url, owned=True)
 
@@ -283,6 +288,34 @@ def test_factors_by_head_are_served_and_kept(tmp_path, servers, capsys):
     assert cli.main(args) == 0
     found = lookup(tmp_path)
     assert found is not None and found.head_scale == found.config().policy.head_scale == ((1.0, 0.5),) * 6
+
+
+def test_factors_are_fitted_at_every_setting(tmp_path, servers, capsys, monkeypatch):
+    args = ["--procedure", "grid", "--alpha-high", "1", "1e9", "--alpha-low", "0", "--window", "16"]
+    args += ["--fit-heads", "2", "--tolerance", "10"]
+    assert cli.main(command(tmp_path, *args)) == 0
+    plain = [f"K8V4-K4V2 alpha_high={high} alpha_low=0 window=16" for high in ("1", "1e+09")]
+    assert servers == ["stock", *plain, f"{plain[0]} heads"], "nothing to gain where none is high"
+    found = lookup(tmp_path)
+    assert found is not None and (found.alpha_high, found.chosen.heads) == (1.0, True)
+    written = {x.stem: HeadScaleFile.model_validate_json(x.read_text()) for x in (tmp_path / "work/heads").iterdir()}
+    assert set(written) == set(plain) and found.head_scale == written[plain[0]].head_scale
+    assert found.config().policy.head_scale == found.head_scale
+    about = written[plain[0]].provenance
+    assert (about.n, about.rule["policy"]["alpha_high"], about.rule["policy"]["window"]) == (2, 1, 16)
+
+    monkeypatch.setattr(fitted, "load_model", lambda path: pytest.fail("fitted again"))
+    del servers[:]
+    assert cli.main(command(tmp_path, *args)) == 0 and not servers
+    capsys.readouterr()
+    assert cli.main(command(tmp_path, *args, "--fit-heads", "1")) == 1
+    assert "fitted to other questions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [[], ["--procedure", "grid", "--head-scale", "x"]])
+def test_fitting_heads_needs_the_grid_and_no_factors_given(tmp_path, args):
+    with pytest.raises(SystemExit):
+        cli.main(command(tmp_path, "--fit-heads", "2", *args))
 
 
 def test_nothing_within_the_tolerance_writes_nothing(tmp_path, servers, capsys):

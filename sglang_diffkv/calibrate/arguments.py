@@ -64,6 +64,14 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
         metavar="FILE",
         help="JSON, [layers][KV heads] or as calibrate.heads writes it: factors of every setting's thresholds",
     )
+    parser.add_argument(
+        "--fit-heads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="try every setting of the grid with factors by head too, fitted at it to N of the questions "
+        "(see calibrate.heads)",
+    )
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--whole-grid", action="store_true", help="also measure what is surely too lossy")
     add_question_arguments(parser)
@@ -74,6 +82,8 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     for name in ("tiers", "window", "rotate", "sinks", "horizon"):
         if args.procedure == "paper" and len(getattr(args, name)) > 1:
             parser.error(f"--procedure paper takes one choice of --{name}")
+    if args.fit_heads and (args.procedure != "grid" or args.head_scale or args.fit_heads < 0):
+        parser.error("--fit-heads takes a number of questions from 1 on, --procedure grid, and no --head-scale")
     if args.tolerance < 0:
         parser.error("--tolerance is a number of points from 0 on")
     return args

@@ -15,18 +15,20 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from functools import cached_property, partial
 
 import requests
 
 from sglang_diffkv.calibrate.arguments import parse_args, read_head_scale
-from sglang_diffkv.calibrate.search import Search, Setting, grid, paper
+from sglang_diffkv.calibrate.heads.fitted import Source, fit_all
+from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
 from sglang_diffkv.calibration import (
     CalibratedThresholds,
     CalibrationFile,
     GridPoint,
+    HeadScale,
     ModelGeometry,
     Provenance,
     model_name,
@@ -47,6 +49,10 @@ from sglang_diffkv.testing.server import ServerError
 from sglang_diffkv.testing.tasks import load_tokenizer
 
 REPORTING = "dev"
+SELECTION = ("seed", "levels", "only", "exclude")
+"""Arguments that choose the questions."""
+MAX_FITTED_TOKENS = 4096
+"""Of a question that factors are fitted to, reply included."""
 
 
 class Calibration:
@@ -61,6 +67,7 @@ class Calibration:
             raise TaskFileError(f"{self.task.name} is for reporting: fit on another file")
         self.suite = runner.Suite.of(self.task, load_tokenizer(args.tokenizer or args.model))
         self.head_scale = None if args.head_scale is None else read_head_scale(args.head_scale)
+        self.factors: dict[Setting, HeadScale] = {}
         self.asked: set[str] = set()
         runner.register(store, [self.suite])
         self._server(Configuration(STOCK))
@@ -88,12 +95,32 @@ class Calibration:
     def _result(self, name: str) -> Result:
         return next(x for x in summarise(self.store, [self.suite]) if x.configuration == name)
 
+    def with_heads(self, settings: Sequence[Setting]) -> list[Setting]:
+        """The settings with factors by head fitted to ``--fit-heads`` questions, but for those that factors do not
+        change, as where a threshold is out of every token's reach."""
+        args = self.args
+        options = replace(question_options(args), n=None)
+        tokenizer = load_tokenizer(args.tokenizer or args.model)
+        selection = {name: getattr(args, name) for name in SELECTION}
+        task = load_task(args.task, options)
+        source = Source(args.model, task, tokenizer, args.fit_heads, MAX_FITTED_TOKENS, selection)
+        able = {setting.name: setting for setting in settings if setting.alpha_high is not None}
+        fitted = fit_all(source, {name: self.config(x) for name, x in able.items()}, args.work / "heads")
+        for name, scale in fitted.items():
+            if any(factor != 1.0 for layer in scale for factor in layer):
+                self.factors[replace(able[name], heads=True)] = scale
+        return list(self.factors)
+
+    def scale(self, setting: Setting) -> HeadScale | None:
+        """Factors by head of a setting; those fitted with nothing pruned serve every ``alpha_low``."""
+        return self.factors[replace(setting, alpha_low=0.0)] if setting.heads else self.head_scale
+
     def config(self, setting: Setting) -> DiffKVConfig:
         """The DiffKV configuration of a setting."""
         base = load_config(self.args.base).model_dump(exclude_unset=True)
         if searched := base.keys() & {"tiers", "policy", "rotate"}:
             raise ConfigError(f"--base sets {' and '.join(sorted(searched))}, which are what is searched for")
-        rule = (setting.window, setting.sinks, setting.horizon, self.head_scale)
+        rule = (setting.window, setting.sinks, setting.horizon, self.scale(setting))
         policy = policy_fields(setting.alpha_high, setting.alpha_low, *rule)
         fields = {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate}
         return load_config(json.dumps({**base, **fields}))
@@ -125,12 +152,13 @@ class Calibration:
     def entry(self, chosen: Setting, search: Search) -> CalibratedThresholds:
         """What is written for a chosen setting."""
         args, task = self.args, self.task.fingerprint()
-        selection = {name: getattr(args, name) for name in ("seed", "levels", "only", "exclude", "max_new_tokens")}
+        selection = {name: getattr(args, name) for name in (*SELECTION, "max_new_tokens")}
+        rule = {name: value for name, value in asdict(chosen).items() if name != "heads"}
         return CalibratedThresholds(
             models=(model_name(args.model),),
             geometry=ModelGeometry.of(args.model),
-            **asdict(chosen),
-            head_scale=self.head_scale,
+            **rule,
+            head_scale=self.scale(chosen),
             source="measured",
             chosen=search.tried[chosen],
             provenance=Provenance(
@@ -185,7 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
             else:
                 choices = (args.window, args.rotate, args.sinks, args.horizon)
-                chosen = grid(search, args.tiers, args.alpha_high, args.alpha_low, *choices)
+                starts = grid_starts(args.tiers, args.alpha_high, *choices)
+                if args.fit_heads:
+                    starts += calibration.with_heads(starts)
+                chosen = grid(search, starts, args.alpha_low)
             stock = calibration.stock
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
         print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)

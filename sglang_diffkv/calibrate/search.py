@@ -36,6 +36,8 @@ class Setting:
     rotate: str = "none"
     sinks: int = 0
     horizon: int = 0
+    heads: bool = False
+    """With factors by head, fitted at this setting."""
 
     @property
     def name(self) -> str:
@@ -45,7 +47,8 @@ class Setting:
         rotate = "" if self.rotate == "none" else f" rotate={self.rotate}"
         sinks = "" if not self.sinks else f" sinks={self.sinks}"
         horizon = "" if not self.horizon else f" horizon={self.horizon}"
-        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}{sinks}{horizon}"
+        heads = " heads" if self.heads else ""
+        return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}{sinks}{horizon}{heads}"
 
 
 @dataclass
@@ -127,23 +130,25 @@ def paper(
     return search.best()
 
 
-def grid(
-    search: Search,
+def grid_starts(
     choices: Sequence[tuple[str, ...]],
     highs: Sequence[float],
-    lows: Sequence[float],
     windows: Sequence[int] = (WINDOW,),
     rotations: Sequence[str] = ("none",),
     sinks: Sequence[int] = (0,),
     horizons: Sequence[int] = (0,),
-) -> Setting | None:
-    """Every choice of everything else with every pair of ``alpha_high`` and ``alpha_low``."""
-    starts = [
+) -> list[Setting]:
+    """Every choice of everything but ``alpha_low``, with nothing pruned."""
+    return [
         Setting(tiers, high, 0.0, *rest)
         for tiers in choices
         for rest in product(windows, rotations, sinks, horizons)
         for high in (sorted(highs) if len(tiers) > 1 else [None])
     ]
+
+
+def grid(search: Search, starts: Sequence[Setting], lows: Sequence[float]) -> Setting | None:
+    """Each of ``starts`` with every ``alpha_low`` up to its ``alpha_high``."""
     search.lines([[replace(start, alpha_low=low) for low in _lows(start, lows)] for start in starts])
     return search.best()
 

@@ -16,19 +16,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 
 from sglang_diffkv.calibrate.arguments import new_parser, tier_names
-from sglang_diffkv.calibrate.cli import REPORTING
+from sglang_diffkv.calibrate.cli import REPORTING, SELECTION
 from sglang_diffkv.calibrate.heads.capture import load_model
-from sglang_diffkv.calibrate.heads.curves import Rule
-from sglang_diffkv.calibrate.heads.fit import FACTORS, choose, collect, read
-from sglang_diffkv.calibrate.heads.result import Change, HeadProvenance, HeadScaleFile
-from sglang_diffkv.calibration import ModelGeometry, model_name, policy_fields
+from sglang_diffkv.calibrate.heads.fitted import Source, fit_factors, rule_of
+from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
+from sglang_diffkv.calibration import policy_fields
 from sglang_diffkv.config import ConfigError, DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive, question_options
-from sglang_diffkv.evaluate.configuration import device_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
 from sglang_diffkv.testing import report
@@ -57,54 +54,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def read_rule(args: argparse.Namespace) -> tuple[Rule, DiffKVConfig]:
+def read_config(args: argparse.Namespace) -> DiffKVConfig:
     """The setting, checked as a configuration. Raises ConfigError."""
     policy = policy_fields(args.alpha_high, args.alpha_low, args.window, args.sinks)
     try:
         config = DiffKVConfig.model_validate({"tiers": args.tiers, "policy": policy, "rotate": args.rotate})
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if len(config.tiers) < 2:
-        raise ConfigError(f"tier {config.tiers[0]} alone: factors move tokens between two tiers")
-    high, low = config.parsed_tiers
-    return Rule((high, low), args.alpha_high, args.alpha_low, args.window, args.sinks, args.rotate), config
+    rule_of(config)
+    return config
 
 
 def fit(args: argparse.Namespace) -> HeadScaleFile:
     """The factors. Raises ConfigError, TaskFileError and EvaluationError."""
-    rule, config = read_rule(args)
+    config = read_config(args)
     task = load_task(args.task, replace(question_options(args), n=None))
     if task.name.endswith(f"/{REPORTING}"):
         raise TaskFileError(f"{task.name} is for reporting: fit on another file")
     model = load_model(args.model)
-    found = read(task, load_tokenizer(args.tokenizer or args.model))
-    texts, skipped = choose(found, args.n, args.window, args.max_tokens)
-    curves = collect(model, texts, rule)
-    taken = curves.fit()
-    prompts, total = sum(x.prompt for x in texts), sum(len(x.ids) for x in texts)
-    file = task.fingerprint()
-    return HeadScaleFile(
-        head_scale=curves.scale(taken),
-        provenance=HeadProvenance(
-            date=datetime.now(timezone.utc).date().isoformat(),
-            model=model_name(args.model),
-            geometry=ModelGeometry.of(args.model),
-            task_file=file["file"],
-            task_sha256=file["sha256"],
-            n=len(texts),
-            skipped=skipped,
-            selection={name: getattr(args, name) for name in ("seed", "levels", "only", "exclude", "max_tokens")},
-            prompt_tokens=prompts,
-            reply_tokens=total - prompts,
-            rule=config.model_dump(include={"tiers", "policy", "rotate"}, exclude={"policy": {"head_scale"}}),
-            factors=FACTORS,
-            change=curves.change(taken),
-            held_out=curves.held_out(),
-            error_by_head=curves.error_by_head(),
-            versions=report.environment()["versions"],
-            device=device_name(),
-        ),
-    )
+    tokenizer = load_tokenizer(args.tokenizer or args.model)
+    selection = {name: getattr(args, name) for name in SELECTION}
+    return fit_factors(Source(args.model, task, tokenizer, args.n, args.max_tokens, selection), model, config)
 
 
 def table(content: HeadScaleFile) -> str:
