@@ -21,7 +21,7 @@ from sglang_diffkv.mem_pool.pool import DiffKVPool
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.scheduler_hooks import METERS, SCHEDULER_HOOKS, SRT
 from sglang_diffkv.thresholds import resolve
-from sglang_diffkv.validation import BACKEND, check_model, check_server_args, is_selected
+from sglang_diffkv.validation import BACKEND, check_layers, check_model, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ def on_gpu() -> bool:
 
 
 def create_backend(runner: Any) -> DiffKVAttnBackend:
+    check_layers(runner.model)
     backend = DiffKVAttnBackend(runner)
     pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
     budget = _sized[0] if _sized is not None and _sized[1] == pool.size else None
@@ -204,8 +205,17 @@ def create_prefix_cache(ctx: Any) -> Any:
     return compat.prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
 
 
+def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
+    """Some models let the rotary embedding's kernel write K and V into SGLang's buffers, which the pool does not
+    have: their K and V go to the attention backend as those of all others do."""
+    from sglang.srt.models.utils import get_token_to_kv_pool
+
+    return not isinstance(get_token_to_kv_pool(), DiffKVPool) and original(forward_batch)
+
+
 HOOKS = {
     SRT + "utils.common.support_triton": support_triton,
+    SRT + "models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
     SRT + "server_args.ServerArgs.add_cli_args": add_cli_args,
     SRT + "server_args.ServerArgs.from_cli_args": from_cli_args,
     SRT + "server_args.ServerArgs.check_server_args": launch_check,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sglang_diffkv.compat import GPU_VERSIONS, UnsupportedError, prefill_graphs_wanted, sglang_version
@@ -107,6 +108,40 @@ def check_model(configurator: Any) -> None:
         problems.append("cross attention")
     if configurator.kv_cache_dtype not in (torch.bfloat16, torch.float16):
         problems.append(f"a KV dtype of {configurator.kv_cache_dtype}; start with --dtype bfloat16 or float16")
+    _refuse_model(name, problems)
+
+
+def check_layers(model: Any) -> None:
+    """Refuse models whose attention layers compute something else than causal attention, which a backend has to know
+    of. ``model`` is SGLang's, loaded."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    problems: dict[str, None] = {}
+    for layer in model.modules():
+        if isinstance(layer, RadixAttention):
+            problems.update(dict.fromkeys(_unlike_causal(layer)))
+    _refuse_model(type(model).__name__, list(problems))
+
+
+def _unlike_causal(layer: Any) -> Iterator[str]:
+    kind = str(getattr(layer.attn_type, "value", layer.attn_type))
+    if kind != "decoder":
+        yield f"attention that is not causal ({kind})"
+    if layer.is_cross_attention:
+        yield "cross attention"
+    if (layer.sliding_window_size or -1) > 0:
+        yield "sliding-window attention layers"
+    if getattr(layer, "use_irope", False):
+        yield "attention in chunks (iRoPE)"
+    if layer.pos_encoding_mode != "NONE":
+        yield f"positions in attention's logits ({layer.pos_encoding_mode})"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        yield f"logits capped by {layer.logit_capping_method}"
+    if getattr(layer, "xai_temperature_len", -1) > 0:
+        yield "logits scaled by position"
+
+
+def _refuse_model(name: str, problems: Sequence[str]) -> None:
     if problems:
         raise UnsupportedError(
             f"--attention-backend diffkv cannot serve this model ({name}): it has {', and '.join(problems)}. "

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.ports import Port
 from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV
-from sglang_diffkv.validation import check_model, check_server_args
+from sglang_diffkv.validation import check_layers, check_model, check_server_args
 
 
 @pytest.mark.parametrize(
@@ -184,3 +185,56 @@ def test_mla_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     )
     assert "cannot serve this model" in output
     assert "multi-head latent attention (MLA)" in output
+
+
+def _model(temperature: int = -1, **changes: Any) -> torch.nn.Module:
+    """A model of two attention layers, of which the second is changed."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [RadixAttention(4, 64, 0.125, 2, 0, logit_cap=30.0), RadixAttention(4, 64, 0.125, 2, 1, **changes)]
+    layers[1].xai_temperature_len = temperature
+    return torch.nn.Sequential(torch.nn.ModuleList(layers), torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attn_type": "ENCODER_ONLY"}, r"not causal \(encoder_only\)"),
+        ({"attn_type": "DECODER_BIDIRECTIONAL"}, "not causal"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"sliding_window_size": 128}, "sliding-window"),
+        ({"use_irope": True}, "in chunks"),
+        ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "capped by sigmoid"),
+        ({"temperature": 1024}, "scaled by position"),
+    ],
+)
+def test_layers_that_are_not_plain_causal_attention(changes: dict[str, Any], reason: str) -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    if "attn_type" in changes:
+        changes = {"attn_type": AttentionType[changes["attn_type"]]}
+    check_layers(_model())
+    with pytest.raises(UnsupportedError, match=f"cannot serve this model \\(Sequential\\): it has .*{reason}"):
+        check_layers(_model(**changes))
+
+
+def test_what_is_given_to_attention_beside_q_k_and_v_is_refused() -> None:
+    from sglang_diffkv.attention.backend import DiffKVAttnBackend
+
+    backend = DiffKVAttnBackend.__new__(DiffKVAttnBackend)
+    for run in (backend.forward_extend, backend.forward_decode):
+        with pytest.raises(NotImplementedError, match="attention with sinks:"):
+            run(None, None, None, None, None, sinks=torch.zeros(4), return_lse=False, aux=None)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    from sglang.srt.models import utils
+
+    from sglang_diffkv.hooks import enable_fused_set_kv_buffer
+    from sglang_diffkv.mem_pool.pool import DiffKVPool
+
+    pool = DiffKVPool(64, torch.bfloat16, 1, "cpu", False, 0, 0) if ours else object()
+    monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
+    assert enable_fused_set_kv_buffer(lambda batch: True, None) is (not ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -130,14 +131,25 @@ class DiffKVAttnBackend(AttentionBackend):
             manager.prompts.end_chunk(row)
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
+        _refuse(more)
         return self._run(q, k, v, layer, decode=False)
 
     def forward_decode(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **_: Any
+        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
+        _refuse(more)
         return self._run(q, k, v, layer, decode=True)
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda
+
+
+def _refuse(more: Mapping[str, Any]) -> None:
+    """What a model gives its attention beside q, k and v, such as attention sinks, changes the result."""
+    given = sorted(name for name, value in more.items() if value is not None and value is not False)
+    if given:
+        raise NotImplementedError(
+            f"diffkv does not compute attention with {', '.join(given)}: use another --attention-backend for this model"
+        )
