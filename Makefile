@@ -1,5 +1,6 @@
 # CPU development of sglang_diffkv: `make help` lists the targets.
-# Variables: PYTHON (3.11 or later) creates the environment and runs test-gpu; VENV is its folder;
+# Variables: PYTHON (3.11 or later, for test-gpu with torch, triton, SGLang and this package) creates the environment
+# and runs test-gpu; VENV is its folder;
 # TORCH_PIP_ARGS goes to the pip call that installs torch (an index of CPU builds, for example).
 
 PYTHON ?= python3
@@ -55,8 +56,10 @@ fuzz: venv ## run the property tests on new examples, ten times as many
 	$(CPU_ENV) HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q $(PYTEST_ARGS) \
 		tests/test_page_manager.py tests/test_prefix_cache.py tests/test_quantize.py
 
-test-gpu: ## run the kernel tests on a CUDA GPU with $(PYTHON), which has torch, triton and SGLang
+test-gpu: ## run the kernel tests, and compare the bf16 tier's tokens with stock, on a CUDA GPU with $(PYTHON)
 	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py tests/test_backend.py tests/test_benchmarks_kernels.py $(PYTEST_ARGS)
+	$(PYTHON) benchmarks/identity.py --n 64 --shared 16 --max-new-tokens 128 --batch-sizes 1 8 32 \
+		--server-args "--max-total-tokens 100000 --mm-feature-transport cpu --disable-prefill-cuda-graph"
 
 sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
 	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/test_triton_*.py \
