@@ -92,7 +92,7 @@ class Stand:
         self.fake.cached.clear()
 
 
-def soak_on(fake, minutes=0.01):
+def soak_on(fake, minutes=0.05):
     items = tasks.load("calib")[:2]
     limits = Limits.of(context=512, room=512)
     load = Load(0, limits, [[1, 2, 3], [4, 5, 6]], [[6, 7]], range(300), abort_share=0.0)
