@@ -49,8 +49,9 @@ def enlarge(items: Sequence[Item], count: int, seed: int = 0) -> list[Item]:
     rule = read_rule(items[0].prompt)
     asked = []
     for item in items:
-        words = item.prompt.partition(_LAST)[2].split()
-        if item.prompt.partition(_LAST)[0] != head or apply_rule(rule, words) != item.answer:
+        examples, _, last = item.prompt.partition(_LAST)
+        words = last.split()
+        if examples != head or apply_rule(rule, words) != item.answer:
             raise ValueError(f"{item.id} does not follow the rule of its group")
         asked.append(tuple(words))
     draw = random.Random(f"{seed} {items[0].group}")

@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sglang_diffkv.calibrate.search import WINDOW
 from sglang_diffkv.calibration import HeadScale
 from sglang_diffkv.config import ConfigError, DiffKVPolicyConfig
-from sglang_diffkv.evaluate.cli import add_question_arguments
+from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
+from sglang_diffkv.evaluate.task import Task
+from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
 
 PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
 PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
+REPORTING = "dev"
+SELECTION = ("seed", "levels", "only", "exclude")
+"""Arguments that choose the questions."""
 
 
 def new_parser(program: str, description: str | None) -> argparse.ArgumentParser:
@@ -87,6 +94,21 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     if args.tolerance < 0:
         parser.error("--tolerance is a number of points from 0 on")
     return args
+
+
+def load_calibration(args: argparse.Namespace, *, whole: bool = False) -> Task:
+    """The calibration file; ``whole``: without regard to ``--n``. Raises TaskFileError, also for a file that is for
+    reporting."""
+    options = question_options(args)
+    task = load_task(args.task, replace(options, n=None) if whole else options)
+    if task.name.endswith(f"/{REPORTING}"):
+        raise TaskFileError(f"{task.name} is for reporting: fit on another file")
+    return task
+
+
+def selection(args: argparse.Namespace) -> dict[str, Any]:
+    """What chose the questions, as files say it."""
+    return {name: getattr(args, name) for name in SELECTION}
 
 
 def read_head_scale(path: Path) -> HeadScale:

@@ -21,7 +21,7 @@ from functools import cached_property, partial
 
 import requests
 
-from sglang_diffkv.calibrate.arguments import parse_args, read_head_scale
+from sglang_diffkv.calibrate.arguments import load_calibration, parse_args, read_head_scale, selection
 from sglang_diffkv.calibrate.heads.fitted import Source, fit_all
 from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
 from sglang_diffkv.calibration import (
@@ -36,21 +36,17 @@ from sglang_diffkv.calibration import (
 )
 from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
 from sglang_diffkv.evaluate import runner
-from sglang_diffkv.evaluate.cli import question_options
 from sglang_diffkv.evaluate.configuration import STOCK, Configuration, device_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import Result, summarise
-from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
+from sglang_diffkv.evaluate.tasks import TaskFileError
 from sglang_diffkv.testing import report
 from sglang_diffkv.testing.client import RequestError
 from sglang_diffkv.testing.server import ServerError
 from sglang_diffkv.testing.tasks import load_tokenizer
 
-REPORTING = "dev"
-SELECTION = ("seed", "levels", "only", "exclude")
-"""Arguments that choose the questions."""
 MAX_FITTED_TOKENS = 4096
 """Of a question that factors are fitted to, reply included."""
 
@@ -60,12 +56,11 @@ class Calibration:
 
     def __init__(self, args: argparse.Namespace, store: Store):
         self.args, self.store = args, store
-        self.task = load_task(args.task, question_options(args))
+        self.task = load_calibration(args)
         if self.task.metric != "accuracy":
             raise TaskFileError(f"{self.task.name}: thresholds are fitted to right and wrong answers")
-        if self.task.name.endswith(f"/{REPORTING}"):
-            raise TaskFileError(f"{self.task.name} is for reporting: fit on another file")
-        self.suite = runner.Suite.of(self.task, load_tokenizer(args.tokenizer or args.model))
+        self.tokenizer = load_tokenizer(args.tokenizer or args.model)
+        self.suite = runner.Suite.of(self.task, self.tokenizer)
         self.head_scale = None if args.head_scale is None else read_head_scale(args.head_scale)
         self.factors: dict[Setting, HeadScale] = {}
         self.asked: set[str] = set()
@@ -99,11 +94,8 @@ class Calibration:
         """The settings with factors by head fitted to ``--fit-heads`` questions, but for those that factors do not
         change, as where a threshold is out of every token's reach."""
         args = self.args
-        options = replace(question_options(args), n=None)
-        tokenizer = load_tokenizer(args.tokenizer or args.model)
-        selection = {name: getattr(args, name) for name in SELECTION}
-        task = load_task(args.task, options)
-        source = Source(args.model, task, tokenizer, args.fit_heads, MAX_FITTED_TOKENS, selection)
+        task = load_calibration(args, whole=True)
+        source = Source(args.model, task, self.tokenizer, args.fit_heads, MAX_FITTED_TOKENS, selection(args))
         able = {setting.name: setting for setting in settings if setting.alpha_high is not None}
         fitted = fit_all(source, {name: self.config(x) for name, x in able.items()}, args.work / "heads")
         for name, scale in fitted.items():
@@ -152,7 +144,6 @@ class Calibration:
     def entry(self, chosen: Setting, search: Search) -> CalibratedThresholds:
         """What is written for a chosen setting."""
         args, task = self.args, self.task.fingerprint()
-        selection = {name: getattr(args, name) for name in (*SELECTION, "max_new_tokens")}
         rule = {name: value for name, value in asdict(chosen).items() if name != "heads"}
         return CalibratedThresholds(
             models=(model_name(args.model),),
@@ -169,7 +160,7 @@ class Calibration:
                 task_file=task["file"],
                 task_sha256=task["sha256"],
                 n=self.stock.score.n,
-                selection=selection,
+                selection={**selection(args), "max_new_tokens": args.max_new_tokens},
                 bf16_accuracy=self.stock.score.mean,
                 bf16_accuracy_error=self.stock.score.error,
                 versions=report.environment()["versions"],

@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from sglang_diffkv.calibrate.arguments import new_parser, tier_names
-from sglang_diffkv.calibrate.cli import REPORTING, SELECTION
+from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection, tier_names
 from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.heads.fitted import Source, fit_factors, rule_of
 from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
 from sglang_diffkv.config import ConfigError, DiffKVConfig, DiffKVPolicyConfig
-from sglang_diffkv.evaluate.cli import add_selection_arguments, positive, question_options
+from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
-from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
+from sglang_diffkv.evaluate.tasks import TaskFileError
 from sglang_diffkv.testing import report
 from sglang_diffkv.testing.tasks import load_tokenizer
 
@@ -68,13 +66,10 @@ def read_config(args: argparse.Namespace) -> DiffKVConfig:
 def fit(args: argparse.Namespace) -> HeadScaleFile:
     """The factors. Raises ConfigError, TaskFileError and EvaluationError."""
     config = read_config(args)
-    task = load_task(args.task, replace(question_options(args), n=None))
-    if task.name.endswith(f"/{REPORTING}"):
-        raise TaskFileError(f"{task.name} is for reporting: fit on another file")
+    task = load_calibration(args, whole=True)
     model = load_model(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model)
-    selection = {name: getattr(args, name) for name in SELECTION}
-    return fit_factors(Source(args.model, task, tokenizer, args.n, args.max_tokens, selection), model, config)
+    return fit_factors(Source(args.model, task, tokenizer, args.n, args.max_tokens, selection(args)), model, config)
 
 
 def table(content: HeadScaleFile) -> str:
