@@ -102,10 +102,10 @@ def test_each_rank_takes_the_factors_of_its_heads() -> None:
     """The first head keeps all tokens high, the second none outside the window; figures are those of rank 0."""
     policy = {"name": "diffkv", "window": 32, "head_scale": [[1e-6, 1e6]] * 6}
     prompts = _ids([x for x in tasks.load("calib") if x.task == "recur"][:2])
-    with serve(2, {"policy": policy}) as server:
+    with serve(2, {"policy": policy}, *ROOM) as server:
         client.run(server.url, prompts, 48, concurrency=1)
         found = _stats(server)["finished"]
     assert found["high"] > 0 and found["low"] == 0
-    with serve(1, {"policy": policy}) as server:
+    with serve(1, {"policy": policy}, *ROOM) as server:
         client.run(server.url, prompts, 48, concurrency=1)
         assert _stats(server)["finished"]["low"] > 0

@@ -41,59 +41,90 @@ def attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constex
     token = tiles[:, None] * N + tl.arange(0, N)[None, :]
     best = tl.full([tiles.shape[0], N], float("-inf"), tl.float32)
     for first in tl.static_range(0, G, WORD):
-        word = tl.load(word_ptr + token * (G // WORD) + first // WORD, mask=live[:, None], other=0)
+        at = token * (G // WORD) + first // WORD
+        word = tl.load(word_ptr + at, mask=live[:, None], other=0, eviction_policy="evict_first")
         for k in tl.static_range(WORD):
             own_lse = tl.sum(tl.where(g == first + k, lse, 0.0), 0)
-            top = tl.load(tile_max_ptr + tiles * G + first + k, mask=live, other=0.0) - own_lse
+            top_ptr = tile_max_ptr + tiles * G + first + k
+            top = tl.load(top_ptr, mask=live, other=0.0, eviction_policy="evict_first") - own_lse
             x = (word >> (16 * k)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             best = tl.maximum(best, x + top[:, None])
     return best
 
 
 @triton.jit
-def score_tier(
-    part, parts, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room, pages, page_table, block_table,
-    row, layer, head, count, own_first,
+def page_numbers(
+    page, tiles, stop, pages,
+    TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, N: tl.constexpr, PAGE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Positions, -1 where there is no token, and scores, [T, N], of ``tiles`` [T] before ``stop`` on ``page`` [T]."""
+    slot = (tiles % ceil_div(TOKENS, N))[:, None] * N + tl.arange(0, N)[None, :]
+    inside = (tiles < stop)[:, None] & (slot < TOKENS)
+    words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.int32))[:, None] + slot
+    score = tl.load((words + SCORES // 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
+    return tl.load(words + POSITIONS // 4, mask=inside, other=-1), score
+
+
+@triton.jit
+def first_tokens(
+    part, parts, room, pages, page_table, block_table, row, layer, head, count, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """A program's share of one tier; returns the packed candidate and least significant token, int64 each.
-
-    ``lse`` [GP] is the head's base-2 normaliser; ``room`` tiles of logits were kept. Page ids are read an iteration
-    ahead.
-    """
-    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    """A program's tiles [start, stop) of a tier, of which ``room`` have logits, and what of its first iterations does
+    not depend on the first pass: page ids of two, positions and scores of one."""
     T: tl.constexpr = max(SIZE // N, 1)
-    column = tl.arange(0, N)
-    candidate = tl.full([T, N], NOTHING, tl.int64)
-    least = tl.full([T, N], NOTHING, tl.int64)
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     total = tl.minimum((count - own_first) * CHUNKS, room)
     share = tl.cdiv(tl.cdiv(tl.maximum(total, 0), parts), T) * T
     start = part * share
     stop = tl.minimum(total, start + share)
-    ahead = start + tl.arange(0, T)
+    tiles = start + tl.arange(0, T)
     page = own_pages(
+        tiles, tiles < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+    )
+    ahead = tiles + T
+    page_ahead = own_pages(
         ahead, ahead < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
     )
+    position, old = page_numbers(page, tiles, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES)
+    return start, stop, page, page_ahead, position, old
+
+
+@triton.jit
+def score_tier(
+    start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
+    pages, page_table, block_table, row, layer, head, own_first,
+    HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """A program's share of one tier, from :func:`first_tokens`; returns the packed candidate and least significant
+    token, int64 each.
+
+    ``lse`` [GP] is the head's base-2 normaliser. Page ids are read two iterations ahead, positions and scores one.
+    """
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    T: tl.constexpr = max(SIZE // N, 1)
+    candidate = tl.full([T, N], NOTHING, tl.int64)
+    least = tl.full([T, N], NOTHING, tl.int64)
     for base in range(start, stop, T):
         tiles = base + tl.arange(0, T)
-        live = tiles < stop
-        slot = (tiles % CHUNKS)[:, None] * N + column[None, :]
-        inside = live[:, None] & (slot < TOKENS)
-        words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.int32))[:, None] + slot
-        score_ptr = (words + SCORES // 4).to(tl.pointer_type(tl.float32))
-        position = tl.load(words + POSITIONS // 4, mask=inside, other=-1)
-        old = tl.load(score_ptr, mask=inside, other=0.0)
-        ahead = tiles + T
-        page = own_pages(
+        power = attention_received(logits_ptr, tile_max_ptr, lse, tiles, tiles < stop, N, G, GP)
+        next_position, next_old = page_numbers(
+            page_ahead, tiles + T, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES
+        )
+        ahead = tiles + 2 * T
+        page_after = own_pages(
             ahead, ahead < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
         )
-        power = attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N, G, GP)
-        own = inside & (power > float("-inf"))
+        slot = (tiles % CHUNKS)[:, None] * N + tl.arange(0, N)[None, :]
+        own = (tiles < stop)[:, None] & (slot < TOKENS) & (power > float("-inf"))
         age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
         new = tl.where(position < newest, old + (tl.exp2(power) - old) / age, old)
-        tl.store(score_ptr, new, mask=own)
+        words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.float32))[:, None] + slot
+        tl.store(words + SCORES // 4, new, mask=own)
         number = (tiles // CHUNKS * TOKENS)[:, None] + slot
         bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
@@ -101,6 +132,8 @@ def score_tier(
             leaving = own & (position == newest - window) & (position >= sinks)
             candidate = tl.minimum(candidate, tl.where(leaving, packed, NOTHING))
         least = tl.minimum(least, tl.where(own & (position <= newest - window) & (position >= sinks), packed, NOTHING))
+        page, page_ahead = page_ahead, page_after
+        position, old = next_position, next_old
     return tl.min(tl.min(candidate, 1), 0), tl.min(tl.min(least, 1), 0)
 
 
@@ -128,7 +161,8 @@ def finish_kernel(
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its splits' results,
-    ``AT_ONCE`` an iteration, and the others share its tokens' scores; with 0, the first of the latter joins before.
+    several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
+    scores. With 0, the first of the latter joins before.
     ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a head at most. ``EARLY``:
     the launch may begin while the first pass ends, and waits for it here."""
     bh = tl.program_id(0)
@@ -168,6 +202,11 @@ def finish_kernel(
     high = (count_high - own_high) * ceil_div(H_TOKENS, N_H)
     kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
     room_high, room_low = kept_tiles(high, room - kept_from, N_H, N_L)
+    start, stop, page, page_ahead, position, old = first_tokens(
+        tl.maximum(part, 0), tl.maximum(parts, 1), tl.where(part >= 0, room_high, 0), pages, page_table, block_table,
+        row, layer, head, count_high, own_high,
+        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
+    )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
     s = tl.arange(0, SLOTS)
@@ -181,14 +220,21 @@ def finish_kernel(
 
     if joins:
         acc = tl.zeros([GP, DP], tl.float32)
-        for first in range(0, used, AT_ONCE):
-            slot = first + tl.arange(0, AT_ONCE)
-            at = (bh64 * slots + slot)[:, None] * G + g[None, :]  # [AT_ONCE, GP]
-            held = (slot[:, None] < used) & (g[None, :] < G)
-            weight = tl.exp2(tl.load(partial_lse + at, mask=held, other=float("-inf")) - top[None, :])
-            x_ptr = partial_out + at[:, :, None] * DV + d[None, None, :]
-            x = tl.load(x_ptr, mask=held[:, :, None] & (d[None, None, :] < DV), other=0.0)
-            acc += tl.sum(weight[:, :, None] * x, 0)
+        if JOINERS <= 1:
+            for slot in range(used):
+                at = bh64 * slots + slot
+                weight = tl.exp2(tl.load(partial_lse + at * G + g, mask=g < G, other=float("-inf")) - top)
+                x = tl.load(partial_out + at * G * DV + g[:, None] * DV + d[None, :], mask=inside, other=0.0)
+                acc += weight[:, None] * x
+        else:
+            for first in range(0, used, AT_ONCE):
+                slot = first + tl.arange(0, AT_ONCE)
+                at = (bh64 * slots + slot)[:, None] * G + g[None, :]  # [AT_ONCE, GP]
+                held = (slot[:, None] < used) & (g[None, :] < G)
+                weight = tl.exp2(tl.load(partial_lse + at, mask=held, other=float("-inf")) - top[None, :])
+                x_ptr = partial_out + at[:, :, None] * DV + d[None, None, :]
+                x = tl.load(x_ptr, mask=held[:, :, None] & (d[None, None, :] < DV), other=0.0)
+                acc += tl.sum(weight[:, :, None] * x, 0)
         acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
         tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=inside)
         tl.store(lse_out + bh64 * G + g, lse / LOG2E, mask=(g < G) & (tl.program_id(1) == 0))
@@ -199,17 +245,22 @@ def finish_kernel(
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        part, parts, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr, room_high, pages, page_table,
-        block_table, row, layer, head, count_high, own_high,
+        start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
+        pages, page_table, block_table, row, layer, head, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
     )  # fmt: skip
     store_found(found_ptr, candidate, part, parts, max_parts)
     store_found(found_ptr + max_parts, least, part, parts, max_parts)
     if TIERS == 2 and JUDGE_LOW:
+        own_low = tl.load(own_entry + counts + 1)
+        start, stop, page, page_ahead, position, old = first_tokens(
+            part, parts, room_low, pages, page_table, block_table, row, layer, head, count_low, own_low,
+            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
+        )  # fmt: skip
         _, least = score_tier(
-            part, parts, lse, newest, window, sinks, horizon, logits_ptr + high * N_H * G,
-            tile_max_ptr + high * G, room_low, pages, page_table, block_table, row, layer, head, count_low,
-            tl.load(own_entry + counts + 1),
+            start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon,
+            logits_ptr + high * N_H * G, tile_max_ptr + high * G, pages, page_table, block_table, row, layer, head,
+            own_low,
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
         )  # fmt: skip
         store_found(found_ptr + 2 * max_parts, least, part, parts, max_parts)

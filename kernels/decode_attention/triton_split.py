@@ -47,8 +47,9 @@ def attend_tier(
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
     ``q_ptr`` points at the group's [G, D]; ``qscale`` is a power of two that brings it into fp16.
-    ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass: not those of
-    the first ``shared`` tiles, which are not scored, and there is room for ``room`` tiles.
+    ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass, to stay in
+    the L2 cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for
+    ``room`` tiles.
     """
     RAW: tl.constexpr = KB == 16
     BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
@@ -147,8 +148,9 @@ def attend_tier(
             kept = tile - shared
             token = kept * N + tl.arange(0, N)
             fits = (g < G) & (kept >= 0) & (kept < room)
-            tl.store(logits_ptr + token[:, None] * G + g[None, :], s.to(tl.float16), mask=fits[None, :])
-            tl.store(tile_max_ptr + kept * G + g, safe, mask=fits)
+            logit_ptr = logits_ptr + token[:, None] * G + g[None, :]
+            tl.store(logit_ptr, s.to(tl.float16), mask=fits[None, :], eviction_policy="evict_last")
+            tl.store(tile_max_ptr + kept * G + g, safe, mask=fits, eviction_policy="evict_last")
         page, lo, hi = tile_page(
             tile + 1, count, block_table, page_table, range_lo, range_hi, row, layer, head,
             HIGH, CHUNKS, MAX_BLOCKS, L, H,

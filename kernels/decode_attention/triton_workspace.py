@@ -95,11 +95,12 @@ JOINERS = 8
 def score_programs(state: PageState, batch: int, config: DecodeConfig) -> tuple[int, int]:
     """How many programs share a head's scores, and how many join its splits and do nothing else.
 
-    All programs of the pass run at once where that is possible: then a large batch has none to spare for joining alone.
+    All programs of the pass run at once where that is possible: then a very large batch has none to spare for joining
+    alone.
     """
     resident = processors_of(state.device) * 32 // config.score_warps
     each = resident // (batch * state.num_heads)
-    joiners = JOINERS if each >= JOINERS + MAX_SCORE_PARTS // 2 else 0
+    joiners = JOINERS if each >= JOINERS + MAX_SCORE_PARTS // 2 else int(each > 2)
     return config.score_parts or max(1, min(MAX_SCORE_PARTS, each - joiners)), joiners
 
 
