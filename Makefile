@@ -61,9 +61,10 @@ test-gpu: ## run the kernel tests, and compare the bf16 tier's tokens with stock
 	$(PYTHON) benchmarks/identity.py --n 64 --shared 16 --max-new-tokens 128 --batch-sizes 1 8 32 \
 		--server-args "--max-total-tokens 100000 --mm-feature-transport cpu --disable-prefill-cuda-graph"
 
+# Every tensor gets memory of its own, so that a kernel cannot leave it unseen; a graph cannot allocate that way.
 sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
 	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/test_triton_*.py \
-		tests/test_backend.py $(PYTEST_ARGS)
+		tests/test_backend.py --deselect tests/test_triton_rotate.py::test_in_a_cuda_graph $(PYTEST_ARGS)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check .
