@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,11 @@ def table(rows: list[dict[str, Any]], columns: dict[str, str]) -> str:
 def skipped(data: dict[str, Any]) -> list[str]:
     """What was not measured, and why."""
     lines = [f"- {note}" for note in data["notes"]]
-    for row in data["attention"]:
-        if "skipped" in row:
-            place = f"{row['case']}, batch {row['batch']}, heads {row['heads']}, length {row['length']}"
-            lines.append(f"- attention, {place}: {row['skipped']}")
+    rows = [row for row in data["attention"] if "skipped" in row]
+    for (heads, why), group in groupby(rows, key=lambda row: (row["heads"], row["skipped"])):
+        places = [f"{row['case']}, batch {row['batch']}, length {row['length']}" for row in group]
+        many = f" to {places[-1]} ({len(places)} cases)" if len(places) > 1 else ""
+        lines.append(f"- attention, heads {heads}, {places[0]}{many}: {why}")
     lines += [f"- management, batch {row['batch']}: {row['skipped']}" for row in data["management"] if "skipped" in row]
     return lines
 
