@@ -18,6 +18,7 @@ HEADER = (
     "ITL p50 / p99 ms",
     "running mean / max",
     "while others wait",
+    "of the bound %",
     "retracted",
     "cached tokens",
     "KV B/token",
@@ -54,6 +55,14 @@ def with_ratios(records: Sequence[Record]) -> list[Record]:
     return [{**x, "to_bf16": ratio(records, x, BF16), "to_fp8": ratio(records, x, FP8)} for x in records]
 
 
+def of_bound(records: Sequence[Record], record: Record) -> float | None:
+    """Requests running while others wait, over how many a token's bytes allow, judged by bf16's server."""
+    other = reference(records, record, BF16)
+    if other is None or record["status"] != OK or None in (record["running_saturated"], other["running_saturated"]):
+        return None
+    return record["running_saturated"] * record["ratio_pages"] / other["running_saturated"]
+
+
 def number(value: Any, form: str = ".0f") -> str:
     """A formatted number, or nothing."""
     return "" if value is None else format(value, form)
@@ -71,13 +80,14 @@ def shares(record: Record) -> str:
     return " / ".join(f"{100 * record[f'share_{tier}']:.1f}" for tier in ("high", "low", "pruned"))
 
 
-def row(record: Record) -> list[str]:
+def row(record: Record, records: Sequence[Record]) -> list[str]:
     """A record's cells. A run that failed or was skipped has its reason in place of the figures."""
     if record["status"] != OK:
         known = [number(record.get("cache_gib"), ".3f"), number(record.get("start_s"))]
         error = record["error"].replace("|", "\\|").replace("\n", " ")
         blank = [""] * (len(HEADER) - 4)
         return [record["backend"], f"{record['status']}: {error}", *blank, *known]
+    bound = of_bound(records, record)
     return [
         record["backend"],
         number(record["output_throughput"], ",.0f" if record["output_throughput"] >= 100 else ".1f"),
@@ -87,6 +97,7 @@ def row(record: Record) -> list[str]:
         pair(record, "median_itl_ms", "p99_itl_ms", ".1f"),
         pair(record, "running_mean", "running_max", ".0f"),
         number(record["running_saturated"], ".1f"),
+        number(None if bound is None else 100 * bound),
         number(record["retracted"]),
         number(record["cached_tokens"], ",d"),
         number(record["kv_bytes_per_token"], ",.0f"),
@@ -103,7 +114,7 @@ def tables(data: dict[str, Any]) -> str:
     for name, load in data["loads"].items():
         records = [x for x in data["records"] if x["load"] == name]
         labels = list(dict.fromkeys(x["label"] for x in records))
-        header, rows = list(HEADER), [row(x) for x in records]
+        header, rows = list(HEADER), [row(x, records) for x in records]
         if labels != [""]:
             header = [load["x_label"], *header]
             order = sorted(range(len(records)), key=lambda i: labels.index(records[i]["label"]))
@@ -121,6 +132,7 @@ def document(data: dict[str, Any]) -> str:
         f"`{data['provenance']['command']}`\n\n"
         f"Every server has {setup['kv_gib']:g} GiB of KV cache ({weights}, at most {setup['max_running']} running "
         f"requests) and the arguments `{' '.join(setup['server_args'])}`. Requests and retractions are from the "
-        "servers' logs; DiffKV's bytes a token (its pages') and shares are over the finished requests.\n"
+        "servers' logs; DiffKV's bytes a token (its pages') and shares are over the finished requests. Of the bound: "
+        "requests running while others wait, over bf16's divided by the ratio of the bytes a token.\n"
     )
     return f"{intro}\n{tables(data)}"

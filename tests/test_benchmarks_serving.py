@@ -14,6 +14,8 @@ from benchmarks.serving_backends import common_args, parse_backend, parse_diffkv
 from benchmarks.serving_loads import LOADS, parse_load
 from benchmarks.serving_log import parse_log
 from benchmarks.serving_memory import GIB, KVShape, check_bytes, diffkv_footprint, diffkv_tokens, stock_tokens
+from benchmarks.serving_report import of_bound
+from benchmarks.serving_session import OK
 from sglang_diffkv.config import load_config
 
 LLAMA = KVShape(32, 8, 128, 32768, 128256, 32)
@@ -179,3 +181,14 @@ def test_paths_are_cut():
     assert without_paths("--model /data/models/nano --output results/x") == "--model nano --output results/x"
     assert without_paths("http://127.0.0.1:1/x a/b 1/2 ~/x") == "http://127.0.0.1:1/x a/b 1/2 ~/x"
     assert command("serving", ["--model", "/a/b/nano"]) == "python -m benchmarks.serving --model nano"
+
+
+def test_running_requests_against_what_bytes_allow():
+    point = {"status": OK, "load": "batch", "label": ""}
+    stock = {**point, "dtype": "bf16", "running_saturated": 33.0, "ratio_pages": 1.0}
+    mine = {**point, "dtype": "diffkv", "running_saturated": 99.0, "ratio_pages": 0.3}
+    assert of_bound([stock, mine], stock) == 1.0
+    assert of_bound([stock, mine], mine) == pytest.approx(0.9)
+    assert of_bound([mine], mine) is None
+    assert of_bound([stock, mine], {**mine, "running_saturated": None}) is None
+    assert of_bound([stock, mine], {**mine, "label": "16"}) is None, "another point of the load"
