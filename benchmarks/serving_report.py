@@ -135,4 +135,5 @@ def document(data: dict[str, Any]) -> str:
         "servers' logs; DiffKV's bytes a token (its pages') and shares are over the finished requests. Of the bound: "
         "requests running while others wait, over bf16's divided by the ratio of the bytes a token.\n"
     )
-    return f"{intro}\n{tables(data)}"
+    notes = "".join(f"\n{note}\n" for note in data.get("notes", ()))
+    return f"{intro}{notes}\n{tables(data)}"

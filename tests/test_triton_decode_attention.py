@@ -29,8 +29,9 @@ CASES = [
 
 
 def run_both(
-    manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True, **rule
-):
+    manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True,
+    score_tokens=32, **rule,
+):  # fmt: skip
     generator = torch.Generator().manual_seed(len(tiers) + group)
     state = manager.state
     rows = torch.tensor([2, 5, 3], device=DEVICE)
@@ -40,7 +41,7 @@ def run_both(
     q = torch.randn(len(lengths), state.num_heads * group, state.fmt.head_dim, generator=generator)
     q = (q * torch.tensor([0.01, 1.0, 30.0]).view(3, 1, 1)).to(DEVICE, dtype)
     twin, scale = clone_state(state), 0.3 / state.fmt.head_dim**0.5
-    config = DecodeConfig(tile=tile, score_parts=2, score_tokens=32)
+    config = DecodeConfig(tile=tile, score_parts=2, score_tokens=score_tokens)
     workspace = DecodeWorkspace.create(
         state, 4, q.shape[1], splits=splits, max_tokens=400 if scores else 0, config=config
     )
@@ -107,6 +108,17 @@ def test_programs_may_join_and_score(monkeypatch):
     """In a large batch no program joins alone: the first of a head's two does both."""
     monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 0))
     test_matches_reference("K8V4 K4V2", 64, 64, 4, 3, 32)
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
+def test_a_program_may_join_alone_and_others_score_in_many_iterations(monkeypatch, tiers):
+    """As in batches of tens of requests; page ids are read two iterations ahead, positions and scores one."""
+    monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 1))
+    manager = make_manager(make_format(tiers, 64, page_tokens=8), window=WINDOW)
+    results = run_both(manager, tiers, 4, 3, 16, lengths=(121, 0, 9), score_tokens=16)
+    own = results[1].entries - results[1].own_entry
+    assert own[2, :, :, 0].max() >= 8, "four iterations of a page for each of two programs"
+    check_against_reference(*results)
 
 
 def test_programs_fill_the_gpu(monkeypatch):

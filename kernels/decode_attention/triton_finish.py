@@ -73,7 +73,8 @@ def first_tokens(
     L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """A program's tiles [start, stop) of a tier, of which ``room`` have logits, and what of its first iterations does
-    not depend on the first pass: page ids of two, positions and scores of one."""
+    not depend on the first pass: page ids of two, positions and scores of one. Of the high tier they are read while the
+    first pass ends."""
     T: tl.constexpr = max(SIZE // N, 1)
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     total = tl.minimum((count - own_first) * CHUNKS, room)

@@ -190,7 +190,7 @@ def split_kernel(
     up to the last that holds something.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
-    if EARLY:
+    if EARLY:  # in this order: the second pass, once begun, reads what was written before this one
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     bh = tl.program_id(0)

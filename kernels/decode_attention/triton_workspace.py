@@ -95,8 +95,8 @@ JOINERS = 8
 def score_programs(state: PageState, batch: int, config: DecodeConfig) -> tuple[int, int]:
     """How many programs share a head's scores, and how many join its splits and do nothing else.
 
-    All programs of the pass run at once where that is possible: then a very large batch has none to spare for joining
-    alone.
+    As many as run at once with 64 registers a thread: then a very large batch has none to spare for joining alone. (The
+    kernel takes 72, and 127 where eight programs join; held to 64, or with fewer programs, it is no faster on an H200.)
     """
     resident = processors_of(state.device) * 32 // config.score_warps
     each = resident // (batch * state.num_heads)
