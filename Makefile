@@ -47,7 +47,7 @@ demo: venv ## start a server on the CPU, ask it questions, show the answers and 
 	$(CPU_ENV) $(BIN)/python examples/demo.py
 
 test: venv ## run all CPU tests
-	$(CPU_ENV) $(BIN)/python -m pytest -q -m "not gpu" $(PYTEST_ARGS)
+	$(CPU_ENV) $(BIN)/python -m pytest -q --durations=15 -m "not gpu" $(PYTEST_ARGS)
 
 test-fast: venv ## run the CPU tests that start no server
 	$(CPU_ENV) $(BIN)/python -m pytest -q -m "not gpu and not server" $(PYTEST_ARGS)

@@ -1,4 +1,4 @@
-"""Tensor parallelism on a real server: the tokens of one rank, equal decisions under pressure, nothing lost on any.
+"""Tensor parallelism on a real server: stock's tokens, equal decisions under pressure, nothing lost on any rank.
 
 On a CPU, SGLang wants the cores of each rank named; its ranks then sum over gloo. With SGLANG_DIFFKV_CHECK_INTEGRITY,
 ranks also compare after every step all that they decide on, and a difference ends the server.
@@ -16,7 +16,7 @@ import pytest
 from sglang_diffkv.testing import client, tasks
 from sglang_diffkv.testing.client import Record
 from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.testing.server import Server, stock_backend
 from tests.identity import check_tokens
 
 pytestmark = pytest.mark.server
@@ -26,14 +26,15 @@ ROOM = ("--max-total-tokens", "40000")
 """Not a whole GPU."""
 
 
-def serve(ranks: int, config: dict[str, Any], *args: str) -> Server:
-    """A server that checks itself after every step."""
+def serve(ranks: int, config: dict[str, Any] | None, *args: str) -> Server:
+    """A server that checks itself after every step; stock SGLang without a configuration."""
+    backend = stock_backend() if config is None else "diffkv"
     env = {
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks),
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
         "SGLANG_DIFFKV_CHECK_INTEGRITY": "1",
     }
-    return Server(NANO, "diffkv", ["--tp-size", str(ranks), *args], diffkv_config=config, env=env, timeout=600)
+    return Server(NANO, backend, ["--tp-size", str(ranks), *args], diffkv_config=config, env=env, timeout=600)
 
 
 def _ids(items: list[tasks.Item]) -> list[list[int]]:
@@ -46,19 +47,20 @@ def _stats(server: Server) -> dict[str, Any]:
     return stats
 
 
-def test_two_ranks_give_the_tokens_of_one() -> None:
-    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=20, seed=3)
-    prompts = _ids([*items, *[x for x in tasks.load("dev") if x.task == "fewshot_shared"][:4]])
+def test_two_ranks_give_the_tokens_of_stock_s_two() -> None:
+    """Not of one rank: the sums of two are rounded otherwise, and on some CPUs stock's own two leave its one."""
+    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=10, seed=3)
+    prompts = _ids([*items, *[x for x in tasks.load("dev") if x.task == "fewshot_shared"][:3]])
 
     def ask(server: Server, concurrency: int) -> list[Record]:
         return client.run(server.url, prompts, 48, concurrency=concurrency, top_logprobs=2)
 
-    with serve(1, LOSSLESS, *ROOM) as server:
-        one = ask(server, 1)
+    with serve(2, None, *ROOM) as server:
+        stock = ask(server, 1)
     with serve(2, LOSSLESS, *ROOM) as server:
-        check_tokens([x.output_ids for x in ask(server, 1)], one, "two ranks, one request at a time")
+        check_tokens([x.output_ids for x in ask(server, 1)], stock, "two ranks, one request at a time")
         again = ask(server, 16)
-        check_tokens([x.output_ids for x in again], one, "two ranks, batch of 16, over prefix hits")
+        check_tokens([x.output_ids for x in again], stock, "two ranks, batch of 16, over prefix hits")
         assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(prompts, again, strict=True))
         stats = _stats(server)
         assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
@@ -81,7 +83,7 @@ def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("ranks", "fidelity", "options"),
-    [(2, "compressed", []), (2, "exact", []), (2, "compressed", ["--disable-overlap-schedule"]), (4, "exact", [])],
+    [(2, "compressed", []), (2, "compressed", ["--disable-overlap-schedule"]), (4, "exact", [])],
 )
 def test_ranks_decide_alike_in_a_small_pool(ranks: int, fidelity: str, options: list[str]) -> None:
     """With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
