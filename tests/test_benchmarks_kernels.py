@@ -189,14 +189,15 @@ def test_report(tmp_path):
         "read_gb_s": 4700.0,
         "step_length": 1024,
         "notes": ["sglang_triton: not installed"],
-        "attention": [row, {**kernel_attention.place(case), "skipped": "needs 9 GB"}],
+        "attention": [row, *[{**kernel_attention.place(case), "skipped": "needs 9 GB"}] * 2],
         "management": [{**managed, "batch": 1}, {**managed, "batch": 4}, {"batch": 256, "skipped": "needs 8 GB"}],
     }
     kernel_report.write_tables(data, tmp_path)
     kernel_report.write_charts(data, tmp_path)
     text = (tmp_path / "kernels.md").read_text(encoding="utf-8")
     assert "| K8V4+K4V2 all high | 64 | 32/8 | 4096 | 0.1 | 4000 |" in text
-    assert "- attention, K8V4+K4V2 all high, batch 64, heads 32/8, length 4096: needs 9 GB" in text
+    place = "K8V4+K4V2 all high, batch 64, length 4096"
+    assert f"- attention, heads 32/8, {place} to {place} (2 cases): needs 9 GB" in text
     assert "- management, batch 256: needs 8 GB" in text and "- sglang_triton: not installed" in text
     assert {x.name for x in tmp_path.glob("*.png")} == {"kernels.png", "kernels_grid.png", "kernels_management.png"}
 
