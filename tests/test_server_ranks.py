@@ -49,8 +49,8 @@ def _stats(server: Server) -> dict[str, Any]:
 
 def test_two_ranks_give_the_tokens_of_stock_s_two() -> None:
     """Not of one rank: the sums of two are rounded otherwise, and on some CPUs stock's own two leave its one."""
-    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=10, seed=3)
-    prompts = _ids([*items, *[x for x in tasks.load("dev") if x.task == "fewshot_shared"][:3]])
+    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=20, seed=3)
+    prompts = _ids([*items, *[x for x in tasks.load("dev") if x.task == "fewshot_shared"][:4]])
 
     def ask(server: Server, concurrency: int) -> list[Record]:
         return client.run(server.url, prompts, 48, concurrency=concurrency, top_logprobs=2)
@@ -83,7 +83,7 @@ def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("ranks", "fidelity", "options"),
-    [(2, "compressed", []), (2, "compressed", ["--disable-overlap-schedule"]), (4, "exact", [])],
+    [(2, "compressed", []), (2, "exact", []), (2, "compressed", ["--disable-overlap-schedule"]), (4, "exact", [])],
 )
 def test_ranks_decide_alike_in_a_small_pool(ranks: int, fidelity: str, options: list[str]) -> None:
     """With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
