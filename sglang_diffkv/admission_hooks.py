@@ -28,6 +28,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     with compat.node_locked(self, req.last_node):
         if tree is not None:
             tree.evict_table_blocks(path, needed)
+            tree.evict_names(needed)
         admitted = ledger.admits(path, needed)
         compacts = chunk < needed and _may_compact(allocator, path, needed, self)
         fits = compacts and ledger.admits_compacting(needed, chunk)
@@ -56,6 +57,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
             tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))
             tree.evict_pages(ledger.prompt_pages(compat.prompt_len(req)))
             tree.evict_table_blocks([], compat.prompt_len(req))
+            tree.evict_names(compat.prompt_len(req))
             return AddReqResult.OTHER
     return result
 

@@ -176,6 +176,38 @@ def tensor_parallel_ranks() -> Ranks:
     return Ranks(group.world_size, group.rank_in_group, largest) if group.world_size > 1 else Ranks()
 
 
+def no_prefill(running_batch: Any) -> Any:
+    """What a scheduler that has nothing to prefill plans: to go on with what runs."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+
+def release_request(batch: Any, index: int) -> None:
+    """Take from a batch's request all that it holds, as a retraction does; the request may be queued again."""
+    more = {"server_args": _global_server_args()} if release() < (0, 5, 18) else {}
+    batch.release_req(index, 0, **more)
+
+
+def _global_server_args() -> Any:
+    from sglang.srt.server_args import get_global_server_args
+
+    return get_global_server_args()
+
+
+def send_abort(scheduler: Any, req: Any) -> None:
+    """Tell the client of a request that was released why it ended: ``to_finish``."""
+    from sglang.srt.managers import scheduler as module
+
+    reason = req.to_finish.to_json()
+    if release() < (0, 5, 18):
+        answer = module.AbortReq(rid=req.rid, finished_reason=reason)
+    else:
+        answer = module._make_abort_req(req, finished_reason=reason)
+    send = getattr(scheduler, "send_abort_output", None) or scheduler.ipc_channels.send_to_tokenizer.send_output
+    send(answer, req)
+
+
 def finish_with_error(req: Any, message: str) -> None:
     """End a running request with an error that its client sees."""
     from http import HTTPStatus

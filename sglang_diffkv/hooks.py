@@ -178,9 +178,10 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     policy = plan.policy(ranks.rank, ranks.size)
     manager = PageManager(geometry, policy, dtype=self.kv_cache_dtype, device=self.device, ranks=ranks)
     footprint = plan.footprint(geometry, pool.size)
-    pool.bind(manager, footprint)
+    ledger = PageLedger(manager, pool.size)
+    pool.bind(manager, ledger.names, footprint)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
-        PageLedger(manager, pool.size),
+        ledger,
         dtype=self.kv_cache_dtype,
         device=self.device,
         kvcache=pool,

@@ -10,12 +10,12 @@ import torch
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
-from sglang_diffkv.mem_pool.geometry import NAME_FACTOR, Geometry
+from sglang_diffkv.mem_pool.geometry import Geometry, token_names
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Policy, prunes
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 
@@ -82,7 +82,8 @@ class MemoryPlan:
 
             ops = build_ops(state, policy, geometry, self.q_heads, self.config.prefill)
         exact = self.config.prefix_fidelity == "exact"
-        return Footprint.of(state, geometry, ops, names=NAME_FACTOR * capacity, exact=exact)
+        names = token_names(capacity, self.fmt, prunes=prunes(policy, len(self.fmt.tiers)))
+        return Footprint.of(state, geometry, ops, names=names, exact=exact)
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
         """Most high-tier tokens with which everything on the device stays within ``budget`` bytes; 0 if there are none.

@@ -10,6 +10,7 @@ from sglang_diffkv.admission_hooks import ADMISSION_HOOKS, SRT
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
+from sglang_diffkv.refused_requests import BatchRefused, refuse_in_decode, refusing_batch, tell_refused, undo_prefill
 from sglang_diffkv.validation import BACKEND
 
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
@@ -43,16 +44,17 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if not isinstance(allocator, DiffKVAllocator):
         return original(self, *args, **kwargs)
     ledger = allocator.ledger
-    with ledger.prefilling():
+    with refusing_batch(self), ledger.prefilling():
         result = original(self, *args, **kwargs)
     manager, exact = ledger.manager, allocator.exact
     rows, starts, counts, ending = [], [], [], []
     for req in self.reqs:
         row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
         if start and not manager.lengths.get(row):
-            manager.attach_prefix(row, self.tree_cache.path(req.last_node))
-            if exact is not None:
-                exact.attached(row, req.last_node)
+            with refusing_batch(self, req):
+                manager.attach_prefix(row, self.tree_cache.path(req.last_node))
+                if exact is not None:
+                    exact.attached(row, req.last_node)
         if end == compat.prompt_len(req):
             manager.prompts.finishing.add(row)
             ending.append((row, req))
@@ -62,23 +64,43 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         rows.append(row)
         starts.append(start)
         counts.append(end - start)
-    manager.plan_step(rows, counts, starts)
+    with refusing_batch(self):
+        manager.plan_step(rows, counts, starts)
     if exact is not None:
         for row, req in ending:
-            insertable = not getattr(req, "skip_radix_cache_insert", False)
-            exact.plan(row, req.last_node, brief=req.sampling_params.max_new_tokens <= 1, insertable=insertable)
+            insertable, brief = not getattr(req, "skip_radix_cache_insert", False), brief_reply(req)
+            with refusing_batch(self, req):
+                exact.plan(row, req.last_node, brief=brief, insertable=insertable)
     return result
+
+
+def brief_reply(req: Any) -> bool:
+    """Whether the request ends with its first token."""
+    return req.sampling_params.max_new_tokens <= 1
 
 
 def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Plan the decode step."""
-    result = original(self, *args, **kwargs)
+    """Plan the decode step, without the requests that have no room in it."""
     allocator = self.token_to_kv_pool_allocator
-    if isinstance(allocator, DiffKVAllocator):
-        rows = [compat.allocated_row_of(req) for req in self.reqs]
-        starts = [length - 1 for length in self.seq_lens_cpu.tolist()]
-        allocator.ledger.manager.plan_step(rows, [1] * len(rows), starts)
+    if not isinstance(allocator, DiffKVAllocator):
+        return original(self, *args, **kwargs)
+    refuse_in_decode(self)
+    if self.is_empty():
+        return None
+    result = original(self, *args, **kwargs)
+    rows = [compat.allocated_row_of(req) for req in self.reqs]
+    starts = [length - 1 for length in self.seq_lens_cpu.tolist()]
+    allocator.ledger.manager.plan_step(rows, [1] * len(rows), starts)
     return result
+
+
+def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
+    """A batch that cannot be prepared ends the requests that are the cause; the others wait again."""
+    try:
+        return original(self, running_batch)
+    except BatchRefused as refused:
+        undo_prefill(self, refused)
+        return compat.no_prefill(running_batch)
 
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,6 +115,9 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
         running = kwargs.get("running_batch", self.running_batch)
         if not manager.lengths and running.is_empty():
             running.batch_is_full = False
+        plan = original(self, *args, **kwargs)
+        tell_refused(self, allocator)
+        return plan
     return original(self, *args, **kwargs)
 
 
@@ -174,6 +199,7 @@ SCHEDULER_HOOKS = {
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_decode": prepare_for_decode,
     **ADMISSION_HOOKS,
+    SRT + "managers.scheduler.Scheduler.get_new_batch_prefill": get_new_batch_prefill,
     SRT + "managers.scheduler.Scheduler.get_next_batch_to_run": get_next_batch_to_run,
     SRT + "managers.scheduler.Scheduler.process_batch_result": process_batch_result,
     SRT + "managers.scheduler.Scheduler.get_internal_state": get_internal_state,

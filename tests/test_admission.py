@@ -125,7 +125,7 @@ def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
     add_chunked_req(original, adder, req)
     assert taken and ledger.chunks["r"] == 100 and ledger.promised["r"].pages == ledger.prompt_pages(100)
     taken.clear()
-    ledger.promised["other"] = Promise(session.manager.geometry.num_pages - ledger.prompt_pages(60), 0)
+    ledger.promised["other"] = Promise(session.manager.geometry.num_pages - ledger.prompt_pages(60), 0, 0)
     assert add_chunked_req(original, adder, req) is req and not taken
     assert ledger.uncommitted_pages() < 0, "so the next decode step retracts"
     adder, req = chunked(ledger, running=0)

@@ -12,7 +12,6 @@ from sglang_diffkv import hooks
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.footprint import PAGES, Footprint
-from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.plan import MemoryPlan
@@ -58,7 +57,7 @@ def test_the_plan_is_what_the_objects_hold(text: str) -> None:
         PageLedger(manager, capacity), dtype=torch.bfloat16, device=DEVICE, kvcache=SimpleNamespace(), need_sort=False
     )
     exact = plan.config.prefix_fidelity == "exact"
-    found = Footprint.of(manager.state, geometry, ops, names=NAME_FACTOR * capacity, exact=exact)
+    found = Footprint.of(manager.state, geometry, ops, names=allocator.size, exact=exact)
     held = sum(found.held.values())
     assert held == storages([manager.state, ops, allocator.free_pages], {})
     planned = MemoryPlan.footprint(replace_prefill(plan), geometry, capacity)

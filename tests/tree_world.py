@@ -36,15 +36,18 @@ class World:
         page_tokens: int = 8,
         exact: bool = True,
         eviction: str = "lru",
+        rows: int = 8,
+        segments: int = 40,
+        share_min: int = 24,
     ) -> None:
         fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
-        geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), 9, 40, longest)
+        geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest)
         self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
-        self.pool = ReqToTokenPool(8, longest, "cpu", False)
+        self.pool = ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
         self.tree: Any = compat.prefix_cache_class()(
-            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), 24, exact=exact
+            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), share_min, exact=exact
         )
         self.random = random.Random(1)
 
@@ -53,6 +56,12 @@ class World:
 
     def start(self, tokens: list[int], priority: int = 0) -> Any:
         """A request whose prompt is to run in one pass."""
+        req = self.admit(tokens, priority)
+        self.attach(req)
+        return req
+
+    def admit(self, tokens: list[int], priority: int = 0) -> Any:
+        """A request that has matched and locked its prefix, as others of its batch do before any of them attaches."""
         prompt = array("q", tokens)
         match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
         prefix, node = len(match.device_indices), match.last_device_node
@@ -65,13 +74,17 @@ class World:
             sampling_params=SimpleNamespace(max_new_tokens=100),
         )  # fmt: skip
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
-        if prefix:
-            self.manager.attach_prefix(row, self.tree.path(node))
-            if self.tree.exact:
-                self.tree.exact.attached(row, node)
         self.pool.write((row, slice(0, prefix)), match.device_indices.int())
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
+
+    def attach(self, req: Any) -> None:
+        """Give the request's row its prefix."""
+        row, node = req.kv.req_pool_idx, req.last_node
+        if req.kv.cache_protected_len:
+            self.manager.attach_prefix(row, self.tree.path(node))
+            if self.tree.exact:
+                self.tree.exact.attached(row, node)
 
     def plan(self, req: Any) -> None:
         row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len

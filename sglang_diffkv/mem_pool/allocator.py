@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
-from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.ledger import PageLedger
 
 if TYPE_CHECKING:
@@ -15,12 +14,16 @@ if TYPE_CHECKING:
 
 
 class DiffKVAllocator(TokenToKVPoolAllocator):
-    """Hands out names; ``available_size()`` is what the free pages can hold in high-tier tokens."""
+    """Hands out names; ``available_size()`` is what the free pages can hold in high-tier tokens, and no more than
+    there are names for while requests run."""
 
     def __init__(self, ledger: PageLedger, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
         self.ledger = ledger
         self.tree_cache: Any = None
-        super().__init__(NAME_FACTOR * ledger.capacity, dtype, device, kvcache, need_sort)
+        self.refused: list[Any] = []
+        """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
+        super().__init__(ledger.names, dtype, device, kvcache, need_sort)
+        ledger.names_free = self.names_free
 
     @property
     def size_full(self) -> int:
@@ -45,5 +48,5 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         if need_size > self.names_free() and self.tree_cache is not None:
-            self.tree_cache.evict_names(need_size - self.names_free())
+            self.tree_cache.evict_names(need_size)
         return super().alloc(need_size)

@@ -42,6 +42,11 @@ class CountTracker:
         """Step number ``step`` is planned; its results are reported later."""
         self._unreported.append(step)
 
+    def cancelled(self) -> None:
+        """The last planned step has no results."""
+        if self._unreported:
+            self._unreported.pop()
+
     def count_later(self, segment: Segment) -> None:
         """The next snapshot counts the segment's pages."""
         self.host.touch(segment.row, grows=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv import compat
-from sglang_diffkv.mem_pool.geometry import Path, path_end
+from sglang_diffkv.mem_pool.geometry import Path, path_end, split_path
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.prefix_cache import DiffKVPrefixCache
@@ -60,24 +60,32 @@ class ExactPrompts:
             copies.untouched.add(row)
             self.outcomes["brief"] += 1
             return
-        path = self.tree.path(node)
-        readers = [x.lock_ref for x in self.tree.nodes(node)]
-        kept = [part for part, count in zip(path, readers, strict=True) if count >= 2]
-        copied = path[len(kept) :]
+        start = self._read_by_others(node)
+        kept, copied = split_path(self.tree.path(node), start)
         if not publish and not copied:
             self.outcomes["shared"] += 1
             return
-        start = path_end(kept)
         if self._make_room(row, kept, length - start) and copies.plan(row, kept, copied, publish=publish):
             self.detaching[row] = start
             self.outcomes["copied"] += 1
         else:
             self.outcomes["no room"] += 1
 
+    def _read_by_others(self, node: Any) -> int:
+        """Position up to which other running requests hold the path to ``node`` too."""
+        end = 0
+        for x in self.tree.nodes(node):
+            if x.lock_ref < 2:
+                break
+            end += len(x.key)
+        return end
+
     def _make_room(self, row: int, kept: Path, tokens: int) -> bool:
         """Whether ``tokens`` of the row can be copied behind ``kept``, evicting what nobody reads."""
-        needed = self.manager.geometry.most_pages(tokens)
-        if not self.tree.make_room(needed):
+        geometry = self.manager.geometry
+        if not self.manager.space.fits(kept, geometry.max_tokens):
+            return False
+        if not self.tree.make_room(geometry.most_pages(tokens)):
             return False
         return not self.ledger.table_starved(self.manager.copies.blocks_for(row, kept, tokens))
 
@@ -102,7 +110,7 @@ class ExactPrompts:
         """Names of the request's own for its copy, and a lock on the rest only."""
         count = compat.protected_len(req) - start
         allocator = self.tree.token_to_kv_pool_allocator
-        if count <= 0 or allocator.names_free() < count:
+        if count <= 0 or self.ledger.uncommitted_names() < count:
             return
         names = allocator.alloc(count)
         assert names is not None
@@ -135,14 +143,13 @@ class ExactPrompts:
 
     def _copy_alone(self, req: Any, row: int) -> None:
         copies, shared = self.manager.copies, self.manager.shared[row]
-        nodes = self.tree.nodes(req.last_node)
-        path = [part for part in self.tree.path(req.last_node) if part[2] <= shared]
-        kept = [part for part, node in zip(path, nodes, strict=False) if node.lock_ref >= 2]
-        start, allocator = path_end(kept), self.tree.token_to_kv_pool_allocator
-        if shared - start < self.least_published or allocator.names_free() < compat.protected_len(req) - start:
+        path, _ = split_path(self.tree.path(req.last_node), shared)
+        start = min(self._read_by_others(req.last_node), path_end(path))
+        kept, copied = split_path(path, start)
+        if shared - start < self.least_published or self.ledger.uncommitted_names() < compat.protected_len(req) - start:
             return
         tokens = self.manager.lengths[row] - start
-        if self._make_room(row, kept, tokens) and copies.copy_running(row, kept, path[len(kept) :]):
+        if self._make_room(row, kept, tokens) and copies.copy_running(row, kept, copied):
             self._detach(req, start)
             self.outcomes["copied later"] += 1
 

@@ -10,8 +10,21 @@ TABLE_BLOCK = 16
 """Columns of a page-table block."""
 
 
-NAME_FACTOR = 4
-"""Names of tokens for each token of nominal capacity; more than the lowest tier can shrink a token."""
+LEAST_NAMES = 4
+"""Names of tokens for each token of nominal capacity, at least."""
+
+PRUNING_NAMES = 16
+"""The same where tokens are pruned: those keep their names while their request runs or the prefix cache has them."""
+
+
+def token_names(capacity: int, fmt: PageFormat, *, prunes: bool) -> int:
+    """Names for the tokens of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier.
+
+    Names may run out before pages do all the same, where most tokens are pruned: then the prefix cache gives some back,
+    and SGLang retracts requests, as it does for want of pages.
+    """
+    shrink = 2 * -(-fmt.low.tokens // fmt.high.tokens)
+    return capacity * max(LEAST_NAMES, shrink, PRUNING_NAMES if prunes else 0)
 
 
 @dataclass(eq=False)
@@ -30,15 +43,24 @@ class Segment:
     nodes: int = field(default=1)
     exact: bool = False
     first: int = 0
+    reads: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """Entries of each tier, at most, that a row takes to read a range [lo, hi), where the device has counted them."""
 
 
 Path = list[tuple[Segment, int, int]]
-"""Consecutive parts of a sequence from position 0: (segment, first position, position after the last)."""
+"""Consecutive parts of a sequence from position 0: (segment, first position, position after the last). Neighbours are
+of different segments: what a path takes depends on the pages that it reads, not on how often the tree was split."""
 
 
 def path_end(path: Path) -> int:
     """Position after a path's last token."""
     return path[-1][2] if path else 0
+
+
+def split_path(path: Path, at: int) -> tuple[Path, Path]:
+    """The parts of a path before position ``at``, and those from there on."""
+    before = [(segment, lo, min(hi, at)) for segment, lo, hi in path if lo < at]
+    return before, [(segment, max(lo, at), hi) for segment, lo, hi in path if hi > at]
 
 
 @dataclass(frozen=True)

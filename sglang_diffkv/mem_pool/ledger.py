@@ -11,11 +11,12 @@ import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_diffkv.mem_pool.geometry import Path
+from sglang_diffkv.mem_pool.geometry import Path, token_names
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.policies.base import prunes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 SPARE_PAGES = 3
 """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
@@ -41,10 +42,11 @@ ROW_PRICE_TOKENS = 256
 
 
 class Promise(NamedTuple):
-    """Pages and page-table blocks."""
+    """Pages, page-table blocks and token names."""
 
     pages: int
     blocks: int
+    names: int
 
 
 class PageLedger:
@@ -56,6 +58,11 @@ class PageLedger:
     def __init__(self, manager: PageManager, capacity: int):
         self.manager = manager
         self.capacity = capacity
+        prunes_tokens = prunes(manager.policy, len(manager.fmt.tiers))
+        self.names = token_names(capacity, manager.fmt, prunes=prunes_tokens)
+        """Tokens that may be named at once."""
+        self.names_free: Callable[[], int] = lambda: self.names
+        """Of these, those that are free; the allocator says so."""
         self.tree_pages = 0
         self.evictable_pages = 0
         self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
@@ -129,6 +136,11 @@ class PageLedger:
         tracker, planned = self.manager.tracker, self.manager.copies.planned_pages()
         return tracker.free_bound() - tracker.headroom_bound() - self.promised_pages() - planned
 
+    def uncommitted_names(self) -> int:
+        """Free names that no admitted prompt is going to take."""
+        free = self.names_free()
+        return free if self._allocating else free - sum(promise.names for promise in self.promised.values())
+
     def report(self) -> dict[str, float]:
         """For ``/server_info``: what is set aside now, in pages, and at which price requests are expected to grow."""
         return {
@@ -156,7 +168,10 @@ class PageLedger:
         free = self.uncommitted_pages()
         if self._allocating:
             free += self.promised_pages()
-        return self.capacity - self._tokens(total - free) + self._credit
+        tokens = self.capacity - self._tokens(total - free)
+        if self.manager.lengths:
+            tokens = min(tokens, max(self.uncommitted_names(), 0))
+        return tokens + self._credit
 
     def evictable(self) -> int:
         return self._tokens(self.tree_pages) - self.protected()
@@ -192,7 +207,7 @@ class PageLedger:
 
     def admits(self, path: Path, new_tokens: int) -> bool:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
-        if self.table_starved(self.blocks_for(path, new_tokens)):
+        if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_names() < new_tokens:
             return False
         return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
 
@@ -217,6 +232,8 @@ class PageLedger:
         spare = SPARE_PAGES * self.manager.geometry.heads
         if self.most_pages(path, new_tokens) + most + spare > self.manager.geometry.num_pages:
             return False
+        if self.uncommitted_names() < new_tokens:
+            return False
         return not self.table_starved(self.blocks_for(path, new_tokens))
 
     def admits_compacting(self, new_tokens: int, chunk: int) -> bool:
@@ -229,12 +246,12 @@ class PageLedger:
         return self.manager.space.blocks_for(path, new_tokens) + 2
 
     def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
-        """Set aside pages and table blocks for ``new_tokens`` prompt tokens that are still to be computed, and
+        """Set aside pages, table blocks and names for ``new_tokens`` prompt tokens that are still to be computed, and
         blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the next
         chunk."""
         if new_tokens > 0:
             pages = self.prompt_pages(min(new_tokens, self.chunks.get(request_id, new_tokens)))
-            self.promised[request_id] = Promise(pages, self.blocks_for(path, new_tokens))
+            self.promised[request_id] = Promise(pages, self.blocks_for(path, new_tokens), new_tokens)
         else:
             self.forget(request_id)
 

@@ -132,6 +132,12 @@ class PageManager:
         with self.launching():
             self.ops.reserve(self.state, self.to_device(rows), self.to_device(new_tokens), max(new_tokens, default=0))
 
+    def cancel_step(self) -> None:
+        """The planned step is not going to run; its rows are released next."""
+        if not self.launched:
+            self.planned, self.launched = None, True
+            self.tracker.cancelled()
+
     def launch_step(self) -> None:
         """The planned step's kernels come next on the current stream: make the table blocks known to them."""
         self.space.flush()

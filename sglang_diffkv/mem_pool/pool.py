@@ -8,7 +8,6 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVCache
 
 from sglang_diffkv.mem_pool.footprint import Footprint
-from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 
@@ -34,11 +33,16 @@ class DiffKVPool(KVCache):
     ):
         super().__init__(size, 1, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self.manager: PageManager | None = None
+        self.names = 0
         self.usage: UsageMeter | None = None
 
-    def bind(self, manager: PageManager, planned: Footprint | None = None) -> None:
-        """Give the pool its memory, once the number of request rows is known. ``planned``: all there will be."""
-        self.manager = manager
+    def bind(self, manager: PageManager, names: int = 0, planned: Footprint | None = None) -> None:
+        """Give the pool its memory, once the number of request rows is known.
+
+        Args:
+            names: tokens that SGLang may name at once. planned: all there will be.
+        """
+        self.manager, self.names = manager, names
         self.usage = UsageMeter(manager)
         self.mem_usage = (planned or self.footprint(exact=False)).total / GIB
 
@@ -46,7 +50,7 @@ class DiffKVPool(KVCache):
         """What is held on the device now; ``exact``: whether the prefix cache keeps exact prompts."""
         assert self.manager is not None
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
-        return Footprint.of(state, geometry, ops, names=NAME_FACTOR * self.size, exact=exact)
+        return Footprint.of(state, geometry, ops, names=self.names, exact=exact)
 
     def get_kv_size_bytes(self) -> int:
         return int(self.mem_usage * GIB) if self.manager else 0

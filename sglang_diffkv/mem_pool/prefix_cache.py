@@ -3,7 +3,8 @@
 With ``compressed`` fidelity a prompt is compacted before it joins the tree; with ``exact`` it joins as it was computed,
 and its request runs on a compressed copy (``PromptCopies``). A node refers to the segment that stores its tokens; a
 request that matches a path takes references to the pages of the path's segments, limited to the matched
-positions, so a node splits without moving a byte. Sizes are pages, in SGLang's unit (see ``PageLedger``).
+positions, so a node splits without moving a byte, and what a path takes of a row does not depend on it. A path of many
+small segments is joined to one (``PathJoiner``). Sizes are pages, in SGLang's unit (see ``PageLedger``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from sglang_diffkv.mem_pool.exact_prompts import ExactPrompts
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.path_joining import MOST_PARTS, PathJoiner
 from sglang_diffkv.mem_pool.tree_eviction import WORTH_WAITING, EvictingTree
 
 
@@ -33,6 +35,7 @@ class DiffKVPrefixCache(EvictingTree):
         params.token_to_kv_pool_allocator.tree_cache = self
         super().__init__(params)
         self.manager.tracker.on_counted = self._count
+        self.joiner = PathJoiner(self)
         self.exact: ExactPrompts | None = None
         if exact and self.manager.policy.compresses and not self.disable:
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
@@ -52,6 +55,13 @@ class DiffKVPrefixCache(EvictingTree):
         pending = self.manager.copies.pending.get(row)
         return pending.hi == end if pending else self.manager.sealed.get(row) == end
 
+    def make_segment_rows(self, count: int) -> bool:
+        """Evict until ``count`` segment rows are free; False if that is not possible."""
+        while self.manager.segments.rows_free < count:
+            if not self._evict_leaf():
+                return False
+        return True
+
     def make_room_to_share(self, row: int) -> bool:
         """Evict until a segment can be made of the row's pages; False if that is not possible."""
         while not self.manager.segments.can_share(row):
@@ -65,7 +75,7 @@ class DiffKVPrefixCache(EvictingTree):
         for segment in waiting:
             needed = self.manager.packer.most_pages(segment)
             if self.make_room(needed) and segment in self.manager.segments.cached:
-                self._uncount(segment)
+                self.uncount(segment)
                 if not self.manager.packer.pack(segment):
                     segment.pages = 0
                     self.manager.tracker.count_later(segment)
@@ -89,7 +99,7 @@ class DiffKVPrefixCache(EvictingTree):
             segment = manager.copies.take(row, matched, length) or manager.segments.share(row, matched, length)
             if segment is None:
                 raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
-            leaf.segment = segment
+            leaf.segment, leaf.left_by_readers = segment, []
             self.locked_nodes[segment] = 0
         return matched, leaf
 
@@ -98,8 +108,10 @@ class DiffKVPrefixCache(EvictingTree):
         parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
         segment = parent.segment = child.segment
         segment.nodes += 1
+        parent.left_by_readers = list(child.left_by_readers)
         if child.lock_ref > 0:
-            self.locked_nodes[segment] += 1
+            for read in self._read_through(child):
+                self.locked_nodes[read] += 1
         return parent
 
     # Matching
@@ -108,11 +120,24 @@ class DiffKVPrefixCache(EvictingTree):
         result = super().match_prefix(params)
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing
-        path = self.path(result.last_device_node)
-        fitting = self.manager.space.fitting(path, self.manager.geometry.max_tokens)
-        if len(fitting) == len(path):
+        fitting = self._made_to_fit(result.last_device_node)
+        if fitting is None:
             return result
         return super().match_prefix(dataclasses.replace(params, key=params.key[: path_end(fitting)]))
+
+    def _made_to_fit(self, node: Any) -> Path | None:
+        """None if a row has room for the path to ``node``, at the latest when its pages are counted, or small parts of
+        it are joined; else as much of the path as fits."""
+        space, longest = self.manager.space, self.manager.geometry.max_tokens
+        path = self.path(node)
+        if len(path) > MOST_PARTS and self.joiner.join(node, evict=False):
+            path = self.path(node)
+        if space.fits(path, longest):
+            return None
+        self.manager.segments.count_reads(path)
+        if not space.fits(path, longest) and self.joiner.join(node, evict=True):
+            path = self.path(node)
+        return None if space.fits(path, longest) else space.fitting(path, longest)
 
     def nodes(self, node: Any) -> list[Any]:
         """The nodes of a path from below the root to ``node``."""
@@ -123,12 +148,16 @@ class DiffKVPrefixCache(EvictingTree):
         return nodes[::-1]
 
     def path(self, node: Any) -> Path:
-        """Segments from the root to ``node``: (segment, first position, position after the last)."""
+        """Segments from the root to ``node``; however often a segment's nodes were split, it is one part."""
         parts: Path = []
         at = 0
         for x in self.nodes(node):
-            parts.append((x.segment, at, at + len(x.key)))
-            at += len(x.key)
+            end = at + len(x.key)
+            if parts and parts[-1][0] is x.segment:
+                parts[-1] = (x.segment, parts[-1][1], end)
+            else:
+                parts.append((x.segment, at, end))
+            at = end
         return parts
 
     # Locks
@@ -145,14 +174,21 @@ class DiffKVPrefixCache(EvictingTree):
         """Count the nodes of the path whose lock is about to be taken or given up."""
         while not self.disable and node is not self.root_node:
             if node.lock_ref == changing_at:
-                segment = node.segment
-                before = self.locked_nodes[segment]
-                self.locked_nodes[segment] = before + delta
-                if before == 0:
-                    self.ledger.evictable_pages -= segment.pages
-                elif before + delta == 0:
-                    self.ledger.evictable_pages += segment.pages
+                for segment in self._read_through(node):
+                    before = self.locked_nodes[segment]
+                    self.locked_nodes[segment] = before + delta
+                    if before == 0:
+                        self.ledger.evictable_pages -= segment.pages
+                    elif before + delta == 0:
+                        self.ledger.evictable_pages += segment.pages
+                if delta < 0:
+                    node.left_by_readers = []
             node = node.parent
+
+    def _read_through(self, node: Any) -> list[Segment]:
+        """Segments whose pages rows may hold that have locked the node: its own, and those it named before they were
+        joined to another."""
+        return [node.segment, *(segment for segment in node.left_by_readers if segment in self.locked_nodes)]
 
     # Eviction, see ``EvictingTree``
 
@@ -161,7 +197,7 @@ class DiffKVPrefixCache(EvictingTree):
         segment = node.segment
         if segment.row in self.manager.tracker.uncounted:
             self.manager.tracker.settle()
-        self._uncount(segment)
+        self.uncount(segment)
         segment.nodes -= 1
         if segment.nodes == 0:
             self.manager.segments.release(segment, exclusive=self.locked_nodes.pop(segment) == 0)
@@ -169,7 +205,7 @@ class DiffKVPrefixCache(EvictingTree):
             self.manager.segments.trim(segment, segment.hi - len(node.key))
         node.segment = None
 
-    def _uncount(self, segment: Segment) -> None:
+    def uncount(self, segment: Segment) -> None:
         """The pages of a segment are about to change."""
         self.ledger.tree_pages -= segment.pages
         if not self.locked_nodes[segment]:
@@ -186,16 +222,19 @@ class DiffKVPrefixCache(EvictingTree):
     def check_integrity(self) -> None:
         """Raise AssertionError unless nodes, segments and page totals agree."""
         nodes: dict[Segment, list[Any]] = {}
+        left: list[Segment] = []  # once for each locked node that names it
         stack = list(self.root_node.children.values())
         while stack:
             node = stack.pop()
             nodes.setdefault(node.segment, []).append(node)
+            assert node.lock_ref > 0 or not node.left_by_readers, "a node without readers names what they left"
+            left.extend(self._read_through(node)[1:])
             stack.extend(node.children.values())
         assert set(nodes) == self.manager.segments.cached, "tree and page manager hold different segments"
         evictable = 0
         for segment, held in nodes.items():
             assert segment.nodes == len(held), "a segment miscounts its nodes"
-            locked = sum(node.lock_ref > 0 for node in held)
+            locked = sum(node.lock_ref > 0 for node in held) + left.count(segment)
             assert self.locked_nodes[segment] == locked, "a segment miscounts its locked nodes"
             assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
             evictable += 0 if locked else segment.pages

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from sglang_diffkv.mem_pool.geometry import Segment
+import numpy as np
+import torch
+
+from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 from sglang_diffkv.mem_pool.table_space import TableFull
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.page_manager import PageManager
+
+
+MOST_READS = 64
+"""Ranges of a segment whose entries are remembered."""
 
 
 class SegmentStore:
@@ -26,6 +33,11 @@ class SegmentStore:
     def held(self) -> list[Segment]:
         """Segments of the prefix cache, and those that wait for it."""
         return [*self.cached, *self.manager.copies.pending.values()]
+
+    @property
+    def rows_free(self) -> int:
+        """Rows for further segments."""
+        return len(self._free_rows)
 
     def take_row(self, high: int, low: int) -> int | None:
         """A free row for a segment, with room for ``high`` and ``low`` entries; None, changing nothing, if no row or no
@@ -117,6 +129,40 @@ class SegmentStore:
         else:
             manager.tracker.count_later(segment)
             manager.tracker.settle()
+
+    def cut_front(self, segment: Segment, lo: int) -> None:
+        """Forget positions below ``lo`` and return the pages that held nothing else and no row refers to. The caller
+        has made sure of a segment row and of table blocks."""
+        manager, old = self.manager, segment.row
+        row = self.take_row(*manager.space.bound(old))
+        assert row is not None, "no room to cut a segment"
+        with manager.launching():
+            manager.ops.attach(manager.state, row, old, lo, segment.hi)
+        manager.tracker.dropped(segment)
+        manager.release(old)
+        self.return_row(old)
+        segment.row, segment.lo, segment.pages = row, lo, 0
+        manager.tracker.count_later(segment)
+
+    def count_reads(self, path: Path) -> None:
+        """Have the device count the table entries that parts of segments take, where the bound is far from what their
+        tokens fill. Waits for the device; with several ranks all have to call it."""
+        manager = self.manager
+        room, bound = manager.packer.room, manager.space.part_entries
+        parts = [(s, lo, hi) for s, lo, hi in path if sum(bound(s, lo, hi)) > sum(room(hi - lo)) + 2]
+        parts = [(s, lo, hi) for s, lo, hi in parts if (lo, hi) not in s.reads]
+        if not parts:
+            return
+        with manager.launching():
+            columns = manager.to_device([(s.row, lo, hi) for s, lo, hi in parts]).unbind(1)
+            measured = manager.ops.measure(manager.state, *(x.contiguous() for x in columns))  # [n, L, H, T + 1]
+            most = torch.minimum(measured[..., :-1], measured[..., -1:])  # a page holds a token at least
+            counts = most.amax((1, 2)).cpu().numpy().astype(np.int64)  # [n, T]
+        entries: list[list[int]] = manager.ranks.largest(counts.ravel()).reshape(counts.shape).tolist()
+        for (segment, lo, hi), of_tiers in zip(parts, entries, strict=True):
+            if len(segment.reads) >= MOST_READS:
+                segment.reads.clear()
+            segment.reads[lo, hi] = (of_tiers[0], of_tiers[1] if len(of_tiers) > 1 else 0)
 
     def exact_pages(self, segment: Segment) -> int:
         """Pages of an exact segment."""

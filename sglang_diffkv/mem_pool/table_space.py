@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_diffkv.mem_pool.geometry import Path
+from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.transfer import to_device
 
+PART_FILLED = 2
+"""Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was sealed."""
+
 
 class TableFull(RuntimeError):
-    """The page table has no room for a row's next entries."""
+    """The page table has no room for the next entries of ``row``."""
+
+    def __init__(self, row: int, problem: str):
+        super().__init__(problem)
+        self.row = row
 
 
 class TableSpace:
@@ -44,23 +51,57 @@ class TableSpace:
         low = int(self.base[row, 1]) + -(-tokens // layouts[1].tokens) if len(layouts) > 1 else 0
         return high, low
 
-    def path_entries(self, path: Path) -> list[int]:
-        """Upper bound of the entries, of each tier, that attaching ``path`` takes: a page holds a token at least."""
-        bounds = [[min(n, hi - lo) for n in self.bound(segment.row)] for segment, lo, hi in path]
-        return [sum(column) for column in zip(*bounds, strict=True)] if bounds else [0, 0]
+    def part_entries(self, segment: Segment, lo: int, hi: int) -> tuple[int, int]:
+        """Upper bound of the entries, of each tier, that attaching a part of a segment takes: a page holds a token at
+        least, and to read less takes no more."""
+        counted = [reads for (start, end), reads in segment.reads.items() if start <= lo and hi <= end]
+        high, low = (min(column) for column in zip(self.bound(segment.row), *counted, strict=True))
+        return min(high, hi - lo), min(low, hi - lo)
 
-    def blocks_for(self, path: Path, new_tokens: int) -> int:
-        """Upper bound of the blocks of a row with ``path`` attached and ``new_tokens`` of its own."""
+    def path_entries(self, path: Path) -> tuple[int, int]:
+        """Upper bound of the entries, of each tier, that attaching ``path`` takes."""
+        parts = [self.part_entries(*part) for part in path]
+        return sum(high for high, _ in parts), sum(low for _, low in parts)
+
+    def blocks_for(self, path: Path, new_tokens: int, *, spare: int = 0) -> int:
+        """Upper bound of the blocks of a row with ``path`` attached, ``new_tokens`` of its own and ``spare`` entries
+        of each tier."""
         layouts = self.state.fmt.layouts
         own = [-(-new_tokens // layouts[0].tokens), -(-new_tokens // layouts[-1].tokens)]
-        return sum(-(-(n + m) // TABLE_BLOCK) for n, m in zip(self.path_entries(path), own, strict=True))
+        return sum(-(-(n + m + spare) // TABLE_BLOCK) for n, m in zip(self.path_entries(path), own, strict=True))
+
+    def fits(self, path: Path, max_tokens: int) -> bool:
+        """Whether a row with ``path`` attached has room to grow to ``max_tokens``, whatever becomes of the rest."""
+        return self.blocks_for(path, max_tokens - path_end(path), spare=PART_FILLED) <= self.max_blocks
 
     def fitting(self, path: Path, max_tokens: int) -> Path:
-        """The longest start of ``path`` that leaves an empty row room for ``max_tokens`` of its own."""
+        """The longest start of ``path`` that fits."""
         count = len(path)
-        while count and self.blocks_for(path[:count], max_tokens) > self.max_blocks:
+        while count and not self.fits(path[:count], max_tokens):
             count -= 1
         return path[:count]
+
+    def refused(self, rows: list[int], new_tokens: int) -> dict[int, str]:
+        """Those of ``rows`` that have no room for ``new_tokens`` more each, in this order, and why."""
+        found, free = {}, len(self.free_blocks)
+        for row in rows:
+            needed = [
+                max(-(-n // TABLE_BLOCK) - len(side), 0)
+                for n, side in zip(self.bound(row, new_tokens), self.blocks[row], strict=True)
+            ]
+            if problem := self._problem(row, sum(needed), free):
+                found[row] = problem
+            else:
+                free -= sum(needed)
+        return found
+
+    def _problem(self, row: int, needed: int, free: int) -> str | None:
+        """Why a row cannot have ``needed`` more of ``free`` blocks; None if it can."""
+        if needed > free:
+            return f"the page table has {free} free blocks, {needed} needed"
+        if needed and needed + sum(map(len, self.blocks[row])) > self.max_blocks:
+            return f"a row holds at most {self.max_blocks} table blocks; too many shared segments"
+        return None
 
     def append(self, row: int, new_tokens: int) -> None:
         """Room for ``new_tokens`` more own tokens. Raises TableFull, changing nothing."""
@@ -129,10 +170,8 @@ class TableSpace:
         need_right = max(-(-low // TABLE_BLOCK) - len(right), 0)
         if not need_left and not need_right:
             return
-        if need_left + need_right > len(self.free_blocks):
-            raise TableFull(f"the page table has {len(self.free_blocks)} free blocks, {need_left + need_right} needed")
-        if len(left) + len(right) + need_left + need_right > self.max_blocks:
-            raise TableFull(f"a row holds at most {self.max_blocks} table blocks; too many shared segments")
+        if problem := self._problem(row, need_left + need_right, len(self.free_blocks)):
+            raise TableFull(row, problem)
         at = [len(left) + i for i in range(need_left)]
         at += [self.max_blocks - 1 - len(right) - i for i in range(need_right)]
         taken = [self.free_blocks.pop() for _ in at]

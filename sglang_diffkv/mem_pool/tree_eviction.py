@@ -55,6 +55,7 @@ class EvictingTree(RadixCache):
             return EvictResult()
         start, before = time.perf_counter(), self.ledger.available()
         goal = before + params.num_tokens
+        self.evict_names(params.num_tokens)
         self._evict_while(lambda: self.ledger.pages_of_tokens(goal - self.ledger.available()))
         if self.ledger.available() < goal:
             self.manager.tracker.settle()
@@ -79,14 +80,17 @@ class EvictingTree(RadixCache):
 
     def evict_table_blocks(self, path: Path, new_tokens: int) -> None:
         """Evict until the page table has room for a prompt after a matched path, which must be locked."""
-        blocks = self.ledger.blocks_for(path, new_tokens)
+        self.make_table_blocks(self.ledger.blocks_for(path, new_tokens))
+
+    def make_table_blocks(self, blocks: int) -> bool:
+        """Evict until the page table has so many free blocks that nobody is going to take; False if that is not
+        possible."""
         self._evict_while(lambda: math.inf if self.ledger.table_starved(blocks) else 0)
+        return not self.ledger.table_starved(blocks)
 
     def evict_names(self, count: int) -> None:
-        """Evict until ``count`` more names are free."""
-        allocator = self.token_to_kv_pool_allocator
-        goal = allocator.names_free() + count
-        self._evict_while(lambda: math.inf if allocator.names_free() < goal else 0)
+        """Evict until ``count`` names are free that nobody is going to take."""
+        self._evict_while(lambda: math.inf if self.ledger.uncommitted_names() < count else 0)
 
     def _evict_while(self, missing: Callable[[], float]) -> None:
         """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves."""

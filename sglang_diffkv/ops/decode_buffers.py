@@ -9,9 +9,11 @@ import torch
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeScratch
-from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import Policy
+
+DENSEST = 4.0
+"""Where tokens are pruned, a head may keep this many times what heads keep on average with room for all its logits."""
 
 
 @dataclass
@@ -48,7 +50,7 @@ class DecodeBuffers:
                 max_batch,
                 q_heads,
                 max_tokens=max_tokens if policy.compresses else 0,
-                densest=NAME_FACTOR if policy.judges_low else 0.0,
+                densest=DENSEST if policy.judges_low else 0.0,
                 least_bytes=least_scratch,
             ),
             FoundTokens.create(state, max_batch, judge_low=policy.judges_low) if policy.compresses else None,

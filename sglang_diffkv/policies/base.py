@@ -10,6 +10,11 @@ from sglang_diffkv.kernels.compact_step.reference import StepPlan
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 
 
+def prunes(policy: Policy, tiers: int) -> bool:
+    """Whether a policy may drop tokens where there are so many tiers."""
+    return policy.judges_low or (policy.compresses and tiers == 1)
+
+
 class Policy(Protocol):
     """A compression policy. Policies are frozen dataclasses; one instance serves all requests."""
 
