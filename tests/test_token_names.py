@@ -31,7 +31,8 @@ def test_a_step_without_names_evicts_or_retracts():
     assert allocator.check_decode_capacity(num_tokens=3, tree_cache=world.tree)
     assert ledger.uncommitted_names() == 3, "names were given back without need"
     assert allocator.check_decode_capacity(num_tokens=6, tree_cache=world.tree)
-    assert not world.tree.evictable_leaves, "the cached prompt's names are needed"
+    assert ledger.available() >= 6, "the cached prompt gave names back"
+    world.tree.evict_names(100)
     more = allocator.alloc(allocator.names_free() - 3)
     assert ledger.available() == 3
     assert not allocator.check_decode_capacity(num_tokens=6, tree_cache=world.tree), "SGLang would not retract"

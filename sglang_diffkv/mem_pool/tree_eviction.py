@@ -55,7 +55,6 @@ class EvictingTree(RadixCache):
             return EvictResult()
         start, before = time.perf_counter(), self.ledger.available()
         goal = before + params.num_tokens
-        self.evict_names(params.num_tokens)
         self._evict_while(lambda: self.ledger.pages_of_tokens(goal - self.ledger.available()))
         if self.ledger.available() < goal:
             self.manager.tracker.settle()
