@@ -16,7 +16,7 @@ from sglang_diffkv.kernels.triton_codec import (
     shifted_codes,
     weight_exponent,
 )
-from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, padded
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, padded, request_head_tile
 
 
 @triton.jit
@@ -176,16 +176,16 @@ def paged_kernel(
         tl.store(out + vector[:, None] * DV + at[None, :], o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "extend_lens"])
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["starts", "extend_lens"])
 def ragged_kernel(
-    q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, sm_scale, logit_cap,
+    q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, batch, sm_scale,
+    logit_cap,
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H, ceil(longest extend * G / M)): causal attention among new tokens. Strides are in elements."""
-    b = tl.program_id(0)
-    head = tl.program_id(1)
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * M  # the longest first
+    """Grid (B * H * ceil(longest extend * G / M)): causal attention among new tokens. Strides are in elements."""
+    b, head, tile, tiles = request_head_tile(batch, H)
+    first = (tiles - 1 - tile) * M  # the longest first
     extend = tl.load(extend_lens + b).to(tl.int32)
     if first >= extend * G:
         return
