@@ -87,6 +87,17 @@ def power_scale(largest):
 
 
 @triton.jit
+def weight_exponent(scale):
+    """What to add to logits, base 2, before their maximum is taken, so that ``exp2(logit - maximum) * scale`` is at
+    most 2^15.1: fp16 holds that, and its normal range goes on down to 2^-14.
+
+    ``scale`` float32, at least 0, of fp16 numbers. The result is log2 of it, up to .09 less, and less 15.
+    """
+    bits = tl.maximum(scale, 2.0**-24).to(tl.int32, bitcast=True)  # linear between powers of two
+    return bits.to(tl.float32) * 2.0**-23 - (127.0 + 15.0)
+
+
+@triton.jit
 def meta_pair(word):
     """int32 words of (scale, zero point) to two fp32 tensors."""
     scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -46,6 +46,17 @@ def earlier_entries(
     return count
 
 
+@triton.jit
+def request_head_tile(batch, H: tl.constexpr):
+    """A program's request, KV head and tile in a grid (B * H * tiles), and the number of tiles.
+
+    Only the first side of a grid may have more than 65,535 programs, and a long prompt has more tiles. Requests and
+    heads come first."""
+    heads = batch * H
+    pid = tl.program_id(0)
+    return pid % batch, pid % heads // batch, pid // heads, tl.num_programs(0) // heads
+
+
 @triton.constexpr_function
 def padded(n):
     """Smallest power of two that holds ``n``."""

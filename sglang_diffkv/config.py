@@ -133,7 +133,8 @@ class DiffKVConfig(_Strict):
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
         prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
-            or ``auto`` for FlashInfer where it is installed and has the model's head size.
+            or ``auto`` for FlashInfer where it is installed, has the model's head size, and all layers have one scale
+            and logit cap.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored. Attention stays the
             same, and keys with outliers lose less at 4 bits; it costs one small launch a layer and pass.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this

@@ -13,6 +13,7 @@ import torch
 
 from sglang_diffkv import compat
 from sglang_diffkv.attention.backend import DiffKVAttnBackend
+from sglang_diffkv.attention.scaling import layer_scalings
 from sglang_diffkv.config import CONFIG_ENV, ConfigError, load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.ledger import PageLedger
@@ -35,7 +36,7 @@ def on_gpu() -> bool:
 
 def create_backend(runner: Any) -> DiffKVAttnBackend:
     check_layers(runner.model)
-    backend = DiffKVAttnBackend(runner)
+    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model))
     pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
     budget = _sized[0] if _sized is not None and _sized[1] == pool.size else None
     logger.info("%s", pool.footprint(exact=exact).describe(budget))

@@ -114,13 +114,23 @@ def check_model(configurator: Any) -> None:
 def check_layers(model: Any) -> None:
     """Refuse models whose attention layers compute something else than causal attention, which a backend has to know
     of. ``model`` is SGLang's, loaded."""
+    problems: dict[str, None] = {}
+    for layer in attention_layers(model):
+        problems.update(dict.fromkeys(_unlike_causal(layer)))
+    _refuse_model(type(model).__name__, list(problems))
+
+
+def attention_layers(model: Any) -> Iterator[Any]:
+    """The layers of SGLang's loaded ``model`` that call an attention backend. Its wrapper of Transformers models keeps
+    them in a dictionary, which ``modules`` does not find."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    problems: dict[str, None] = {}
-    for layer in model.modules():
-        if isinstance(layer, RadixAttention):
-            problems.update(dict.fromkeys(_unlike_causal(layer)))
-    _refuse_model(type(model).__name__, list(problems))
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            yield module
+        instances = getattr(module, "attention_instances", None)
+        if isinstance(instances, dict):
+            yield from instances.values()
 
 
 def _unlike_causal(layer: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -24,12 +24,12 @@ from sglang_diffkv.kernels import device
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.kernel_configs import CONFIGS
+from tests.kernel_configs import CONFIGS, SCALINGS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -63,30 +63,21 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
     JITFunction.run = compiled
 
 
-def call_everything(tiers: str, head_dim: int, group: int) -> tuple[PageManager, TritonOps]:
-    """One call of each operation, as a server makes them at its start."""
+def start(tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling]) -> tuple[PageManager, TritonOps]:
+    """What a server calls at its start, before it captures graphs."""
     fmt = PageFormat(head_dim, head_dim, tuple(Tier.parse(x) for x in tiers.split()))
     compresses = len(fmt.tiers) > 1
     policy = DiffKVPolicy(1.0, 0.0, 64) if compresses else UniformPolicy()
     geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096)
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu")
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
-    warm_up(ops, state, policy, dtype=torch.bfloat16, rotates=compresses, copies=compresses)
     ops.prepare_graphs(state, 64)
-    for batch in (2, 16, 64):  # the second pass of attention differs
-        q = torch.zeros(batch, 8 * group, head_dim, dtype=torch.bfloat16)
-        key, value = (torch.zeros(batch, 8, head_dim, dtype=torch.bfloat16) for _ in range(2))
-        rows, lengths = torch.ones(batch, dtype=torch.int64), torch.full((batch,), 9)
-        step = ops.decode_step(state, rows, lengths, policy)
-        ops.begin(state, step, decode=True)
-        ops.append(state, 0, key, value, step)
-        ops.decode(state, 0, q, step, 0.1, policy, 0.0)
-        if compresses:
-            ops.compact_step(state, rows, lengths, step.found, policy)
+    kinds = {"rotates": compresses, "copies": compresses}
+    warm_up(ops, state, policy, dtype=torch.bfloat16, scalings=scalings, **kinds)
     return manager, ops
 
 
-def call_again(manager: PageManager, ops: TritonOps, batch: int) -> None:
+def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scaling) -> None:
     """What servers call in all sizes: unaligned parts of tensors, batches and numbers of 1, of 16 and others."""
     state, policy, heads = manager.state, manager.policy, manager.geometry.num_heads
     compresses, dim = policy.compresses, state.fmt.head_dim
@@ -102,7 +93,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int) -> None:
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         ops.begin(state, step, decode=False)
         ops.append(state, 1, key, value, step)
-        ops.extend(state, 1, q, key, value, step, 0.1, 0.0, compresses)
+        ops.extend(state, 1, q, key, value, step, *scaling, compresses)
     ops.reserve(state, rows, lengths, 1)
     for number in (1, 16, 17):
         ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)
@@ -121,7 +112,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int) -> None:
     step = ops.decode_step(state, rows, lengths, policy)
     ops.begin(state, step, decode=True)
     ops.append(state, 0, key[:batch], value[:batch], step)
-    ops.decode(state, 0, q[:batch], step, 0.1, policy, 0.0)
+    ops.decode(state, 0, q[:batch], step, scaling.scale, policy, scaling.cap)
     if compresses:
         ops.compact_step(state, rows, lengths, step.found, policy)
 
@@ -145,10 +136,12 @@ def main() -> None:
     compile_instead_of_launching(found)
     for config in sys.argv[1:] or CONFIGS:
         found.clear()
-        served = call_everything(*CONFIGS[config])
+        scalings = [Scaling(*x) for x in SCALINGS.get(config, ())]
+        served = start(*CONFIGS[config], scalings)
         at_start = set(found)
-        for batch in (1, 3, 16):
-            call_again(*served, batch)
+        for batch in (1, 3, 16, 64):
+            for scaling in scalings or [Scaling(0.1)]:
+                call_again(*served, batch, scaling)
         for line in report(config, found):
             print(json.dumps({**line, "late": line["kernel"] not in at_start}), flush=True)
 

@@ -6,5 +6,9 @@ CONFIGS = {
     "lossless": ("BF16", 128, 4),
     "raw and low": ("BF16 K8V4", 96, 1),
     "wide": ("K8V2 K4V1", 256, 2),
+    "capped": ("K8V4 K4V2", 64, 2),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
+
+SCALINGS = {"capped": ((0.05, 30.0), (0.125, 0.0))}
+"""Name -> scales and logit caps of the model's layers, where they are not the usual one."""

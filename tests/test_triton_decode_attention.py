@@ -9,8 +9,18 @@ import torch
 
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
-from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace, score_programs
+from sglang_diffkv.kernels.decode_attention.triton import (
+    FoundTokens,
+    batches_of_each_variant,
+    decode_attention,
+    join_plan,
+)
+from sglang_diffkv.kernels.decode_attention.triton_workspace import (
+    DecodeConfig,
+    DecodeWorkspace,
+    default_splits,
+    score_programs,
+)
 from tests.triton_helpers import BF16, DEVICE, add_prompt, clone_state, close, held_pages, make_format, make_manager
 
 WINDOW = 8
@@ -128,6 +138,22 @@ def test_programs_fill_the_gpu(monkeypatch):
     counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
     assert counts == {1: (8, 8), 64: (8, 8), 150: (6, 1), 256: (3, 1), 512: (2, 0), 1000: (1, 0)}
     assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 8)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_few_batches_need_every_kernel(monkeypatch, scored):
+    """The first batch of each variant of the second pass: warm-up runs these and no others."""
+    state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state
+    monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton_workspace.processors_of", lambda device: 132)
+    config = DecodeConfig()
+
+    def variant(batch: int) -> tuple[int, ...]:
+        slots = default_splits(state, batch) + 1
+        return tuple(join_plan(state, batch, slots, 4, config, scored=scored)[1].values())
+
+    chosen = batches_of_each_variant(state, 2000, 4, config, scored=scored)
+    assert chosen[0] == 1 and {variant(b) for b in chosen} == {variant(b) for b in range(1, 2001)}
+    assert 2 < len(chosen) == len({variant(b) for b in chosen}) < 9
 
 
 def test_the_low_tier_is_not_judged_where_nothing_asks():

@@ -14,6 +14,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     MAX_SCORE_PARTS,
     DecodeConfig,
     DecodeWorkspace,
+    default_splits,
     score_programs,
     tile_constants,
 )
@@ -54,6 +55,33 @@ class FoundTokens:
         score = (best >> 32).int().view(torch.float32)
         score = torch.where(best == NOTHING, float("inf"), score)
         return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:], self.judge_low)
+
+
+def join_plan(
+    state: PageState, batch: int, slots: int, group: int, config: DecodeConfig, *, scored: bool
+) -> tuple[int, dict[str, int]]:
+    """Programs that share a head's scores in the second pass, and its constants that follow the batch's size.
+
+    ``slots``: partial results of a head. ``scored``: whether scores are kept."""
+    parts, joiners = score_programs(state, batch, config)
+    if not scored:
+        parts, joiners = 0, max(joiners, 1)
+    room = 16 if slots <= 16 else max(128, triton.next_power_of_2(slots))  # few variants
+    slice_of_head = triton.next_power_of_2(group) * triton.next_power_of_2(state.fmt.v_head_dim) // max(joiners, 1)
+    at_once = max(1, min(room, config.score_warps * JOINED_BY_WARP // slice_of_head))
+    return parts, {"SLOTS": room, "AT_ONCE": at_once, "JOINERS": joiners}
+
+
+def batches_of_each_variant(
+    state: PageState, most: int, group: int, config: DecodeConfig, *, scored: bool
+) -> list[int]:
+    """Sizes of batches up to ``most`` that between them need every kernel that any of them needs."""
+    first: dict[tuple[int, ...], int] = {}
+    for batch in range(1, most + 1):
+        slots = default_splits(state, batch) + len(state.fmt.tiers) - 1
+        _, joining = join_plan(state, batch, slots, group, config, scored=scored)
+        first.setdefault(tuple(joining.values()), batch)
+    return list(first.values())
 
 
 def decode_attention(
@@ -101,16 +129,15 @@ def decode_attention(
     if lse is None:
         lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     assert out.is_contiguous() and lse.is_contiguous()
-    parts, joiners = score_programs(state, batch, workspace.config)
+    config, splits, group = workspace.config, workspace.splits, q_heads // heads
+    slots = splits + len(fmt.tiers) - 1
+    parts, joining = join_plan(state, batch, slots, group, config, scored=found is not None)
+    max_parts = 1
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
         max_parts = found.packed.shape[4]
         assert max_parts >= parts and found.packed.shape[0] >= batch
-    else:
-        parts, joiners, max_parts = 0, max(joiners, 1), 1
     judge_low = found is not None and found.judge_low
-    config, splits, group = workspace.config, workspace.splits, q_heads // heads
-    slots = splits + len(fmt.tiers) - 1
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group}
     shape["ROOM_FOR"] = workspace.offsets.shape[2]
@@ -125,17 +152,14 @@ def decode_attention(
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
         num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
-    room_for_slots = 16 if slots <= 16 else max(128, triton.next_power_of_2(slots))  # few variants
-    slice_of_head = triton.next_power_of_2(group) * triton.next_power_of_2(fmt.v_head_dim) // max(joiners, 1)
-    at_once = max(1, min(room_for_slots, config.score_warps * JOINED_BY_WARP // slice_of_head))
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
-    finish_kernel[(batch * heads, joiners + parts)](
+    finish_kernel[(batch * heads, joining["JOINERS"] + parts)](
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
-        **kept, **shape, SLOTS=room_for_slots, AT_ONCE=at_once,
-        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, JOINERS=joiners, num_warps=config.score_warps,
+        **kept, **shape, **joining,
+        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, num_warps=config.score_warps,
         **overlap,
     )  # fmt: skip
     return out, lse

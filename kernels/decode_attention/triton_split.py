@@ -11,6 +11,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     LOG2E,
+    NEVER,
     kept_slots,
     kept_tiles,
     split_span,
@@ -23,6 +24,7 @@ from sglang_diffkv.kernels.triton_codec import (
     power_scale,
     query_operand,
     shifted_codes,
+    weight_exponent,
 )
 from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, padded
 
@@ -31,6 +33,12 @@ from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, padded
 def eighths(x):
     """[N, GP] to [8, GP]: sums of every eighth row, which the accumulator layout keeps in one thread."""
     return tl.sum(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), 0)
+
+
+@triton.jit
+def top_eighths(x):
+    """[N, GP] to [8, GP]: the largest of every eighth row, likewise."""
+    return tl.max(tl.reshape(x, [x.shape[0] // 8, 8, x.shape[1]]), 0)
 
 
 @triton.jit
@@ -47,9 +55,11 @@ def attend_tier(
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
     ``q_ptr`` points at the group's [G, D]; ``qscale`` is a power of two that brings it into fp16.
-    ``KEEP`` stores each token's logits, relative to the running maximum at its tile, for the score pass, to stay in
-    the L2 cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for
-    ``room`` tiles.
+    The softmax is relative to a running maximum of logits and value scales together, so that the largest weight, a
+    probability times its value scale, is about 2^15 and small ones stay in fp16's normal range.
+    ``KEEP`` stores each token's logits, relative to that maximum at its tile, for the score pass, to stay in the L2
+    cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for ``room``
+    tiles.
     """
     RAW: tl.constexpr = KB == 16
     BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
@@ -62,7 +72,7 @@ def attend_tier(
     VWP: tl.constexpr = dot_padded(VW)
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     raw_type: tl.constexpr = q_ptr.dtype.element_ty
-    dot_type: tl.constexpr = raw_type if ASM else tl.float32  # the interpreter cannot multiply bf16
+    dot_type: tl.constexpr = raw_type if ASM or raw_type == tl.float16 else tl.float32  # not bf16 when interpreted
     word_ptr = pages.to(tl.pointer_type(raw_type if RAW else tl.int16))
 
     g = tl.arange(0, GP)
@@ -83,7 +93,7 @@ def attend_tier(
         q_parts = q_parts + (x,)
     factor = sm_scale * LOG2E if RAW else sm_scale * LOG2E / qscale
 
-    m = tl.full([GP], float("-inf"), tl.float32)
+    m = tl.full([GP], NEVER, tl.float32)
     l_part = tl.zeros([8, GP], tl.float32)
     z_part = tl.zeros([8, GP], tl.float32)
     accs = ()
@@ -122,11 +132,15 @@ def attend_tier(
             cap = logit_cap * LOG2E
             s = cap * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
         s = tl.where(valid[:, None], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 0))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        s -= safe[None, :]
+        top = top_eighths(s)
+        if not RAW:
+            top += weight_exponent(top_eighths(tl.broadcast_to(vscale[:, None], [N, GP])))
+        elif dot_type == tl.float16:
+            top += weight_exponent(tl.full([8, GP], 1.0, tl.float32))
+        m_new = tl.maximum(m, tl.max(top, 0))
+        s -= m_new[None, :]
         prob = tl.exp2(s)
-        alpha = tl.exp2(m - safe)
+        alpha = tl.exp2(m - m_new)
         m = m_new
         l_part = l_part * alpha[None, :] + eighths(prob)
         if RAW:
@@ -150,7 +164,7 @@ def attend_tier(
             fits = (g < G) & (kept >= 0) & (kept < room)
             logit_ptr = logits_ptr + token[:, None] * G + g[None, :]
             tl.store(logit_ptr, s.to(tl.float16), mask=fits[None, :], eviction_policy="evict_last")
-            tl.store(tile_max_ptr + kept * G + g, safe, mask=fits, eviction_policy="evict_last")
+            tl.store(tile_max_ptr + kept * G + g, m, mask=fits, eviction_policy="evict_last")
         page, lo, hi = tile_page(
             tile + 1, count, block_table, page_table, range_lo, range_hi, row, layer, head,
             HIGH, CHUNKS, MAX_BLOCKS, L, H,

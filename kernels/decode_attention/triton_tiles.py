@@ -6,6 +6,8 @@ import triton.language as tl
 from sglang_diffkv.kernels.triton_table import BLOCK, table_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
+NEVER = tl.constexpr(-1e30)
+"""Below every logit: the running maximum before the first token, of which differences are numbers."""
 LEAST_TILES = tl.constexpr(2)
 """Tiles of a split at least, while the head has as many: each split has to be joined."""
 

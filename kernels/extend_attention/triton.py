@@ -109,10 +109,10 @@ def extend_attention(
         return out, lse
     common = {"G": group, "HAS_CAP": logit_cap > 0}
     if new_part is None:
-        ragged_kernel[(batch, heads, triton.cdiv(max_extend * group, ROWS))](
+        ragged_kernel[(batch * heads * triton.cdiv(max_extend * group, ROWS),)](
             q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), out, lse, starts,
-            extend_lens, sm_scale, logit_cap, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS, N=32 if dim > 128 else 64,
-            ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
+            extend_lens, batch, sm_scale, logit_cap, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS,
+            N=32 if dim > 128 else 64, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
         )  # fmt: skip
     elif max_prefix:
         out.copy_(new_part[0])
@@ -170,8 +170,8 @@ def _update_scores(
                 )  # fmt: skip
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
-    new_scores_kernel[(batch, heads, triton.cdiv(max_extend, tile))](
-        q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, state.write_slot, state.own_entry,
-        state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
+    new_scores_kernel[(batch * heads * triton.cdiv(max_extend, tile),)](
+        q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, batch, state.write_slot,
+        state.own_entry, state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
         **{name: tiers[0][name] for name in names}, **common, M=tile, N=tile, num_warps=4, num_stages=2,
     )  # fmt: skip

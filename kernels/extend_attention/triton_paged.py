@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, NEVER, tile_page
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
     meta_pair,
@@ -14,8 +14,9 @@ from sglang_diffkv.kernels.triton_codec import (
     power_scale,
     query_operand,
     shifted_codes,
+    weight_exponent,
 )
-from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, padded
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, padded, request_head_tile
 
 
 @triton.jit
@@ -24,6 +25,13 @@ def query_rows(start, head, first, count, M: tl.constexpr, HQ: tl.constexpr, G: 
     r = first + tl.arange(0, M)
     query = r // G
     return (start + query).to(tl.int64) * HQ + head * G + r % G, query, query < count
+
+
+@triton.jit
+def thread_tops(x):
+    """[M, N] to [M, 4]: the largest of columns 2 j and 2 j + 1 of every 8, which the layout of products keeps in one
+    thread."""
+    return tl.max(tl.max(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @triton.jit
@@ -65,7 +73,7 @@ def paged_kernel(
     LAST_V: tl.constexpr = 0 if RAW else 8 // VB - 1
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     raw_type: tl.constexpr = q.dtype.element_ty
-    dot_type: tl.constexpr = raw_type if ASM else tl.float32
+    dot_type: tl.constexpr = raw_type if ASM or raw_type == tl.float16 else tl.float32
     vector, _, live_row = query_rows(tl.load(starts + b), head, first, extend, M, H * G, G)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
@@ -91,7 +99,7 @@ def paged_kernel(
         q_parts = q_parts + (x,)
     factor = sm_scale * LOG2E if RAW else sm_scale * LOG2E / qscale
 
-    m = tl.full([M], float("-inf"), tl.float32)
+    m = tl.full([M], NEVER, tl.float32)
     norm = tl.zeros([M], tl.float32)
     z = tl.zeros([M], tl.float32)
     accs = ()
@@ -127,10 +135,14 @@ def paged_kernel(
         if HAS_CAP:
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
         s = tl.where(valid[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        prob = tl.exp2(s - safe[:, None])
-        alpha = tl.exp2(m - safe)
+        top = thread_tops(s)
+        if not RAW:
+            top += weight_exponent(thread_tops(tl.broadcast_to(vscale[None, :], [M, N])))
+        elif dot_type == tl.float16:
+            top += weight_exponent(tl.full([M, 4], 1.0, tl.float32))
+        m_new = tl.maximum(m, tl.max(top, 1))
+        prob = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
         m = m_new
         norm = norm * alpha + tl.sum(prob, 1)
         if RAW:
@@ -164,21 +176,21 @@ def paged_kernel(
         tl.store(out + vector[:, None] * DV + at[None, :], o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["starts", "extend_lens"])
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["starts", "extend_lens"])
 def ragged_kernel(
-    q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, sm_scale, logit_cap,
+    q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, batch, sm_scale,
+    logit_cap,
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H, ceil(longest extend * G / M)): causal attention among new tokens. Strides are in elements."""
-    b = tl.program_id(0)
-    head = tl.program_id(1)
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * M  # the longest first
+    """Grid (B * H * ceil(longest extend * G / M)): causal attention among new tokens. Strides are in elements."""
+    b, head, tile, tiles = request_head_tile(batch, H)
+    first = (tiles - 1 - tile) * M  # the longest first
     extend = tl.load(extend_lens + b).to(tl.int32)
     if first >= extend * G:
         return
     raw_type: tl.constexpr = q.dtype.element_ty
-    dot_type: tl.constexpr = raw_type if ASM else tl.float32
+    dot_type: tl.constexpr = raw_type if ASM or raw_type == tl.float16 else tl.float32
     start = tl.load(starts + b)
     vector, query, live_row = query_rows(start, head, first, extend, M, H * G, G)
     DP: tl.constexpr = dot_padded(D)
@@ -188,7 +200,7 @@ def ragged_kernel(
     inside = live_row[:, None] & (d[None, :] < D)
     x = tl.load(q + vector[:, None] * D + d[None, :], mask=inside, other=0.0).to(dot_type)
     factor = sm_scale * LOG2E
-    m = tl.full([M], float("-inf"), tl.float32)
+    m = tl.full([M], NEVER, tl.float32)
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
     for begin in range(0, tl.minimum((first + M - 1) // G + 1, extend), N):
@@ -203,7 +215,10 @@ def ragged_kernel(
         if HAS_CAP:
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
         s = tl.where(column[None, :] <= query[:, None], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
+        top = tl.max(s, 1)
+        if dot_type == tl.float16:
+            top += weight_exponent(tl.full([M], 1.0, tl.float32))
+        m_new = tl.maximum(m, top)
         prob = tl.exp2(s - m_new[:, None])
         alpha = tl.exp2(m - m_new)
         m = m_new

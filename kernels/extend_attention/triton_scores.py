@@ -10,7 +10,7 @@ import triton.language as tl
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
 from sglang_diffkv.kernels.extend_attention import reference
 from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
-from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, table_index
+from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, request_head_tile, table_index
 
 OBSERVED = tl.constexpr(reference.OBSERVED)
 
@@ -41,21 +41,20 @@ def received_from(
     return tl.sum(tl.exp2(s), 1)
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["starts", "extend_lens", "rows"])
+@triton.jit(do_not_specialize=["batch", "layer"], do_not_specialize_on_alignment=["starts", "extend_lens", "rows"])
 def new_scores_kernel(
-    q, key, key_stride, key_head, lse, starts, extend_lens, rows, write_slot, own_entry, pages, page_table, block_table,
-    layer, sm_scale, logit_cap,
+    q, key, key_stride, key_head, lse, starts, extend_lens, rows, batch, write_slot, own_entry, pages, page_table,
+    block_table, layer, sm_scale, logit_cap,
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H, ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
+    """Grid (B * H * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
 
     ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come first.
     """
-    b = tl.program_id(0)
-    head = tl.program_id(1)
-    first = tl.program_id(2) * N
+    b, head, tile, _ = request_head_tile(batch, H)
+    first = tile * N
     extend = tl.load(extend_lens + b).to(tl.int32)
     if first >= extend:
         return

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_diffkv.attention.scaling import scaling_of
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.pool import DiffKVPool
-from sglang_diffkv.ops import Step
+from sglang_diffkv.ops import Scaling, Step
 
 
 class DiffKVAttnBackend(AttentionBackend):
@@ -21,7 +22,8 @@ class DiffKVAttnBackend(AttentionBackend):
     together. A CUDA graph holds all of a decode step but the table blocks that the host hands out.
     """
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, scalings: Sequence[Scaling] = ()):
+        """``scalings``: of the model's layers, for which kernels are made ready; by default the usual one."""
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, DiffKVPool) or pool.manager is None:
@@ -41,10 +43,13 @@ class DiffKVAttnBackend(AttentionBackend):
                 from sglang_diffkv.ops.warm_up import compile_kernels
 
                 q_heads = runner.model_config.num_attention_heads // manager.ranks.size
-                ops = build_ops(self.state, manager.policy, manager.geometry, q_heads, config.prefill)
+                ops = build_ops(self.state, manager.policy, manager.geometry, q_heads, config.prefill, scalings)
                 manager.ops = ops
-                kinds = {"rotates": self.rotates, "copies": config.prefix_fidelity == "exact"}
-                compile_kernels(ops, self.state, manager.policy, dtype=runner.dtype, **kinds)
+                copies = config.prefix_fidelity == "exact"
+                compile_kernels(
+                    ops, self.state, manager.policy, dtype=runner.dtype, scalings=scalings, rotates=self.rotates,
+                    copies=copies,
+                )  # fmt: skip
             if not runner.server_args.disable_overlap_schedule:
                 manager.stream = runner.forward_stream
         self.step: Step | None = None
@@ -111,11 +116,11 @@ class DiffKVAttnBackend(AttentionBackend):
         if self.rotates:
             q, k = ops.rotate(q, k)
         ops.append(state, index, k, v, step)
-        cap = layer.logit_cap or 0.0
+        scale, cap = scaling_of(layer)
         if decode:
-            out = ops.decode(state, index, q, step, layer.scaling, policy, cap)
+            out = ops.decode(state, index, q, step, scale, policy, cap)
         else:
-            out = ops.extend(state, index, q, k, v, step, layer.scaling, cap, policy.compresses)
+            out = ops.extend(state, index, q, k, v, step, scale, cap, policy.compresses)
         if layer.layer_id == self.last_layer:
             self._end(decode)
         return out.reshape(out.shape[0], -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_diffkv.ops.base import Ops, Step
+from sglang_diffkv.ops.base import Ops, Scaling, Step
 from sglang_diffkv.ops.reference import ReferenceOps
 
-__all__ = ["Ops", "ReferenceOps", "Step"]
+__all__ = ["Ops", "ReferenceOps", "Scaling", "Step"]

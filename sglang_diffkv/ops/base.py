@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import Policy
+
+
+class Scaling(NamedTuple):
+    """From products of queries and keys to logits: times ``scale``, then, where there is a ``cap``, ``cap * tanh(logits
+    / cap)``."""
+
+    scale: float
+    cap: float = 0.0
+
+
+def usual_scaling(head_dim: int) -> Scaling:
+    """Of models that do not say otherwise."""
+    return Scaling(head_dim**-0.5)
 
 
 @dataclass

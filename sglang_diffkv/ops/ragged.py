@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
 from sglang_diffkv.kernels.device import processors_of
-from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops.base import Scaling, Step
 
 MIB = 1 << 20
 
@@ -59,9 +60,20 @@ class RaggedPrefill:
         self.scale, self.logit_cap = scale, logit_cap
 
     @staticmethod
-    def supports(head_dim: int, v_head_dim: int) -> bool:
+    def obstacle(head_dim: int, v_head_dim: int, scalings: Sequence[Scaling]) -> str:
+        """Why FlashInfer cannot serve a model with such heads, whose layers have these scalings; empty if it can."""
+        if importlib.util.find_spec("flashinfer") is None:
+            return "FlashInfer is not installed"
+        if head_dim != v_head_dim or head_dim not in HEAD_DIMS:
+            return f"FlashInfer has no kernel for head_dim {head_dim} with v_head_dim {v_head_dim}"
+        if len(set(scalings)) > 1:
+            return "FlashInfer plans one scale and logit cap for all layers, and this model's differ"
+        return ""
+
+    @classmethod
+    def supports(cls, head_dim: int, v_head_dim: int) -> bool:
         """Whether FlashInfer is installed and has a kernel for these heads."""
-        return importlib.util.find_spec("flashinfer") is not None and head_dim == v_head_dim and head_dim in HEAD_DIMS
+        return not cls.obstacle(head_dim, v_head_dim, ())
 
     def plan(self, step: Step) -> None:
         """Plan for the requests of an extend step.

@@ -14,13 +14,14 @@ from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_rows.triton import count_rows
-from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_of_each_variant, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
-from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
 from sglang_diffkv.ops.rule import head_scales, prompt_rule, thresholds
@@ -67,13 +68,14 @@ class TritonOps:
             )
         )
 
-    def use_ragged(self, state: PageState, scale: float) -> None:
-        """New tokens attend among themselves by FlashInfer, in the scratch of the decode steps."""
+    def use_ragged(self, state: PageState, scaling: Scaling) -> None:
+        """New tokens of layers of this scaling attend among themselves by FlashInfer, in the scratch of the decode
+        steps."""
         self.ragged_plan_bytes = PLAN_BYTES
         if not state.pages.is_meta:
             fmt, buffer = state.fmt, self.buffers[0].scratch.memory
             shape = (self.q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim)
-            self.ragged = RaggedPrefill(*shape, state.dtype, state.device, scale, buffer=buffer)
+            self.ragged = RaggedPrefill(*shape, state.dtype, state.device, *scaling, buffer=buffer)
 
     def memory(self) -> dict[str, int]:
         lines = dict.fromkeys(("attention scratch", "decode searches", "decode decisions", "step constants"), 0)
@@ -89,6 +91,11 @@ class TritonOps:
         if not self.buffers or self.buffers[-1].max_batch < batch:
             self.prepare_graphs(state, 1 << (batch - 1).bit_length())
         return next(x for x in self.buffers if x.max_batch >= batch)
+
+    def decode_batches(self, state: PageState, most: int) -> list[int]:
+        """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
+        group, scored = self.q_heads // state.num_heads, self.policy.compresses
+        return batches_of_each_variant(state, most, group, DecodeConfig(), scored=scored)
 
     def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
         batch = rows.shape[0]

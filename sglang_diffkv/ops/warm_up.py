@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import triton
 
 from sglang_diffkv.kernels.append.triton import ONE_BY_ONE, append
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
 from sglang_diffkv.policies.base import Policy
 
 if TYPE_CHECKING:
@@ -41,26 +42,29 @@ def log_compilations() -> None:
 
 
 def compile_kernels(
-    ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, rotates: bool, copies: bool
-) -> None:
+    ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling],
+    rotates: bool, copies: bool,
+) -> None:  # fmt: skip
     """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
     began = time.perf_counter()
     log_compilations()
-    warm_up(ops, state, policy, dtype=dtype, rotates=rotates, copies=copies)
+    warm_up(ops, state, policy, dtype=dtype, scalings=scalings, rotates=rotates, copies=copies)
     torch.cuda.synchronize(state.device)
     logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
 
 
 def warm_up(
-    ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, rotates: bool, copies: bool
-) -> None:
-    """Compile all kernels of prompts and of the prefix cache, by launches that change nothing: no request has a new
-    token and every row is empty. Decode's are compiled when SGLang captures its graphs.
+    ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling] = (),
+    rotates: bool, copies: bool,
+) -> None:  # fmt: skip
+    """Compile all kernels, by launches that change nothing: no request has a new token and every row is empty.
 
     Args:
-        dtype: of the model. rotates: whether keys are. copies: whether requests copy their prompts.
+        dtype: of the model. scalings: of its layers; by default the usual one. rotates: whether keys are. copies:
+            whether requests copy their prompts.
     """
     fmt, device, heads = state.fmt, state.device, state.num_heads
+    scalings = scalings or (usual_scaling(fmt.head_dim),)
     many = ONE_BY_ONE + 1
     q = torch.zeros(many, ops.q_heads, fmt.head_dim, dtype=dtype, device=device)
     key = torch.zeros(many, heads, fmt.head_dim, dtype=dtype, device=device)
@@ -75,8 +79,10 @@ def warm_up(
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
         ops.begin(state, step, decode=False)
         ops.append(state, 0, key[:1], value[:1], step)
-        ops.extend(state, 0, q[:1], key[:1], value[:1], step, fmt.head_dim**-0.5, 0.0, policy.compresses)
+        for scale, cap in scalings:
+            ops.extend(state, 0, q[:1], key[:1], value[:1], step, scale, cap, policy.compresses)
     append(state, 0, key, value, none, none, none, no_rows)
+    _warm_up_decode(ops, state, policy, dtype, scalings)
     for tier_kept in (False, True):
         ops.attach(state, 2, 1, 0, 0, kept_only=tier_kept)
     ops.trim(state, 2, 0)
@@ -88,3 +94,29 @@ def warm_up(
     for own in judged:
         for known in (None, own[0]):
             ops.copy_compact(state, 2, 1, 0, 0, 0, policy, known)
+
+
+def _warm_up_decode(
+    ops: TritonOps, state: PageState, policy: Policy, dtype: torch.dtype, scalings: Sequence[Scaling]
+) -> None:
+    """Decode steps of padding alone, of the sizes that differ in kernels: SGLang's graphs hold batches up to a size of
+    its own, and a server may run without any."""
+    fmt, device = state.fmt, state.device
+    most = ops.buffers[-1].max_batch if ops.buffers else 1
+    for batch in ops.decode_batches(state, most):
+        q, key, value = (
+            torch.zeros(batch, heads, dim, dtype=dtype, device=device)
+            for heads, dim in (
+                (ops.q_heads, fmt.head_dim),
+                (state.num_heads, fmt.head_dim),
+                (state.num_heads, fmt.v_head_dim),
+            )
+        )
+        rows, lengths = (torch.full((batch,), x, dtype=torch.int64, device=device) for x in (0, 1))
+        step = ops.decode_step(state, rows, lengths, policy)
+        ops.begin(state, step, decode=True)
+        ops.append(state, 0, key, value, step)
+        for scale, cap in scalings:
+            ops.decode(state, 0, q, step, scale, policy, cap)
+        if step.found is not None:
+            ops.compact_step(state, rows, lengths, step.found, policy, step.num_rows)
