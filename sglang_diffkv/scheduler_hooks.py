@@ -161,7 +161,7 @@ METERS: dict[str, Any] = {}
 def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
     parts = original(self)
     if BACKEND in METERS:
-        s = METERS[BACKEND].latest().summary()
+        s = METERS[BACKEND].latest().live.summary()
         parts.append(
             f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
             f"pruned {s['share_pruned']:.1%})"
