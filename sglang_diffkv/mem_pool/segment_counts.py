@@ -19,7 +19,7 @@ class SegmentCounts:
     """Tokens of each tier in every segment row. Its pages are its table entries.
 
     A segment's pages are immutable, so what it holds is known from its insertion until it is cut, moved or dropped.
-    Nothing is launched when that happens, but with the next ``totals``, or after ``MEASURE_AT`` segments.
+    Nothing is launched when one of these happens, but with the next ``totals``, or after ``MEASURE_AT`` segments.
     """
 
     def __init__(self, manager: PageManager):
