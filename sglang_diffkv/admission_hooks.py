@@ -51,6 +51,9 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
             tree.evict_uncovered()
     elif result == AddReqResult.NO_TOKEN:
         ledger.refused = compat.tokens_wanted(req, ledger.growth_price()) - saved
+        if not getattr(req, "diffkv_waited", False):
+            req.diffkv_waited = True
+            ledger.waited += 1
         if path and idle:
             # Nothing runs, so nothing will make room but the segments that the request's own prefix locks as a whole.
             wanted = math.ceil(ledger.refused) + compat.prefix_len(req) + ledger.manager.fmt.high.tokens

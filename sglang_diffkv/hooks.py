@@ -20,7 +20,7 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pool import DiffKVPool
 from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.scheduler_hooks import METERS, SCHEDULER_HOOKS, SRT
+from sglang_diffkv.scheduler_hooks import SCHEDULER_HOOKS, SERVED, SRT
 from sglang_diffkv.thresholds import resolve
 from sglang_diffkv.validation import BACKEND, check_layers, check_model, check_server_args, is_selected
 
@@ -188,7 +188,7 @@ def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
         kvcache=pool,
         need_sort=False,
     )
-    METERS[BACKEND] = pool.usage
+    SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     return allocator
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sglang_diffkv import compat
+from sglang_diffkv import compat, metrics
 from sglang_diffkv.admission_hooks import ADMISSION_HOOKS, SRT
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
+from sglang_diffkv.metrics import prompt_outcomes
 from sglang_diffkv.refused_requests import BatchRefused, refuse_in_decode, refusing_batch, tell_refused, undo_prefill
 from sglang_diffkv.validation import BACKEND
 
@@ -173,25 +174,32 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["config"] = config.model_dump(mode="json", exclude_none=True)
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = allocator.ledger.report()
-        if allocator.exact is not None:
-            report["prompts"] = allocator.exact.outcomes
+        report["prompts"] = prompt_outcomes(allocator)
         result.internal_state["diffkv"] = report
     return result
 
 
-METERS: dict[str, Any] = {}
-"""The usage meter of this process, for the decode log line."""
+SERVED: dict[str, DiffKVAllocator] = {}
+"""The allocator of this process, for what SGLang calls without one: the decode log line and the metrics."""
 
 
 def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
     parts = original(self)
-    if BACKEND in METERS:
-        s = METERS[BACKEND].latest().summary()
+    if BACKEND in SERVED:
+        s = SERVED[BACKEND].get_kvcache().usage.latest().live.summary()
         parts.append(
             f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
             f"pruned {s['share_pruned']:.1%})"
         )
     return parts
+
+
+def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The plugin's metrics follow SGLang's."""
+    result = original(self, *args, **kwargs)
+    if BACKEND in SERVED:
+        metrics.update(self, SERVED[BACKEND])
+    return result
 
 
 SCHEDULER_HOOKS = {
@@ -206,6 +214,7 @@ SCHEDULER_HOOKS = {
     SRT + "managers.scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": (
         get_total_uncached_sizes
     ),
+    SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,
     SRT + "managers.scheduler_components.pool_stats_observer.PoolStats.get_decode_usage_msg_parts": (
         get_decode_usage_msg_parts
     ),

@@ -107,6 +107,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
     for steps in (1, 3):
         ops.count_rows(state, rows, steps=steps, low_grows=compresses)
     ops.measure(state, rows, prefix, lengths)
+    ops.count_owners(state, rows)
     if compresses:
         ops.rotate(q, key)
     step = ops.decode_step(state, rows, lengths, policy)

@@ -106,7 +106,7 @@ def test_pages_by_owner_are_those_that_tables_list() -> None:
     requests, tree = listed([*manager.lengths]), listed([x.row for x in manager.segments.held])
     expected = {"private": len(requests - tree), "shared": len(requests & tree), "cached": len(tree - requests)}
     assert all(expected.values())
-    assert UsageMeter(manager).owners() == {**expected, "free": manager.free_pages()}
+    assert UsageMeter(manager).read().owners == {**expected, "free": manager.free_pages()}
     for req in running:
         world.leave(req)
 

@@ -14,6 +14,7 @@ from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.footprint import PAGES, Footprint
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.plan import MemoryPlan
 from tests.triton_helpers import DEVICE
 
@@ -59,7 +60,8 @@ def test_the_plan_is_what_the_objects_hold(text: str) -> None:
     exact = plan.config.prefix_fidelity == "exact"
     found = Footprint.of(manager.state, geometry, ops, names=allocator.size, exact=exact)
     held = sum(found.held.values())
-    assert held == storages([manager.state, ops, allocator.free_pages], {})
+    counts = [manager.segment_counts.counts, UsageMeter(manager).ended_counts]
+    assert held == storages([manager.state, ops, allocator.free_pages, counts], {})
     planned = MemoryPlan.footprint(replace_prefill(plan), geometry, capacity)
     assert planned == found
     assert found.held[PAGES] == (geometry.num_pages + 1) * geometry.fmt.page_bytes

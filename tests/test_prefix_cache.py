@@ -32,8 +32,10 @@ from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.helpers import faults, needs_requests, new_scores
+from tests.usage_oracle import check_reading
 
 pytestmark = needs_requests
 
@@ -69,6 +71,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.random = random.Random(0)
         self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)
         self.requests = itertools.count()
+        self.meter = UsageMeter(self.manager)
 
     def _write(self, req: Any, start: int, end: int) -> None:
         rows = torch.full((end - start,), req.kv.req_pool_idx)
@@ -241,12 +244,19 @@ class TreeMachine(RuleBasedStateMachine):
         """The host waits for the device."""
         check_settled(self.manager)
 
+    @rule()
+    def measure(self) -> None:
+        """What segments hold is kept up from one reading to the next."""
+        check_reading(self.manager, self.meter.read())
+
     @invariant()
     def structures_are_consistent(self) -> None:
         check_bounds(self.manager)
         check_integrity(self.manager)
         self.tree.check_integrity()
         ledger = self.allocator.ledger
+        segments = self.manager.segments.held
+        assert self.manager.segment_counts.tokens == sum(segment.hi - segment.lo for segment in segments)
         sizes = (ledger.available(), ledger.evictable(), ledger.protected(), ledger.uncached())
         assert sum(sizes) == CAPACITY
         assert min(sizes) >= 0

@@ -18,6 +18,7 @@ from sglang_diffkv.testing.client import Record
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server, stock_backend
 from tests.identity import check_tokens
+from tests.prometheus_text import samples
 
 pytestmark = pytest.mark.server
 
@@ -83,7 +84,12 @@ def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("ranks", "fidelity", "options"),
-    [(2, "compressed", []), (2, "exact", []), (2, "compressed", ["--disable-overlap-schedule"]), (4, "exact", [])],
+    [
+        (2, "compressed", ["--enable-metrics"]),
+        (2, "exact", []),
+        (2, "compressed", ["--disable-overlap-schedule"]),
+        (4, "exact", []),
+    ],
 )
 def test_ranks_decide_alike_in_a_small_pool(ranks: int, fidelity: str, options: list[str]) -> None:
     """With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
@@ -92,6 +98,9 @@ def test_ranks_decide_alike_in_a_small_pool(ranks: int, fidelity: str, options: 
     with serve(ranks, config, *args) as server:
         assert all(x.completion_tokens > 0 for x in _load(server, 10 if ranks == 2 else 6, 320))
         assert _stats(server)["finished"]["low"] > 0
+        if "--enable-metrics" in options:  # the first rank reads them, by itself
+            (labels, tokens), *others = samples(server.get("/metrics").text)["diffkv_tokens"]
+            assert labels["tp_rank"] == "0" and tokens > 0 and not others
         server.flush_cache()
         stats = _stats(server)
         assert (stats["ranks"], stats["pages_used"], stats["segments"]) == (ranks, 0, 0)

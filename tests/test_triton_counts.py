@@ -10,6 +10,8 @@ import torch
 
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.compact_step.reference import StepPlan, compact_step
+from sglang_diffkv.kernels.count_owners import triton as count_owners_triton
+from sglang_diffkv.kernels.count_owners.reference import count_owners as count_owners_reference
 from sglang_diffkv.kernels.count_rows import triton as count_rows_triton
 from sglang_diffkv.kernels.count_rows.reference import count_rows as count_rows_reference
 from sglang_diffkv.kernels.measure import triton as measure_triton
@@ -20,6 +22,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
 from tests.helpers import table_of
 from tests.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
+from tests.usage_oracle import page_owners
 
 FORMATS = ["K8V4 K4V2", "BF16 K8V4", "K8V4", "BF16"]
 
@@ -227,6 +230,37 @@ def test_no_rows(tiers):
         assert op(state, none, steps=1, low_grows=True).tolist() == [[*state.counters.tolist(), 0, 0, 0, 0]]
     for op in (measure_reference, measure_triton.measure):
         assert op(state, none, none, none).shape == (0, 3, 3, len(state.segments) + 1)
+
+
+@pytest.mark.parametrize("scratch", [1000, 700, 64, 3])
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_owners(tiers, scratch, monkeypatch):
+    """With room for all pages at once, and in parts."""
+    if scratch == 700:  # several iterations
+        monkeypatch.setattr(count_owners_triton, "ENTRIES", 4)
+        monkeypatch.setattr(count_owners_triton, "PAGES", 128)
+    manager = busy_manager(tiers)
+    manager.release(1)
+    expected = list(page_owners(manager).values())[:3]
+    assert all(expected)
+    for rows in (list(manager.lengths), [0, *manager.lengths]):
+        index = torch.tensor(rows, device=DEVICE)
+        memory = torch.full((scratch,), 7, dtype=torch.int32, device=DEVICE)
+        assert count_owners_reference(manager.state, index).tolist() == expected
+        assert count_owners_triton.count_owners(manager.state, index, memory).tolist() == expected
+
+
+def test_owners_without_requests_and_on_the_scratch_page():
+    manager = busy_manager("K8V4 K4V2")
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    memory = torch.empty(1000, dtype=torch.int32, device=DEVICE)
+    cached = int((manager.state.refcount[:-1] > 0).sum())
+    assert count_owners_reference(manager.state, none).tolist() == [0, 0, cached]
+    assert count_owners_triton.count_owners(manager.state, none, memory).tolist() == [0, 0, cached]
+    manager = starved_manager()
+    rows = torch.tensor([1, 2], device=DEVICE)
+    assert count_owners_reference(manager.state, rows).tolist() == [41, 0, 0]
+    assert count_owners_triton.count_owners(manager.state, rows, memory).tolist() == [41, 0, 0]
 
 
 @pytest.mark.parametrize("low_grows", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.segment_counts import MEASURE_AT
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.usage import COUNT_AT
 from sglang_diffkv.ops.base import Ops
@@ -12,6 +13,8 @@ from sglang_diffkv.ops.base import Ops
 MIB = 1 << 20
 PAGES = "pages"
 NAME_BYTES = 8
+SUMS = 8
+"""Rows' worth of counts that a report adds up at once, in int64, beside those of the rows."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Footprint:
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
         row_bytes = sum(x.nbytes for x in counts) // rows + state.block_table.nbytes // rows + state.fault.itemsize
+        columns = len(geometry.fmt.tiers) + 1  # tokens of each tier, and pages
+        row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * columns
         held = {
             PAGES: state.pages.nbytes,
             "free list": state.ring.nbytes + state.counters.nbytes + state.refcount.nbytes,
@@ -42,11 +47,13 @@ class Footprint:
             "rows of requests": row_bytes * geometry.num_rows,
             "rows of prefix segments": row_bytes * geometry.num_segments,
             "token names": NAME_BYTES * names,
+            "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
+            "counts of ended requests": ended,
             **ops.memory(),
         }
-        triple = geometry.heads * (len(geometry.fmt.tiers) + 1) * 4
+        measured = (max(geometry.num_rows, MEASURE_AT) + SUMS) * row
         at_most = {
-            "counts of ended requests": COUNT_AT * triple,
+            "usage reports": measured + ended,
             "scores of exact prefixes": 4 * geometry.heads * geometry.judged_tokens if exact else 0,
         }
         return cls(*({name: size for name, size in part.items() if size} for part in (held, at_most)))

@@ -69,6 +69,8 @@ class PageLedger:
         self.chunks: dict[str, int] = {}
         """Request id -> tokens of a chunk, where the prompt is compacted between chunks."""
         self.compacted = 0  # prompts admitted so
+        self.waited = 0
+        """Requests that were refused at least once for want of pages or table blocks."""
         self._allocating = False
         self._credit = 0
         self._price = 1.0
@@ -102,6 +104,11 @@ class PageLedger:
         if tokens >= PRICE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
             self._price = min(PRICE_MARGIN * held / tokens, 1.0)
+        return self._price
+
+    @property
+    def last_price(self) -> float:
+        """``growth_price`` as it was last asked for: reading it on one rank alone leaves the others' equal."""
         return self._price
 
     def price_of(self, row: int | None) -> float:
@@ -148,6 +155,7 @@ class PageLedger:
             "headroom_pages": self.manager.tracker.headroom_bound(),
             "promised_pages": self.promised_pages(),
             "compacted_between_chunks": self.compacted,
+            "waited": self.waited,
         }
 
     def pages_of_tokens(self, tokens: int) -> int:

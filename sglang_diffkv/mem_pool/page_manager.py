@@ -4,8 +4,8 @@ All calls are made by one thread and take effect in call order: they launch on o
 except where its docstring says so. Requests use row ``req_pool_idx``; tree segments take rows behind them.
 
 The manager owns the state and what is known of each row; its parts say what happens to prompts (``PromptPhase``,
-``PromptCopies``), to segments (``SegmentStore``, ``SegmentPacker``), and what the host knows of the device's counts
-(``CountTracker``) and of table blocks (``TableSpace``).
+``PromptCopies``), to segments (``SegmentStore``, ``SegmentPacker``), what these hold (``SegmentCounts``), and what the
+host knows of the device's counts (``CountTracker``) and of table blocks (``TableSpace``).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.prompt_copies import PromptCopies
 from sglang_diffkv.mem_pool.prompt_phase import PromptPhase
 from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
 from sglang_diffkv.mem_pool.segment_packing import SegmentPacker
 from sglang_diffkv.mem_pool.segment_store import SegmentStore
 from sglang_diffkv.mem_pool.state import PageState
@@ -77,6 +78,7 @@ class PageManager:
         self.counts = self.tracker.host
         self.prompts = PromptPhase(self)
         self.copies = PromptCopies(self)
+        self.segment_counts = SegmentCounts(self)
         self.segments = SegmentStore(self)
         self.packer = SegmentPacker(self)
 

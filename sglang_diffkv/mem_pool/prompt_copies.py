@@ -95,6 +95,7 @@ class PromptCopies:
         with manager.launching():
             manager.ops.attach(state, plan.segment_row, row, shared, length, kept_only=True)
         pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True, first=shared)
+        manager.segment_counts.changed(pending)
         self._restart(row, plan.kept, length)
         with manager.launching():
             for segment, lo, hi in [*plan.copied, (pending, shared, length)]:

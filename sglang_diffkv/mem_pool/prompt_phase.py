@@ -23,6 +23,8 @@ class PromptPhase:
         self.unfinished: set[int] = set()  # rows whose prompt may still be compacted
         self.finishing: set[int] = set()  # rows whose prompt ends with their next extend pass
         self.chunking: set[int] = set()  # rows that are compacted after their next extend pass, which is not the last
+        self.outcomes = {"compressed": 0, "as computed": 0}
+        """Prompts so far: compressed in place; left as they are, by the policy or as shorter than its window."""
         self.share_min_tokens: int | None = None
         """A prompt with this many own tokens is sealed at its end, ready for the prefix cache; None: never."""
 
@@ -52,7 +54,7 @@ class PromptPhase:
         if row in copies.plans:
             copies.carry_out(row)
         elif row not in copies.untouched:
-            self._compact(row)
+            self.outcomes["compressed" if self._compact(row) else "as computed"] += 1
         own = length - manager.shared.get(row, 0)
         least = 1 if row in copies.untouched else self.share_min_tokens
         if row not in copies.pending and least is not None and own >= least:

@@ -72,5 +72,6 @@ class SegmentPacker:
         manager.release(old)
         manager.segments.return_row(old)
         segment.row, segment.pages = row, 0
+        manager.segment_counts.changed(segment)
         manager.tracker.count_later(segment)
         return True

@@ -52,6 +52,7 @@ class SegmentStore:
 
     def return_row(self, row: int) -> None:
         """The segment row holds nothing any more."""
+        self.manager.segment_counts.gone(row)
         self.manager.space.release(row)
         self._free_rows.append(row)
 
@@ -93,6 +94,7 @@ class SegmentStore:
     def add(self, segment: Segment) -> None:
         """The prefix cache has the segment from now on."""
         self.cached.add(segment)
+        self.manager.segment_counts.changed(segment)
         self.manager.tracker.count_later(segment)
         self.manager.version += 1
 
@@ -121,6 +123,7 @@ class SegmentStore:
         with manager.launching():
             manager.ops.trim(manager.state, segment.row, hi)
         segment.hi = hi
+        manager.segment_counts.changed(segment)
         manager.version += 1
         if segment.exact:
             held, segment.pages = segment.pages, self.exact_pages(segment)
@@ -142,6 +145,7 @@ class SegmentStore:
         manager.release(old)
         self.return_row(old)
         segment.row, segment.lo, segment.pages = row, lo, 0
+        manager.segment_counts.changed(segment)
         manager.tracker.count_later(segment)
 
     def count_reads(self, path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.kernels.count_owners.reference import OWNERS
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.transfer import to_host
 
 COUNT_AT = 1024
 """Ended requests that are counted together at the latest."""
+
+REFRESH_SECONDS = 0.5
+"""``latest`` measures anew after this time at the earliest."""
 
 LONG_REQUEST = 1000
 """Tokens from which a finished request also counts in the totals of long requests."""
@@ -55,16 +61,57 @@ class Usage:
         }
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What was held at one moment.
+
+    Attributes:
+        by_head: tokens of each tier and pages of each (layer, head), [L][H][T + 1].
+        owners: pages of each of ``OWNERS``. free_pages: pages in the ring, by its own counters.
+    """
+
+    live: Usage
+    by_head: list[list[list[int]]]
+    owners: dict[str, int]
+    free_pages: int
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A reading on its way to the host."""
+
+    values: torch.Tensor  # int64 on the host: by_head, owners, the ring's counters, counts of ended requests
+    event: Any  # after which ``values`` stand there, None if they do already
+    tokens: int
+    requests: int
+    ended: list[int]  # lengths of the requests that ended since the reading before
+
+    def arrived(self) -> bool:
+        return self.event is None or self.event.query()
+
+
 class UsageMeter:
-    """Measures rows of a manager, in stream order with the forward passes."""
+    """Measures a manager's pages, in stream order with the forward passes.
+
+    A reading takes a number of launches that grows with neither requests nor segments, and one transfer; on the device
+    its time goes by the tokens of running requests and the pages of the pool.
+    """
 
     def __init__(self, manager: PageManager):
         self.manager = manager
+        shape, device = self.ended_shape(manager.geometry), manager.state.device
+        self.ended_counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._finished = Usage()
         self._finished_1k = Usage()
-        self._ended: list[tuple[torch.Tensor, int]] = []  # requests not yet counted: [L, H, T + 1] and tokens
-        self._latest = Usage()
-        self._coming: tuple[torch.Tensor, Any, int] | None = None  # totals on their way to the host
+        self._ended: list[int] = []  # lengths of the requests whose counts are the first of ``ended_counts``
+        self._latest = Reading(Usage(), [], dict.fromkeys(OWNERS, 0), manager.geometry.num_pages)
+        self._coming: list[_Coming] = []
+        self._started = -math.inf
+
+    @staticmethod
+    def ended_shape(geometry: Geometry) -> tuple[int, int]:
+        """Of the counts of ended requests, int64: tokens of each tier and pages of each."""
+        return COUNT_AT, len(geometry.fmt.tiers) + 1
 
     def _measure(self, parts: list[tuple[int, int, int]]) -> torch.Tensor:
         """Tokens of each tier and pages, [n, L, H, T + 1] int32, of (row, first position, position after the last)."""
@@ -92,98 +139,97 @@ class UsageMeter:
     def finish(self, row: int) -> None:
         """Count a request that ends now, with the shared pages it refers to."""
         length = self.manager.lengths[row]
-        self._ended.append((self._measure([(row, 0, length)])[0], length))
-        if len(self._ended) >= COUNT_AT:
-            self._count_ended()
-
-    def _count_ended(self) -> None:
-        """Add up what ended. Waits for the device."""
-        if not self._ended:
-            return
         with self.manager.launching():
-            counts = torch.stack([x for x, _ in self._ended]).sum((1, 2)).tolist()
-        for row, (_, length) in zip(counts, self._ended, strict=True):
+            self.ended_counts[len(self._ended)] = self._measure([(row, 0, length)]).sum((0, 1, 2))
+        self._ended.append(length)
+        if len(self._ended) == COUNT_AT:
+            self._take_arrived()
+            self._start()
+
+    def _start(self) -> None:
+        """Launch a reading of what is held now and of the requests that ended."""
+        manager, state = self.manager, self.manager.state
+        rows = [(row, manager.shared.get(row, 0), length) for row, length in manager.lengths.items()]
+        segments = manager.segment_counts
+        with manager.launching():
+            by_head = segments.totals() + self._measure(rows).sum(0)
+            ended = self.ended_counts[: len(self._ended)].flatten()
+            owners = manager.ops.count_owners(state, manager.to_device(list(manager.lengths)))
+            parts = [by_head.flatten(), owners, state.counters, ended]
+            values, event = to_host(torch.cat(parts))
+        tokens = segments.tokens + sum(end - start for _, start, end in rows)
+        self._coming.append(_Coming(values, event, tokens, len(rows), self._ended))
+        self._ended = []
+        self._started = time.monotonic()
+
+    def _take_arrived(self) -> None:
+        while self._coming and self._coming[0].arrived():
+            self._take()
+
+    def _take(self) -> None:
+        """Take over the oldest reading on its way; waits for it."""
+        coming, geometry = self._coming.pop(0), self.manager.geometry
+        if coming.event is not None:
+            coming.event.synchronize()
+        columns = len(geometry.fmt.tiers) + 1
+        sizes = (geometry.heads * columns, len(OWNERS) - 1, 2, len(coming.ended) * columns)
+        by_head, owners, counters, ended = coming.values.split(sizes)
+        held = owners.tolist()
+        live = self._usage(by_head.view(-1, columns).sum(0).tolist(), coming.tokens)
+        live.requests = coming.requests
+        taken, put = counters.tolist()
+        self._latest = Reading(
+            live,
+            by_head.view(geometry.num_layers, geometry.num_heads, columns).tolist(),
+            dict(zip(OWNERS, (*held, geometry.num_pages - sum(held)), strict=True)),
+            put - taken,
+        )
+        self._count_ended(ended.view(-1, columns).tolist(), coming.ended)
+
+    def _count_ended(self, counts: list[list[int]], lengths: list[int]) -> None:
+        for row, length in zip(counts, lengths, strict=True):
             usage = self._usage(row, length)
             usage.requests = 1
             usage.ratio_sum = usage.token_bytes / usage.bf16_bytes if usage.bf16_bytes else 0.0
             self._finished.add(usage)
             if length >= LONG_REQUEST:
                 self._finished_1k.add(usage)
-        self._ended.clear()
+
+    def read(self) -> Reading:
+        """What is held now. Waits for the device."""
+        self._start()
+        while self._coming:
+            self._take()
+        return self._latest
+
+    def latest(self) -> Reading:
+        """What was held at an earlier call, without waiting for the device; starts to measure what is held now if that
+        is ``REFRESH_SECONDS`` ago. With nothing running, what is held now."""
+        if not self.manager.lengths:
+            return self.read()
+        self._take_arrived()
+        if not self._coming and time.monotonic() - self._started >= REFRESH_SECONDS:
+            self._start()
+            self._take_arrived()
+        return self._latest
 
     @property
     def finished(self) -> Usage:
-        """Totals of requests that ended. Waits for the device."""
-        self._count_ended()
+        """Totals of requests that ended, as far as the readings so far tell."""
         return self._finished
 
     @property
     def finished_1k(self) -> Usage:
         """The same for requests of ``LONG_REQUEST`` tokens and more."""
-        self._count_ended()
         return self._finished_1k
-
-    def _live_parts(self) -> list[tuple[int, int, int]]:
-        manager = self.manager
-        parts = [(row, manager.shared.get(row, 0), length) for row, length in manager.lengths.items()]
-        return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.segments.held]
-
-    def by_head(self) -> torch.Tensor:
-        """What each (layer, head) holds now: tokens of each tier and pages, [L, H, T + 1] on the host. Waits for the
-        device."""
-        with self.manager.launching():
-            return self._measure(self._live_parts()).sum(0).cpu()
-
-    def owners(self) -> dict[str, int]:
-        """Pages by who refers to them: ``private`` to requests, ``shared`` by requests and the prefix cache, ``cached``
-        in the prefix cache alone, ``free``. Waits for the device."""
-        manager, state = self.manager, self.manager.state
-        sides = ([*manager.lengths], [segment.row for segment in manager.segments.held])
-        with manager.launching():
-            held = torch.zeros(2, state.num_pages + 1, dtype=torch.bool, device=state.device)
-            for side, rows in enumerate(sides):
-                for row in manager.to_device(rows or torch.empty(0)).split(1):  # a table of all rows would be large
-                    for tier in range(len(state.fmt.tiers)):
-                        page, _, hi = row_table(state, row, tier, max_entries(state, row, tier))
-                        held[side, page[hi > 0]] = True
-            requests, tree = held[:, : state.num_pages]
-            counts = torch.stack([requests & ~tree, requests & tree, tree & ~requests]).sum(1).tolist()
-        names = ("private", "shared", "cached")
-        return {**dict(zip(names, counts, strict=True)), "free": state.num_pages - sum(counts)}
-
-    def live(self) -> Usage:
-        """What is held now: each request's tokens that no segment holds, and all segments. Waits for the device."""
-        return self._live(self.by_head())
-
-    def _live(self, by_head: torch.Tensor) -> Usage:
-        tokens = sum(hi - lo for _, lo, hi in self._live_parts())
-        usage = self._usage(by_head.sum((0, 1)).tolist(), tokens)
-        usage.requests = len(self.manager.lengths)
-        return usage
-
-    def latest(self) -> Usage:
-        """What was held at the previous call; starts to measure what is held now, without waiting."""
-        if not self.manager.state.pages.is_cuda:
-            return self.live()
-        if self._coming is not None and self._coming[1].query():
-            self._latest = self._usage(self._coming[0].tolist(), self._coming[2])
-            self._coming = None
-        if self._coming is None:
-            parts = self._live_parts()
-            with self.manager.launching():
-                totals, event = to_host(self._measure(parts).sum((0, 1, 2)))
-            self._coming = (totals, event, sum(hi - lo for _, lo, hi in parts))
-        return self._latest
 
     def report(self) -> dict[str, object]:
         """The ``diffkv`` entry of ``/server_info``. Waits for the device.
 
         Of several ``ranks`` this is the first one's: its ``kv_heads`` of each layer, their pages and their tokens.
         """
-        manager = self.manager
-        by_head = self.by_head()
-        live, heads = self._live(by_head), by_head.tolist()
-        used = manager.geometry.num_pages - manager.free_pages()
+        manager, reading = self.manager, self.read()
+        live, heads = reading.live, reading.by_head
         names = ("high", "low")[: len(manager.fmt.tiers)]
         return {
             **live.summary(),
@@ -191,8 +237,8 @@ class UsageMeter:
             "ranks": manager.ranks.size,
             "kv_heads": manager.geometry.num_heads,
             "pages": manager.geometry.num_pages,
-            "pages_used": used,
-            "owners": self.owners(),
+            "pages_used": manager.geometry.num_pages - reading.free_pages,
+            "owners": reading.owners,
             "page_bytes": manager.fmt.page_bytes,
             "segments": len(manager.segments.cached),
             "faults": manager.counts.faults,

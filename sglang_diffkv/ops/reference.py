@@ -11,6 +11,7 @@ from sglang_diffkv.kernels.attach.reference import attach
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
 from sglang_diffkv.kernels.compact_step.reference import compact_step
 from sglang_diffkv.kernels.copy_compact.reference import copy_compact
+from sglang_diffkv.kernels.count_owners.reference import count_owners
 from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
@@ -131,3 +132,6 @@ class ReferenceOps:
 
     def measure(self, state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         return measure(state, rows, lo, hi)
+
+    def count_owners(self, state: PageState, rows: torch.Tensor) -> torch.Tensor:
+        return count_owners(state, rows)

@@ -13,6 +13,7 @@ from sglang_diffkv.kernels.attach.triton import attach
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
+from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_of_each_variant, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
@@ -240,3 +241,9 @@ class TritonOps:
 
     def measure(self, state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
         return measure(state, rows, lo, hi)
+
+    def count_owners(self, state: PageState, rows: torch.Tensor) -> torch.Tensor:
+        if not self.buffers:
+            return count_owners(state, rows, torch.empty_like(state.refcount))
+        memory = self.buffers[0].scratch.memory  # no decode step needs it before the next
+        return count_owners(state, rows, memory[: memory.numel() // 4 * 4].view(torch.int32))

@@ -89,6 +89,7 @@ def warm_up(
     ops.release(state, 2)
     ops.count_rows(state, one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
     ops.measure(state, one_row, none[:1], none[:1])
+    ops.count_owners(state, one_row)
     if policy.compresses:
         ops.compact_prompt(state, 1, 0, policy)
     for own in judged:

@@ -1,0 +1,96 @@
+"""Pages by who refers to them, in a number of launches that depends on the pool only, without host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.triton_table import BLOCK, table_index
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+
+ENTRIES = 32
+"""Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""
+PAGES = 1024
+"""Pages of a program that tells owners apart."""
+
+
+@triton.jit
+def add_references(
+    row, layer, head, count, first, pages, page_table, range_hi, block_table, held,
+    HIGH: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """One tier's first ``count`` entries of a head."""
+    for begin in range(0, count, E):
+        entry = begin + tl.arange(0, E)
+        live = entry < count
+        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        page = tl.load(page_table + at, mask=live, other=0) - first
+        live = live & (tl.load(range_hi + at, mask=live, other=0) > 0)  # never the scratch page
+        live = live & (page >= 0) & (page < pages)
+        tl.atomic_add(held + tl.where(live, page, 0), live.to(tl.int32), mask=live)
+
+
+@triton.jit(do_not_specialize=["first", "pages"], do_not_specialize_on_alignment=["rows"])
+def held_kernel(
+    rows, first, pages, page_table, range_hi, block_table, entries, held,
+    TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Grid (n, L * H): references that one (layer, head) of a row holds to ``pages`` pages from ``first`` on."""
+    place = tl.program_id(1)
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    at = entries + (row * (L * H) + place) * TIERS
+    add_references(
+        row, place // H, place % H, tl.load(at), first, pages, page_table, range_hi, block_table, held,
+        True, MAX_BLOCKS, L, H, E,
+    )  # fmt: skip
+    if TIERS == 2:
+        add_references(
+            row, place // H, place % H, tl.load(at + 1), first, pages, page_table, range_hi, block_table, held,
+            False, MAX_BLOCKS, L, H, E,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "pages"])
+def owners_kernel(first, pages, refcount, held, out, N: tl.constexpr):
+    """Grid (pages / N): add each page to its owner's count."""
+    page = tl.program_id(0) * N + tl.arange(0, N)
+    live = page < pages
+    mine = tl.load(held + page, mask=live, other=0)
+    requests = mine > 0
+    cache = tl.load(refcount + first + page, mask=live, other=0) > mine
+    tl.atomic_add(out, tl.sum((requests & (cache == 0)).to(tl.int64), 0))
+    tl.atomic_add(out + 1, tl.sum((requests & cache).to(tl.int64), 0))
+    tl.atomic_add(out + 2, tl.sum((cache & (requests == 0)).to(tl.int64), 0))
+
+
+def count_owners(state: PageState, rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Pages of requests alone, of both and of the prefix cache alone: [3] int64; see ``reference.count_owners``.
+
+    Args:
+        rows: [n] int64, n may be 0.
+        scratch: [at least 1] int32, overwritten; one number a page, or pages are counted in parts.
+    """
+    assert rows.ndim == 1 and rows.dtype == torch.int64 and rows.is_contiguous() and rows.device == state.device
+    assert scratch.ndim == 1 and scratch.dtype == torch.int32 and scratch.is_contiguous() and scratch.numel()
+    assert scratch.device == state.device
+    layers, heads = state.num_layers, state.num_heads
+    assert state.entries.dtype == torch.int32 and state.entries.is_contiguous()  # [R, L, H, T]
+    assert state.block_table.dtype == torch.int32 and state.block_table.is_contiguous()  # [R, max_blocks]
+    assert state.refcount.dtype == torch.int32 and state.refcount.is_contiguous()  # [P + 1]
+    for table in (state.page_table, state.range_hi):  # [C, L, H, TABLE_BLOCK]
+        assert table.shape[1:] == (layers, heads, TABLE_BLOCK)
+        assert table.dtype == torch.int32 and table.is_contiguous()
+    out = torch.zeros(3, dtype=torch.int64, device=state.device)
+    for first in range(0, state.num_pages, scratch.numel()):
+        pages = min(scratch.numel(), state.num_pages - first)
+        held = scratch[:pages].zero_()
+        if rows.shape[0]:
+            held_kernel[(rows.shape[0], layers * heads)](
+                rows, first, pages, state.page_table, state.range_hi, state.block_table, state.entries, held,
+                TIERS=len(state.fmt.tiers), MAX_BLOCKS=state.block_table.shape[1], L=layers, H=heads, E=ENTRIES,
+                num_warps=1,
+            )  # fmt: skip
+        owners_kernel[(triton.cdiv(pages, PAGES),)](first, pages, state.refcount, held, out, N=PAGES, num_warps=4)
+    return out
