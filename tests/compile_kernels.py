@@ -103,7 +103,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
         if compresses:
             ops.compact_prompt(state, number, number, policy)
             for judged in (None, torch.zeros(state.num_layers, heads, number)):
-                ops.copy_compact(state, number + 1, number, number, 2 * number, 5 * number, policy, judged)
+                ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
     for steps in (1, 3):
         ops.count_rows(state, rows, steps=steps, low_grows=compresses)
     ops.measure(state, rows, prefix, lengths)

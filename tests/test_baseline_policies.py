@@ -171,3 +171,19 @@ def test_impossible_settings_are_refused_by_name(policy, message):
         load_config(f'{{"tiers": ["K8V4"], "policy": {policy}}}')
     with pytest.raises(ConfigError, match="one tier"):
         load_config('{"policy": {"name": "h2o", "budget": 512}}')
+
+
+@pytest.mark.parametrize("policy", [SnapKVPolicy(Budget(12), window=4), H2OPolicy(Budget(12), window=4)])
+def test_a_copy_keeps_what_compaction_in_place_keeps(policy):
+    """The prefix cache's exact prompts are cut when they are copied: a head's tokens are ranked together, in whatever
+    pages and parts they lie."""
+    manager = make_manager(make_format(("K8V4",), page_tokens=4), policy=policy)
+    session = Session(manager, spread=3.0)
+    session.extend({1: 31})
+    manager.space.extend(2, 40, 0)
+    with manager.launching():
+        manager.ops.copy_compact(manager.state, 2, [(1, 0, 9), (1, 9, 31)], 31, policy, None)
+    copied = tier_map(manager.state, 2, 31)
+    session.end_prompt(1)
+    assert np.array_equal(copied, tier_map(manager.state, 1, 31))
+    assert np.unique((copied == 0).sum(2)).tolist() == [12]

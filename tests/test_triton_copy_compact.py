@@ -57,7 +57,7 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
     rule = prompt_rule(policy, head_scales(policy, state))
     for source, lo, hi in ((segments[0].row, 3, 40), (2, 0, 23)):
         copy_compact(state, TARGET, source, lo, hi, 48, ticket, judged=judged, **rule)
-        reference.copy_compact(twin, TARGET, source, lo, hi, 48, policy, judged)
+        reference.copy_compact(twin, TARGET, [(source, lo, hi)], 48, policy, judged)
         for name in COUNTS:
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
         for tier in range(len(state.segments)):

@@ -29,7 +29,7 @@ def copy_compact(
     head_scale: torch.Tensor,
     judged: torch.Tensor | None = None,
 ) -> None:
-    """``reference.copy_compact`` with ``DiffKVPolicy``.
+    """``reference.copy_compact`` of one part, with ``DiffKVPolicy``, which judges each token by itself.
 
     Args:
         ticket: [1] int32, zero before the first launch and after each.

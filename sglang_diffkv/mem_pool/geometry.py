@@ -57,6 +57,11 @@ def path_end(path: Path) -> int:
     return path[-1][2] if path else 0
 
 
+def rows_of(path: Path) -> list[tuple[int, int, int]]:
+    """A path's parts by the rows of their segments."""
+    return [(segment.row, lo, hi) for segment, lo, hi in path]
+
+
 def split_path(path: Path, at: int) -> tuple[Path, Path]:
     """The parts of a path before position ``at``, and those from there on."""
     before = [(segment, lo, min(hi, at)) for segment, lo, hi in path if lo < at]

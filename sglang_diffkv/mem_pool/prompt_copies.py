@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
+from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 from sglang_diffkv.policies.diffkv import KEEP
 
@@ -98,8 +98,8 @@ class PromptCopies:
         manager.segment_counts.changed(pending)
         self._restart(row, plan.kept, length)
         with manager.launching():
-            for segment, lo, hi in [*plan.copied, (pending, shared, length)]:
-                manager.ops.copy_compact(state, row, segment.row, lo, hi, length, manager.policy, judged)
+            parts = rows_of([*plan.copied, (pending, shared, length)])
+            manager.ops.copy_compact(state, row, parts, length, manager.policy, judged)
         manager.counts.record(-plan.pages)
         if not plan.publish:
             self.drop_pending(row)
@@ -119,9 +119,8 @@ class PromptCopies:
             manager.ops.attach(state, old, row, shared, length, kept_only=True)
         self._restart(row, kept, length)
         with manager.launching():
-            for segment, lo, hi in copied:
-                manager.ops.copy_compact(state, row, segment.row, lo, hi, length, manager.policy, None)
-            manager.ops.copy_compact(state, row, old, shared, length, length, KEEP, None)
+            manager.ops.copy_compact(state, row, rows_of(copied), length, manager.policy, None)
+            manager.ops.copy_compact(state, row, [(old, shared, length)], length, KEEP, None)
             manager.ops.release(state, old)
         manager.segments.return_row(old)
         manager.counts.record(-manager.geometry.most_pages(length - path_end(kept)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_diffkv.kernels.attach.reference import seal
-from sglang_diffkv.mem_pool.geometry import Path, Segment
+from sglang_diffkv.mem_pool.geometry import Path, Segment, rows_of
 from sglang_diffkv.policies.diffkv import KEEP
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class SegmentPacker:
         """Fill an empty segment row with the tokens of ``parts`` as they are."""
         manager, state = self.manager, self.manager.state
         with manager.launching():
-            for segment, lo, hi in parts:
-                manager.ops.copy_compact(state, row, segment.row, lo, hi, hi, KEEP, None)
+            manager.ops.copy_compact(state, row, rows_of(parts), parts[-1][2], KEEP, None)
             seal(state, row)
             state.kept_entry[row] = state.entries[row]
         manager.counts.record(-manager.geometry.most_pages(parts[-1][2] - parts[0][1]))

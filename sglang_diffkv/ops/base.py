@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from sglang_diffkv.kernels.copy_compact.reference import Part
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import Policy
 
@@ -148,9 +150,7 @@ class Ops(Protocol):
         self,
         state: PageState,
         target: int,
-        source: int,
-        lo: int,
-        hi: int,
+        parts: Sequence[Part],
         seq_len: int,
         policy: Policy,
         judged: torch.Tensor | None,

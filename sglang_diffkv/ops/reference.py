@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sglang_diffkv.compat import UnsupportedError
@@ -10,7 +12,7 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.attach.reference import attach
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
 from sglang_diffkv.kernels.compact_step.reference import compact_step
-from sglang_diffkv.kernels.copy_compact.reference import copy_compact
+from sglang_diffkv.kernels.copy_compact.reference import Part, copy_compact
 from sglang_diffkv.kernels.count_owners.reference import count_owners
 from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
@@ -109,14 +111,12 @@ class ReferenceOps:
         self,
         state: PageState,
         target: int,
-        source: int,
-        lo: int,
-        hi: int,
+        parts: Sequence[Part],
         seq_len: int,
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        copy_compact(state, target, source, lo, hi, seq_len, policy, judged)
+        copy_compact(state, target, parts, seq_len, policy, judged)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

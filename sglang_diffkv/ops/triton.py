@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.compact_step.triton import compact_step
+from sglang_diffkv.kernels.copy_compact.reference import Part
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
@@ -217,15 +219,14 @@ class TritonOps:
         self,
         state: PageState,
         target: int,
-        source: int,
-        lo: int,
-        hi: int,
+        parts: Sequence[Part],
         seq_len: int,
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
         rule = prompt_rule(policy, self.head_scale)
-        copy_compact(state, target, source, lo, hi, seq_len, self.ticket, judged=judged, **rule)
+        for source, lo, hi in parts:
+            copy_compact(state, target, source, lo, hi, seq_len, self.ticket, judged=judged, **rule)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

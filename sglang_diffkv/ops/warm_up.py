@@ -94,7 +94,7 @@ def warm_up(
         ops.compact_prompt(state, 1, 0, policy)
     for own in judged:
         for known in (None, own[0]):
-            ops.copy_compact(state, 2, 1, 0, 0, 0, policy, known)
+            ops.copy_compact(state, 2, [(1, 0, 0)], 0, policy, known)
 
 
 def _warm_up_decode(
