@@ -54,7 +54,10 @@ def request_head_tile(batch, H: tl.constexpr):
     heads come first."""
     heads = batch * H
     pid = tl.program_id(0)
-    return pid % batch, pid % heads // batch, pid // heads, tl.num_programs(0) // heads
+    tile = pid // heads
+    tl.assume(tile >= 0)
+    tl.assume(tile < 1 << 22)  # a tile's first token is a positive int32, as the compiler knows of the other sides
+    return pid % batch, pid % heads // batch, tile, tl.num_programs(0) // heads
 
 
 @triton.constexpr_function

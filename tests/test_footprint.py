@@ -81,7 +81,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (triton_workspace, ragged):
         monkeypatch.setattr(module, "processors_of", lambda device: 132)
-    monkeypatch.setattr(ragged.RaggedPrefill, "supports", staticmethod(lambda *dims: True))
+    monkeypatch.setattr(ragged.RaggedPrefill, "obstacle", staticmethod(lambda *model: ""))
 
 
 @pytest.mark.parametrize("gib", [8, 40])

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool import segment_counts, usage
+from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
@@ -64,8 +65,9 @@ def cached(segments: int) -> PageManager:
     return manager
 
 
-def test_the_cost_of_a_report_does_not_grow_with_segments() -> None:
-    first, again = [], []
+def test_the_cost_of_a_report_does_not_grow_with_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor that of the decode log line. Both prefix caches have more segments than are measured together."""
+    first, again, lines = [], [], []
     for segments in (40, 500):
         manager = cached(segments)
         meter = UsageMeter(manager)
@@ -75,12 +77,16 @@ def test_the_cost_of_a_report_does_not_grow_with_segments() -> None:
         with Work() as work:
             meter.report()
         again.append((work.operations, work.elements))
-        with Work() as line:
+        with Work() as work:
             meter.latest()
-        assert not line.operations, "measured again within a moment"
+        assert not work.operations, "measured again within a moment"
+        with monkeypatch.context() as patch, Work() as work:
+            patch.setattr(usage, "REFRESH_SECONDS", 0.0)
+            meter.latest()
+        lines.append((work.operations, work.elements))
         check_reading(manager, meter.read())
         assert len(manager.segments.cached) == segments
-    assert again[0] == again[1]
+    assert again[0] == again[1] and lines[0] == lines[1]
     assert first[0] == first[1]
 
 
@@ -118,6 +124,36 @@ def test_totals_follow_the_tree(exact: bool, together: int, monkeypatch: pytest.
     reading = meter.read()
     check_reading(world.manager, reading)
     assert reading.live == usage.Usage() and reading.owners["free"] == world.manager.geometry.num_pages
+
+
+@needs_requests
+def test_a_prompt_on_its_way_to_the_tree_and_a_packed_reply() -> None:
+    """With exact prefixes a prompt's pages wait for the tree, and a reply moves to pages of its own."""
+    world = World(1500, exact=True)
+    manager, meter = world.manager, UsageMeter(world.manager)
+    req = world.start(world.tokens(100))
+    world.plan(req)
+    world.launch(req)
+    assert manager.copies.pending
+    pending = meter.read()
+    check_reading(manager, pending)
+    assert pending.live.tokens == 200, "as computed for the tree, and the request's copy"
+    world.tree.cache_unfinished_req(req)
+    for _ in range(30):
+        world.decode(req)
+    spread: list[int] = []
+    pack = manager.packer.pack
+
+    def packed(segment: Segment) -> bool:
+        check_reading(manager, meter.read())
+        spread.append(segment.row)
+        return pack(segment)
+
+    manager.packer.pack = packed  # type: ignore[method-assign]
+    world.leave(req)
+    reply = world.segments()[1]
+    assert spread and spread != [reply.row], "no reply was packed"
+    check_reading(manager, meter.read())
 
 
 def test_a_cut_segment_counts_what_is_left() -> None:
