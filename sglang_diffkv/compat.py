@@ -99,6 +99,9 @@ def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
     """From position ``start`` on, where ``node`` ends, tokens that the tree named so far get ``names`` of the request;
     it holds the tree up to ``node`` only."""
     rows, row = tree.req_to_token_pool, allocated_row_of(req)
+    pool = tree.token_to_kv_pool_allocator.get_kvcache()
+    if pool is not None:
+        pool.renamed(rows.req_to_token[row, start : start + len(names)], names)
     rows.write((row, slice(start, start + len(names))), names)
     _kv_of(req).cache_protected_len = start
     if release() >= (0, 5, 22):

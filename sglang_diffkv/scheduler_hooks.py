@@ -169,6 +169,16 @@ def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
     return parts
 
 
+def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
+    """What is wrong with a request for beam search, which needs no option of the server."""
+    if isinstance(self.token_to_kv_pool_allocator, DiffKVAllocator):
+        return (
+            "Beam search is not supported with --attention-backend diffkv: beams share KV by slot, and pages have one "
+            "writer. Drop beam_width."
+        )
+    return original(self, req, recv_req)
+
+
 SCHEDULER_HOOKS = {
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
@@ -182,6 +192,11 @@ SCHEDULER_HOOKS = {
     ),
     SRT + "managers.scheduler_components.pool_stats_observer.PoolStats.get_decode_usage_msg_parts": (
         get_decode_usage_msg_parts
+    ),
+    **(
+        {}
+        if compat.release() < (0, 5, 18)
+        else {SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init": validate_beams}
     ),
 }
 """Target in SGLang -> AROUND hook."""
