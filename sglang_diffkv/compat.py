@@ -47,6 +47,13 @@ def release() -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
 
 
+CANARY_ON_CPU = release() >= (0, 5, 18)
+"""Whether SGLang's KV canary has code for devices other than CUDA's."""
+
+BEAM_SEARCH = release() >= (0, 5, 18)
+"""Whether a request may ask for beam search."""
+
+
 def _kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.compat import CANARY_ON_CPU
 from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.pool import DiffKVPool
 from sglang_diffkv.mem_pool.prefix_cache import DiffKVPrefixCache
@@ -101,7 +102,9 @@ CANARY = "sglang.srt.kv_canary."
 CANARY_HOOKS = {
     CANARY + "capacities.CanaryLaunchCapacities.from_args": launch_capacities,
     CANARY + "radix_cache_walker.walk_radix_cache_for_canary": walk_prefix_cache,
-    CANARY + "runner.canary_manager.create_device_stream": create_device_stream,
-    CANARY + "runner.future_tensor.FutureTensors.device_to_host": device_to_host,
 }
 """Target in SGLang -> AROUND hook."""
+
+if CANARY_ON_CPU:
+    CANARY_HOOKS[CANARY + "runner.canary_manager.create_device_stream"] = create_device_stream
+    CANARY_HOOKS[CANARY + "runner.future_tensor.FutureTensors.device_to_host"] = device_to_host

@@ -193,10 +193,8 @@ SCHEDULER_HOOKS = {
     SRT + "managers.scheduler_components.pool_stats_observer.PoolStats.get_decode_usage_msg_parts": (
         get_decode_usage_msg_parts
     ),
-    **(
-        {}
-        if compat.release() < (0, 5, 18)
-        else {SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init": validate_beams}
-    ),
 }
 """Target in SGLang -> AROUND hook."""
+
+if compat.BEAM_SEARCH:
+    SCHEDULER_HOOKS[SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init"] = validate_beams

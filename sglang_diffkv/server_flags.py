@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_diffkv.compat import prefill_graphs_wanted
+from sglang_diffkv.compat import CANARY_ON_CPU, prefill_graphs_wanted
 from sglang_diffkv.supported_flags import NO_BEARING, ONLY_WITH, ORTHOGONAL, WORKS
 
 BACKEND = "diffkv"
@@ -70,7 +70,8 @@ def _second_backend(value: Any, args: Any) -> bool:
 
 
 def _canary(value: Any, args: Any) -> bool:
-    return value != "none" and args.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"
+    runs = args.device != "cpu" or (CANARY_ON_CPU and os.environ.get("TRITON_INTERPRET") == "1")
+    return value != "none" and not runs
 
 
 def _prefill_graphs(value: Any, args: Any) -> bool:
@@ -190,7 +191,8 @@ REFUSED: dict[str, Refused] = {
         "the indexer's choices in replies, which SGLang keeps by slot: drop --enable-return-indexer-topk"
     ),
     "kv_canary": Refused(
-        "--kv-canary {value} on a CPU, for which SGLang has no canary kernels (TRITON_INTERPRET=1 runs them slowly)",
+        "--kv-canary {value} on a CPU, for which SGLang has no canary kernels (from 0.5.21 on TRITON_INTERPRET=1 runs "
+        "them, slowly)",
         _canary,
         "tests/test_server_options.py::test_the_canary_stays_silent",
     ),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from sglang_diffkv.compat import release
 from sglang_diffkv.kv_canary import attach, walk_prefix_cache
 from sglang_diffkv.mem_pool.geometry import NAME_FACTOR
 from sglang_diffkv.mem_pool.pool import DiffKVPool
@@ -38,7 +36,6 @@ def test_the_walk_finds_every_name_behind_the_one_before_it() -> None:
     assert _walk(world, unlocked_only=True) == [], "both prompts are being read"
 
 
-@pytest.mark.skipif(release() < (0, 5, 18), reason="SGLang 0.5.17 has no canary for a CPU")
 def test_lines_follow_a_request_to_the_names_of_its_copy() -> None:
     world = World(2000)
     pool = world.allocator._kvcache = DiffKVPool(2000, torch.bfloat16, 1, "cpu", False, 0, 0)
