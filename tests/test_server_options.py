@@ -106,7 +106,8 @@ def listened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server,
     folder = tmp_path_factory.mktemp("adapters")
     events = Events()
     args = ["--max-total-tokens", "2000", "--max-running-requests", str(RUNNING), "--chunked-prefill-size", "128"]
-    args += ["--kv-canary", "raise", "--kv-canary-sweep-interval", "5", "--kv-events-config", events.option()]
+    args += ["--kv-canary", "raise", "--kv-canary-sweep-interval", "5", "--disable-cuda-graph"]
+    args += ["--kv-events-config", events.option()]
     args += ["--enable-lora", "--lora-paths", *(f"{x}={_adapter(folder / x, i)}" for i, x in enumerate("ab"))]
     args += ["--max-lora-rank", "4", "--lora-backend", "torch_native", "--max-loras-per-batch", "3"]
     args += ["--strip-thinking-cache", "--reasoning-parser", "qwen3", "--enable-priority-scheduling"]
