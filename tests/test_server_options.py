@@ -71,7 +71,7 @@ class Events:
         self.socket.send_multipart([b"", self.next.to_bytes(8, "big")])
         while True:
             assert self.socket.poll(20_000), "the server sends no events"
-            _, number, payload = self.socket.recv_multipart()
+            *_, number, payload = self.socket.recv_multipart()  # SGLang 0.5.23 adds a topic
             if not payload:
                 return
             self.next = int.from_bytes(number, "big") + 1
