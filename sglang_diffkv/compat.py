@@ -47,6 +47,13 @@ def release() -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
 
 
+CANARY_ON_CPU = release() >= (0, 5, 18)
+"""Whether SGLang's KV canary has code for devices other than CUDA's."""
+
+BEAM_SEARCH = release() >= (0, 5, 18)
+"""Whether a request may ask for beam search."""
+
+
 def _kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv
@@ -99,6 +106,9 @@ def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
     """From position ``start`` on, where ``node`` ends, tokens that the tree named so far get ``names`` of the request;
     it holds the tree up to ``node`` only."""
     rows, row = tree.req_to_token_pool, allocated_row_of(req)
+    pool = tree.token_to_kv_pool_allocator.get_kvcache()
+    if pool is not None:
+        pool.renamed(rows.req_to_token[row, start : start + len(names)], names)
     rows.write((row, slice(start, start + len(names))), names)
     _kv_of(req).cache_protected_len = start
     if release() >= (0, 5, 22):

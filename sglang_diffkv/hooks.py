@@ -15,6 +15,7 @@ from sglang_diffkv import compat
 from sglang_diffkv.attention.backend import DiffKVAttnBackend
 from sglang_diffkv.attention.scaling import layer_scalings
 from sglang_diffkv.config import CONFIG_ENV, ConfigError, load_config
+from sglang_diffkv.kv_canary import CANARY_HOOKS, register_canary
 from sglang_diffkv.mem_pool.allocator import DiffKVAllocator
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -149,6 +150,7 @@ def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
     compat.decline_prefill_graphs(self.server_args)
     check_server_args(self.server_args, load_config().gpu_ops)
     check_model(self)
+    register_canary()
     return DiffKVPool(
         kwargs["max_total_num_tokens"],
         self.kv_cache_dtype,
@@ -227,5 +229,6 @@ HOOKS = {
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_allocator,
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
     **SCHEDULER_HOOKS,
+    **CANARY_HOOKS,
 }
 """Target in SGLang -> AROUND hook."""

@@ -202,6 +202,16 @@ def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
+    """What is wrong with a request for beam search, which needs no option of the server."""
+    if isinstance(self.token_to_kv_pool_allocator, DiffKVAllocator):
+        return (
+            "Beam search is not supported with --attention-backend diffkv: beams share KV by slot, and pages have one "
+            "writer. Drop beam_width."
+        )
+    return original(self, req, recv_req)
+
+
 SCHEDULER_HOOKS = {
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SRT + "managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepare_for_extend,
@@ -220,3 +230,6 @@ SCHEDULER_HOOKS = {
     ),
 }
 """Target in SGLang -> AROUND hook."""
+
+if compat.BEAM_SEARCH:
+    SCHEDULER_HOOKS[SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init"] = validate_beams

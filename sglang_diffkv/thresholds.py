@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from sglang_diffkv.calibration import FILE_NAME, CalibratedThresholds, CalibrationError, find, model_name
 from sglang_diffkv.config import CONFIG_ENV, ConfigError, DiffKVConfig, read_config
 
+logger = logging.getLogger(__name__)
+
+ASK = '--diffkv-config \'{"thresholds": "calibrated"}\''
 PROVENANCE = {"measured": "measured with this package", "published": "published, not measured here"}
 
 
@@ -16,7 +20,7 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
 
     Args:
         source: as for ``load_config``. Calibrated thresholds are looked up if it asks for them, or if there is no
-            configuration in the environment either.
+            configuration in the environment either; then those that prune are not taken, since pruned tokens are lost.
         model_path: a folder or a Hugging Face id; nothing is downloaded.
 
     Raises ConfigError, also if a configuration asks for calibrated thresholds and there are none.
@@ -35,6 +39,16 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
     name = model_name(model_path)
     if found is not None:
         entry, path = found
+        if not given and entry.alpha_low > 0:
+            logger.warning(
+                "DiffKV: the thresholds calibrated for %s (%s) prune tokens (alpha_low %g), which costs accuracy, and "
+                "are not applied. To serve with them start with %s.",
+                name,
+                path,
+                entry.alpha_low,
+                ASK,
+            )
+            return config, f"the built-in defaults, since those calibrated for {name} prune and were not asked for"
         return apply(config, entry), f"calibrated for {name}, {PROVENANCE[entry.source]} ({path})"
     if given:
         raise ConfigError(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sglang_diffkv.compat import GPU_VERSIONS, UnsupportedError, prefill_graphs_wanted, sglang_version
-
-BACKEND = "diffkv"
+from sglang_diffkv.compat import GPU_VERSIONS, UnsupportedError, sglang_version
+from sglang_diffkv.server_flags import BACKEND, refusals
 
 
 def is_selected(server_args: Any) -> bool:
@@ -21,72 +20,19 @@ def is_selected(server_args: Any) -> bool:
 
 def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
     """Raise UnsupportedError, listing every refused option at once."""
+    problems = refusals(args)
     device = str(getattr(args, "device", None) or "")
     eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
-    refused = [
-        (
-            any(
-                getattr(args, name, None) not in (None, BACKEND)
-                for name in ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-            ),
-            "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv",
-        ),
-        (
-            args.kv_cache_dtype != "auto",
-            f"--kv-cache-dtype {args.kv_cache_dtype}: leave it at auto and set tiers in --diffkv-config",
-        ),
-        (bool(args.speculative_algorithm), "speculative decoding: drop --speculative-algorithm"),
-        (
-            args.disaggregation_mode != "null",
-            "prefill/decode disaggregation: drop --disaggregation-mode",
-        ),
-        (args.enable_hierarchical_cache, "the hierarchical cache: drop --enable-hierarchical-cache"),
-        (getattr(args, "enable_lmcache", False), "LMCache: drop --enable-lmcache"),
-        (
-            args.radix_cache_backend not in (None, "", BACKEND),
-            f"--radix-cache-backend {args.radix_cache_backend}: drop it, diffkv brings its own",
-        ),
-        (args.page_size not in (None, 1), f"--page-size {args.page_size}: use 1 (pages are set by page_tokens)"),
-        (args.enable_mixed_chunk, "mixed chunks: drop --enable-mixed-chunk"),
-        (getattr(args, "nnodes", 1) > 1, "several hosts: use --nnodes 1"),
-        (
-            any(getattr(args, name, 1) > 1 for name in ("attn_cp_size", "dcp_size", "dwdp_size")),
-            "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1",
-        ),
-        (args.pp_size > 1, "pipeline parallelism: use --pp-size 1"),
-        (args.dp_size > 1 and args.enable_dp_attention, "data-parallel attention: drop --enable-dp-attention"),
-        (getattr(args, "enable_unified_memory", False), "the unified memory pool: drop --enable-unified-memory"),
-        (getattr(args, "enable_memory_saver", False), "the memory saver: drop --enable-memory-saver"),
-        (getattr(args, "dllm_algorithm", None), "diffusion language models: drop --dllm-algorithm"),
-        (getattr(args, "enable_two_batch_overlap", False), "two-batch overlap: drop --enable-two-batch-overlap"),
-        (getattr(args, "enable_pdmux", False), "PD multiplexing: drop --enable-pdmux"),
-        (getattr(args, "enable_beam_search", False), "beam search: drop --enable-beam-search"),
-        (getattr(args, "enable_streaming_session", False), "streaming sessions: drop --enable-streaming-session"),
-        (
-            getattr(args, "enable_session_radix_cache", False),
-            "references by session in the prefix cache: drop --enable-session-radix-cache (sessions work without)",
-        ),
-        (
-            getattr(args, "radix_eviction_policy", None) == "tlru",
-            "--radix-eviction-policy tlru: use another policy (it keeps its account in a tree that diffkv replaces)",
-        ),
-        (bool(device) and device not in ("cpu", "cuda"), f"device {device}: use cuda or cpu"),
-        (
-            device == "cuda" and gpu_ops == "reference" and not eager,
+    if device == "cuda" and gpu_ops == "reference" and not eager:
+        problems.append(
             '"gpu_ops": "reference" under CUDA graphs or overlap scheduling: add --disable-cuda-graph and '
-            "--disable-overlap-schedule",
-        ),
-        (
-            device == "cuda" and sglang_version() not in GPU_VERSIONS,
+            "--disable-overlap-schedule"
+        )
+    if device == "cuda" and sglang_version() not in GPU_VERSIONS:
+        problems.append(
             f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, "
-            "or serve with --device cpu",
-        ),
-        (
-            device == "cuda" and prefill_graphs_wanted(args),
-            "CUDA graphs for prefill: drop the option that asks for them (decode graphs work)",
-        ),
-    ]
-    problems = [text for bad, text in refused if bad]
+            "or serve with --device cpu"
+        )
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 
@@ -104,6 +50,8 @@ def check_model(configurator: Any) -> None:
         problems.append("sliding-window attention layers")
     if getattr(configurator, "mambaish_config", None) is not None:
         problems.append("state-space or linear-attention layers")
+    if not getattr(config, "is_generation", True):
+        problems.append("embeddings or scores for output, which would change once a prefix is cached")
     if getattr(config, "is_encoder_decoder", False):
         problems.append("cross attention")
     if configurator.kv_cache_dtype not in (torch.bfloat16, torch.float16):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_diffkv.compat import UnsupportedError
+from sglang_diffkv.compat import UnsupportedError, release
 from sglang_diffkv.config import ConfigError, DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.testing.paths import NANO
@@ -238,3 +238,19 @@ def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours
     pool = DiffKVPool(64, torch.bfloat16, 1, "cpu", False, 0, 0) if ours else object()
     monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
     assert enable_fused_set_kv_buffer(lambda batch: True, None) is (not ours)
+
+
+@pytest.mark.server
+def test_a_start_that_died_without_a_word_says_why() -> None:
+    options = ["--enable-flexkv", "--is-embedding", "--kv-canary-real-data", "all"]
+    reasons = [
+        "FlexKV, which moves KV by slot: drop --enable-flexkv",
+        "--is-embedding: ",
+        "--kv-canary-real-data all: use",
+    ]
+    if release() >= (0, 5, 18):
+        options.append("--enable-unified-cache-external-linker")
+        reasons.append("an external KV store, which moves KV by slot: drop --enable-unified-cache-external-linker")
+    output = _launch("--attention-backend", "diffkv", *options)
+    assert all(reason in output for reason in reasons), output
+    assert "Traceback" not in output

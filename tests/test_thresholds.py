@@ -22,7 +22,7 @@ MEASURED = {
     "models": ["mine"],
     "tiers": ["K8V4", "K4V2"],
     "alpha_high": 2.5,
-    "alpha_low": 0.01,
+    "alpha_low": 0.0,
     "window": 32,
     "source": "published",
 }
@@ -49,13 +49,28 @@ def alphas(config: DiffKVConfig) -> tuple[float, float, int]:
 
 def test_without_a_configuration_the_model_s_own_file_counts(tmp_path):
     config, origin = resolve(None, model(tmp_path / "mine", MEASURED))
-    assert alphas(config) == (2.5, 0.01, 32)
+    assert alphas(config) == (2.5, 0.0, 32)
     assert origin.startswith("calibrated for mine, published, not measured here (") and origin.endswith(f"{FILE_NAME})")
+
+
+def test_thresholds_that_prune_are_taken_only_when_asked_for(tmp_path, caplog):
+    """Of the model's own file and of one that ships."""
+    own = model(tmp_path / "mine", {**MEASURED, "alpha_low": 0.01})
+    config, origin = resolve(None, own)
+    assert config == DiffKVConfig() and "built-in defaults" in origin and "prune" in origin
+    assert f"{own / FILE_NAME}" in caplog.text and '--diffkv-config \'{"thresholds": "calibrated"}\'' in caplog.text
+    caplog.clear()
+    assert resolve(None, "meta-llama/Llama-3.1-8B")[0] == DiffKVConfig()
+    assert "published.json" in caplog.text and caplog.records[0].levelno == logging.WARNING
+    caplog.clear()
+    assert alphas(resolve('{"thresholds": "calibrated"}', own)[0]) == (2.5, 0.01, 32)
+    assert alphas(resolve('{"thresholds": "calibrated"}', "meta-llama/Llama-3.1-8B")[0])[:2] == (1.0, 0.02)
+    assert not caplog.records
 
 
 def test_measured_thresholds_are_called_so(tmp_path):
     point = dict.fromkeys(("accuracy", "accuracy_error", "difference", "difference_error", "p", "ratio_pages"), 0.0)
-    chosen = {**point, "ratio_tokens": 0.3, "n": 9, "tiers": ["K8V4", "K4V2"], "alpha_high": 2.5, "alpha_low": 0.01}
+    chosen = {**point, "ratio_tokens": 0.3, "n": 9, "tiers": ["K8V4", "K4V2"], "alpha_high": 2.5, "alpha_low": 0.0}
     provenance = {
         **{"date": "2025-01-01", "procedure": "paper", "tolerance_points": 1, "task_file": "f", "task_sha256": "0"},
         **{"n": 9, "selection": {}, "bf16_accuracy": 1, "bf16_accuracy_error": 0, "versions": {}, "device": "cpu"},

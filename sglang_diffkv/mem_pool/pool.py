@@ -35,6 +35,12 @@ class DiffKVPool(KVCache):
         self.manager: PageManager | None = None
         self.names = 0
         self.usage: UsageMeter | None = None
+        self.canary_lines: tuple[torch.Tensor, ...] = ()
+
+    def renamed(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Tokens of a request got other names: what is kept by name goes along. int tensors of one length."""
+        for lines in self.canary_lines:
+            lines[new.long()] = lines[old.long()]
 
     def bind(self, manager: PageManager, names: int = 0, planned: Footprint | None = None) -> None:
         """Give the pool its memory, once the number of request rows is known.
