@@ -1,7 +1,7 @@
-"""Whether a greedy reply depends on its prompt being cached: the same questions asked twice of one server.
+"""Whether a greedy reply depends on its prompt being cached: each question asked twice of one server.
 
-The first time a question's prompt is computed, the second time all of it but its last token comes from the prefix
-cache, in the form that the cache keeps. Example:
+The first time its prompt is computed, directly afterwards all of it but its last token comes from the prefix cache, in
+the form that the cache keeps. Example:
 
     python -m benchmarks.cached_replies --config stock --config 'lossless={"tiers": ["BF16"]}' \\
         --config 'compressed={}' --config 'exact={"prefix_fidelity": "exact"}' --split dev --n 200 --output replies.json
@@ -32,22 +32,22 @@ PASSES = ("computed", "cached")
 def serve(configuration: Configuration, items: Sequence[tasks.Item], args: argparse.Namespace) -> dict[str, Any]:
     """Both replies to every question."""
     tokenizer = tasks.load_tokenizer(args.model)
-    prompts = [tasks.chat_ids(tokenizer, item.prompt) for item in items]
-    questions: list[dict[str, Any]] = [{"question": item.id} for item in items]
+    context = json.loads((Path(args.model) / "config.json").read_text())["max_position_embeddings"]
+
+    def twice(item: tasks.Item) -> dict[str, Any]:
+        ids = tasks.chat_ids(tokenizer, item.prompt)
+        found: dict[str, Any] = {"question": item.id, "prompt_tokens": len(ids)}
+        for name in PASSES:
+            record = client.ask(server.url, ids, min(args.longest, context - len(ids) - 1))
+            right = tasks.is_right(record.text, item.answer)
+            found[name] = {"ids": record.output_ids, "right": right, "cached_tokens": record.cached_tokens}
+        return found
+
     with (
         configuration.server(args.model, args.server_args) as server,
         ThreadPoolExecutor(args.concurrency) as threads,
     ):
-        for name in PASSES:
-            records = threads.map(lambda ids: client.ask(server.url, ids, args.longest), prompts)
-            bar = tqdm(records, total=len(items), desc=f"{configuration.name}, {name}")
-            for question, item, record in zip(questions, items, bar, strict=True):
-                question["prompt_tokens"] = record.prompt_tokens
-                question[name] = {
-                    "ids": record.output_ids,
-                    "right": tasks.is_right(record.text, item.answer),
-                    "cached_tokens": record.cached_tokens,
-                }
+        questions = list(tqdm(threads.map(twice, items), total=len(items), desc=configuration.name))
     return {"name": configuration.name, "questions": questions}
 
 
