@@ -1,16 +1,76 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
+"""What all tests share: how Triton runs, how many examples are drawn, which variants are quick, and servers.
 
-Property tests run the same examples each time; ``HYPOTHESIS_PROFILE=fuzz`` (``make fuzz``) draws new and more.
+Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
+
+Property tests run the same examples each time. ``HYPOTHESIS_PROFILE=quick`` (``make test``) runs fewer,
+``HYPOTHESIS_PROFILE=fuzz`` (``make fuzz``) draws new and more.
 """
 
-import os
+from __future__ import annotations
 
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
 import torch
 from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+if TYPE_CHECKING:
+    from sglang_diffkv.testing.server import Server
+    from tests.servers import SharedServer
+
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
+settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=40)
 settings.register_profile("fuzz", max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Variants that only ``make test-all`` runs, and groups of tests that share a server."""
+    mark_full(items)
+    for item in items:
+        if isinstance(item, pytest.Function) and "server" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+def mark_full(items: Sequence[pytest.Item]) -> None:
+    """Mark ``full`` what is left of the variants of a test marked ``cover(k)`` once every ``k`` values of different
+    parameters that occur together do so in a quick variant."""
+    variants: dict[str, dict[pytest.Item, set[tuple[tuple[str, str], ...]]]] = defaultdict(dict)
+    for item in items:
+        marker = item.get_closest_marker("cover")
+        if marker is not None and isinstance(item, pytest.Function):
+            values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+            shown = set(itertools.combinations(values, min(*marker.args, len(values))))
+            variants[item.nodeid.partition("[")[0]][item] = shown
+    for left in variants.values():
+        missing = set().union(*left.values())
+        while missing:
+            best = max(left, key=lambda item: len(left[item] & missing))
+            missing -= left.pop(best)
+        for item in left:
+            item.add_marker("full")
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[SharedServer]:
+    """The server that outlives a test."""
+    from tests.servers import SharedServer
+
+    shared = SharedServer()
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def server_of(shared_server: SharedServer) -> Iterator[Callable[..., Server]]:
+    """``SharedServer.get``. After the test its last server must be alive and, flushed, hold no page."""
+    yield shared_server.get
+    shared_server.check()

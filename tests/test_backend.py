@@ -99,7 +99,7 @@ class Twin:
         return out[:, : len(rows)]
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param("BF16", marks=pytest.mark.full)])
 def test_both_ops_agree(tiers: str) -> None:
     mine, reference = Twin(triton=True, tiers=tiers), Twin(triton=False, tiers=tiers)
     for twin_seed, (rows, counts) in enumerate([([2, 1], [13, 22]), ([4], [5])]):
@@ -143,7 +143,7 @@ def test_heads_have_thresholds_of_their_own(triton: bool) -> None:
 
 
 @pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("dim", [64, 96])
+@pytest.mark.parametrize("dim", [96, pytest.param(64, marks=pytest.mark.full)])
 def test_rotation_changes_keys_and_not_attention(dim: int, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64)
     monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference", "rotate": "keys"}')

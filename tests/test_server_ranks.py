@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,36 +19,33 @@ from sglang_diffkv.testing.client import Record
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server, stock_backend
 from tests.identity import check_tokens
+from tests.servers import STRICT, check_idle, stats_of
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1800), pytest.mark.xdist_group("ranks")]
 
 LOSSLESS = {"tiers": ["BF16"]}
 ROOM = ("--max-total-tokens", "40000")
 """Not a whole GPU."""
 
 
-def serve(ranks: int, config: dict[str, Any] | None, *args: str) -> Server:
-    """A server that checks itself after every step; stock SGLang without a configuration."""
-    backend = stock_backend() if config is None else "diffkv"
-    env = {
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks),
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "SGLANG_DIFFKV_CHECK_INTEGRITY": "1",
-    }
-    return Server(NANO, backend, ["--tp-size", str(ranks), *args], diffkv_config=config, env=env, timeout=600)
+@pytest.fixture
+def serve(server_of: Callable[..., Server]) -> Callable[..., Server]:
+    """``serve(ranks, config, *args)``: a server of so many ranks that checks itself; stock SGLang without a
+    configuration."""
+
+    def start(ranks: int, config: dict[str, Any] | None, *args: str) -> Server:
+        backend = stock_backend() if config is None else "diffkv"
+        env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks), **STRICT}
+        return server_of(backend, ["--tp-size", str(ranks), *args], config=config, env=env)
+
+    return start
 
 
 def _ids(items: list[tasks.Item]) -> list[list[int]]:
     return [tasks.chat_ids(tasks.load_tokenizer(NANO), item.prompt) for item in items]
 
 
-def _stats(server: Server) -> dict[str, Any]:
-    stats = server.stats()
-    assert stats is not None
-    return stats
-
-
-def test_two_ranks_give_the_tokens_of_stock_s_two() -> None:
+def test_two_ranks_give_the_tokens_of_stock_s_two(serve: Callable[..., Server]) -> None:
     """Not of one rank: the sums of two are rounded otherwise, and on some CPUs stock's own two leave its one."""
     items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=20, seed=3)
     prompts = _ids([*items, *[x for x in tasks.load("dev") if x.task == "fewshot_shared"][:4]])
@@ -55,17 +53,14 @@ def test_two_ranks_give_the_tokens_of_stock_s_two() -> None:
     def ask(server: Server, concurrency: int) -> list[Record]:
         return client.run(server.url, prompts, 48, concurrency=concurrency, top_logprobs=2)
 
-    with serve(2, None, *ROOM) as server:
-        stock = ask(server, 1)
-    with serve(2, LOSSLESS, *ROOM) as server:
-        check_tokens([x.output_ids for x in ask(server, 1)], stock, "two ranks, one request at a time")
-        again = ask(server, 16)
-        check_tokens([x.output_ids for x in again], stock, "two ranks, batch of 16, over prefix hits")
-        assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(prompts, again, strict=True))
-        stats = _stats(server)
-        assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
-        server.flush_cache()
-        assert _stats(server)["pages_used"] == 0
+    stock = ask(serve(2, None, *ROOM), 1)
+    server = serve(2, LOSSLESS, *ROOM)
+    check_tokens([x.output_ids for x in ask(server, 1)], stock, "two ranks, one request at a time")
+    again = ask(server, 16)
+    check_tokens([x.output_ids for x in again], stock, "two ranks, batch of 16, over prefix hits")
+    assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(prompts, again, strict=True))
+    stats = stats_of(server)
+    assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
 
 
 def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
@@ -83,31 +78,37 @@ def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
 
 @pytest.mark.parametrize(
     ("ranks", "fidelity", "options"),
-    [(2, "compressed", []), (2, "exact", []), (2, "compressed", ["--disable-overlap-schedule"]), (4, "exact", [])],
+    [
+        (2, "exact", []),
+        pytest.param(2, "compressed", [], marks=pytest.mark.full),
+        pytest.param(2, "compressed", ["--disable-overlap-schedule"], marks=pytest.mark.full),
+        pytest.param(4, "exact", [], marks=pytest.mark.full),
+    ],
 )
-def test_ranks_decide_alike_in_a_small_pool(ranks: int, fidelity: str, options: list[str]) -> None:
+def test_ranks_decide_alike_in_a_small_pool(
+    ranks: int, fidelity: str, options: list[str], serve: Callable[..., Server]
+) -> None:
     """With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
     args = ["--max-total-tokens", "800", "--schedule-conservativeness", "0.1", *options]
     config = {"prefix_fidelity": fidelity, "policy": {"name": "diffkv", "window": 64}}
-    with serve(ranks, config, *args) as server:
-        assert all(x.completion_tokens > 0 for x in _load(server, 10 if ranks == 2 else 6, 320))
-        assert _stats(server)["finished"]["low"] > 0
-        server.flush_cache()
-        stats = _stats(server)
-        assert (stats["ranks"], stats["pages_used"], stats["segments"]) == (ranks, 0, 0)
-        log = server.log_text()
+    server = serve(ranks, config, *args)
+    assert all(x.completion_tokens > 0 for x in _load(server, 10 if ranks == 2 else 6, 320))
+    stats = stats_of(server)
+    assert stats["finished"]["low"] > 0 and stats["ranks"] == ranks
+    check_idle(server)
+    log = server.log_text()
     retracted = [re.findall(rf"TP{rank}\] KV cache pool is full. (Retract requests.*)", log) for rank in range(ranks)]
     assert retracted[0] and all(x == retracted[0] for x in retracted), "ranks retracted differently, or none did"
 
 
-def test_each_rank_takes_the_factors_of_its_heads() -> None:
-    """The first head keeps all tokens high, the second none outside the window; figures are those of rank 0."""
-    policy = {"name": "diffkv", "window": 32, "head_scale": [[1e-6, 1e6]] * 6}
+def test_each_rank_takes_the_factors_of_its_heads(serve: Callable[..., Server]) -> None:
+    """Of the first layers the first head keeps all tokens high, of the others the second. What a head does not keep
+    high it keeps in its window only. Figures are those of rank 0, which has the first heads."""
+    kept, gone = 1e-6, 1e6
+    scale = [[kept, gone]] * 3 + [[gone, kept]] * 3
     prompts = _ids([x for x in tasks.load("calib") if x.task == "recur"][:2])
-    with serve(2, {"policy": policy}, *ROOM) as server:
-        client.run(server.url, prompts, 48, concurrency=1)
-        found = _stats(server)["finished"]
-    assert found["high"] > 0 and found["low"] == 0
-    with serve(1, {"policy": policy}, *ROOM) as server:
-        client.run(server.url, prompts, 48, concurrency=1)
-        assert _stats(server)["finished"]["low"] > 0
+    server = serve(2, {"policy": {"name": "diffkv", "window": 32, "head_scale": scale}}, *ROOM)
+    client.run(server.url, prompts, 48, concurrency=1)
+    heads = stats_of(server)["by_head"]
+    assert heads["high"][:3] == [[heads["tokens"]]] * 3 and heads["low"][:3] == [[0]] * 3
+    assert all(high < heads["tokens"] and low > 0 for [high], [low] in zip(heads["high"][3:], heads["low"][3:]))
