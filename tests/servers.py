@@ -67,7 +67,7 @@ class SharedServer:
         """End the server."""
         server, self.server = self.server, None
         if server is not None:
-            server.stop()
+            server.stop(grace=1.0)  # idle or broken, it has nothing to end in its own time
 
 
 def stats_of(server: Server) -> dict[str, Any]:

@@ -78,6 +78,7 @@ def test_a_program_that_forks(server: Server) -> None:
     assert second.strip()
 
 
+@pytest.mark.full  # test_server_ranks.py has such a pool too
 def test_a_small_pool_completes_all(server_of: Callable[..., Server]) -> None:
     """Copies are made only where pages are left; the others are compressed in place or read the tree's pages."""
     _, ids = _group("medium-0", 3)

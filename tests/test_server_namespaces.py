@@ -22,7 +22,7 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module", params=list(POLICIES))
+@pytest.fixture(scope="module", params=["lfu", pytest.param("priority", marks=pytest.mark.full)])
 def policy(request: pytest.FixtureRequest) -> str:
     return request.param
 

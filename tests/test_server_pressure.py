@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,8 @@ pytestmark = pytest.mark.server
 REQUESTS, NEW_TOKENS, POOL = 10, 320, 800
 """Two or three requests fill the pool."""
 LOSSLESS = {"tiers": ["BF16"]}
+COMPRESSED = {"prefix_fidelity": "compressed"}
+EXACT = {"prefix_fidelity": "exact"}
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +64,9 @@ def test_small_pool_completes_all_with_the_same_tokens(
 
 @pytest.fixture
 def server(server_of: Callable[..., Server]) -> Server:
-    """At the high tier two requests of 670 tokens fill this pool; nearly all of their tokens go down."""
+    """At the high tier two requests of 900 tokens fill this pool; nearly all of their tokens go down."""
     config = {"policy": {"name": "diffkv", "alpha_high": 50.0}}
-    args = ["--max-total-tokens", "1500", "--chunked-prefill-size", "128", "--decode-log-interval", "2"]
+    args = ["--max-total-tokens", "2000", "--chunked-prefill-size", "128", "--decode-log-interval", "2"]
     return server_of("diffkv", args, config=config, env=STRICT)
 
 
@@ -82,7 +85,7 @@ def _ask_all(server: Server, lengths: list[int], new_tokens: int) -> None:
 def test_room_that_compression_frees_is_admitted_again(server: Server) -> None:
     """Nobody ends early, so only a look at the waiting requests while others run can admit a third."""
     before = len(server.log_text())
-    _ask_all(server, [150] * 6, 520)
+    _ask_all(server, [120] * 6, 780)
     running = [int(x) for x in re.findall(r"Decode batch, #running-req: (\d+)", server.log_text()[before:])]
     assert max(running) >= 3
 
@@ -98,21 +101,24 @@ def test_long_prompts_are_compacted_between_chunks(server: Server) -> None:
     assert stats_of(server)["admission"]["promised_pages"] == 0
 
 
-def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix(server_of: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("config", [pytest.param(LOSSLESS, marks=pytest.mark.full), COMPRESSED], ids=str)
+def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix(
+    config: dict[str, Any], server_of: Callable[..., Server]
+) -> None:
     """It shares two tokens with a long cached prompt, whose segment it locks as a whole; nothing runs that could make
     room."""
     draw = random.Random(0)
-    cached, wide = ([7, 8, *(draw.randrange(300, 8000) for _ in range(n))] for n in (500, 760))
-    server = server_of("diffkv", ["--max-total-tokens", "900"], config=LOSSLESS, env=STRICT)
+    cached, wide = ([7, 8, *(draw.randrange(300, 8000) for _ in range(n))] for n in (500, 660))
+    server = server_of("diffkv", TIGHT, config=config, env=EVERY_STEP)
     client.ask(server.url, cached, 4)
-    assert client.ask(server.url, wide, 64, timeout=120.0).prompt_tokens == 762
+    assert client.ask(server.url, wide, 64, timeout=120.0).prompt_tokens == 662
     assert client.ask(server.url, cached, 4, timeout=120.0).completion_tokens > 0
 
 
-@pytest.mark.parametrize("fidelity", ["compressed", "exact"])
+@pytest.mark.parametrize("config", [COMPRESSED, pytest.param(EXACT, marks=pytest.mark.full)], ids=str)
 def test_small_pool_under_compression_completes_all(
-    prompts: list[list[int]], fidelity: str, server_of: Callable[..., Server]
+    prompts: list[list[int]], config: dict[str, Any], server_of: Callable[..., Server]
 ) -> None:
-    server = server_of("diffkv", TIGHT, config={"prefix_fidelity": fidelity}, env=EVERY_STEP)
+    server = server_of("diffkv", TIGHT, config=config, env=EVERY_STEP)
     assert all(x.completion_tokens > 0 for x in _load(server, prompts))
     assert "due to OOM" not in server.log_text()

@@ -76,38 +76,46 @@ def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
         return list(threads.map(ask, range(count)))
 
 
+WINDOW, KEPT, GONE = 64, 1e-6, 1e6
+"""Of a head with the last factor nothing but the window stays high, of one with the first all."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "fidelity", "options"),
+    ("ranks", "fidelity", "scale", "options"),
     [
-        (2, "exact", []),
-        pytest.param(2, "compressed", [], marks=pytest.mark.full),
-        pytest.param(2, "compressed", ["--disable-overlap-schedule"], marks=pytest.mark.full),
-        pytest.param(4, "exact", [], marks=pytest.mark.full),
+        (2, "exact", [GONE, KEPT], []),
+        pytest.param(2, "exact", None, [], marks=pytest.mark.full),
+        pytest.param(2, "compressed", None, [], marks=pytest.mark.full),
+        pytest.param(2, "compressed", None, ["--disable-overlap-schedule"], marks=pytest.mark.full),
+        pytest.param(4, "exact", None, [], marks=pytest.mark.full),
     ],
 )
 def test_ranks_decide_alike_in_a_small_pool(
-    ranks: int, fidelity: str, options: list[str], serve: Callable[..., Server]
+    ranks: int, fidelity: str, scale: list[float] | None, options: list[str], serve: Callable[..., Server]
 ) -> None:
-    """With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
+    """With factors by head the pages of two ranks differ as much as they can, and a rank with another's factors shows.
+    With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
     args = ["--max-total-tokens", "800", "--schedule-conservativeness", "0.1", *options]
-    config = {"prefix_fidelity": fidelity, "policy": {"name": "diffkv", "window": 64}}
-    server = serve(ranks, config, *args)
-    assert all(x.completion_tokens > 0 for x in _load(server, 10 if ranks == 2 else 6, 320))
+    policy = {"name": "diffkv", "window": WINDOW, **({"head_scale": [scale] * 6} if scale else {})}
+    server = serve(ranks, {"prefix_fidelity": fidelity, "policy": policy}, *args)
+    replies = _load(server, 10 if ranks == 2 else 6, 320)
+    assert all(x.completion_tokens > 0 for x in replies)
     stats = stats_of(server)
-    assert stats["finished"]["low"] > 0 and stats["ranks"] == ranks
+    assert stats["ranks"] == ranks
+    high, low = stats["finished"]["high"], stats["finished"]["low"]
+    assert low > (high if scale else 0), "figures are those of rank 0, which has the first head"
     check_idle(server)
     log = server.log_text()
     retracted = [re.findall(rf"TP{rank}\] KV cache pool is full. (Retract requests.*)", log) for rank in range(ranks)]
     assert retracted[0] and all(x == retracted[0] for x in retracted), "ranks retracted differently, or none did"
 
 
+@pytest.mark.full
 def test_each_rank_takes_the_factors_of_its_heads(serve: Callable[..., Server]) -> None:
-    """Of the first layers the first head keeps all tokens high, of the others the second. What a head does not keep
-    high it keeps in its window only. Figures are those of rank 0, which has the first heads."""
-    kept, gone = 1e-6, 1e6
-    scale = [[kept, gone]] * 3 + [[gone, kept]] * 3
+    """Of three layers the first head keeps all tokens high, of three the second. Figures are those of rank 0."""
     prompts = _ids([x for x in tasks.load("calib") if x.task == "recur"][:2])
-    server = serve(2, {"policy": {"name": "diffkv", "window": 32, "head_scale": scale}}, *ROOM)
+    policy = {"name": "diffkv", "window": 32, "head_scale": [[KEPT, GONE]] * 3 + [[GONE, KEPT]] * 3}
+    server = serve(2, {"policy": policy}, *ROOM)
     client.run(server.url, prompts, 48, concurrency=1)
     heads = stats_of(server)["by_head"]
     assert heads["high"][:3] == [[heads["tokens"]]] * 3 and heads["low"][:3] == [[0]] * 3
