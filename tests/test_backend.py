@@ -23,8 +23,8 @@ LAYERS = 2
 
 @pytest.fixture(autouse=True)
 def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a backend builds the Triton operations itself; here each twin is given its own. In the interpreter, where
-    programs run one after the other, a decode step gets fewer of them."""
+    """On a GPU a backend builds the Triton operations itself; here each twin is given its own. In an interpreter,
+    where programs run one after the other, a decode step gets fewer of them."""
     monkeypatch.setattr(device, "FEW", 2)
     monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference"}')
 
