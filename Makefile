@@ -16,8 +16,8 @@ STAMP := $(VENV)/.installed
 PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
-# Tests that share a server are a group and run in one process; all else goes to whichever is free.
-PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+# How tests are spread over the processes: tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
 # pip's own retries do not cover a download that breaks off, so a failed call is repeated as a whole.

@@ -12,7 +12,7 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -31,16 +31,21 @@ settings.register_profile("fuzz", max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file ``test_server_*.py``, which share servers, go to one process, in order; any other test
+    goes to whichever is free. (``--dist loadgroup`` of pytest-xdist 3.8 finds no groups with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if path.rpartition("/")[2].startswith("test_server_") else nodeid
+
+    return ByServer(config, log)
+
+
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Variants that only ``make test-all`` runs, and groups of tests that share a server."""
-    mark_full(items)
-    for item in items:
-        if isinstance(item, pytest.Function) and "server" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
-
-
-def mark_full(items: Sequence[pytest.Item]) -> None:
     """Mark ``full`` what is left of the variants of a test marked ``cover(k)`` once every ``k`` values of different
     parameters that occur together do so in a quick variant."""
     variants: dict[str, dict[pytest.Item, set[tuple[tuple[str, str], ...]]]] = defaultdict(dict)

@@ -1,8 +1,8 @@
 """Servers that tests share, and how strictly they check themselves.
 
 A server takes most of a minute to start, so tests with equal configurations get the same one: ``server_of`` of
-``tests/conftest.py`` keeps the last server until a test asks for another. Such tests follow one another and carry the
-same ``xdist_group``, which also says what must not run side by side.
+``tests/conftest.py`` keeps the last server until a test asks for another. Such tests follow one another in a file
+``test_server_*.py``; the tests of such a file never run side by side.
 """
 
 from __future__ import annotations

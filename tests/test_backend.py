@@ -25,7 +25,7 @@ LAYERS = 2
 def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a backend builds the Triton operations itself; here each twin is given its own. In an interpreter,
     where programs run one after the other, a decode step gets fewer of them."""
-    monkeypatch.setattr(device, "FEW", 2)
+    monkeypatch.setattr(device, "FEW", 1)
     monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference"}')
 
 

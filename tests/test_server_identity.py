@@ -13,7 +13,7 @@ from sglang_diffkv.testing.server import Server, stock_backend
 from tests.identity import check_tokens
 from tests.servers import STRICT, SharedServer
 
-pytestmark = [pytest.mark.server, pytest.mark.xdist_group("identity")]
+pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
 NEW_TOKENS = 48

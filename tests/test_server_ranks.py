@@ -21,7 +21,7 @@ from sglang_diffkv.testing.server import Server, stock_backend
 from tests.identity import check_tokens
 from tests.servers import STRICT, check_idle, stats_of
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(1800), pytest.mark.xdist_group("ranks")]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
 LOSSLESS = {"tiers": ["BF16"]}
 ROOM = ("--max-total-tokens", "40000")
