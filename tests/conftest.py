@@ -8,7 +8,6 @@ Property tests run the same examples each time. ``HYPOTHESIS_PROFILE=quick`` (``
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import settings
+
+from tests.covering import covering
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -46,22 +47,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Mark ``full`` what is left of the variants of a test marked ``cover(k)`` once every ``k`` values of different
-    parameters that occur together do so in a quick variant."""
-    variants: dict[str, dict[pytest.Item, set[tuple[tuple[str, str], ...]]]] = defaultdict(dict)
+    """Mark ``full`` the variants of tests marked ``cover(k)`` that ``covering`` does not choose."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("cover")
-        if marker is not None and isinstance(item, pytest.Function):
-            values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
-            shown = set(itertools.combinations(values, min(*marker.args, len(values))))
-            variants[item.nodeid.partition("[")[0]][item] = shown
-    for left in variants.values():
-        missing = set().union(*left.values())
-        while missing:
-            best = max(left, key=lambda item: len(left[item] & missing))
-            missing -= left.pop(best)
-        for item in left:
-            item.add_marker("full")
+        if item.get_closest_marker("cover") is not None and isinstance(item, pytest.Function):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for variants in tests.values():
+        marker = variants[0].get_closest_marker("cover")
+        assert marker is not None
+        chosen = covering([item.callspec.params for item in variants], *marker.args)
+        for index in set(range(len(variants))).difference(chosen):
+            variants[index].add_marker("full")
 
 
 @pytest.fixture(scope="session")
