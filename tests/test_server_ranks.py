@@ -81,24 +81,29 @@ WINDOW, KEPT, GONE = 64, 1e-6, 1e6
 
 
 @pytest.mark.parametrize(
-    ("ranks", "fidelity", "scale", "options"),
+    ("ranks", "fidelity", "scale", "requests", "options"),
     [
-        (2, "exact", [GONE, KEPT], []),
-        pytest.param(2, "exact", None, [], marks=pytest.mark.full),
-        pytest.param(2, "compressed", None, [], marks=pytest.mark.full),
-        pytest.param(2, "compressed", None, ["--disable-overlap-schedule"], marks=pytest.mark.full),
-        pytest.param(4, "exact", None, [], marks=pytest.mark.full),
+        (2, "exact", [GONE, KEPT], 6, []),
+        pytest.param(2, "exact", None, 10, [], marks=pytest.mark.full),
+        pytest.param(2, "compressed", None, 10, [], marks=pytest.mark.full),
+        pytest.param(2, "compressed", None, 10, ["--disable-overlap-schedule"], marks=pytest.mark.full),
+        pytest.param(4, "exact", None, 6, [], marks=pytest.mark.full),
     ],
 )
 def test_ranks_decide_alike_in_a_small_pool(
-    ranks: int, fidelity: str, scale: list[float] | None, options: list[str], serve: Callable[..., Server]
+    ranks: int,
+    fidelity: str,
+    scale: list[float] | None,
+    requests: int,
+    options: list[str],
+    serve: Callable[..., Server],
 ) -> None:
     """With factors by head the pages of two ranks differ as much as they can, and a rank with another's factors shows.
     With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
     args = ["--max-total-tokens", "800", "--schedule-conservativeness", "0.1", *options]
     policy = {"name": "diffkv", "window": WINDOW, **({"head_scale": [scale] * 6} if scale else {})}
     server = serve(ranks, {"prefix_fidelity": fidelity, "policy": policy}, *args)
-    replies = _load(server, 10 if ranks == 2 else 6, 320)
+    replies = _load(server, requests, 320)
     assert all(x.completion_tokens > 0 for x in replies)
     stats = stats_of(server)
     assert stats["ranks"] == ranks
