@@ -1,6 +1,7 @@
 # CPU development of sglang_diffkv: `make help` lists the targets.
 # Variables: PYTHON (3.11 or later, for test-gpu with torch, triton, SGLang and this package) creates the environment
 # and runs test-gpu; VENV is its folder;
+# JOBS is the number of test processes, each of which may have a server (2 GB; 8 GB with four ranks);
 # TORCH_PIP_ARGS goes to the pip call that installs torch (an index of CPU builds, for example).
 
 PYTHON ?= python3
@@ -8,12 +9,18 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
+OTHER_SGLANG := 0.5.17 0.5.23
+VERSION_TESTS := $(addprefix tests/test_,admission.py exact_prompts.py prefix_cache.py ranks.py refusals.py tree_eviction.py) \
+	tests/test_server_requests.py::test_shared_prefix_is_attached_not_computed
+# How tests are spread over the processes: tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
 # pip's own retries do not cover a download that breaks off, so a failed call is repeated as a whole.
@@ -26,10 +33,10 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast fuzz test-gpu sanitize-gpu lint format clean distclean
+.PHONY: help venv demo test test-all test-versions test-fast fuzz test-gpu sanitize-gpu lint format clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 venv: $(STAMP) ## create .venv with SGLang for a CPU, the package (editable) and the development tools
 
@@ -46,11 +53,24 @@ $(STAMP): $(SOURCES)
 demo: venv ## start a server on the CPU, ask it questions, show the answers and the compressed bytes
 	$(CPU_ENV) $(BIN)/python examples/demo.py
 
-test: venv ## run all CPU tests
-	$(CPU_ENV) $(BIN)/python -m pytest -q --durations=15 -m "not gpu" $(PYTEST_ARGS)
+test: venv ## run the CPU tests: every promise, on the variants that cover the others
+	$(CPU_ENV) HYPOTHESIS_PROFILE=quick SGLANG_DIFFKV_CHECK_INTEGRITY=8 \
+		$(PYTEST) --durations=20 -m "not gpu and not full" $(PYTEST_ARGS)
 
-test-fast: venv ## run the CPU tests that start no server
-	$(CPU_ENV) $(BIN)/python -m pytest -q -m "not gpu and not server" $(PYTEST_ARGS)
+test-all: venv ## run all CPU tests: all variants and examples, servers that check themselves after every step
+	$(CPU_ENV) $(PYTEST) --durations=20 -m "not gpu" $(PYTEST_ARGS)
+
+test-versions: $(OTHER_SGLANG:%=$(VENV)/sglang-%/.installed) ## run hook, request and tree tests and one served answer on the other SGLang versions
+	@set -e; for version in $(OTHER_SGLANG); do echo "SGLang $$version"; \
+		$(CPU_ENV) HYPOTHESIS_PROFILE=quick PYTHONPATH=$(abspath $(VENV))/sglang-$$version $(PYTEST) $(VERSION_TESTS) \
+			-m "not gpu and not full" $(PYTEST_ARGS); done
+
+$(VENV)/sglang-%/.installed: $(STAMP)
+	$(call pip_install,--no-deps --upgrade --target $(@D) sglang==$*)
+	@touch $@
+
+test-fast: venv ## run the tests of make test that start no server
+	$(CPU_ENV) HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not full and not server" $(PYTEST_ARGS)
 
 fuzz: venv ## run the property tests on new examples, ten times as many
 	$(CPU_ENV) HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q $(PYTEST_ARGS) \

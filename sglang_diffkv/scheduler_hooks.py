@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang_diffkv.refused_requests import BatchRefused, refuse_in_decode, refus
 from sglang_diffkv.validation import BACKEND
 
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
-"""Set to 1, a server checks ring, tables, counts and tree after every step (slow; for tests and bug reports)."""
+"""Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
 
 
 def free_row(original: Any, self: Any, req: Any) -> Any:
@@ -138,8 +139,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
                     "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
                     "Retry it, or give the server more memory.",
                 )
-        if os.environ.get(CHECK_ENV) == "1":
-            _check(allocator)
+        _check_sometimes(allocator)
     result = original(self, batch, *args, **kwargs)
     if allocator.exact is not None:
         allocator.exact.copy_alone([req for req in batch.reqs if not req.finished()])
@@ -149,7 +149,14 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     return result
 
 
-def _check(allocator: DiffKVAllocator) -> None:
+_STEPS = itertools.count(1)
+"""Steps with results, which are the same on all ranks."""
+
+
+def _check_sometimes(allocator: DiffKVAllocator) -> None:
+    every = os.environ.get(CHECK_ENV, "")
+    if not every.isdecimal() or not int(every) or next(_STEPS) % int(every):
+        return
     manager = allocator.ledger.manager
     check_bounds(manager)
     check_integrity(manager)

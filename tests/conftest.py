@@ -1,16 +1,77 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
+"""What all tests share: how Triton runs, how many examples are drawn, which variants are quick, and servers.
 
-Property tests run the same examples each time; ``HYPOTHESIS_PROFILE=fuzz`` (``make fuzz``) draws new and more.
+Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
+
+Property tests run the same examples each time. ``HYPOTHESIS_PROFILE=quick`` (``make test``) runs fewer,
+``HYPOTHESIS_PROFILE=fuzz`` (``make fuzz``) draws new and more.
 """
 
-import os
+from __future__ import annotations
 
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
 import torch
 from hypothesis import settings
+
+from tests.covering import covering
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+if TYPE_CHECKING:
+    from sglang_diffkv.testing.server import Server
+    from tests.servers import SharedServer
+
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
+settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=40)
 settings.register_profile("fuzz", max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The tests of a file ``test_server_*.py``, which share servers, go to one process, in order; any other test
+    goes to whichever is free. (``--dist loadgroup`` of pytest-xdist 3.8 finds no groups with pytest 9.2.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByServer(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if path.rpartition("/")[2].startswith("test_server_") else nodeid
+
+    return ByServer(config, log)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Mark ``full`` the variants of tests marked ``cover(k)`` that ``covering`` does not choose."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cover") is not None and isinstance(item, pytest.Function):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for variants in tests.values():
+        marker = variants[0].get_closest_marker("cover")
+        assert marker is not None
+        chosen = covering([item.callspec.params for item in variants], *marker.args)
+        for index in set(range(len(variants))).difference(chosen):
+            variants[index].add_marker("full")
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[SharedServer]:
+    """The server that outlives a test."""
+    from tests.servers import SharedServer
+
+    shared = SharedServer()
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def server_of(shared_server: SharedServer) -> Iterator[Callable[..., Server]]:
+    """``SharedServer.get``. After the test its last server must be alive and, flushed, hold no page."""
+    yield shared_server.get
+    shared_server.check()

@@ -159,3 +159,24 @@ def test_where_nothing_runs_the_batch_is_not_full() -> None:
     running.reqs, running.batch_is_full = [request(1, 0)], True
     scheduler_hooks.get_next_batch_to_run(lambda self: None, scheduler)
     assert running.batch_is_full
+
+
+@pytest.mark.parametrize(("every", "checks"), [("1", 6), ("3", 2), ("0", 0), ("", 0), ("no", 0)])
+def test_structures_are_checked_after_every_kth_step(monkeypatch: pytest.MonkeyPatch, every: str, checks: int) -> None:
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+    scheduler = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator, running_batch=SimpleNamespace(batch_is_full=False, reqs=[])
+    )
+    batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_idle=lambda: False))
+    monkeypatch.setenv(scheduler_hooks.CHECK_ENV, every)
+    session.extend({1: 16})
+    scheduler_hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
+    session.state.refcount[3] += 1
+    failed = 0
+    for _ in range(6):
+        try:
+            scheduler_hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
+        except AssertionError:
+            failed += 1
+    assert failed == checks

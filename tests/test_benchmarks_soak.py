@@ -154,6 +154,7 @@ def test_aborts():
         assert ends(send(server, order(stream=True, abort=Abort(DISCONNECT, seconds=9.0)))) == [ANSWERED]
 
 
+@pytest.mark.full
 @pytest.mark.server
 def test_a_short_soak_on_a_server(tmp_path):
     output = tmp_path / "soak.json"

@@ -82,7 +82,7 @@ def test_error_bound(bits, dtype):
 
 
 @given(st.lists(st.floats(-65504, 65504, width=32), min_size=8, max_size=8), st.sampled_from(BITS))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=3 * settings.default.max_examples)
 def test_error_bound_of_any_vector(numbers, bits):
     check_error(torch.tensor(numbers), bits)
 

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sglang_diffkv.testing import client, tasks
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
+from tests.servers import STRICT, stats_of
 
 pytestmark = pytest.mark.server
 
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
 EXACT = {"prefix_fidelity": "exact"}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(NANO, "diffkv", ["--max-total-tokens", "9000"], diffkv_config=EXACT, env=STRICT) as running:
-        yield running
-        assert running.alive(), "the server died during the tests"
-        running.flush_cache()
-        assert _stats(running)["pages_used"] == 0, "pages are lost after all tests"
-
-
-def _stats(server: Server) -> dict[str, Any]:
-    stats = server.stats()
-    assert stats is not None
-    return stats
+@pytest.fixture
+def server(server_of: Callable[..., Server]) -> Server:
+    return server_of("diffkv", ["--max-total-tokens", "9000"], config=EXACT, env=STRICT)
 
 
 def _group(name: str, count: int) -> tuple[list[tasks.Item], list[list[int]]]:
@@ -43,9 +32,9 @@ def test_the_tree_keeps_prompts_high_and_requests_run_compressed(server: Server)
     item = next(x for x in tasks.load("dev") if x.task == "mul" and x.level == "medium")
     long = tasks.chat_ids(tasks.load_tokenizer(NANO), "Remember. " * 300 + item.prompt)
     server.flush_cache()
-    before = _stats(server)["finished"]
+    before = stats_of(server)["finished"]
     client.ask(server.url, long, 300)
-    stats = _stats(server)
+    stats = stats_of(server)
     low = stats["finished"]["low"] - before["low"]
     assert low > 0.2 * len(long) * 12, "the request did not run on a compressed copy"
     assert stats["share_high"] > 0.8, "the tree does not keep the prompt in the high tier"
@@ -72,7 +61,7 @@ def test_parallel_samples_of_one_prompt(server: Server) -> None:
     replies = server.generate({"input_ids": ids[0], "sampling_params": parameters})
     assert len(replies) == 3
     assert all(len(x["output_ids"]) > 0 for x in replies)
-    outcomes = _stats(server)["prompts"]
+    outcomes = stats_of(server)["prompts"]
     assert outcomes["brief"] >= 1, "the prompt was not read once for all samples"
     assert outcomes["shared"] >= 3, "the samples did not share the prompt's pages"
 
@@ -89,18 +78,16 @@ def test_a_program_that_forks(server: Server) -> None:
     assert second.strip()
 
 
-def test_a_small_pool_completes_all() -> None:
+@pytest.mark.full  # test_server_ranks.py has such a pool too
+def test_a_small_pool_completes_all(server_of: Callable[..., Server]) -> None:
     """Copies are made only where pages are left; the others are compressed in place or read the tree's pages."""
     _, ids = _group("medium-0", 3)
     more = [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in tasks.load("dev") if x.task == "recur"][:6]
     args = ["--max-total-tokens", "1600", "--schedule-conservativeness", "0.2"]
-    with Server(NANO, "diffkv", args, diffkv_config=EXACT, env=STRICT) as server:
-        records = client.run(server.url, [*ids, *more, *ids], 120, concurrency=8)
-        assert len(records) == 12
-        assert all(record.completion_tokens > 0 for record in records)
-        assert sum(record.cached_tokens for record in records) > 0
-        outcomes = _stats(server)["prompts"]
-        assert outcomes["copied"] and outcomes["no room"], outcomes
-        server.flush_cache()
-        stats = _stats(server)
-        assert stats["pages_used"] == 0 and stats["segments"] == 0
+    server = server_of("diffkv", args, config=EXACT, env=STRICT)
+    records = client.run(server.url, [*ids, *more, *ids], 120, concurrency=8)
+    assert len(records) == 12
+    assert all(record.completion_tokens > 0 for record in records)
+    assert sum(record.cached_tokens for record in records) > 0
+    outcomes = stats_of(server)["prompts"]
+    assert outcomes["copied"] and outcomes["no room"], outcomes

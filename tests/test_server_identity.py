@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from sglang_diffkv.testing import client, tasks
@@ -9,13 +11,15 @@ from sglang_diffkv.testing.client import Record
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server, stock_backend
 from tests.identity import check_tokens
+from tests.servers import STRICT, SharedServer
 
 pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
 NEW_TOKENS = 48
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
 STOCK = {"SGLANG_PLUGINS": "none"}
+CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
+"""Half of the prompts are longer than 128 tokens, so the first runs them in both ways."""
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +29,15 @@ def prompts() -> list[list[int]]:
     return [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in items]
 
 
+@pytest.fixture(scope="module", params=["chunks of 128", pytest.param("whole", marks=pytest.mark.full)])
+def chunks(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Arguments of stock and of the server beside it."""
+    return CHUNKS[request.param]
+
+
 @pytest.fixture(scope="module")
-def stock(prompts: list[list[int]]) -> list[Record]:
-    with Server(NANO, stock_backend(), env=STOCK) as server:
-        return _ask(server, prompts)
+def stock(prompts: list[list[int]], chunks: tuple[str, ...], shared_server: SharedServer) -> list[Record]:
+    return _ask(shared_server.get(stock_backend(), chunks, env=STOCK), prompts)
 
 
 def _ask(server: Server, prompts: list[list[int]], concurrency: int = 1) -> list[Record]:
@@ -40,27 +49,23 @@ def _tokens(records: list[Record]) -> list[list[int]]:
     return [record.output_ids for record in records]
 
 
-def test_installed_but_not_selected_changes_nothing(prompts: list[list[int]], stock: list[Record]) -> None:
-    with Server(NANO, stock_backend()) as server:
-        found = _ask(server, prompts)
-        assert _tokens(found) == _tokens(stock)
-        assert [record.logprobs for record in found] == [record.logprobs for record in stock]
-        assert server.stats() is None
-        assert "DiffKV plan" not in server.log_text()
+def test_installed_but_not_selected_changes_nothing(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of(stock_backend(), chunks)
+    found = _ask(server, prompts)
+    assert _tokens(found) == _tokens(stock)
+    assert [record.logprobs for record in found] == [record.logprobs for record in stock]
+    assert server.stats() is None
+    assert "DiffKV plan" not in server.log_text()
 
 
-def test_lossless_tier_gives_stock_tokens(prompts: list[list[int]], stock: list[Record]) -> None:
-    with Server(NANO, "diffkv", diffkv_config=LOSSLESS, env=STRICT) as server:
-        check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
-        again = _ask(server, prompts)
-        check_tokens(_tokens(again), stock, "one at a time, over prefix hits")
-        for ids, record in zip(prompts, again, strict=True):
-            assert record.cached_tokens == len(ids) - 1, "a repeated prompt is cached up to its last token"
-
-
-def test_lossless_tier_with_chunked_prefill(prompts: list[list[int]]) -> None:
-    chunked = ["--chunked-prefill-size", "64"]
-    with Server(NANO, stock_backend(), chunked, env=STOCK) as server:
-        expected = _ask(server, prompts[-8:])
-    with Server(NANO, "diffkv", chunked, diffkv_config=LOSSLESS, env=STRICT) as server:
-        check_tokens(_tokens(_ask(server, prompts[-8:])), expected, "chunks of 64")
+def test_lossless_tier_gives_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", chunks, config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
+    again = _ask(server, prompts)
+    check_tokens(_tokens(again), stock, "one at a time, over prefix hits")
+    for ids, record in zip(prompts, again, strict=True):
+        assert record.cached_tokens == len(ids) - 1, "a repeated prompt is cached up to its last token"

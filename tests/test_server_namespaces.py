@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.server
 
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
 POOL = 2000
 POLICIES = {
     "lfu": ("compressed", ["--radix-eviction-policy", "lfu"]),
@@ -23,17 +22,16 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module", params=list(POLICIES))
-def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
-    fidelity, args = POLICIES[request.param]
+@pytest.fixture(scope="module", params=["lfu", pytest.param("priority", marks=pytest.mark.full)])
+def policy(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def server(policy: str, server_of: Callable[..., Server]) -> tuple[str, Server]:
+    fidelity, args = POLICIES[policy]
     config = {"prefix_fidelity": fidelity}
-    with Server(NANO, "diffkv", ["--max-total-tokens", str(POOL), *args], diffkv_config=config, env=STRICT) as running:
-        yield request.param, running
-        assert running.alive(), "the server died during the tests"
-        running.flush_cache()
-        stats = running.stats()
-        assert stats is not None
-        assert stats["pages_used"] == 0, "pages are lost after all tests"
+    return policy, server_of("diffkv", ["--max-total-tokens", str(POOL), *args], config=config, env=STRICT)
 
 
 def _prompt(seed: int, length: int = 200) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,12 +16,15 @@ from sglang_diffkv.testing.client import Record
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
 from tests.identity import check_tokens
+from tests.servers import EVERY_STEP, STRICT, check_idle, stats_of
 
 pytestmark = pytest.mark.server
 
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
 REQUESTS, NEW_TOKENS, POOL = 10, 320, 800
 """Two or three requests fill the pool."""
+LOSSLESS = {"tiers": ["BF16"]}
+COMPRESSED = {"prefix_fidelity": "compressed"}
+EXACT = {"prefix_fidelity": "exact"}
 
 
 @pytest.fixture(scope="module")
@@ -40,79 +44,81 @@ def _load(server: Server, prompts: list[list[int]]) -> list[Record]:
         return list(threads.map(ask, range(len(prompts))))
 
 
-def _run(prompts: list[list[int]], pool: int, *args: str, **config: Any) -> tuple[list[Record], str]:
-    with Server(NANO, "diffkv", ["--max-total-tokens", str(pool), *args], diffkv_config=config, env=STRICT) as server:
-        replies = _load(server, prompts)
-        server.flush_cache()
-        stats = server.stats()
-        assert stats is not None
-        assert stats["pages_used"] == 0, "pages are lost"
-        assert stats["segments"] == 0
-        return replies, server.log_text()
+TIGHT = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1")
 
 
-def test_small_pool_completes_all_with_the_same_tokens(prompts: list[list[int]]) -> None:
-    roomy, _ = _run(prompts, 16384, "--disable-radix-cache", tiers=["BF16"])
-    tight, log = _run(prompts, POOL, "--schedule-conservativeness", "0.1", tiers=["BF16"])
+@pytest.mark.full  # of lossless tiers, test_server_interleavings.py compares more
+def test_small_pool_completes_all_with_the_same_tokens(
+    prompts: list[list[int]], server_of: Callable[..., Server]
+) -> None:
+    room = ["--max-total-tokens", "16384", "--disable-radix-cache"]
+    server = server_of("diffkv", room, config=LOSSLESS, env=STRICT)
+    roomy = _load(server, prompts)
+    check_idle(server)
+    server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
+    tight = _load(server, prompts)
     check_tokens([x.output_ids for x in tight], roomy, "shared, evicted and retracted")
-    assert "Retract requests" in log, "the load did not exercise retraction"
+    assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
     assert sum(x.completion_tokens for x in roomy) > 4 * POOL // 2
 
 
-def test_room_that_compression_frees_is_admitted_again() -> None:
-    """At the high tier two requests of 670 tokens fill the pool. Nobody ends early, so only a look at the waiting
-    requests while others run can admit a third."""
+@pytest.fixture
+def server(server_of: Callable[..., Server]) -> Server:
+    """At the high tier two requests of 900 tokens fill this pool; nearly all of their tokens go down."""
     config = {"policy": {"name": "diffkv", "alpha_high": 50.0}}
-    args = ["--max-total-tokens", "1500", "--decode-log-interval", "5"]
-    with Server(NANO, "diffkv", args, diffkv_config=config, env=STRICT) as server:
-        parameters = {"temperature": 0, "max_new_tokens": 520, "min_new_tokens": 520}
+    args = ["--max-total-tokens", "2000", "--chunked-prefill-size", "128", "--decode-log-interval", "2"]
+    return server_of("diffkv", args, config=config, env=STRICT)
 
-        def ask(index: int) -> int:
-            ids = [random.Random(index).randrange(300, 8000) for _ in range(150)]
-            return len(server.generate({"input_ids": ids, "sampling_params": parameters})["output_ids"])
 
-        with ThreadPoolExecutor(6) as threads:
-            assert list(threads.map(ask, range(6))) == [520] * 6
-        running = [int(x) for x in re.findall(r"Decode batch, #running-req: (\d+)", server.log_text())]
+def _ask_all(server: Server, lengths: list[int], new_tokens: int) -> None:
+    """Random prompts of these lengths, all at once; nobody ends early."""
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+
+    def ask(index: int) -> int:
+        ids = [random.Random(index).randrange(300, 8000) for _ in range(lengths[index])]
+        return len(server.generate({"input_ids": ids, "sampling_params": parameters})["output_ids"])
+
+    with ThreadPoolExecutor(len(lengths)) as threads:
+        assert list(threads.map(ask, range(len(lengths)))) == [new_tokens] * len(lengths)
+
+
+def test_room_that_compression_frees_is_admitted_again(server: Server) -> None:
+    """Nobody ends early, so only a look at the waiting requests while others run can admit a third."""
+    before = len(server.log_text())
+    _ask_all(server, [120] * 6, 780)
+    running = [int(x) for x in re.findall(r"Decode batch, #running-req: (\d+)", server.log_text()[before:])]
     assert max(running) >= 3
 
 
-def test_long_prompts_are_compacted_between_chunks() -> None:
+def test_long_prompts_are_compacted_between_chunks(server: Server) -> None:
     """Each of these prompts takes half of the pool at the high tier, and much less once its chunks are compacted."""
-    config = {"policy": {"name": "diffkv", "alpha_high": 50.0}}
-    args = ["--max-total-tokens", "2000", "--chunked-prefill-size", "128", "--decode-log-interval", "2"]
-    with Server(NANO, "diffkv", args, diffkv_config=config, env=STRICT) as server:
-        parameters = {"temperature": 0, "max_new_tokens": 60, "min_new_tokens": 60}
-
-        def ask(index: int) -> int:
-            ids = [random.Random(index).randrange(300, 8000) for _ in range(700 + 40 * (index % 3))]
-            return len(server.generate({"input_ids": ids, "sampling_params": parameters})["output_ids"])
-
-        with ThreadPoolExecutor(8) as threads:
-            assert list(threads.map(ask, range(8))) == [60] * 8
-        stats = server.stats()
-        assert stats is not None
-        assert stats["admission"]["compacted_between_chunks"] > 0
-        assert stats["faults"] == 0
-        server.flush_cache()
-        stats = server.stats()
-        assert stats is not None
-        assert stats["pages_used"] == 0 and stats["admission"]["promised_pages"] == 0
+    before = stats_of(server)["admission"]["compacted_between_chunks"]
+    _ask_all(server, [700 + 40 * (i % 3) for i in range(8)], 60)
+    stats = stats_of(server)
+    assert stats["admission"]["compacted_between_chunks"] > before
+    assert stats["faults"] == 0
+    check_idle(server)
+    assert stats_of(server)["admission"]["promised_pages"] == 0
 
 
-def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix() -> None:
+@pytest.mark.parametrize("config", [pytest.param(LOSSLESS, marks=pytest.mark.full), COMPRESSED], ids=str)
+def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix(
+    config: dict[str, Any], server_of: Callable[..., Server]
+) -> None:
     """It shares two tokens with a long cached prompt, whose segment it locks as a whole; nothing runs that could make
     room."""
     draw = random.Random(0)
-    cached, wide = ([7, 8, *(draw.randrange(300, 8000) for _ in range(n))] for n in (500, 760))
-    with Server(NANO, "diffkv", ["--max-total-tokens", "900"], diffkv_config={"tiers": ["BF16"]}, env=STRICT) as server:
-        client.ask(server.url, cached, 4)
-        assert client.ask(server.url, wide, 64, timeout=60.0).prompt_tokens == 762
-        assert client.ask(server.url, cached, 4, timeout=60.0).completion_tokens > 0
+    cached, wide = ([7, 8, *(draw.randrange(300, 8000) for _ in range(n))] for n in (500, 660))
+    server = server_of("diffkv", TIGHT, config=config, env=EVERY_STEP)
+    client.ask(server.url, cached, 4)
+    assert client.ask(server.url, wide, 64, timeout=120.0).prompt_tokens == 662
+    assert client.ask(server.url, cached, 4, timeout=120.0).completion_tokens > 0
 
 
-@pytest.mark.parametrize("fidelity", ["compressed", "exact"])
-def test_small_pool_under_compression_completes_all(prompts: list[list[int]], fidelity: str) -> None:
-    replies, log = _run(prompts, POOL, "--schedule-conservativeness", "0.1", prefix_fidelity=fidelity)
-    assert all(x.completion_tokens > 0 for x in replies)
-    assert "due to OOM" not in log
+@pytest.mark.parametrize("config", [COMPRESSED, pytest.param(EXACT, marks=pytest.mark.full)], ids=str)
+def test_small_pool_under_compression_completes_all(
+    prompts: list[list[int]], config: dict[str, Any], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", TIGHT, config=config, env=EVERY_STEP)
+    assert all(x.completion_tokens > 0 for x in _load(server, prompts))
+    assert "due to OOM" not in server.log_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +14,7 @@ import requests
 from sglang_diffkv.testing import client, tasks
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
+from tests.servers import STRICT
 
 pytestmark = pytest.mark.server
 
@@ -21,17 +22,9 @@ POOL = 6000
 QUESTION = {"role": "user", "content": "What is 23 * 45? Show the steps."}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
-    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "5"]
-    with Server(NANO, "diffkv", args, env=env) as running:
-        yield running
-        assert running.alive(), "the server died during the tests"
-        running.flush_cache()
-        stats = running.stats()
-        assert stats is not None
-        assert stats["pages_used"] == 0, "pages are lost after all tests"
+@pytest.fixture
+def server(server_of: Callable[..., Server]) -> Server:
+    return server_of("diffkv", ["--max-total-tokens", str(POOL), "--decode-log-interval", "5"], env=STRICT)
 
 
 def _chat(server: Server, **fields: object) -> dict:
@@ -60,6 +53,8 @@ def test_shared_prefix_is_attached_not_computed(server: Server) -> None:
 
 
 def test_ratio_and_shares_are_reported(server: Server) -> None:
+    long = next(x for x in tasks.load("dev") if x.task == "fewshot_shared" and x.level == "medium")
+    client.ask(server.url, tasks.chat_ids(tasks.load_tokenizer(NANO), long.prompt), 64)
     _chat(server, max_tokens=200)
     stats = server.stats()
     assert stats is not None
@@ -145,14 +140,14 @@ def test_bad_requests_fail_alone(server: Server) -> None:
     assert replies[0]["output_ids"] == replies[1]["output_ids"]
 
 
-def test_rotated_keys_answer_over_chunks_and_prefix_hits() -> None:
+def test_rotated_keys_answer_over_chunks_and_prefix_hits(server_of: Callable[..., Server]) -> None:
     items = tasks.select(tasks.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=12)
     tokenizer = tasks.load_tokenizer(NANO)
     prompts = [tasks.chat_ids(tokenizer, x.prompt) for x in items]
     config = {"rotate": "keys", "policy": {"name": "diffkv", "alpha_high": 5, "window": 32}}
-    with Server(NANO, "diffkv", ["--chunked-prefill-size", "64"], diffkv_config=config) as server:
-        for _ in range(2):
-            replies = client.run(server.url, prompts, 400, concurrency=6)
-            assert sum(tasks.is_right(r.text, x.answer) for r, x in zip(replies, items, strict=True)) >= 11
-        assert all(r.cached_tokens for r in replies)
-        assert "rotation keys" in server.log_text()
+    server = server_of("diffkv", ["--chunked-prefill-size", "64"], config=config)
+    for _ in range(2):
+        replies = client.run(server.url, prompts, 400, concurrency=6)
+        assert sum(tasks.is_right(r.text, x.answer) for r, x in zip(replies, items, strict=True)) >= 11
+    assert all(r.cached_tokens for r in replies)
+    assert "rotation keys" in server.log_text()

@@ -32,6 +32,7 @@ def tokens_of(state, row, layer, tier):
     return found
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4"])

@@ -17,6 +17,10 @@ ALWAYS = {"reserve_kernel", "append_kernel", "ragged_kernel", "paged_kernel", "m
 COMPRESSING = {"compact_kernel", "plan_kernel", "move_kernel", "copy_kernel", "new_scores_kernel", *UNPACKING}
 
 
+QUICK = {"llama3-8b", "raw and low"}
+"""What ``make test`` compiles. Triton keeps what it compiled, by the kernels' sources and options."""
+
+
 def compiled(config: str) -> list[dict[str, object]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.compile_kernels", config]
@@ -27,7 +31,9 @@ def compiled(config: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CONFIGS]
+)
 def test_kernels_compile_for_hopper(config: str) -> None:
     kernels = compiled(config)
     names = {str(x["kernel"]).split()[0] for x in kernels}

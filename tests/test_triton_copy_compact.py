@@ -31,6 +31,7 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
     return [x[live] for x in fields]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("judging", "sinks", "scales"), [(False, 0, False), (True, 0, False), (True, 5, True)])
 @pytest.mark.parametrize(
     "tiers, dim, v_dim", [("K8V4 K4V2", 64, 64), ("BF16 K4V2", 96, 64), ("K8V4", 64, 128), ("K8V8 K4V1", 128, 128)]

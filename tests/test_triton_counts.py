@@ -197,6 +197,7 @@ def check_measure(state: PageState, rows: list[int], ranges: list[tuple[int, int
     assert torch.equal(got.cpu(), expected)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("block", [0, 4])
 @pytest.mark.parametrize("tiers", FORMATS)
 def test_counts_and_positions(tiers, block, monkeypatch):
