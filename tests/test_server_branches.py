@@ -23,7 +23,7 @@ def tokens(count: int, seed: int) -> list[int]:
 PROMPT = tokens(4000, 0)
 
 
-@pytest.fixture(scope="module", params=["compressed", "exact"])
+@pytest.fixture(scope="module", params=["compressed", pytest.param("exact", marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     config = {"prefix_fidelity": request.param}
     with Server(NANO, "diffkv", ["--max-total-tokens", "20000"], diffkv_config=config) as running:

@@ -10,7 +10,7 @@ import pytest
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.full]
 
 CONFIGS = {
     "pruned": {"tiers": ["K8V4"], "policy": {"name": "h2o", "budget": 96}, "page_tokens": 8},

@@ -53,7 +53,7 @@ def register():
 """
 
 
-@pytest.fixture(scope="module", params=["compressed", "exact"])
+@pytest.fixture(scope="module", params=["compressed", pytest.param("exact", marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("plugin")
     (folder / "failing_plugin.py").write_text(PLUGIN)

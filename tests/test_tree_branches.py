@@ -164,8 +164,11 @@ class Fuzz:
 
 
 @FIDELITIES
-@pytest.mark.parametrize("seed", range(3))
-def test_the_cache_finds_what_stock_finds(seed, exact):
+@pytest.mark.parametrize(
+    ("seed", "batches"), [(0, 25), *(pytest.param(seed, 150, marks=pytest.mark.full) for seed in range(1, 9))]
+)
+def test_the_cache_finds_what_stock_finds(seed, batches, exact):
+    """A batch is 4 requests on average."""
     fuzz = Fuzz(seed, exact)
-    for _ in range(40):
+    for _ in range(batches):
         fuzz.batch()
