@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -199,3 +201,24 @@ def test_a_last_chunk_of_one_token_is_counted():
     for row in rows:
         manager.prompts.end(row)
     assert manager.tracker.free_bound() <= manager.free_pages()
+
+
+@pytest.mark.parametrize("blocks", [0, 6, 9, 14])
+def test_refused_rows_are_those_that_cannot_grow(blocks):
+    """Without a block to spare, with some, and with more than all can take."""
+    manager = make_manager(make_format(page_tokens=4), max_tokens=64, blocks=blocks, policy=UniformPolicy())
+    space, limit = manager.space, manager.space.max_blocks * TABLE_BLOCK
+    for row, tokens in ((1, 61), (2, 64), (3, limit)):
+        with contextlib.suppress(TableFull):
+            space.append(row, tokens)
+    for new_tokens in (1, 4, 40):
+        found = space.refused([1, 2, 3], new_tokens)
+        for row in (1, 2, 3):
+            try:
+                space.append(row, new_tokens)
+                assert row not in found
+            except TableFull as error:
+                assert found[row] == str(error) and error.row == row
+        for row in (3, 2, 1):
+            if row not in found:
+                space.withdraw(row, new_tokens)

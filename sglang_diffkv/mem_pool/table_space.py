@@ -82,8 +82,12 @@ class TableSpace:
         return path[:count]
 
     def refused(self, rows: list[int], new_tokens: int) -> dict[int, str]:
-        """Those of ``rows`` that have no room for ``new_tokens`` more each, in this order, and why."""
-        found, free = {}, len(self.free_blocks)
+        """Those of ``rows``, in this order, that have no room for ``new_tokens`` more each, and why."""
+        found: dict[int, str] = {}
+        free = len(self.free_blocks)
+        most = 2 * -(-new_tokens // TABLE_BLOCK)  # a token takes an entry of each tier at most
+        if most * len(rows) <= free and all(sum(map(len, self.blocks[row])) + most <= self.max_blocks for row in rows):
+            return found
         for row in rows:
             needed = [
                 max(-(-n // TABLE_BLOCK) - len(side), 0)
