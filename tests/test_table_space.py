@@ -92,10 +92,13 @@ def test_an_attach_without_blocks_leaves_the_row_empty():
     session.release(1)
     session.extend({1: 60}, scores=False)
     segment = session.share(1, 0, 60)
+    session.manager.tracker.settle()
+    session.manager.space.append(2, 1)  # takes what the counted segment gave back
     before = snapshot(session.manager)
     with pytest.raises(TableFull, match="0 free blocks"):
         session.manager.attach_prefix(3, [(segment, 0, 20), (segment, 20, 60)])
     assert snapshot(session.manager) == before
+    session.manager.space.release(2)
     check_integrity(session.manager)
 
 
@@ -222,3 +225,23 @@ def test_refused_rows_are_those_that_cannot_grow(blocks):
         for row in (3, 2, 1):
             if row not in found:
                 space.withdraw(row, new_tokens)
+
+
+def test_a_counted_segment_keeps_the_blocks_of_its_entries():
+    """A short prompt is all in the high tier: nothing of a block for low entries."""
+    session = Session(make_manager(make_format(page_tokens=4), policy=DiffKVPolicy(1.0, 0.0, 200), segments=20))
+    manager = session.manager
+    session.extend({1: 100})
+    assert len(manager.space.free_blocks) == manager.space.num_blocks - 3
+    segment = session.share(1, 0, 100)
+    assert segment is not None
+    session.release(1)
+    manager.tracker.settle()
+    assert [len(side) for side in manager.space.blocks[segment.row]] == [2, 0]
+    check_integrity(manager)
+    session.attach(2, [(segment, 0, 100)])
+    check_row(session, 2)
+    session.release(2)
+    manager.segments.release(segment)
+    check_integrity(manager)
+    assert len(manager.space.free_blocks) == manager.space.num_blocks

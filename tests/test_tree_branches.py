@@ -131,7 +131,7 @@ class Fuzz:
         self.random = random.Random(seed)
         self.longest = self.random.choice([96, 256, 640])
         self.world = World(
-            60_000, longest=self.longest, exact=exact, page_tokens=self.random.choice([4, 8]), rows=12, segments=4000,
+            240_000, longest=self.longest, exact=exact, page_tokens=self.random.choice([4, 8]), rows=12, segments=4000,
             share_min=self.random.choice([1, 8, 24]), alpha_high=self.random.choice([0.0, 1.0]),
         )  # fmt: skip
         params = CacheInitParams(False, self.world.pool, self.world.allocator, 1)

@@ -96,6 +96,7 @@ class CountTracker:
             for row, (pages, here) in zip(snapshot.rows[new].tolist(), held, strict=True):
                 if segment := self.uncounted.pop(row, None):
                     segment.pages = pages
+                    self.manager.space.shrink(row)
                     self.ranks.count(row, pages, here)
                     self.on_counted(segment)
             self.counted_step = snapshot.step

@@ -159,6 +159,14 @@ class TableSpace:
         self.base[row] = 0
         self.counted[row] = self.total[row]
 
+    def shrink(self, row: int) -> None:
+        """Take back the blocks that a row's entries do not reach, if it takes no more."""
+        first = row * self.max_blocks
+        for side, n, right in zip(self.blocks[row], self.bound(row), (False, True), strict=True):
+            while len(side) > -(-n // TABLE_BLOCK):
+                self.free_blocks.append(side.pop())
+                self._writes[first + (self.max_blocks - 1 - len(side) if right else len(side))] = 0
+
     def flush(self) -> None:
         """Bring the device's block table up to date, on the current stream, without waiting."""
         if not self._writes:
