@@ -124,6 +124,19 @@ def test_without_pages_for_a_copy_a_path_is_found_in_part(monkeypatch):
     assert not world.tree.joiner.joined
 
 
+def test_a_reply_that_cannot_be_packed_is_counted():
+    """The last segment row is the reply's, so there is none for its copy; then nothing runs."""
+    world = World(4000, segments=3, rows=4, share_min=8)
+    for _ in range(2):
+        req = world.prompt(world.tokens(60))
+        for _ in range(30):
+            world.decode(req)
+        world.leave(req)
+    assert world.manager.segments.rows_free == 0
+    ledger = world.allocator.ledger
+    assert ledger.available() + ledger.evictable() + ledger.protected() == ledger.capacity
+
+
 class Fuzz:
     """Random batches over a shared trunk, with stock SGLang's radix cache beside ours."""
 
