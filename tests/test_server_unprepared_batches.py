@@ -1,4 +1,4 @@
-"""SGLang's own errors while it gives a prefill batch rows and names: the batch is undone though nothing was allocated."""
+"""SGLang's own errors while it gives a prefill batch rows and names: the batch is undone, though it got nothing."""
 
 from __future__ import annotations
 

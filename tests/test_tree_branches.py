@@ -113,6 +113,26 @@ def test_a_join_keeps_the_tokens_of_running_requests():
     assert world.manager.free_pages() == world.manager.geometry.num_pages, "a page is lost"
 
 
+def test_a_join_makes_no_other_prefix_dearer():
+    """A request is admitted, then the match of another one of its batch joins what both read."""
+    world = World(60_000, longest=1024, exact=False, page_tokens=8, segments=300, share_min=1)
+    fork = world.tokens(200)
+    branch = long = fork
+    run(world, [fork])
+    for _ in range(50):
+        branch = branch + world.tokens(5)
+        run(world, [branch])
+    for _ in range(40):
+        long = long + world.tokens(20)
+        run(world, [long])
+    first = world.admit(branch + world.tokens(3))
+    before = world.manager.space.path_entries(world.tree.path(first.last_node))
+    second = world.admit(long[:-1] + world.tokens(3))
+    assert world.tree.joiner.join(second.last_node, evict=True)
+    after = world.manager.space.path_entries(world.tree.path(first.last_node))
+    assert all(n <= m for n, m in zip(after, before, strict=True))
+
+
 def test_without_pages_for_a_copy_a_path_is_found_in_part(monkeypatch):
     world = World(20_000, longest=200, exact=False, page_tokens=16, segments=600, share_min=1)
     monkeypatch.setattr(type(world.tree), "make_room", lambda self, pages: False)
