@@ -194,9 +194,26 @@ def no_prefill(running_batch: Any) -> Any:
 
 
 def release_request(batch: Any, index: int) -> None:
-    """Take from a batch's request all that it holds, as a retraction does; the request may be queued again."""
-    more = {"server_args": _global_server_args()} if release() < (0, 5, 18) else {}
-    batch.release_req(index, 0, **more)
+    """Take from a batch's request all that it holds, as a retraction does; the request may be queued again. One that
+    got no names, or not even a row, before its batch failed holds its lock on the tree and perhaps the row."""
+    req = batch.reqs[index]
+    if _has_names(req):
+        more = {"server_args": _global_server_args()} if release() < (0, 5, 18) else {}
+        batch.release_req(index, 0, **more)
+        return
+    if release() >= (0, 5, 22):
+        batch.tree_cache.unlock(req.lock)
+    elif req.last_node is not None:
+        batch.tree_cache.dec_lock_ref(req.last_node)
+    if row_of(req) is not None:
+        batch.req_to_token_pool.free(req)
+    req.reset_for_retract()
+
+
+def _has_names(req: Any) -> bool:
+    """Whether SGLang has allocated slots for the request, which it does for all of a batch at once."""
+    kv = req.kv
+    return kv is not None and kv.kv_allocated_len > 0
 
 
 def _global_server_args() -> Any:

@@ -53,11 +53,13 @@ def undo_prefill(scheduler: Any, refused: BatchRefused) -> None:
     """Release all requests of the batch, none of which has run in it; those that are no cause are first in the queue
     again."""
     batch = refused.batch
-    scheduler.token_to_kv_pool_allocator.ledger.manager.cancel_step()
+    ledger = scheduler.token_to_kv_pool_allocator.ledger
+    ledger.manager.cancel_step()
     if scheduler.chunked_req in batch.reqs:
         scheduler.chunked_req = None
     again = []
     for index, req in enumerate(batch.reqs):
+        ledger.forget(req.rid)
         if req in refused.causes:
             _refuse(batch, index, refused.reason)
         else:

@@ -113,6 +113,26 @@ def test_a_join_keeps_the_tokens_of_running_requests():
     assert world.manager.free_pages() == world.manager.geometry.num_pages, "a page is lost"
 
 
+def test_a_join_makes_no_other_prefix_dearer():
+    """A request is admitted, then the match of another one of its batch joins what both read."""
+    world = World(60_000, longest=1024, exact=False, page_tokens=8, segments=300, share_min=1)
+    fork = world.tokens(200)
+    branch = long = fork
+    run(world, [fork])
+    for _ in range(50):
+        branch = branch + world.tokens(5)
+        run(world, [branch])
+    for _ in range(40):
+        long = long + world.tokens(20)
+        run(world, [long])
+    first = world.admit(branch + world.tokens(3))
+    before = world.manager.space.path_entries(world.tree.path(first.last_node))
+    second = world.admit(long[:-1] + world.tokens(3))
+    assert world.tree.joiner.join(second.last_node, evict=True)
+    after = world.manager.space.path_entries(world.tree.path(first.last_node))
+    assert all(n <= m for n, m in zip(after, before, strict=True))
+
+
 def test_without_pages_for_a_copy_a_path_is_found_in_part(monkeypatch):
     world = World(20_000, longest=200, exact=False, page_tokens=16, segments=600, share_min=1)
     monkeypatch.setattr(type(world.tree), "make_room", lambda self, pages: False)
@@ -122,6 +142,19 @@ def test_without_pages_for_a_copy_a_path_is_found_in_part(monkeypatch):
         (found,) = run(world, [chat])
     assert 0 < found < len(chat) - 1
     assert not world.tree.joiner.joined
+
+
+def test_a_reply_that_cannot_be_packed_is_counted():
+    """The last segment row is the reply's, so there is none for its copy; then nothing runs."""
+    world = World(4000, segments=3, rows=4, share_min=8)
+    for _ in range(2):
+        req = world.prompt(world.tokens(60))
+        for _ in range(30):
+            world.decode(req)
+        world.leave(req)
+    assert world.manager.segments.rows_free == 0
+    ledger = world.allocator.ledger
+    assert ledger.available() + ledger.evictable() + ledger.protected() == ledger.capacity
 
 
 class Fuzz:

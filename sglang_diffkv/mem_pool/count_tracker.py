@@ -52,6 +52,7 @@ class CountTracker:
         self.host.touch(segment.row, grows=False)
         self.ranks.drop(segment.row)
         self.uncounted[segment.row] = segment
+        self._settled = -1
 
     def take_snapshot(self) -> None:
         """Enqueue a count of all request rows and of the segments not yet counted, after the last planned step."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment
+from sglang_diffkv.mem_pool.segment_store import MOST_READS
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 
 if TYPE_CHECKING:
@@ -96,7 +97,9 @@ class PathJoiner:
         for segment, _, _ in parts:
             tree.uncount(segment)
         read = {segment for segment, _, _ in parts if tree.locked_nodes[segment]}
+        reads = self._reads(parts)
         joined = manager.packer.join(parts)
+        joined.reads.update(reads)
         tree.locked_nodes[joined] = 0
         at = 0
         for node in nodes:
@@ -110,6 +113,17 @@ class PathJoiner:
             else:
                 manager.segments.cut_front(segment, end)
         self.joined += 1
+
+    def _reads(self, parts: Path) -> dict[tuple[int, int], tuple[int, int]]:
+        """Entries of the joined segment's starts. Parts are copied in order, so a start is dense: who branches off
+        early does not pay for what is behind it, nor more than for the parts as they were."""
+        reads, high, low, lo = {}, 0, 0, parts[0][1]
+        for segment, start, end in parts[:MOST_READS]:
+            more_high, more_low = self.manager.space.part_entries(segment, start, end)
+            high, low = high + more_high, low + more_low
+            dense = self.manager.packer.room(end - lo)
+            reads[lo, end] = (min(high, dense[0]), min(low, dense[1]))
+        return reads
 
     def _rename(self, node: Any, joined: Segment) -> None:
         """The node's tokens are those of ``joined`` from now on. Rows that have locked it keep the old pages, so these
