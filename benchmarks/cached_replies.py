@@ -37,10 +37,13 @@ def serve(configuration: Configuration, items: Sequence[tasks.Item], args: argpa
     def twice(item: tasks.Item) -> dict[str, Any]:
         ids = tasks.chat_ids(tokenizer, item.prompt)
         found: dict[str, Any] = {"question": item.id, "prompt_tokens": len(ids)}
+        replies: list[list[int]] = []
         for name in PASSES:
             record = client.ask(server.url, ids, min(args.longest, context - len(ids) - 1))
             right = tasks.is_right(record.text, item.answer)
-            found[name] = {"ids": record.output_ids, "right": right, "cached_tokens": record.cached_tokens}
+            found[name] = {"tokens": len(record.output_ids), "right": right, "cached_tokens": record.cached_tokens}
+            replies.append(record.output_ids)
+        found["first_difference"] = first_difference(*replies)
         return found
 
     with (
@@ -61,7 +64,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 def summary(run: dict[str, Any]) -> list[str]:
     """Name, n, cached share of the prompts the second time, same replies, right either time and their difference."""
     questions = run["questions"]
-    places = [first_difference(x["computed"]["ids"], x["cached"]["ids"]) for x in questions]
+    places = [x["first_difference"] for x in questions]
     cached = sum(x["cached"]["cached_tokens"] for x in questions) / sum(x["prompt_tokens"] for x in questions)
     right = [report.proportion([x[name]["right"] for x in questions]) for name in PASSES]
     gained = sum(x["cached"]["right"] and not x["computed"]["right"] for x in questions)

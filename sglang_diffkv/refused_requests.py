@@ -36,12 +36,15 @@ class BatchRefused(RuntimeError):
 @contextmanager
 def refusing_batch(batch: Any, req: Any = None) -> Iterator[None]:
     """An error inside becomes BatchRefused: because of ``req``, of the request whose row has no table blocks, or, where
-    neither is known, of all."""
+    neither is known, of all. With several ranks only an error that all of them meet may, or they would part."""
+    alone = batch.token_to_kv_pool_allocator.ledger.manager.ranks.alone
     try:
         yield
     except FATAL:
         raise
     except Exception as error:
+        if not alone and isinstance(error, torch.OutOfMemoryError):
+            raise
         logger.exception("DiffKV: a prefill batch cannot be prepared")
         causes = [req] if req is not None else list(batch.reqs)
         if req is None and isinstance(error, TableFull):

@@ -102,6 +102,7 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
         return original(self, running_batch)
     except BatchRefused as refused:
         undo_prefill(self, refused)
+        running_batch.batch_is_full = False
         return compat.no_prefill(running_batch)
 
 

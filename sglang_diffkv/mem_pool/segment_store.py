@@ -165,7 +165,7 @@ class SegmentStore:
         entries: list[list[int]] = manager.ranks.largest(counts.ravel()).reshape(counts.shape).tolist()
         for (segment, lo, hi), of_tiers in zip(parts, entries, strict=True):
             if len(segment.reads) >= MOST_READS:
-                segment.reads.clear()
+                del segment.reads[next(iter(segment.reads))]
             segment.reads[lo, hi] = (of_tiers[0], of_tiers[1] if len(of_tiers) > 1 else 0)
 
     def exact_pages(self, segment: Segment) -> int:

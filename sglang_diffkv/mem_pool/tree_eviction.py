@@ -88,7 +88,9 @@ class EvictingTree(RadixCache):
         return not self.ledger.table_starved(blocks)
 
     def evict_names(self, count: int) -> None:
-        """Evict until ``count`` names are free that nobody is going to take."""
+        """Evict until ``count`` names are free that nobody is going to take, if so many can be."""
+        if self.ledger.uncommitted_names() + super().evictable_size() < count:
+            return
         self._evict_while(lambda: math.inf if self.ledger.uncommitted_names() < count else 0)
 
     def _evict_while(self, missing: Callable[[], float]) -> None:
