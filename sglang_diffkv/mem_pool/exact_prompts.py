@@ -85,7 +85,7 @@ class ExactPrompts:
         geometry = self.manager.geometry
         if not self.manager.space.fits(kept, geometry.max_tokens):
             return False
-        if not self.tree.make_room(geometry.most_pages(tokens)):
+        if not (self.tree.make_segment_rows(1) and self.tree.make_room(geometry.most_pages(tokens))):
             return False
         return not self.ledger.table_starved(self.manager.copies.blocks_for(row, kept, tokens))
 
