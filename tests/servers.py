@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,3 +85,9 @@ def check_idle(server: Server) -> None:
     stats = server.stats()
     if stats is not None:
         assert (stats["pages_used"], stats["segments"]) == (0, 0), "pages are lost"
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """A prompt of random words; equal seeds begin alike."""
+    source = random.Random(seed)
+    return [source.randrange(100, 1900) for _ in range(count)]

@@ -9,15 +9,11 @@ import pytest
 
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
+from tests.servers import tokens
 
 pytestmark = pytest.mark.server
 
 SPLITS = [50, 375, 400, 700, 1024, 1333, 1600, 1999, 2222, 2600, 3000, 3700]
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(100, 1900) for _ in range(count)]
 
 
 PROMPT = tokens(4000, 0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
-from tests.test_server_refused_requests import ask, tokens
+from tests.failing_plugin import failing_server
+from tests.servers import tokens
+from tests.test_server_refused_requests import ask
 
 pytestmark = pytest.mark.server
 
@@ -37,22 +36,8 @@ def register():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("plugin")
-    (folder / "failing_plugin.py").write_text(PLUGIN)
-    (folder / "failing_plugin-0.dist-info").mkdir()
-    (folder / "failing_plugin-0.dist-info" / "METADATA").write_text("Name: failing-plugin\nVersion: 0\n")
-    entry = "[sglang.srt.plugins]\nfailing = failing_plugin:register\n"
-    (folder / "failing_plugin-0.dist-info" / "entry_points.txt").write_text(entry)
-    path = os.pathsep.join(x for x in (str(folder), os.environ.get("PYTHONPATH")) if x)
-    env = {"PYTHONPATH": path, "SGLANG_DIFFKV_CHECK_INTEGRITY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
-    args = ["--max-total-tokens", "12000", "--chunked-prefill-size", "1024"]
-    with Server(NANO, "diffkv", args, env=env) as running:
+    with failing_server(tmp_path_factory.mktemp("plugin"), PLUGIN, {}) as running:
         yield running
-        assert running.alive(), "the server died during the tests"
-        running.flush_cache()
-        stats = running.stats()
-        assert stats is not None
-        assert stats["pages_used"] == 0, "pages are lost after all tests"
 
 
 @pytest.mark.parametrize("length", [NAMES, ROWS])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.segment_store import MOST_READS
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+from sglang_diffkv.mem_pool.table_space import blocks_of
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.prefix_cache import DiffKVPrefixCache
@@ -72,7 +72,7 @@ class PathJoiner:
         of the rest of a segment that is cut."""
         tokens = parts[-1][2] - parts[0][1]
         rest = max((self.manager.space.bound(segment.row) for segment, _, _ in parts), key=sum)
-        blocks = sum(-(-n // TABLE_BLOCK) for bound in (self.manager.packer.room(tokens), rest) for n in bound)
+        blocks = blocks_of(self.manager.packer.room(tokens)) + blocks_of(rest)
         return self.manager.geometry.most_pages(tokens), blocks
 
     def _has_room(self, parts: Path) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.policies.diffkv import KEEP
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ class PromptCopies:
 
     def blocks_for(self, row: int, kept: Path, tokens: int) -> int:
         """Table blocks, at most, of a segment of the row's new pages and of the row with ``tokens`` copied."""
-        segment = sum(-(-n // TABLE_BLOCK) for n in self.manager.space.bound(row))
-        return segment + self.manager.space.blocks_for(kept, tokens)
+        return blocks_of(self.manager.space.bound(row)) + self.manager.space.blocks_for(kept, tokens)
 
     def plan(self, row: int, kept: Path, copied: Path, *, publish: bool) -> bool:
         """Copy at the end of the planned pass, which ends the row's prompt. The caller has made sure of the pages.
@@ -139,8 +138,7 @@ class PromptCopies:
         for part in kept:
             manager.attach_part(row, *part)
         start = path_end(kept)
-        high, *low = (-(-(length - start) // layout.tokens) for layout in manager.fmt.layouts)
-        manager.space.extend(row, high, low[0] if low else 0)
+        manager.space.extend(row, *manager.packer.room(length - start))
         manager.shared.pop(row, None)
         if start:
             manager.shared[row] = start

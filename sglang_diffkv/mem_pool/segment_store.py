@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
-from sglang_diffkv.mem_pool.table_space import TableFull
+from sglang_diffkv.mem_pool.table_space import TableFull, blocks_of
 
 if TYPE_CHECKING:
     from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -61,7 +60,7 @@ class SegmentStore:
         pending one."""
         space, pending = self.manager.space, self.manager.copies.pending
         rows = [row, pending[row].row] if row in pending else [row]
-        needed = max(sum(-(-n // TABLE_BLOCK) for n in space.bound(x)) for x in rows)
+        needed = max(blocks_of(space.bound(x)) for x in rows)
         return bool(self._free_rows) and needed <= len(space.free_blocks)
 
     def share(self, row: int, lo: int, hi: int) -> Segment | None:

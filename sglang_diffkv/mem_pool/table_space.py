@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
@@ -10,6 +12,11 @@ from sglang_diffkv.mem_pool.transfer import to_device
 
 PART_FILLED = 2
 """Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was sealed."""
+
+
+def blocks_of(entries: Iterable[int]) -> int:
+    """Table blocks of so many entries of each tier."""
+    return sum(-(-n // TABLE_BLOCK) for n in entries)
 
 
 class TableFull(RuntimeError):
@@ -68,7 +75,7 @@ class TableSpace:
         of each tier."""
         layouts = self.state.fmt.layouts
         own = [-(-new_tokens // layouts[0].tokens), -(-new_tokens // layouts[-1].tokens)]
-        return sum(-(-(n + m + spare) // TABLE_BLOCK) for n, m in zip(self.path_entries(path), own, strict=True))
+        return blocks_of(n + m + spare for n, m in zip(self.path_entries(path), own, strict=True))
 
     def fits(self, path: Path, max_tokens: int) -> bool:
         """Whether a row with ``path`` attached has room to grow to ``max_tokens``, whatever becomes of the rest."""
@@ -89,15 +96,17 @@ class TableSpace:
         if most * len(rows) <= free and all(sum(map(len, self.blocks[row])) + most <= self.max_blocks for row in rows):
             return found
         for row in rows:
-            needed = [
-                max(-(-n // TABLE_BLOCK) - len(side), 0)
-                for n, side in zip(self.bound(row, new_tokens), self.blocks[row], strict=True)
-            ]
-            if problem := self._problem(row, sum(needed), free):
+            needed = sum(self._needed(row, *self.bound(row, new_tokens)))
+            if problem := self._problem(row, needed, free):
                 found[row] = problem
             else:
-                free -= sum(needed)
+                free -= needed
         return found
+
+    def _needed(self, row: int, high: int, low: int) -> tuple[int, int]:
+        """Blocks of each tier that a row lacks for so many entries."""
+        left, right = self.blocks[row]
+        return max(-(-high // TABLE_BLOCK) - len(left), 0), max(-(-low // TABLE_BLOCK) - len(right), 0)
 
     def _problem(self, row: int, needed: int, free: int) -> str | None:
         """Why a row cannot have ``needed`` more of ``free`` blocks; None if it can."""
@@ -178,8 +187,7 @@ class TableSpace:
 
     def _grow(self, row: int, high: int, low: int) -> None:
         left, right = self.blocks[row]
-        need_left = max(-(-high // TABLE_BLOCK) - len(left), 0)
-        need_right = max(-(-low // TABLE_BLOCK) - len(right), 0)
+        need_left, need_right = self._needed(row, high, low)
         if not need_left and not need_right:
             return
         if problem := self._problem(row, need_left + need_right, len(self.free_blocks)):
