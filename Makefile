@@ -17,8 +17,8 @@ PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
 OTHER_SGLANG := 0.5.17 0.5.23
-VERSION_TESTS := $(addprefix tests/test_,admission.py exact_prompts.py prefix_cache.py ranks.py refusals.py tree_eviction.py) \
-	tests/test_server_requests.py::test_shared_prefix_is_attached_not_computed
+VERSION_TESTS := tests/tree tests/servers/test_refusals.py \
+	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed
 # How tests are spread over the processes: tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
@@ -74,17 +74,17 @@ test-fast: venv ## run the tests of make test that start no server
 
 fuzz: venv ## run the property tests on new examples, ten times as many
 	$(CPU_ENV) HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q $(PYTEST_ARGS) \
-		tests/test_page_manager.py tests/test_prefix_cache.py tests/test_quantize.py
+		tests/pages/test_page_manager.py tests/tree/test_prefix_cache.py tests/kernels/test_quantize.py
 
 test-gpu: ## run the kernel tests, and compare the bf16 tier's tokens with stock, on a CUDA GPU with $(PYTHON)
-	PYTHONPATH=. $(PYTHON) -m pytest -q tests/test_triton_*.py tests/test_backend.py tests/test_benchmarks_kernels.py $(PYTEST_ARGS)
-	$(PYTHON) benchmarks/identity.py --n 64 --shared 16 --max-new-tokens 128 --batch-sizes 1 8 32 \
+	PYTHONPATH=. $(PYTHON) -m pytest -q tests/kernels tests/servers/test_backend.py tests/tools/test_benchmarks_kernels.py $(PYTEST_ARGS)
+	$(PYTHON) -m benchmarks.quality.identity --n 64 --shared 16 --max-new-tokens 128 --batch-sizes 1 8 32 \
 		--server-args "--max-total-tokens 100000 --mm-feature-transport cpu --disable-prefill-cuda-graph"
 
 # Every tensor gets memory of its own, so that a kernel cannot leave it unseen; a graph cannot allocate that way.
 sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
-	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/test_triton_*.py \
-		tests/test_backend.py --deselect tests/test_triton_rotate.py::test_in_a_cuda_graph $(PYTEST_ARGS)
+	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/kernels \
+		tests/servers/test_backend.py --deselect tests/kernels/test_triton_rotate.py::test_in_a_cuda_graph $(PYTEST_ARGS)
 
 lint: venv ## check style, format and types
 	$(BIN)/ruff check .

@@ -10,9 +10,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import kernel_report, serving_charts, serving_report
 from benchmarks.figures import cli as figures
 from benchmarks.figures import evaluated
+from benchmarks.kernels import report as kernel_report
+from benchmarks.serving import charts as serving_charts
+from benchmarks.serving import report as serving_report
 
 
 def main(argv: Sequence[str] | None = None) -> None:

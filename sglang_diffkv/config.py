@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget
@@ -18,10 +19,6 @@ from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
-
-
-class ConfigError(ValueError):
-    """The configuration is unusable; the message names the field."""
 
 
 class _Strict(BaseModel):

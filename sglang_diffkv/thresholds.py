@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from sglang_diffkv.calibration import FILE_NAME, CalibratedThresholds, CalibrationError, find, model_name
-from sglang_diffkv.config import CONFIG_ENV, ConfigError, DiffKVConfig, read_config
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, read_config
+from sglang_diffkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 
 if TYPE_CHECKING:
     from sglang_diffkv.testing.server import Server
-    from tests.servers import SharedServer
+    from tests.servers.shared import SharedServer
 
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
 settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=40)
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def shared_server() -> Iterator[SharedServer]:
     """The server that outlives a test."""
-    from tests.servers import SharedServer
+    from tests.servers.shared import SharedServer
 
     shared = SharedServer()
     yield shared

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_diffkv import compat
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.srt import compat
 
 PAIR = ("K8V4", "K4V2")
 

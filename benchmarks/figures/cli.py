@@ -31,7 +31,7 @@ from benchmarks.figures.data import FigureData, Point, Ratio
 from benchmarks.figures.session import Session
 from benchmarks.provenance import provenance
 from sglang_diffkv.calibration import CalibrationError
-from sglang_diffkv.config import ConfigError
+from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.runner import Suite

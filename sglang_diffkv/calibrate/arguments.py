@@ -11,7 +11,8 @@ from typing import Any
 
 from sglang_diffkv.calibrate.search import WINDOW
 from sglang_diffkv.calibration import HeadScale
-from sglang_diffkv.config import ConfigError, DiffKVPolicyConfig
+from sglang_diffkv.config import DiffKVPolicyConfig
+from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
 from sglang_diffkv.evaluate.task import Task
 from sglang_diffkv.evaluate.tasks import TaskFileError, load_task

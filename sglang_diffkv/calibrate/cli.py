@@ -34,7 +34,8 @@ from sglang_diffkv.calibration import (
     model_name,
     policy_fields,
 )
-from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.configuration import STOCK, Configuration, device_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError

@@ -24,7 +24,7 @@ from typing import Any
 
 import requests
 
-from sglang_diffkv.config import ConfigError
+from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.configuration import Configuration, fingerprint_of, parse_configuration, tokenizer_path
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError

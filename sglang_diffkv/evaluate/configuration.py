@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_diffkv.config import ConfigError, DiffKVConfig, load_config
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.testing.report import version
 from sglang_diffkv.testing.server import Server, has_gpu, stock_backend

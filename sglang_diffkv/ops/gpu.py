@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from sglang_diffkv.compat import UnsupportedError
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, usual_scaling

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_diffkv.compat import UnsupportedError
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.allocate.reference import reserve
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.attach.reference import attach

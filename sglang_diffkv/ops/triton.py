@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_diffkv.compat import UnsupportedError
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach

@@ -22,7 +22,8 @@ from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.heads.fitted import Source, fit_factors, rule_of
 from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
-from sglang_diffkv.config import ConfigError, DiffKVConfig, DiffKVPolicyConfig
+from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
+from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.tasks import TaskFileError

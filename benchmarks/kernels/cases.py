@@ -1,0 +1,129 @@
+"""Cases of the kernel benchmark and synthetic page states for them: random pages, shuffled page tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.kernels.timing import layers_for
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step's attention: ``batch`` requests of ``length`` tokens, ``high`` of them in the high tier."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    length: int
+    tiers: str
+    high: float
+
+    @property
+    def name(self) -> str:
+        mix = {1.0: "all high", 0.0: "all low"}.get(self.high, f"{self.high:.0%} high")
+        return f"{self.tiers.replace(' ', '+')} {mix}"
+
+    @property
+    def fmt(self) -> PageFormat:
+        return PageFormat(self.head_dim, self.head_dim, tuple(Tier.parse(t) for t in self.tiers.split()))
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Tokens of a request in each tier."""
+        high = round(self.length * self.high)
+        return high, self.length - high
+
+    def page_counts(self) -> tuple[int, int]:
+        """Pages of a (request, KV head) in each tier."""
+        high, low = self.tokens
+        return -(-high // self.fmt.high.tokens), -(-low // self.fmt.low.tokens)
+
+    def max_blocks(self) -> int:
+        """Table blocks of a row, the same for all mixes of the tiers: kernels are compiled for this number."""
+        fmt = self.fmt
+        pages = [-(-self.length // layout.tokens) for layout in (fmt.high, fmt.low)]
+        return 1 + sum(-(-n // TABLE_BLOCK) for n in pages)
+
+    def layers(self) -> int:
+        """Layers to cycle through, the same for all mixes of the tiers."""
+        fmt = self.fmt
+        least = fmt.low.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4
+        return layers_for(self.batch * self.kv_heads * self.length * least)
+
+    def state_bytes(self, layers: int, free_pages: int = 0) -> int:
+        """Memory of a state of this case, with what building it and attending to it take besides."""
+        pages = self.batch * layers * self.kv_heads * sum(self.page_counts()) + free_pages
+        scratch = 4 * self.batch * self.q_heads * self.length
+        return int(1.3 * pages * self.fmt.page_bytes) + scratch + (256 << 20)
+
+    def bf16_bytes(self) -> int:
+        """Bytes of the same tokens in an uncompressed cache."""
+        return self.batch * self.length * self.kv_heads * self.fmt.bf16_token_bytes
+
+    def kv_bytes(self) -> int:
+        """Bytes that attention must read: tokens' codes, metadata and positions (not scores)."""
+        fmt = self.fmt
+        per = [x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4 for x in (fmt.high, fmt.low)]
+        return self.batch * self.kv_heads * sum(n * b for n, b in zip(self.tokens, per))
+
+
+def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cuda") -> PageState:
+    """A state of ``layers`` layers; row ``b + 1`` is request ``b``, and every page is its own."""
+    fmt, counts = case.fmt, case.page_counts()
+    heads = layers * case.kv_heads
+    blocks = [-(-n // TABLE_BLOCK) for n in counts]
+    state = PageState.create(
+        fmt,
+        num_pages=case.batch * heads * sum(counts) + free_pages,
+        num_rows=case.batch + 1,
+        num_layers=layers,
+        num_heads=case.kv_heads,
+        max_blocks=case.max_blocks(),
+        num_blocks=case.batch * sum(blocks) + 1,
+        device=device,
+    )
+    state.pages.view(torch.int64).random_()
+    state.block_table[1:, : blocks[0]] = _numbers(case.batch, blocks[0], 1, device)
+    if blocks[1]:
+        at = 1 + case.batch * blocks[0]
+        state.block_table[1:, -blocks[1] :] = _numbers(case.batch, blocks[1], at, device).flip(1)
+    ids = torch.randperm(state.num_pages, device=device).int()
+    state.ring.copy_(ids)
+    state.counters[0] = state.num_pages - free_pages
+    state.range_hi.fill_(2**31 - 1)
+    taken = 0
+    for tier, seg in enumerate(state.segments):
+        count, tokens = counts[tier], seg.layout.tokens
+        state.entries[1:, :, :, tier] = count
+        state.own_tokens[1:, :, :, tier] = case.tokens[tier]
+        if not count:
+            continue
+        size = case.batch * heads * count
+        page = ids[taken : taken + size].view(case.batch, count, layers, case.kv_heads)
+        taken += size
+        entry = torch.arange(count, device=device)
+        column = entry if tier == 0 else state.width - 1 - entry
+        block = state.block_table[1:][:, column // TABLE_BLOCK].long()  # [B, count]
+        state.page_table[block, :, :, column % TABLE_BLOCK] = page
+        flat = page.reshape(-1).long()
+        if seg.key_meta is not None and seg.value_meta is not None:
+            for meta in (seg.key_meta, seg.value_meta):
+                meta[flat] = torch.tensor([0.02, -1.0], dtype=torch.float16, device=device)
+        else:
+            seg.keys[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
+            seg.values[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
+        number = entry.view(1, -1, 1) * tokens + torch.arange(tokens, device=device)
+        position = torch.where(number < case.tokens[tier], number + (case.tokens[0] if tier else 0), -1)
+        position = position.view(1, count, 1, 1, tokens).expand(case.batch, count, layers, case.kv_heads, tokens)
+        seg.positions[flat] = position.reshape(-1, tokens).int()
+        seg.scores[flat] = torch.rand(tokens, device=device) / case.length
+    return state
+
+
+def _numbers(rows: int, columns: int, start: int, device: str) -> torch.Tensor:
+    return torch.arange(start, start + rows * columns, dtype=torch.int32, device=device).view(rows, columns)

@@ -1,0 +1,68 @@
+"""Charts of the serving benchmark: throughput of each backend, and latency or throughput along a load's series."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.session import OK, Record
+
+
+def charts(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
+    """Write a chart of each load that has a successful record. Raises ImportError without matplotlib."""
+    written = []
+    for load, about in data["loads"].items():
+        records = [x for x in data["records"] if x["load"] == load and x["status"] == OK]
+        if not records:
+            continue
+        path = folder / f"{name}_{load}.png"
+        title = f"{data['setup']['model']}, {data['setup']['kv_gib']:g} GiB of KV cache\n{about['title']}"
+        if about["x_label"]:
+            _series(records, about["x_label"], title, path)
+        else:
+            _bars(records, title, path)
+        written.append(path)
+    return written
+
+
+def _bars(records: list[Record], title: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(1.6 * len(records) + 3, 4))
+    axis = figure.subplots()
+    bars = axis.bar([x["backend"] for x in records], [x["output_throughput"] for x in records], width=0.6)
+    notes = [f"{x['output_throughput']:,.0f}\n{x['running_max'] or 0} running" for x in records]
+    axis.bar_label(bars, notes, padding=2, fontsize=8)
+    axis.margins(y=0.2)
+    axis.set_ylabel("output tokens a second")
+    axis.set_title(title, fontsize=10)
+    _save(figure, path)
+
+
+def _series(records: list[Record], x_label: str, title: str, path: Path) -> None:
+    """Output throughput, latency a token (DiffKV's normalised latency) and time to first token along the series."""
+    from matplotlib.figure import Figure
+
+    panels = (
+        ("output tokens a second", lambda x: x["output_throughput"]),
+        ("mean latency, ms an output token", lambda x: x["mean_e2e_latency_ms"] / x["output"]),
+        ("time to first token p99, ms", lambda x: x["p99_ttft_ms"]),
+    )
+    figure = Figure(figsize=(13, 4))
+    axes = figure.subplots(1, len(panels))
+    for axis, (label, value) in zip(axes, panels):
+        for backend in dict.fromkeys(x["backend"] for x in records):
+            line = sorted((x["x"], value(x)) for x in records if x["backend"] == backend)
+            axis.plot(*zip(*line), marker="o", label=backend)
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

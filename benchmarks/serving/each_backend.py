@@ -1,0 +1,77 @@
+"""For benchmarks that measure one thing on a server of each backend: options, the run, and the files it leaves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from benchmarks.budget import Budget
+from benchmarks.provenance import headline, provenance
+from benchmarks.serving.backends import Backend, parse_backend, parse_diffkv
+from benchmarks.serving.cli import add_model_arguments, prepare
+from benchmarks.serving.client import BenchmarkError
+from benchmarks.serving.session import FAILED, GUESSES, OK, Record, Setup, all_running, running, short
+from sglang_diffkv.testing.server import Server, ServerError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and the backends."""
+    add_model_arguments(parser)
+    parser.add_argument("--backends", nargs="*", type=parse_backend, metavar="ATTENTION:DTYPE", help="stock servers")
+    parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME=JSON")
+    parser.add_argument("--start-together", action="store_true", help="start all servers at once, ask one at a time")
+
+
+def measure_each(
+    args: argparse.Namespace,
+    data: dict[str, Any],
+    title: str,
+    measure: Callable[[Server, Setup], Record],
+    table: Callable[[Sequence[Record]], str],
+) -> int:
+    """``measure`` on every backend of ``args.candidates``; NAME.json and NAME.md are written after each.
+
+    Args:
+        data: the report so far, with its ``kind`` (the benchmark's module is its namesake) and ``name``.
+
+    Returns:
+        exit status, 1 if a server failed.
+    """
+    source = provenance(data["kind"], args.argv)
+    records: list[Record] = []
+    data |= {"provenance": source, "records": records}
+    budget = Budget(args.budget_seconds, GUESSES)
+
+    def take(backend: Backend, start: Callable[[], tuple[Server, Record]]) -> None:
+        record: Record = {"backend": backend.name, "status": OK}
+        try:
+            server, facts = start()
+            record |= {**measure(server, setup), **facts}
+        except (ServerError, BenchmarkError, ValueError, requests.RequestException) as error:
+            record |= {"status": FAILED, "error": short(error)}
+        records.append(record)
+        parts = [f"# {title}", headline(source), f"`{source['command']}`", table(records)]
+        for suffix, text in ((".json", json.dumps(data, indent=1)), (".md", "\n\n".join(parts))):
+            (args.output / f"{data['name']}{suffix}").write_text(text + "\n", encoding="utf-8")
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="model-") as folder:
+        setup = prepare(args, Path(folder), 40)
+        if args.start_together:
+            with all_running(args.candidates, setup, budget) as started:
+                for backend, start in zip(args.candidates, started, strict=True):
+                    take(backend, start.result)
+        else:
+            for backend in args.candidates:
+                with ExitStack() as stack:
+                    take(backend, partial(stack.enter_context, running(backend, setup, budget)))
+    print(table(records))
+    return int(any(record["status"] == FAILED for record in records))

@@ -1,0 +1,86 @@
+"""Equal KV memory for every backend: how many tokens fit into the same bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_diffkv.calibration import ModelGeometry
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.mem_pool.footprint import Footprint
+from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.srt.compat import CONTEXT_SLACK
+from sglang_diffkv.testing.server import has_gpu
+
+GIB = 1 << 30
+DTYPE_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What a model's KV cache depends on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    context: int
+    vocab: int
+    q_heads: int
+
+    @classmethod
+    def of(cls, model: str | Path) -> KVShape:
+        """Read from the model's ``config.json``. Raises ValueError for a folder without one."""
+        path = Path(model) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{model} is not a model's folder: it has no config.json")
+        config = json.loads(path.read_text(encoding="utf-8"))
+        found = ModelGeometry.of_config(config)
+        return cls(
+            layers=found.layers,
+            kv_heads=found.kv_heads,
+            head_dim=found.head_dim,
+            context=config["max_position_embeddings"],
+            vocab=config["vocab_size"],
+            q_heads=found.query_heads,
+        )
+
+    def token_bytes(self, dtype: str) -> int:
+        """Bytes of a token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+def stock_tokens(kv_bytes: int, shape: KVShape, dtype: str) -> int:
+    """Tokens of a stock cache of ``dtype`` in ``kv_bytes``."""
+    tokens = kv_bytes // shape.token_bytes(dtype)
+    if tokens < 1:
+        raise ValueError(f"{kv_bytes} bytes do not hold one {dtype} token of {shape.token_bytes(dtype)} bytes")
+    return tokens
+
+
+def diffkv_footprint(tokens: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> Footprint:
+    """All that a DiffKV server of ``tokens`` high-tier tokens puts on the device."""
+    plan = diffkv_plan(shape, config)
+    return plan.footprint(plan.geometry(tokens, max_running + 1, shape.context + CONTEXT_SLACK), tokens)
+
+
+def diffkv_plan(shape: KVShape, config: DiffKVConfig) -> MemoryPlan:
+    """Its plan, for one rank."""
+    fmt = config.page_format(shape.head_dim, shape.head_dim)
+    return MemoryPlan(config, fmt, shape.layers, shape.kv_heads, shape.q_heads, gpu=has_gpu())
+
+
+def diffkv_tokens(kv_bytes: int, shape: KVShape, config: DiffKVConfig, max_running: int) -> int:
+    """Most high-tier tokens of a DiffKV server that fit into ``kv_bytes`` with all that it needs beside the pages."""
+    plan, context = diffkv_plan(shape, config), shape.context + CONTEXT_SLACK
+    tokens = plan.capacity_in(kv_bytes, lambda _: max_running + 1, context)
+    if tokens < 1:
+        least = diffkv_footprint(1, shape, config, max_running).total
+        raise ValueError(f"{kv_bytes} bytes do not hold DiffKV's smallest pool of {least} bytes")
+    return tokens
+
+
+def check_bytes(held: float, wanted: float, rounding: float) -> None:
+    """Raise ValueError if a server's cache is not within 2% of the wanted GiB (and the server's own rounding)."""
+    if abs(held - wanted) > 0.02 * wanted + rounding:
+        raise ValueError(f"the server's cache has {held:.3f} GiB where {wanted:.3f} GiB were to be compared")

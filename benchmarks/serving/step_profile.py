@@ -1,0 +1,172 @@
+"""Where the time of a decode step goes: kernel times by part, from SGLang's own profiler.
+
+Each backend gets a server of its own. All requests decode together when ``--steps`` steps are recorded; what they
+took on the GPU is added up by part (matrix products, attention, its scores, page management, ...). Example:
+
+    python -m benchmarks.serving.step_profile --geometry llama3-8b --kv-gib 24 --batch 128 --length 1024 \\
+        --backends flashinfer:bf16 --diffkv 'default={}'
+
+NAME.json and NAME.md in the output folder. Exit code 1 if a server failed. A GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from benchmarks.serving.cli import model_name
+from benchmarks.serving.client import BenchmarkError, warm_up
+from benchmarks.serving.each_backend import add_arguments, measure_each
+from benchmarks.serving.session import OK, Record, Setup
+from sglang_diffkv.testing.report import markdown
+from sglang_diffkv.testing.server import Server
+
+PARTS = {
+    "attention": r"split_kernel|decode|paged_?kv|flash_|fmha|batch_?prefill",
+    "scores, search, joining of splits": r"finish_kernel|offsets_kernel|merge_?states",
+    "quantise and append": r"append_kernel|store_kv|set_kv|create_flashinfer",
+    "page management and compaction": r"(reserve|plan|move|count_rows|compact|release)_kernel",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|wgmma|matmul",
+    "norms, rotary embedding, activation": r"norm|rope|rotary|rotate_kernel|silu|act_and_mul",
+    "sampling": r"argmax|softmax|topk|sampl|sort|multinomial",
+}
+"""Part -> pattern of its kernels' names; the first that matches counts.
+
+A kernel that is launched while the one before it ends counts from then on, so the second pass of DiffKV's attention
+seems longer than it is, and kernels may take longer altogether than the time from the first to the last."""
+OTHER = "other"
+
+
+def part_of(kernel: str) -> str:
+    """The part that a kernel's time counts to."""
+    name = kernel.lower()
+    return next((part for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
+
+
+def kernels(trace: dict[str, Any]) -> Iterable[tuple[str, float, float]]:
+    """Name, start and duration in microseconds of what ran on the GPU."""
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            yield event["name"], float(event["ts"]), float(event["dur"])
+
+
+def breakdown(trace: dict[str, Any], steps: int) -> Record:
+    """Milliseconds of a step: by part, in kernels altogether, from first to last kernel; and the longest kernels."""
+    parts: Counter[str] = Counter()
+    names: Counter[str] = Counter()
+    begin, end = float("inf"), 0.0
+    for name, start, duration in kernels(trace):
+        parts[part_of(name)] += duration  # type: ignore[assignment]
+        names[name[:100]] += duration  # type: ignore[assignment]
+        begin, end = min(begin, start), max(end, start + duration)
+    if not parts:
+        raise BenchmarkError("the profile holds no kernel: is this a GPU?")
+    per_step = 1e-3 / steps
+    return {
+        "parts_ms": {name: value * per_step for name, value in parts.most_common()},
+        "busy_ms": sum(parts.values()) * per_step,
+        "span_ms": (end - begin) * per_step,
+        "longest_ms": {name: value * per_step for name, value in names.most_common(12)},
+    }
+
+
+def record_steps(server: Server, setup: Setup, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The trace of ``--steps`` steps in which all requests decode. Raises BenchmarkError."""
+    draw = random.Random(f"profile {setup.seed}")
+    vocab, started, over = setup.shape.vocab, threading.Semaphore(0), threading.Event()
+
+    def stream(prompt: Sequence[int]) -> None:
+        parameters = {"temperature": 0, "max_new_tokens": args.room, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "stream": True, "sampling_params": parameters}
+        with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=600) as reply:
+            reply.raise_for_status()
+            for number, _ in enumerate(reply.iter_lines()):
+                if number == 0:
+                    started.release()
+                if over.is_set():
+                    return
+
+    prompts = [[draw.randrange(vocab // 2, vocab) for _ in range(args.length)] for _ in range(args.batch)]
+    with ThreadPoolExecutor(args.batch) as pool:
+        streams = [pool.submit(stream, prompt) for prompt in prompts]
+        try:
+            for _ in prompts:
+                if not started.acquire(timeout=300):
+                    raise BenchmarkError("not all requests began to decode within 300 s")
+            asked = {"output_dir": str(folder), "num_steps": args.steps, "activities": ["GPU"]}
+            server.post("/start_profile", asked).raise_for_status()
+            deadline = time.monotonic() + 120
+            while not (found := sorted(folder.glob("*.json.gz"))) and time.monotonic() < deadline:
+                time.sleep(0.5)
+        finally:
+            over.set()
+    if not found or any(x.exception() for x in streams):
+        raise BenchmarkError("no profile was written" if not found else "a request failed while steps were recorded")
+    time.sleep(1.0)
+    with gzip.open(found[0], "rt", encoding="utf-8") as file:
+        return dict(json.load(file))
+
+
+def table(records: Sequence[Record]) -> str:
+    """A column for each backend, milliseconds a step and share of the kernels' time."""
+    good = [x for x in records if x["status"] == OK]
+    names = list(dict.fromkeys(name for x in good for name in x["parts_ms"]))
+    rows = []
+    for name in names:
+        cells = [f"{x['parts_ms'].get(name, 0):.3f} ({x['parts_ms'].get(name, 0) / x['busy_ms']:.1%})" for x in good]
+        rows.append([name, *cells])
+    rows.append(["all kernels", *(f"{x['busy_ms']:.3f}" for x in good)])
+    rows.append(["first to last kernel", *(f"{x['span_ms']:.3f}" for x in good)])
+    failed = [f"\n\n{x['backend']}: {x['error']}" for x in records if x["status"] != OK]
+    return markdown(["part, ms a step", *(x["backend"] for x in good)], rows) + "".join(failed)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--batch", type=int, default=128, help="requests that decode (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--room", type=int, default=512, help="tokens of a reply at most (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=10, help="recorded (default: %(default)s)")
+    args = parser.parse_args(argv)
+    args.argv = argv
+    args.candidates = [*(args.backends or []), *args.diffkv]
+    if not args.candidates:
+        parser.error("name at least one of --backends and --diffkv")
+    return args
+
+
+def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
+    """A step's breakdown on one server."""
+    warm_up(server, setup.shape.vocab, args.length, 8, setup.seed)
+    with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        return breakdown(record_steps(server, setup, args, Path(folder)), args.steps)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Profile all backends, print the table and write the results."""
+    args = parse_args(argv)
+    model = model_name(args)
+    data = {"kind": "step_profile", "name": f"step_{model}", "steps": args.steps}
+    title = f"A decode step of {args.batch} requests of {args.length} tokens, {model}"
+    return measure_each(args, data, title, partial(measure, args=args), table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""All that touches SGLang: the only package that imports it."""

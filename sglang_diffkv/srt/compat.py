@@ -1,0 +1,324 @@
+"""Everything that depends on the SGLang version: tested versions, field names, tree method names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.mem_pool.ranks import Ranks
+
+TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
+GPU_VERSIONS = ("0.5.17",)
+"""Those of the tested versions that were tested on a GPU."""
+
+
+CONTEXT_SLACK = 4
+"""Positions that SGLang adds to a model's context in its table of requests."""
+
+
+@cache
+def sglang_version() -> str:
+    return version("sglang")
+
+
+def require_tested_version() -> None:
+    """Raise UnsupportedError unless the installed SGLang is one that the plugin was tested with."""
+    found = sglang_version()
+    if found not in TESTED_VERSIONS:
+        raise UnsupportedError(
+            f"sglang_diffkv replaces parts of SGLang that change between releases and was not tested with "
+            f"SGLang {found}. Install one of: {', '.join(TESTED_VERSIONS)}."
+        )
+
+
+@cache
+def release() -> tuple[int, ...]:
+    return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
+
+
+CANARY_ON_CPU = release() >= (0, 5, 18)
+"""Whether SGLang's KV canary has code for devices other than CUDA's."""
+
+BEAM_SEARCH = release() >= (0, 5, 18)
+"""Whether a request may ask for beam search."""
+
+
+def _kv_of(req: Any) -> Any:
+    """What holds the request's row and ``cache_protected_len``."""
+    return req if release() < (0, 5, 18) else req.kv
+
+
+def request_rows(configurator: Any, capacity: int) -> int:
+    """Rows of SGLang's table of requests for a pool of ``capacity`` tokens, the padding row included."""
+    return max(configurator.resolve_max_num_reqs(capacity), 1) + 1
+
+
+def row_of(req: Any) -> int | None:
+    """The request's row in ``req_to_token``, None while it has none."""
+    return _kv_of(req).req_pool_idx
+
+
+def allocated_row_of(req: Any) -> int:
+    """The row of a request that must have one."""
+    row = row_of(req)
+    if row is None:
+        raise RuntimeError(f"diffkv: request {req.rid} has no row")
+    return row
+
+
+def prefix_len(req: Any) -> int:
+    """Tokens that the request's next extend pass does not compute."""
+    return req.prefix_len if release() >= (0, 5, 22) else len(req.prefix_indices)
+
+
+def extend_end(req: Any) -> int:
+    """Position after the last token of the request's next extend pass."""
+    return req.extend_end if release() >= (0, 5, 22) else req.extend_range.end
+
+
+def prompt_len(req: Any) -> int:
+    """Tokens that prefill has to reach, generated ones of a retracted request included."""
+    return len(req.full_untruncated_fill_ids)
+
+
+def longest_len(req: Any) -> int:
+    """Tokens of the request's sequence when it ends, at most."""
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+
+
+def protected_len(req: Any) -> int:
+    """Tokens of the request whose names belong to the tree."""
+    return _kv_of(req).cache_protected_len
+
+
+def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
+    """From position ``start`` on, where ``node`` ends, tokens that the tree named so far get ``names`` of the request;
+    it holds the tree up to ``node`` only."""
+    rows, row = tree.req_to_token_pool, allocated_row_of(req)
+    pool = tree.token_to_kv_pool_allocator.get_kvcache()
+    if pool is not None:
+        pool.renamed(rows.req_to_token[row, start : start + len(names)], names)
+    rows.write((row, slice(start, start + len(names))), names)
+    _kv_of(req).cache_protected_len = start
+    if release() >= (0, 5, 22):
+        tree.unlock(req.lock)
+        req.lock = tree.lock(node)
+    else:
+        tree.dec_lock_ref(req.last_node)
+        tree.inc_lock_ref(node)
+        slots = rows.req_to_token[row, : len(req.prefix_indices)]
+        req.prefix_indices = slots.to(dtype=req.prefix_indices.dtype, copy=True)
+    req.last_node = node
+
+
+def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
+    """Hold a tree node while an admission is judged."""
+    return adder._lock_node(node)
+
+
+@contextmanager
+def priced(req: Any, price: float) -> Iterator[None]:
+    """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it."""
+    params, made = req.sampling_params, len(req.output_ids)
+    longest = params.max_new_tokens
+    params.max_new_tokens = made + math.ceil(max(longest - made, 0) * price)
+    try:
+        yield
+    finally:
+        params.max_new_tokens = longest
+
+
+def tokens_wanted(req: Any, price: float) -> float:
+    """What admission asks for a request: its prompt, and the tokens it may generate at ``price``."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
+    return prompt_len(req) - prefix_len(req) + price * rest + 1
+
+
+def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:
+    """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    ratio = scheduler.new_token_ratio_tracker.current
+    for req in scheduler.running_batch.reqs:
+        rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        whole = release() >= (0, 5, 22) and req.sampling_params.ignore_eos
+        yield row_of(req), rest * (1.0 if whole else ratio)
+
+
+def prefill_graphs_wanted(server_args: Any) -> bool:
+    """Whether prefill would run in CUDA graphs."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    return config is not None and config.prefill.backend != "disabled"
+
+
+def decline_prefill_graphs(server_args: Any) -> None:
+    """Switch SGLang's default prefill graphs off, unless the user asked for them by name."""
+    config = getattr(server_args, "cuda_graph_config", None)
+    if config is not None and ("prefill", "backend") not in getattr(server_args, "_cuda_graph_config_locked", ()):
+        config.prefill.backend = "disabled"
+
+
+def tensor_parallel_ranks() -> Ranks:
+    """The ranks of this process's tensor-parallel group, which exchange numbers over SGLang's CPU group."""
+    import torch
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+
+    def largest(numbers: np.ndarray) -> np.ndarray:
+        shared = torch.from_numpy(numbers.copy())
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        return shared.numpy()
+
+    return Ranks(group.world_size, group.rank_in_group, largest) if group.world_size > 1 else Ranks()
+
+
+def no_prefill(running_batch: Any) -> Any:
+    """What a scheduler that has nothing to prefill plans: to go on with what runs."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+
+def release_request(batch: Any, index: int) -> None:
+    """Take from a batch's request all that it holds, as a retraction does; the request may be queued again. One that
+    got no names, or not even a row, before its batch failed holds its lock on the tree and perhaps the row."""
+    req = batch.reqs[index]
+    if _has_names(req):
+        more = {"server_args": _global_server_args()} if release() < (0, 5, 18) else {}
+        batch.release_req(index, 0, **more)
+        return
+    if release() >= (0, 5, 22):
+        batch.tree_cache.unlock(req.lock)
+    elif req.last_node is not None:
+        batch.tree_cache.dec_lock_ref(req.last_node)
+    if row_of(req) is not None:
+        batch.req_to_token_pool.free(req)
+    req.reset_for_retract()
+
+
+def _has_names(req: Any) -> bool:
+    """Whether SGLang has allocated slots for the request, which it does for all of a batch at once."""
+    kv = req.kv
+    return kv is not None and kv.kv_allocated_len > 0
+
+
+def _global_server_args() -> Any:
+    from sglang.srt.server_args import get_global_server_args
+
+    return get_global_server_args()
+
+
+def send_abort(scheduler: Any, req: Any) -> None:
+    """Tell the client of a request that was released why it ended: ``to_finish``."""
+    from sglang.srt.managers import scheduler as module
+
+    reason = req.to_finish.to_json()
+    if release() < (0, 5, 18):
+        answer = module.AbortReq(rid=req.rid, finished_reason=reason)
+    else:
+        answer = module._make_abort_req(req, finished_reason=reason)
+    send = getattr(scheduler, "send_abort_output", None) or scheduler.ipc_channels.send_to_tokenizer.send_output
+    send(answer, req)
+
+
+def finish_with_error(req: Any, message: str) -> None:
+    """End a running request with an error that its client sees."""
+    from http import HTTPStatus
+
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+
+
+def prefix_cache_class() -> type:
+    """The prefix cache with the insertion methods of the installed SGLang."""
+    from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+
+    class _Inserting(DiffKVPrefixCache):
+        """``_publish`` runs a stock insertion for a request's row, or not at all."""
+
+        def _publish(self, req: Any, insertion: Any, *, running: bool) -> bool:
+            row = row_of(req)
+            if row is None or (running and not self.worth_sharing(row, extend_end(req))):
+                return False
+            if self.exact is not None and not running and not self.exact.joins(row):
+                return False
+            if row in self.manager.counts.faulted or not self.make_room_to_share(row):
+                return False
+            if self.exact is not None and not running and not self.exact.joins(row):
+                return False  # room was made by evicting the prompt
+            self.inserting_row = row
+            try:
+                insertion()
+            finally:
+                self.inserting_row = None
+            return True
+
+        def _keep_private(self, req: Any) -> None:
+            """What stock SGLang does for a running request that is not inserted."""
+            slots = self.req_to_token_pool.req_to_token[row_of(req), : extend_end(req)]
+            req.prefix_indices = slots.to(dtype=self._empty_match_result.device_indices.dtype, copy=True)
+
+        def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+            if self.disable:
+                return
+            stock = super().cache_unfinished_req
+            if chunked or not self._publish(req, lambda: stock(req, chunked=chunked), running=True):
+                self._keep_private(req)
+            if not chunked and self.exact is not None:
+                self.exact.prompt_ended(req)
+
+    class V17(_Inserting):
+        def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+            stock = super().cache_finished_req
+
+            def insertion() -> None:
+                stock(req, is_insert=True, kv_len_to_handle=kv_len_to_handle)
+
+            if not (is_insert and not self.disable and self._publish(req, insertion, running=False)):
+                stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
+
+        def record_removal(self, leaf: Any) -> None:
+            self._record_remove_event(leaf)
+
+    class V21(_Inserting):
+        def insert_req(self, req: Any, *, up_to: int) -> None:
+            stock = super().insert_req
+            if not self.disable:
+                self._publish(req, lambda: stock(req, up_to=up_to), running=False)
+
+        def record_removal(self, leaf: Any) -> None:
+            self.kv_events.record_remove(leaf)
+
+    class V23(_Inserting):
+        def checkpoint(self, req: Any, *, up_to: int) -> None:
+            stock = super().checkpoint
+            running = not req.finished()
+            if self.disable or (running and up_to < prompt_len(req)):
+                return
+            self._publish(req, lambda: stock(req, up_to=up_to), running=running)
+            if running and self.exact is not None:
+                self.exact.prompt_ended(req)
+
+        def record_removal(self, leaf: Any) -> None:
+            self.kv_events.record_remove(leaf)
+
+    if release() < (0, 5, 18):
+        return V17
+    return V21 if release() < (0, 5, 22) else V23
+
+
+def disabled_prefix_cache_needs_tree() -> bool:
+    """0.5.22 and later have no chunk cache: a disabled radix cache is a tree object that holds nothing."""
+    return release() >= (0, 5, 22)

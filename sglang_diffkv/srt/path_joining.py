@@ -1,0 +1,137 @@
+"""Paths of many small segments become one segment, so that a row has room for them.
+
+Each segment ends in part-filled pages and takes table entries of its own: a chat of hundreds of short turns, or
+branches of branches that each read a little of a long segment, would take more entries than a row has. The tokens of
+such a path are copied as they are to dense pages, and its nodes name those from then on. Rows that read the old pages
+keep them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_diffkv.mem_pool.geometry import Path, Segment
+from sglang_diffkv.mem_pool.segment_store import MOST_READS
+from sglang_diffkv.mem_pool.table_space import blocks_of
+
+if TYPE_CHECKING:
+    from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+
+SEGMENT_ROWS = 2
+"""Rows that joining takes before it returns others: one for the copy, one for the rest of a segment that is cut."""
+
+DENSE_TOKENS = 512
+"""A part of at least this many tokens at an end of a path stays as it is, if it takes few more entries than it must."""
+
+
+MOST_PARTS = 64
+"""A path of more parts is joined where that costs nobody anything: each part takes launches of its own to be read."""
+
+
+class PathJoiner:
+    """Joins parts of paths of a prefix cache."""
+
+    def __init__(self, tree: DiffKVPrefixCache):
+        self.tree, self.manager = tree, tree.manager
+        self.joined = 0
+        """Paths joined so far."""
+
+    def join(self, node: Any, *, evict: bool) -> bool:
+        """Join the parts of the path to ``node`` that take more entries than their tokens need. False, changing
+        nothing in the path, if there are no pages, rows or table blocks for the copy.
+
+        Args:
+            evict: whether what nobody reads may be evicted to make room.
+        """
+        parts = self._loose(self.tree.path(node))
+        if len(parts) < 2 or not (evict or self._has_room(parts)):
+            return False
+        self.tree.inc_lock_ref(node)
+        room = self._make_room(parts)
+        self.tree.dec_lock_ref(node)
+        if room:
+            self._join(parts, self.tree.nodes(node))
+        return room
+
+    def _loose(self, path: Path) -> Path:
+        """The path without long dense parts at either end."""
+        first, end = 0, len(path)
+        while first < end and self._dense(*path[first]):
+            first += 1
+        while first < end and self._dense(*path[end - 1]):
+            end -= 1
+        return path[first:end]
+
+    def _dense(self, segment: Segment, lo: int, hi: int) -> bool:
+        if hi - lo < DENSE_TOKENS:
+            return False
+        return sum(self.manager.space.part_entries(segment, lo, hi)) <= sum(self.manager.packer.room(hi - lo)) + 2
+
+    def _needs(self, parts: Path) -> tuple[int, int]:
+        """Pages and table blocks, at most, that joining takes before it returns others: those of the copy, and those
+        of the rest of a segment that is cut."""
+        tokens = parts[-1][2] - parts[0][1]
+        rest = max((self.manager.space.bound(segment.row) for segment, _, _ in parts), key=sum)
+        blocks = blocks_of(self.manager.packer.room(tokens)) + blocks_of(rest)
+        return self.manager.geometry.most_pages(tokens), blocks
+
+    def _has_room(self, parts: Path) -> bool:
+        pages, blocks = self._needs(parts)
+        ledger = self.tree.ledger
+        if self.manager.segments.rows_free < SEGMENT_ROWS or ledger.table_starved(blocks):
+            return False
+        return ledger.uncommitted_pages() >= pages
+
+    def _make_room(self, parts: Path) -> bool:
+        """Whether there is room, once what nobody reads is evicted as far as need be."""
+        pages, blocks = self._needs(parts)
+        if not self.tree.make_segment_rows(SEGMENT_ROWS):
+            return False
+        return self.tree.make_room(pages) and self.tree.make_table_blocks(blocks)
+
+    def _join(self, parts: Path, nodes: list[Any]) -> None:
+        tree, manager = self.tree, self.manager
+        lo, hi = parts[0][1], parts[-1][2]
+        if any(segment.row in manager.tracker.uncounted for segment, _, _ in parts):
+            manager.tracker.settle()
+        for segment, _, _ in parts:
+            tree.uncount(segment)
+        read = {segment for segment, _, _ in parts if tree.locked_nodes[segment]}
+        reads = self._reads(parts)
+        joined = manager.packer.join(parts)
+        joined.reads.update(reads)
+        tree.locked_nodes[joined] = 0
+        at = 0
+        for node in nodes:
+            if lo <= at < hi:
+                self._rename(node, joined)
+            at += len(node.key)
+        for segment, _, end in parts:
+            if segment.nodes == 0:
+                del tree.locked_nodes[segment]
+                manager.segments.release(segment, exclusive=segment not in read)
+            else:
+                manager.segments.cut_front(segment, end)
+        self.joined += 1
+
+    def _reads(self, parts: Path) -> dict[tuple[int, int], tuple[int, int]]:
+        """Entries of the joined segment's starts. Parts are copied in order, so a start is dense: who branches off
+        early does not pay for what is behind it, nor more than for the parts as they were."""
+        reads, high, low, lo = {}, 0, 0, parts[0][1]
+        for segment, start, end in parts[:MOST_READS]:
+            more_high, more_low = self.manager.space.part_entries(segment, start, end)
+            high, low = high + more_high, low + more_low
+            dense = self.manager.packer.room(end - lo)
+            reads[lo, end] = (min(high, dense[0]), min(low, dense[1]))
+        return reads
+
+    def _rename(self, node: Any, joined: Segment) -> None:
+        """The node's tokens are those of ``joined`` from now on. Rows that have locked it keep the old pages, so these
+        stay locked with it."""
+        old = node.segment
+        old.nodes -= 1
+        joined.nodes += 1
+        node.segment = joined
+        if node.lock_ref > 0:
+            node.left_by_readers.append(old)
+            self.tree.locked_nodes[joined] += 1

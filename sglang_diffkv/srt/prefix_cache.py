@@ -1,0 +1,245 @@
+"""SGLang's radix tree over page segments: nodes name tokens, segments hold their pages.
+
+With ``compressed`` fidelity a prompt is compacted before it joins the tree; with ``exact`` it joins as it was computed,
+and its request runs on a compressed copy (``PromptCopies``). A node refers to the segment that stores its tokens; a
+request that matches a path takes references to the pages of the path's segments, limited to the matched
+positions, so a node splits without moving a byte, and what a path takes of a row does not depend on it. A path of many
+small segments is joined to one (``PathJoiner``). Sizes are pages, in SGLang's unit (see ``PageLedger``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.srt.exact_prompts import ExactPrompts
+from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
+from sglang_diffkv.srt.tree_eviction import WORTH_WAITING, EvictingTree
+
+
+class DiffKVPrefixCache(EvictingTree):
+    """The parts that do not depend on the SGLang version; ``compat.prefix_cache_class`` adds the rest."""
+
+    inserting_row: int | None
+
+    def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
+        self.ledger: PageLedger = params.token_to_kv_pool_allocator.ledger
+        self.manager = self.ledger.manager
+        self.inserting_row = None
+        self.locked_nodes: dict[Segment, int] = {}
+        self.least_kept = self.least_kept_waiting = share_min_tokens
+        if self.manager.state.pages.is_cuda:
+            self.least_kept_waiting = max(share_min_tokens, WORTH_WAITING)
+        params.token_to_kv_pool_allocator.tree_cache = self
+        super().__init__(params)
+        self.manager.tracker.on_counted = self._count
+        self.joiner = PathJoiner(self)
+        self.exact: ExactPrompts | None = None
+        if exact and self.manager.policy.compresses and not self.disable:
+            self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
+        elif not self.disable:
+            self.manager.prompts.share_min_tokens = share_min_tokens
+
+    def reset(self) -> None:
+        super().reset()
+        self.manager.segments.release_all()
+        self.locked_nodes.clear()
+        self.ledger.tree_pages = self.ledger.evictable_pages = 0
+
+    # Insertion
+
+    def worth_sharing(self, row: int, end: int) -> bool:
+        """Whether a running request's first ``end`` tokens join the tree now rather than when it ends."""
+        pending = self.manager.copies.pending.get(row)
+        return pending.hi == end if pending else self.manager.sealed.get(row) == end
+
+    def make_segment_rows(self, count: int) -> bool:
+        """Evict until ``count`` segment rows are free; False if that is not possible."""
+        while self.manager.segments.rows_free < count:
+            if not self._evict_leaf():
+                return False
+        return True
+
+    def make_room_to_share(self, row: int) -> bool:
+        """Evict until a segment can be made of the row's pages; False if that is not possible."""
+        while not self.manager.segments.can_share(row):
+            if not self._evict_leaf():
+                return False
+        return True
+
+    def pack_replies(self) -> None:
+        """A row was released: the replies that joined from it move to dense pages, where there is room for them."""
+        waiting, self.manager.packer.spread = self.manager.packer.spread, []
+        for segment in waiting:
+            needed = self.manager.packer.most_pages(segment)
+            if self.make_room(needed) and segment in self.manager.segments.cached:
+                self.uncount(segment)
+                if not self.manager.packer.pack(segment):
+                    segment.pages = 0
+                    self.manager.tracker.count_later(segment)
+
+    def _insert_helper(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
+        pending = None if self.inserting_row is None else self.manager.copies.pending.get(self.inserting_row)
+        if pending is None or len(key) <= pending.hi:
+            return self._insert(node, key, value, *args)
+        # The request ended while its prompt waited: the prompt joins as it is, what was generated behind it.
+        matched, _ = self._insert(node, key[: pending.hi], value[: pending.hi], *args)
+        everything, leaf = self._insert(node, key, value, *args)
+        return (everything if matched == pending.hi else matched), leaf
+
+    def _insert(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
+        length = len(key)
+        matched, leaf = super()._insert_helper(node, key, value, *args)
+        if matched < length:
+            if self.inserting_row is None:
+                raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
+            row, manager = self.inserting_row, self.manager
+            segment = manager.copies.take(row, matched, length) or manager.segments.share(row, matched, length)
+            if segment is None:
+                raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
+            leaf.segment, leaf.left_by_readers = segment, []
+            self.locked_nodes[segment] = 0
+        return matched, leaf
+
+    def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
+        parent = super()._split_node(key, child, split_len)
+        parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
+        segment = parent.segment = child.segment
+        segment.nodes += 1
+        parent.left_by_readers = list(child.left_by_readers)
+        if child.lock_ref > 0:
+            for read in self._read_through(child):
+                self.locked_nodes[read] += 1
+        return parent
+
+    # Matching
+
+    def match_prefix(self, params: Any) -> Any:
+        result = super().match_prefix(params)
+        if self.inserting_row is not None:
+            return result  # SGLang looks for what it has just inserted, and attaches nothing
+        fitting = self._made_to_fit(result.last_device_node)
+        if fitting is None:
+            return result
+        return super().match_prefix(dataclasses.replace(params, key=params.key[: path_end(fitting)]))
+
+    def _made_to_fit(self, node: Any) -> Path | None:
+        """None if a row has room for the path to ``node``, at the latest when its pages are counted, or small parts of
+        it are joined; else as much of the path as fits."""
+        space, longest = self.manager.space, self.manager.geometry.max_tokens
+        path = self.path(node)
+        if len(path) > MOST_PARTS and self.joiner.join(node, evict=False):
+            path = self.path(node)
+        if space.fits(path, longest):
+            return None
+        self.manager.segments.count_reads(path)
+        if not space.fits(path, longest) and self.joiner.join(node, evict=True):
+            path = self.path(node)
+        return None if space.fits(path, longest) else space.fitting(path, longest)
+
+    def nodes(self, node: Any) -> list[Any]:
+        """The nodes of a path from below the root to ``node``."""
+        nodes = []
+        while node is not None and node is not self.root_node:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def path(self, node: Any) -> Path:
+        """Segments from the root to ``node``; however often a segment's nodes were split, it is one part."""
+        parts: Path = []
+        at = 0
+        for x in self.nodes(node):
+            end = at + len(x.key)
+            if parts and parts[-1][0] is x.segment:
+                parts[-1] = (x.segment, parts[-1][1], end)
+            else:
+                parts.append((x.segment, at, end))
+            at = end
+        return parts
+
+    # Locks
+
+    def inc_lock_ref(self, node: Any, *args: Any, **kwargs: Any) -> Any:
+        self._relock(node, 0, 1)
+        return super().inc_lock_ref(node, *args, **kwargs)
+
+    def dec_lock_ref(self, node: Any, *args: Any, **kwargs: Any) -> Any:
+        self._relock(node, 1, -1)
+        return super().dec_lock_ref(node, *args, **kwargs)
+
+    def _relock(self, node: Any, changing_at: int, delta: int) -> None:
+        """Count the nodes of the path whose lock is about to be taken or given up."""
+        while not self.disable and node is not self.root_node:
+            if node.lock_ref == changing_at:
+                for segment in self._read_through(node):
+                    before = self.locked_nodes[segment]
+                    self.locked_nodes[segment] = before + delta
+                    if before == 0:
+                        self.ledger.evictable_pages -= segment.pages
+                    elif before + delta == 0:
+                        self.ledger.evictable_pages += segment.pages
+                if delta < 0:
+                    node.left_by_readers = []
+            node = node.parent
+
+    def _read_through(self, node: Any) -> list[Segment]:
+        """Segments whose pages rows may hold that have locked the node: its own, and those it named before they were
+        joined to another."""
+        return [node.segment, *(segment for segment in node.left_by_readers if segment in self.locked_nodes)]
+
+    # Eviction, see ``EvictingTree``
+
+    def _delete_leaf(self, node: Any) -> None:
+        super()._delete_leaf(node)
+        segment = node.segment
+        if segment.row in self.manager.tracker.uncounted:
+            self.manager.tracker.settle()
+        self.uncount(segment)
+        segment.nodes -= 1
+        if segment.nodes == 0:
+            self.manager.segments.release(segment, exclusive=self.locked_nodes.pop(segment) == 0)
+        else:
+            self.manager.segments.trim(segment, segment.hi - len(node.key))
+        node.segment = None
+
+    def uncount(self, segment: Segment) -> None:
+        """The pages of a segment are about to change."""
+        self.ledger.tree_pages -= segment.pages
+        if not self.locked_nodes[segment]:
+            self.ledger.evictable_pages -= segment.pages
+
+    def _count(self, segment: Segment) -> None:
+        """The pages of a segment became known."""
+        self.ledger.tree_pages += segment.pages
+        if not self.locked_nodes[segment]:
+            self.ledger.evictable_pages += segment.pages
+
+    # Checks
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless nodes, segments and page totals agree."""
+        nodes: dict[Segment, list[Any]] = {}
+        left: list[Segment] = []  # once for each locked node that names it
+        stack = list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            nodes.setdefault(node.segment, []).append(node)
+            assert node.lock_ref > 0 or not node.left_by_readers, "a node without readers names what they left"
+            left.extend(self._read_through(node)[1:])
+            stack.extend(node.children.values())
+        assert set(nodes) == self.manager.segments.cached, "tree and page manager hold different segments"
+        evictable = 0
+        for segment, held in nodes.items():
+            assert segment.nodes == len(held), "a segment miscounts its nodes"
+            locked = sum(node.lock_ref > 0 for node in held) + left.count(segment)
+            assert self.locked_nodes[segment] == locked, "a segment miscounts its locked nodes"
+            assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
+            evictable += 0 if locked else segment.pages
+            if segment.exact and segment.pages:
+                exact = self.manager.segments.exact_pages(segment)
+                assert segment.pages == exact, "an exact segment's pages are not in order"
+        assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
+        assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"

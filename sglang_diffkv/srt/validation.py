@@ -1,0 +1,108 @@
+"""Combinations that are refused at start, by name and with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.compat import GPU_VERSIONS, sglang_version
+from sglang_diffkv.srt.server_flags import BACKEND, refusals
+
+
+def is_selected(server_args: Any) -> bool:
+    """Whether any phase of attention is to run on diffkv."""
+    return BACKEND in (
+        server_args.attention_backend,
+        getattr(server_args, "prefill_attention_backend", None),
+        getattr(server_args, "decode_attention_backend", None),
+    )
+
+
+def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
+    """Raise UnsupportedError, listing every refused option at once."""
+    problems = refusals(args)
+    device = str(getattr(args, "device", None) or "")
+    eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
+    if device == "cuda" and gpu_ops == "reference" and not eager:
+        problems.append(
+            '"gpu_ops": "reference" under CUDA graphs or overlap scheduling: add --disable-cuda-graph and '
+            "--disable-overlap-schedule"
+        )
+    if device == "cuda" and sglang_version() not in GPU_VERSIONS:
+        problems.append(
+            f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, "
+            "or serve with --device cpu"
+        )
+    if problems:
+        raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
+
+
+def check_model(configurator: Any) -> None:
+    """Refuse model architectures that diffkv cannot serve. ``configurator`` is SGLang's KVCacheConfigurator."""
+    import torch
+
+    config = configurator.model_config
+    name = getattr(config, "hf_config", None).__class__.__name__
+    problems = []
+    if configurator.use_mla_backend:
+        problems.append("multi-head latent attention (MLA), which has no per-head keys and values to compress")
+    if configurator.is_hybrid_swa or (configurator.sliding_window_size or 0) > 0:
+        problems.append("sliding-window attention layers")
+    if getattr(configurator, "mambaish_config", None) is not None:
+        problems.append("state-space or linear-attention layers")
+    if not getattr(config, "is_generation", True):
+        problems.append("embeddings or scores for output, which would change once a prefix is cached")
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append("cross attention")
+    if configurator.kv_cache_dtype not in (torch.bfloat16, torch.float16):
+        problems.append(f"a KV dtype of {configurator.kv_cache_dtype}; start with --dtype bfloat16 or float16")
+    _refuse_model(name, problems)
+
+
+def check_layers(model: Any) -> None:
+    """Refuse models whose attention layers compute something else than causal attention, which a backend has to know
+    of. ``model`` is SGLang's, loaded."""
+    problems: dict[str, None] = {}
+    for layer in attention_layers(model):
+        problems.update(dict.fromkeys(_unlike_causal(layer)))
+    _refuse_model(type(model).__name__, list(problems))
+
+
+def attention_layers(model: Any) -> Iterator[Any]:
+    """The layers of SGLang's loaded ``model`` that call an attention backend. Its wrapper of Transformers models keeps
+    them in a dictionary, which ``modules`` does not find."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    for module in model.modules():
+        if isinstance(module, RadixAttention):
+            yield module
+        instances = getattr(module, "attention_instances", None)
+        if isinstance(instances, dict):
+            yield from instances.values()
+
+
+def _unlike_causal(layer: Any) -> Iterator[str]:
+    kind = str(getattr(layer.attn_type, "value", layer.attn_type))
+    if kind != "decoder":
+        yield f"attention that is not causal ({kind})"
+    if layer.is_cross_attention:
+        yield "cross attention"
+    if (layer.sliding_window_size or -1) > 0:
+        yield "sliding-window attention layers"
+    if getattr(layer, "use_irope", False):
+        yield "attention in chunks (iRoPE)"
+    if layer.pos_encoding_mode != "NONE":
+        yield f"positions in attention's logits ({layer.pos_encoding_mode})"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        yield f"logits capped by {layer.logit_capping_method}"
+    if getattr(layer, "xai_temperature_len", -1) > 0:
+        yield "logits scaled by position"
+
+
+def _refuse_model(name: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise UnsupportedError(
+            f"--attention-backend diffkv cannot serve this model ({name}): it has {', and '.join(problems)}. "
+            "Use another --attention-backend for it."
+        )

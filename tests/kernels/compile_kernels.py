@@ -1,0 +1,151 @@
+"""Compiles every Triton kernel for an H100 or H200 without a GPU: ``python -m tests.kernels.compile_kernels``.
+
+Triton's driver is replaced by one that names compute capability 9.0, and launches end after compilation, so the
+wrappers run as on a GPU server but compute nothing. Prints a line for each kernel: name, registers' and shared
+memory's use, tensor-core instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from sglang_diffkv.kernels import device
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.ops.base import Scaling, Step
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.ops.warm_up import warm_up
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.kernels.kernel_configs import CONFIGS, SCALINGS
+
+HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER_PROCESSORS = 132
+
+
+class Driver:
+    """What ``JITFunction.run`` asks of a driver before it launches."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+
+def compile_instead_of_launching(found: dict[str, Any]) -> None:
+    """Replace driver and launch; compiled kernels go to ``found`` by name."""
+    run = JITFunction.run
+
+    def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if all(kernel is not x for x in found.values()):
+            found[f"{self.__name__} {len(found)}" if self.__name__ in found else self.__name__] = kernel
+        return kernel
+
+    triton.runtime.driver.set_active(Driver())
+    device.FEW = HOPPER_PROCESSORS
+    JITFunction.run = compiled
+
+
+def start(tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling]) -> tuple[PageManager, TritonOps]:
+    """What a server calls at its start, before it captures graphs."""
+    fmt = PageFormat(head_dim, head_dim, tuple(Tier.parse(x) for x in tiers.split()))
+    compresses = len(fmt.tiers) > 1
+    policy = DiffKVPolicy(1.0, 0.0, 64) if compresses else UniformPolicy()
+    geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096)
+    manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu")
+    state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
+    ops.prepare_graphs(state, 64)
+    kinds = {"rotates": compresses, "copies": compresses}
+    warm_up(ops, state, policy, dtype=torch.bfloat16, scalings=scalings, **kinds)
+    return manager, ops
+
+
+def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scaling) -> None:
+    """What servers call in all sizes: unaligned parts of tensors, batches and numbers of 1, of 16 and others."""
+    state, policy, heads = manager.state, manager.policy, manager.geometry.num_heads
+    compresses, dim = policy.compresses, state.fmt.head_dim
+    lengths = torch.arange(batch + 1)[1:] * 7 % 40 + 1
+    rows = torch.ones(batch + 1, dtype=torch.int64)[1:]
+    prefix = lengths + 3
+    count = int(lengths.sum())
+    q = torch.zeros(count, ops.q_heads, dim, dtype=torch.bfloat16)
+    key, value = (torch.zeros(count, 3 * heads, dim, dtype=torch.bfloat16)[:, heads : 2 * heads] for _ in range(2))
+    for before in (torch.zeros_like(prefix), prefix):
+        step = Step.extend(rows, before, lengths, before.tolist(), lengths.tolist())
+        if compresses and before is prefix:
+            step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
+        ops.begin(state, step, decode=False)
+        ops.append(state, 1, key, value, step)
+        ops.extend(state, 1, q, key, value, step, *scaling, compresses)
+    ops.reserve(state, rows, lengths, 1)
+    for number in (1, 16, 17):
+        ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)
+        ops.attach(state, number + 1, number, number, 2 * number)
+        ops.trim(state, number, number)
+        ops.release(state, number)
+        if compresses:
+            ops.compact_prompt(state, number, number, policy)
+            for judged in (None, torch.zeros(state.num_layers, heads, number)):
+                ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
+    for steps in (1, 3):
+        ops.count_rows(state, rows, steps=steps, low_grows=compresses)
+    ops.measure(state, rows, prefix, lengths)
+    ops.count_owners(state, rows)
+    if compresses:
+        ops.rotate(q, key)
+    step = ops.decode_step(state, rows, lengths, policy)
+    ops.begin(state, step, decode=True)
+    ops.append(state, 0, key[:batch], value[:batch], step)
+    ops.decode(state, 0, q[:batch], step, scaling.scale, policy, scaling.cap)
+    if compresses:
+        ops.compact_step(state, rows, lengths, step.found, policy)
+
+
+def report(config: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each kernel takes."""
+    for name, kernel in found.items():
+        ptx = kernel.asm["ptx"]
+        yield {
+            "config": config,
+            "kernel": name,
+            "shared": kernel.metadata.shared,
+            "warps": kernel.metadata.num_warps,
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "mma": ptx.count("mma.sync.aligned"),
+        }
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    compile_instead_of_launching(found)
+    for config in sys.argv[1:] or CONFIGS:
+        found.clear()
+        scalings = [Scaling(*x) for x in SCALINGS.get(config, ())]
+        served = start(*CONFIGS[config], scalings)
+        at_start = set(found)
+        for batch in (1, 3, 16, 64):
+            for scaling in scalings or [Scaling(0.1)]:
+                call_again(*served, batch, scaling)
+        for line in report(config, found):
+            print(json.dumps({**line, "late": line["kernel"] not in at_start}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

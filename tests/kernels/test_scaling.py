@@ -1,0 +1,97 @@
+"""Scales and logit caps of a model's layers: what is planned and compiled at start follows them."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops import Scaling
+from sglang_diffkv.ops import triton as triton_ops
+from sglang_diffkv.ops.gpu import build_ops
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.srt.scaling import layer_scalings
+from sglang_diffkv.srt.validation import check_layers
+from tests.kernels.triton_helpers import make_format
+
+CAPPED, PLAIN = Scaling(0.0625, 50.0), Scaling(0.125)
+
+
+def model(*scalings: tuple[Any, Any], held: str = "layers") -> torch.nn.Module:
+    """One with an attention layer of each scaling, in a module or, as Transformers models, in a dictionary."""
+    layers = [
+        RadixAttention(4, 64, scale, 2, layer_id=number, logit_cap=cap) for number, (scale, cap) in enumerate(scalings)
+    ]
+    made = torch.nn.Module()
+    if held == "layers":
+        made.layers = torch.nn.ModuleList(layers)
+    else:
+        made.attention_instances = dict(enumerate(layers))
+    return made
+
+
+@pytest.mark.parametrize("held", ["layers", "attention_instances"])
+def test_of_a_model_s_layers(held):
+    found = layer_scalings(model((0.125, 0.0), (0.0625, 50), (0.125, None), (1, 0), held=held))
+    assert found == (PLAIN, CAPPED, Scaling(1.0))
+    assert all(type(number) is float for scaling in found for number in scaling), "Triton compiles anew for an integer"
+
+
+def test_layers_outside_modules_are_checked():
+    windowed = model((0.125, 0.0), held="attention_instances")
+    windowed.attention_instances[0].sliding_window_size = 128
+    with pytest.raises(UnsupportedError, match="sliding-window"):
+        check_layers(windowed)
+
+
+class Planned:
+    """Stands for FlashInfer's wrapper, and keeps how it was made."""
+
+    made: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, *shape: Any, buffer: torch.Tensor):
+        self.made.append({"scale": shape[6], "cap": shape[7]})
+
+
+def build(monkeypatch, prefill, scalings, *, installed=True, dim=64):
+    real = importlib.util.find_spec
+    spec = SimpleNamespace() if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: spec if name == "flashinfer" else real(name, *a))
+    monkeypatch.setattr(Planned, "made", [])
+    monkeypatch.setattr(triton_ops, "RaggedPrefill", Planned)
+    geometry = Geometry(make_format("K8V4 K4V2", dim), 1, 2, 40, num_rows=4, num_segments=1, max_tokens=64)
+    state = PageState.of(geometry, device="cpu", dtype=torch.bfloat16)
+    return build_ops(state, DiffKVPolicy(1.0, 0.0, 16), geometry, 4, prefill, scalings)
+
+
+@pytest.mark.parametrize("prefill", ["auto", "flashinfer"])
+@pytest.mark.parametrize(("scalings", "planned"), [([CAPPED], CAPPED), ([PLAIN], PLAIN), ([], Scaling(64**-0.5))])
+def test_flashinfer_gets_the_model_s(monkeypatch, prefill, scalings, planned):
+    ops = build(monkeypatch, prefill, scalings)
+    assert Planned.made == [{"scale": planned.scale, "cap": planned.cap}] and ops.ragged_plan_bytes > 0
+
+
+OBSTACLES = [
+    ({"scalings": [PLAIN, CAPPED]}, "this model's differ"),
+    ({"scalings": [PLAIN], "installed": False}, "not installed"),
+    ({"scalings": [PLAIN], "dim": 96}, "no kernel for head_dim 96"),
+]
+
+
+@pytest.mark.parametrize(("case", "reason"), OBSTACLES)
+def test_where_flashinfer_cannot_be(monkeypatch, caplog, case, reason):
+    """Asked for it is refused; otherwise Triton takes its place, and the log says why."""
+    with pytest.raises(UnsupportedError, match=f'"prefill": "flashinfer": .*{reason}.*set "prefill" to "triton"'):
+        build(monkeypatch, "flashinfer", **case)
+    with caplog.at_level(logging.INFO):
+        ops = build(monkeypatch, "auto", **case)
+    assert Planned.made == [] and ops.ragged is None and ops.ragged_plan_bytes == 0
+    assert reason in caplog.text and "by Triton" in caplog.text

@@ -1,0 +1,96 @@
+"""Prompt compaction in Triton against its reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.kernels.append.reference import read_tokens
+from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as reference
+from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
+from sglang_diffkv.kernels.table import layer_table, max_entries
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.ops.rule import head_scales, prompt_rule
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
+
+
+def tokens_of(state, row, layer, tier):
+    """Position to (key, value, score) of a row's tokens of one tier, for every head."""
+    rows = torch.tensor([row], device=DEVICE)
+    seg = state.segments[tier]
+    page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer)))
+    found = []
+    for head in range(state.num_heads):
+        slot = torch.arange(seg.layout.tokens, device=DEVICE).expand(page.shape[1], -1)
+        at = page[head].unsqueeze(1).expand_as(slot)
+        position = seg.positions[at, slot]
+        held = (position >= lo[head].unsqueeze(1)) & (position < hi[head].unsqueeze(1))
+        key, value = read_tokens(seg, at, slot)
+        order = position[held].argsort()
+        found.append([x[held][order] for x in (position, key, value, seg.scores[at, slot])])
+    return found
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
+@pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4"])
+def test_matches_reference(tiers, alphas, sinks, scales):
+    policy = DiffKVPolicy(*alphas, window=5, sinks=sinks)
+    manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=120, window=5)
+    generator = torch.Generator().manual_seed(3)
+    state = manager.state
+    policy = scaled(policy, state, generator) if scales else policy
+    state.counters += 97  # the ring wraps
+    add_prompt(manager, 1, 47, generator, compact=False)
+    twin = clone_state(state)
+    workspace = PromptWorkspace.create(state)
+    compact_prompt(state, 1, 47, workspace, **prompt_rule(policy, head_scales(policy, state)))
+    reference(twin, 1, 47, policy)
+    check_integrity(manager)
+    for name in ("entries", "own_tokens", "hole", "fault"):
+        assert torch.equal(getattr(state, name), getattr(twin, name)), name
+    assert torch.equal(state.counters[1] - state.counters[0], twin.counters[1] - twin.counters[0])
+    for layer in range(2):
+        for tier in range(len(state.segments)):
+            for got, expected in zip(tokens_of(state, 1, layer, tier), tokens_of(twin, 1, layer, tier), strict=True):
+                assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
+                for a, b in zip(got[1:3], expected[1:3], strict=True):
+                    # a GPU may round a scale or a zero point to the neighbouring fp16 number
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
+    assert int(workspace.ticket) == 0
+
+
+def test_a_second_chunk_joins_what_went_down():
+    policy = DiffKVPolicy(1.0, 0.0, window=5)
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=160, window=5)
+    generator = torch.Generator().manual_seed(3)
+    state, workspace = manager.state, PromptWorkspace.create(manager.state)
+    for end, count in ((30, 30), (47, 17), (61, 14)):
+        add_prompt(manager, 1, count, generator, compact=False)
+        twin = clone_state(state)
+        compact_prompt(state, 1, end, workspace, **prompt_rule(policy, head_scales(policy, state)))
+        reference(twin, 1, end, policy)
+        check_integrity(manager)
+        for name in ("entries", "own_tokens", "hole", "fault"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
+        for layer in range(2):
+            for tier in range(2):
+                for got, expected in zip(
+                    tokens_of(state, 1, layer, tier), tokens_of(twin, 1, layer, tier), strict=True
+                ):
+                    assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
+                    for a, b in zip(got[1:3], expected[1:3], strict=True):
+                        torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
+    assert state.own_tokens[1, :, :, 1].all()
+
+
+def test_without_spare_pages_nothing_is_demoted():
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=48, layers=2, heads=2)
+    add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
+    assert manager.free_pages() == 0
+    policy, state = DiffKVPolicy(9e9, 0.0, window=4), manager.state
+    compact_prompt(state, 1, 48, PromptWorkspace.create(state), **prompt_rule(policy, head_scales(policy, state)))
+    assert manager.free_pages() == 0 and not manager.state.own_tokens[..., 1].any()
+    check_integrity(manager)

@@ -1,0 +1,156 @@
+"""Reserve, plan and compact in Triton against the references, over decode steps with everything switched on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.kernels.allocate.reference import reserve as reserve_reference
+from sglang_diffkv.kernels.allocate.triton import reserve
+from sglang_diffkv.kernels.append.reference import append, read_tokens
+from sglang_diffkv.kernels.compact_step.reference import compact_step as compact_reference
+from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
+from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops.rule import head_scales, thresholds
+from tests.kernels.triton_helpers import (
+    DEVICE,
+    add_prompt,
+    clone_state,
+    held_pages,
+    make_format,
+    make_manager,
+    scaled,
+    vectors,
+)
+
+COUNTS = ("entries", "own_tokens", "hole", "write_slot", "fault", "counters")
+
+
+def assert_same(state: PageState, twin: PageState, rows: torch.Tensor) -> None:
+    """Equal up to the order in which pages left the ring."""
+    for name in COUNTS:
+        assert torch.equal(
+            getattr(state, name)[rows] if name != "counters" else state.counters,
+            getattr(twin, name)[rows] if name != "counters" else twin.counters,
+        ), name
+    for tier in range(len(state.segments)):
+        width = max_entries(twin, rows, tier)
+        (page, lo, hi), (ref_page, ref_lo, ref_hi) = (
+            row_table(state, rows, tier, width),
+            row_table(twin, rows, tier, width),
+        )
+        assert torch.equal(lo, ref_lo) and torch.equal(hi, ref_hi)
+        seg, ref = state.segments[tier], twin.segments[tier]
+        used = (hi > 0).unsqueeze(4)
+        position = seg.positions[page]
+        assert torch.equal(position * used, ref.positions[ref_page] * used)
+        held = used & (position >= 0)
+        slot = torch.arange(seg.layout.tokens, device=DEVICE).expand(held.shape)
+        at, ref_at = page.unsqueeze(4).expand(held.shape), ref_page.unsqueeze(4).expand(held.shape)
+        for got, expected in zip(read_tokens(seg, at, slot), read_tokens(ref, ref_at, slot), strict=True):
+            torch.testing.assert_close(got[held], expected[held], rtol=1e-3, atol=1e-3)
+        assert torch.equal(seg.scores[at, slot][held], ref.scores[ref_at, slot][held])
+
+
+def pack(scores: StepScores, found: FoundTokens) -> None:
+    """Reference searches as the kernels hand them over, in the last part."""
+    slots = torch.cat([scores.candidate_slot.unsqueeze(3), scores.least_slot], 3)
+    value = torch.cat([scores.candidate_score.unsqueeze(3), scores.least_score], 3)
+    bits = value.float().view(torch.int32).long()
+    packed = torch.where(slots >= 0, (bits << 32) | slots.clamp(min=0), 2**63 - 1)
+    found.packed[: slots.shape[0], ..., -1] = packed
+
+
+def searches(state: PageState, rows: torch.Tensor, length: int, window: int, generator: torch.Generator) -> StepScores:
+    """Random scores for the slots that a search would find."""
+    result = StepScores.create(state, rows.shape[0])
+    for tier in range(len(state.segments)):
+        used = state.own_tokens[rows, :, :, tier]
+        pick = (torch.rand(used.shape, generator=generator).to(DEVICE) * used).long()
+        present = used > window if tier == 0 else used > 0
+        if tier == 0:
+            other = (pick + 1) % used.clamp(min=1)
+            gap = state.hole[rows]
+            usable = present & (pick != gap) & (other != gap)
+            newest = state.write_slot[rows]
+            usable &= (pick != newest) & (other != newest)
+            result.candidate_slot = torch.where(usable, pick, -1)
+            result.candidate_score = torch.rand(used.shape, generator=generator).to(DEVICE) * 2.4 / length
+            result.least_slot[..., 0] = torch.where(usable, other, -1)
+        else:
+            result.least_slot[..., 1] = torch.where(present, pick, -1)
+        result.least_score[..., tier] = torch.rand(used.shape, generator=generator).to(DEVICE) * 1.8 / length
+    return result
+
+
+@pytest.mark.parametrize(
+    ("tiers", "scales"),
+    [
+        ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
+        ("K8V4", True),
+    ],
+)  # fmt: skip
+def test_steps_match_references(tiers, scales):
+    manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=150, window=4)
+    generator = torch.Generator().manual_seed(1)
+    add_prompt(manager, 1, 37, generator)
+    add_prompt(manager, 2, 30, generator, compact=False)
+    manager.release(2)
+    add_prompt(manager, 3, 9, generator)
+    state = manager.state
+    twin = clone_state(state)
+    rows = torch.tensor([3, 1, 0], device=DEVICE)
+    valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    workspace = CompactWorkspace.create(state, 3)
+    found = FoundTokens.create(state, 3, DecodeConfig(score_parts=5))
+    policy = scaled(manager.policy, state, generator) if scales else manager.policy
+    rule = thresholds(policy, head_scales(policy, state))
+    for step in range(14):
+        for row in (1, 3):
+            manager.space.append(row, 1)
+            manager.lengths[row] += 1
+        manager.space.flush()
+        new = torch.ones(3, dtype=torch.int64, device=DEVICE)
+        reserve(state, rows, new, workspace.ticket, valid)
+        reserve_reference(twin, rows[:2], new[:2], 1)
+        seq_lens = torch.tensor([10 + step, 38 + step, 1], device=DEVICE)
+        for layer in range(2):
+            key, value = vectors(state, 2, generator)
+            for one in (state, twin):
+                append(one, layer, key, value, rows[:2], torch.zeros_like(rows[:2]), seq_lens[:2] - 1)
+        assert_same(state, twin, rows[:2])
+        scores = searches(twin, rows[:2], int(seq_lens[1]), 4, generator)
+        found.packed.fill_(2**63 - 1)
+        pack(scores, found)
+        compact_step(state, rows, seq_lens, found, workspace, valid, **rule)
+        compact_reference(twin, rows[:2], policy.plan_step(scores, seq_lens[:2], len(state.segments)))
+        assert_same(state, twin, rows[:2])
+        check_integrity(manager)
+    assert int(workspace.ticket) == 0 and not state.fault.any()
+
+
+def test_prompt_pages_and_an_empty_ring():
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=41, layers=3, heads=2)
+    state = manager.state
+    state.counters += 29  # the ring wraps
+    twin = clone_state(state)
+    workspace = CompactWorkspace.create(state, 2)
+    rows, valid = torch.tensor([1, 2], device=DEVICE), torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    for counts in ([9, 3], [5, 7], [30, 1]):
+        for row, count in zip((1, 2), counts, strict=True):
+            manager.space.append(row, count)
+        manager.space.flush()
+        new = torch.tensor(counts, device=DEVICE)
+        reserve(state, rows, new, workspace.ticket, valid)
+        reserve_reference(twin, rows, new, max(counts))
+        assert torch.equal(state.counters, twin.counters)
+        assert torch.equal(state.entries, twin.entries) and torch.equal(state.write_slot, twin.write_slot)
+    assert state.fault[1] == 1 and int(state.refcount[:-1].sum()) == 41
+    ids = held_pages(state, rows, 0)
+    assert ids.numel() == 41 and ids.max() < 41
+    assert (state.segments[0].positions[ids] == -1).all()

@@ -1,0 +1,46 @@
+"""Every Triton kernel compiles for a GPU: what the interpreter accepts, the compiler may refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.kernel_configs import CONFIGS
+
+UNPACKING = {"paged_kernel", "page_scores_kernel", "split_kernel"}
+ALWAYS = {"reserve_kernel", "append_kernel", "ragged_kernel", "paged_kernel", "merge_kernel", "split_kernel"}
+COMPRESSING = {"compact_kernel", "plan_kernel", "move_kernel", "copy_kernel", "new_scores_kernel", *UNPACKING}
+
+
+QUICK = {"llama3-8b", "raw and low"}
+"""What ``make test`` compiles. Triton keeps what it compiled, by the kernels' sources and options."""
+
+
+def compiled(config: str) -> list[dict[str, object]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compile_kernels", config]
+    run = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in CONFIGS]
+)
+def test_kernels_compile_for_hopper(config: str) -> None:
+    kernels = compiled(config)
+    names = {str(x["kernel"]).split()[0] for x in kernels}
+    assert names >= ALWAYS
+    if config in ("llama3-8b", "wide"):
+        assert names >= COMPRESSING
+    assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
+    for kernel in kernels:
+        if str(kernel["kernel"]).split()[0] in UNPACKING:
+            assert kernel["mma"] and not kernel["wgmma"], f"{kernel}: unpacked codes must be multiplied by mma.sync"

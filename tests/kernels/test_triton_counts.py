@@ -1,0 +1,305 @@
+"""Row counts and measured positions: Triton and reference against plain loops and what the manager counts itself."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.kernels.compact_step.reference import StepPlan, compact_step
+from sglang_diffkv.kernels.count_owners import triton as count_owners_triton
+from sglang_diffkv.kernels.count_owners.reference import count_owners as count_owners_reference
+from sglang_diffkv.kernels.count_rows import triton as count_rows_triton
+from sglang_diffkv.kernels.count_rows.reference import count_rows as count_rows_reference
+from sglang_diffkv.kernels.measure import triton as measure_triton
+from sglang_diffkv.kernels.measure.reference import measure as measure_reference
+from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.state import PageState
+from tests.helpers import table_of
+from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
+from tests.pages.usage_oracle import page_owners
+
+FORMATS = ["K8V4 K4V2", "BF16 K8V4", "K8V4", "BF16"]
+
+HORIZONS = [
+    (0, True, torch.int64),
+    (1, True, torch.int32),
+    (1, False, torch.int64),
+    (2, True, torch.int64),
+    (7, True, torch.int64),
+    (40, False, torch.int32),
+]
+"""Steps, whether the low tier grows, type of the row numbers."""
+
+
+def decode_step(manager: PageManager, rows: list[int], generator: torch.Generator) -> None:
+    """A token for each row, then a random token of most heads is demoted or dropped, which leaves a hole."""
+    state, start = manager.state, [manager.lengths[row] for row in rows]
+    manager.begin_step(rows, [1] * len(rows), start)
+    index, position = torch.tensor(rows, device=DEVICE), torch.tensor(start, device=DEVICE)
+    for layer in range(state.num_layers):
+        append(state, layer, *vectors(state, len(rows), generator), index, torch.zeros_like(index), position)
+    used = state.own_tokens[index, :, :, 0]  # [B, L, H]
+    slot = (torch.rand(used.shape, generator=generator).to(DEVICE) * used).long()
+    choice = torch.rand(used.shape, generator=generator).to(DEVICE)
+    choice[(used < 2) | (slot == state.write_slot[index])] = 1.0
+    demoted = 0.5 if len(state.segments) > 1 else 0.0
+    demote = torch.where(choice < demoted, slot, -1)
+    drop = torch.where((choice >= demoted) & (choice < 0.7), slot, -1)
+    compact_step(state, index, StepPlan(demote, drop, torch.full_like(slot, -1)))
+
+
+def busy_manager(tiers: str) -> PageManager:
+    """Rows of every kind: shared, with one and two attached parts, sealed, with holes, of one token, empty."""
+    manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=700, layers=3, heads=3, window=4)
+    generator = torch.Generator().manual_seed(7)
+    manager.state.counters += 611  # the ring wraps
+    add_prompt(manager, 1, 83, generator)
+    add_prompt(manager, 2, 21, generator)
+    add_prompt(manager, 4, 1, generator)
+    segment = manager.segments.share(1, 0, 83)
+    assert segment is not None
+    manager.attach_prefix(3, [(segment, 0, 37)])
+    manager.attach_prefix(6, [(segment, 0, 18), (segment, 18, 59)])
+    manager.ops.trim(manager.state, segment.row, 61)
+    segment.hi = 61
+    add_prompt(manager, 3, 19, generator)
+    manager.prompts.share_min_tokens = 30
+    add_prompt(manager, 5, 33, generator)
+    add_prompt(manager, 7, 31, generator)
+    for _ in range(3):
+        decode_step(manager, [5, 2, 3], generator)
+    check_integrity(manager)
+    assert (manager.state.hole[2] >= 0).any() and (manager.state.hole[2] < 0).any()
+    assert manager.sealed[7] == 31 and not manager.state.own_tokens[7].any()
+    return manager
+
+
+def starved_manager() -> PageManager:
+    """Two rows for which the ring was empty, so that entries point at the scratch page, which looks used."""
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=41, layers=3, heads=2)
+    manager.begin_step([1, 2], [9, 3], [0, 0])
+    manager.begin_step([1, 2], [30, 1], [9, 3])
+    state = manager.state
+    for seg in state.segments:
+        seg.positions[state.scratch_page] = 1
+    assert state.fault[1] == 1
+    return manager
+
+
+def on_cpu(state: PageState) -> PageState:
+    """A copy whose tensors NumPy reads."""
+    twin = copy.copy(clone_state(state))
+    for name, value in vars(twin).items():
+        if isinstance(value, torch.Tensor):
+            setattr(twin, name, value.cpu())
+    return twin
+
+
+def pages_taken(own: int, used: int, hole: bool, tokens: int, steps: int) -> int:
+    """Pages that ``steps`` single tokens take, one after the other."""
+    taken = 0
+    for _ in range(steps):
+        if hole:
+            hole = False
+            continue
+        if used == (own + taken) * tokens:
+            taken += 1
+        used += 1
+    return taken
+
+
+def full_heads(state: PageState, row: int, low_grows: bool) -> int:
+    """Pages that the row's next decode step can take: one for each head and tier whose own slots are all in use."""
+    own = state.entries[row] - state.own_entry[row]  # [L, H, T]
+    full = state.own_tokens[row] >= own * torch.tensor([x.tokens for x in state.fmt.layouts], device=state.device)
+    full[..., 0] &= state.hole[row] < 0
+    return int(full.sum() if low_grows else full[..., 0].sum())
+
+
+def expected_counts(state: PageState, rows: list[int], steps: int, low_grows: bool) -> list[list[int]]:
+    """What ``count_rows`` gives, head by head."""
+    out = []
+    for row in rows:
+        tiers = [(t, x.tokens) for t, x in enumerate(state.fmt.layouts)]
+        entries = state.entries[row].flatten(0, 1).tolist()  # [L * H][T]
+        own, used, kept = (x[row].flatten(0, 1).tolist() for x in (state.own_entry, state.own_tokens, state.kept_entry))
+        hole = state.hole[row].flatten().tolist()
+        demand = sum(
+            pages_taken(entries[i][t] - own[i][t], used[i][t], t == 0 and hole[i] >= 0, tokens, steps)
+            for i in range(len(entries))
+            for t, tokens in tiers
+            if t == 0 or low_grows
+        )
+        most = [max(column) for column in zip(*entries)]
+        total = sum(map(sum, entries))
+        private = total - sum(map(sum, kept))
+        out.append([demand, most[0], most[1] if len(most) > 1 else 0, total, private, int(state.fault[row])])
+    return [*out, [*state.counters.tolist(), 0, 0, 0, 0]]
+
+
+def expected_measure(state: PageState, row: int, lo: int, hi: int) -> np.ndarray:
+    """What ``measure`` gives for one row of a state in CPU memory, entry by entry."""
+    tiers = len(state.segments)
+    out = np.zeros((state.num_layers, state.num_heads, tiers + 1), dtype=np.int32)
+    for tier, seg in enumerate(state.segments):
+        page, first, end = table_of(state, row, tier)
+        for layer, head in np.ndindex(*out.shape[:2]):
+            for entry in range(int(state.entries[row, layer, head, tier])):
+                position = seg.positions[int(page[layer, head, entry])].numpy()
+                least, limit = max(first[layer, head, entry], lo), min(end[layer, head, entry], hi)
+                held = int(((position >= least) & (position < limit)).sum())
+                out[layer, head, tier] += held
+                out[layer, head, tiers] += held > 0
+    return out
+
+
+def row_usage(state: PageState, row: int, start: int, end: int) -> list[int]:
+    """Tokens of each tier and pages of a whole row at positions [start, end)."""
+    rows, counts, pages = torch.tensor([row], device=DEVICE), [], 0
+    for tier, seg in enumerate(state.segments):
+        page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))  # [1, L, H, E]
+        position = seg.positions[page]  # [1, L, H, E, tokens]
+        held = (position >= lo.clamp(min=start).unsqueeze(4)) & (position < hi.clamp(max=end).unsqueeze(4))
+        counts.append(int(held.sum()))
+        pages += int(held.any(4).sum())
+    return [*counts, pages]
+
+
+def check_counts(state: PageState, rows: list[int]) -> None:
+    """Both ops against the plain loop, for several horizons."""
+    twin = on_cpu(state)
+    for steps, low_grows, dtype in HORIZONS:
+        index = torch.tensor(rows, dtype=dtype, device=DEVICE)
+        expected = expected_counts(twin, rows, steps, low_grows)
+        reference = count_rows_reference(state, index, steps=steps, low_grows=low_grows)
+        got = count_rows_triton.count_rows(state, index, steps=steps, low_grows=low_grows)
+        assert reference.dtype == got.dtype == torch.int64
+        assert reference.tolist() == expected
+        assert got.tolist() == expected
+
+
+def check_measure(state: PageState, rows: list[int], ranges: list[tuple[int, int]]) -> None:
+    """Both ops against the plain loop."""
+    index = torch.tensor(rows, device=DEVICE)
+    lo, hi = torch.tensor(ranges, device=DEVICE).unbind(1)
+    lo, hi = lo.contiguous(), hi.contiguous()
+    twin = on_cpu(state)
+    expected = torch.from_numpy(np.stack([expected_measure(twin, r, *x) for r, x in zip(rows, ranges, strict=True)]))
+    reference, got = measure_reference(state, index, lo, hi), measure_triton.measure(state, index, lo, hi)
+    assert reference.dtype == got.dtype == torch.int32
+    assert torch.equal(reference.cpu(), expected)
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_counts_and_positions(tiers, block, monkeypatch):
+    if block:  # several iterations
+        monkeypatch.setattr(count_rows_triton, "HEADS", block)
+        monkeypatch.setattr(measure_triton, "ENTRIES", block)
+    manager = busy_manager(tiers)
+    rows = [5, 1, 0, 2, 3, 15, 4, 7, 6]
+    check_counts(manager.state, rows)
+    check_counts(manager.state, [3])
+    lengths = [61 if row == 15 else manager.lengths.get(row, 0) for row in rows]
+    check_measure(manager.state, rows, [(0, n) for n in lengths])
+    check_measure(
+        manager.state, rows, [(5, 29), (0, 2**40), (0, 9), (9, 9), (37, 50), (18, 60), (0, 1), (30, 7), (2**33, 2**34)]
+    )
+
+
+def test_scratch_page_does_not_count():
+    manager = starved_manager()
+    check_counts(manager.state, [2, 1])
+    check_measure(manager.state, [2, 1], [(0, 4), (0, 2**31)])
+    rows, zero = torch.tensor([1], device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert not measure_triton.measure(manager.state, rows, zero, zero + 39).any()
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
+def test_no_rows(tiers):
+    state = busy_manager(tiers).state
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    for op in (count_rows_reference, count_rows_triton.count_rows):
+        assert op(state, none, steps=1, low_grows=True).tolist() == [[*state.counters.tolist(), 0, 0, 0, 0]]
+    for op in (measure_reference, measure_triton.measure):
+        assert op(state, none, none, none).shape == (0, 3, 3, len(state.segments) + 1)
+
+
+@pytest.mark.parametrize("scratch", [1000, 700, 64, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_owners(tiers, scratch, monkeypatch):
+    """With room for all pages at once, and in parts."""
+    if scratch == 700:  # several iterations
+        monkeypatch.setattr(count_owners_triton, "ENTRIES", 4)
+        monkeypatch.setattr(count_owners_triton, "PAGES", 128)
+    manager = busy_manager(tiers)
+    manager.release(1)
+    expected = list(page_owners(manager).values())[:3]
+    assert all(expected)
+    for rows in (list(manager.lengths), [0, *manager.lengths]):
+        index = torch.tensor(rows, device=DEVICE)
+        memory = torch.full((scratch,), 7, dtype=torch.int32, device=DEVICE)
+        assert count_owners_reference(manager.state, index).tolist() == expected
+        assert count_owners_triton.count_owners(manager.state, index, memory).tolist() == expected
+
+
+def test_owners_without_requests_and_on_the_scratch_page():
+    manager = busy_manager("K8V4 K4V2")
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    memory = torch.empty(1000, dtype=torch.int32, device=DEVICE)
+    cached = int((manager.state.refcount[:-1] > 0).sum())
+    assert count_owners_reference(manager.state, none).tolist() == [0, 0, cached]
+    assert count_owners_triton.count_owners(manager.state, none, memory).tolist() == [0, 0, cached]
+    manager = starved_manager()
+    rows = torch.tensor([1, 2], device=DEVICE)
+    assert count_owners_reference(manager.state, rows).tolist() == [41, 0, 0]
+    assert count_owners_triton.count_owners(manager.state, rows, memory).tolist() == [41, 0, 0]
+
+
+@pytest.mark.parametrize("low_grows", [True, False])
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_counts_are_full_heads_and_entries(tiers, low_grows):
+    manager = busy_manager(tiers)
+    rows = list(manager.lengths)
+    out = torch.full((len(rows) + 1, 6), -9, device=DEVICE)
+    index = torch.tensor(rows, device=DEVICE)
+    assert count_rows_reference(manager.state, index, steps=1, low_grows=low_grows, out=out) is out
+    counts = out.tolist()
+    for row, values in zip(rows, counts[:-1], strict=True):
+        assert values[0] == full_heads(manager.state, row, low_grows)
+        assert values[3] == manager.pages_of(row)
+    assert any(values[0] for values in counts[:-1])
+    assert counts[-1][1] - counts[-1][0] == manager.free_pages()
+
+
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_demand_is_what_steps_take(tiers):
+    manager = busy_manager(tiers)
+    rows = [2, 7, 3, 6]
+    counts = count_rows_reference(manager.state, torch.tensor(rows, device=DEVICE), steps=11, low_grows=False)
+    for row, demand in zip(rows, counts[:-1, 0].tolist(), strict=True):
+        before = manager.free_pages()
+        for _ in range(11):
+            manager.begin_step([row], [1], [manager.lengths[row]])
+        assert before - manager.free_pages() == demand > 0
+
+
+@pytest.mark.parametrize("make", [busy_manager, lambda _: starved_manager()])
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_measure_is_a_rows_usage(tiers, make):
+    manager = make(tiers)
+    ranges = {row: (manager.shared.get(row, 0), length) for row, length in manager.lengths.items()}
+    ranges.update({segment.row: (segment.lo, segment.hi) for segment in manager.segments.cached})
+    rows = torch.tensor(list(ranges), device=DEVICE)
+    lo, hi = (torch.tensor(x, device=DEVICE) for x in zip(*ranges.values(), strict=True))
+    sums = measure_reference(manager.state, rows, lo, hi).sum((1, 2)).tolist()  # [n][T + 1]
+    for (row, span), values in zip(ranges.items(), sums, strict=True):
+        assert values == row_usage(manager.state, row, *span)

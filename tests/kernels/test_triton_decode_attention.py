@@ -1,0 +1,274 @@
+"""The Triton decode attention against its reference: outputs, scores and searches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
+from sglang_diffkv.kernels.decode_attention.triton import (
+    FoundTokens,
+    batches_of_each_variant,
+    decode_attention,
+    join_plan,
+)
+from sglang_diffkv.kernels.decode_attention.triton_workspace import (
+    DecodeConfig,
+    DecodeWorkspace,
+    default_splits,
+    score_programs,
+)
+from tests.kernels.triton_helpers import (
+    BF16,
+    DEVICE,
+    add_prompt,
+    clone_state,
+    close,
+    held_pages,
+    make_format,
+    make_manager,
+)
+
+WINDOW = 8
+CASES = [
+    # tiers, head_dim, v_head_dim, query heads of a KV head, splits, tile
+    ("K8V4 K4V2", 64, 64, 4, 2, 32),
+    ("K8V4 K4V2", 96, 96, 1, 3, 64),
+    ("K8V4 K4V2", 128, 64, 7, 1, 32),
+    ("K8V4 K4V2", 256, 256, 8, 2, 32),
+    pytest.param("K8V8 K4V4", 64, 64, 2, 2, 32, marks=pytest.mark.full),
+    ("K8V2 K4V1", 64, 64, 3, 2, 32),
+    ("BF16 K8V4", 64, 64, 5, 2, 32),
+    pytest.param("K8V4", 64, 64, 4, 2, 32, marks=pytest.mark.full),
+    ("BF16", 128, 128, 2, 3, 32),
+]
+
+
+def run_both(
+    manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True,
+    score_tokens=32, **rule,
+):  # fmt: skip
+    generator = torch.Generator().manual_seed(len(tiers) + group)
+    state = manager.state
+    rows = torch.tensor([2, 5, 3], device=DEVICE)
+    for row, count in zip(rows.tolist(), lengths):
+        add_prompt(manager, row, count, generator)
+    seq_lens = torch.tensor(lengths, device=DEVICE)
+    q = torch.randn(len(lengths), state.num_heads * group, state.fmt.head_dim, generator=generator)
+    q = (q * torch.tensor([0.01, 1.0, 30.0]).view(3, 1, 1)).to(DEVICE, dtype)
+    twin, scale = clone_state(state), 0.3 / state.fmt.head_dim**0.5
+    config = DecodeConfig(tile=tile, score_parts=2, score_tokens=score_tokens)
+    workspace = DecodeWorkspace.create(
+        state, 4, q.shape[1], splits=splits, max_tokens=400 if scores else 0, config=config
+    )
+    workspace.partial_out.fill_(float("nan"))
+    found = FoundTokens.create(state, 4, config, judge_low=judge_low) if scores else None
+    expected_scores = StepScores.create(state, 3, judge_low) if scores else None
+    valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    results = []
+    if scores:
+        workspace.plan(state, rows, valid, judge_low=judge_low)
+    for layer in range(state.num_layers):
+        got = decode_attention(
+            state, layer, q, rows, seq_lens, scale, workspace, valid, found=found, window=WINDOW, logit_cap=cap, **rule
+        )
+        expected = reference(
+            twin, layer, q, rows, seq_lens, scale, scores=expected_scores, window=WINDOW, logit_cap=cap, **rule
+        )
+        results.append((got, expected))
+    return results, state, twin, found, expected_scores
+
+
+@pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "splits", "tile"), CASES)
+def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
+    manager = make_manager(make_format(tiers, dim, v_dim, page_tokens=8), window=WINDOW)
+    results, state, twin, found, expected = run_both(manager, tiers, group, splits, tile)
+    check_against_reference(results, state, twin, found, expected)
+
+
+@pytest.mark.parametrize("rule", [{"sinks": 2}, {"sinks": 53}, {"horizon": 1}, {"sinks": 2, "horizon": 5}])
+def test_rules_of_the_search_are_the_reference_s(rule):
+    """The second request's candidate, and with 53 sinks also the first's, is a sink."""
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=8), window=WINDOW)
+    results = run_both(manager, "rule", 4, 2, 32, **rule)
+    check_against_reference(*results)
+    slots = results[-1].candidate_slot
+    assert ((slots[2] == -1).all() == ("sinks" in rule)) and ((slots[0] >= 0).any() == (rule.get("sinks") != 53))
+
+
+def check_against_reference(results, state, twin, found, expected):
+    """What both gave for the first request, of 61 tokens, and the third, of 9; the second has none."""
+    for (out, lse), (ref_out, ref_lse) in results:
+        assert out[1].abs().max() == 0 and torch.isneginf(lse[1]).all(), "an empty row has no attention"
+        for b in (0, 2):
+            assert close(out[b], ref_out[b]) < 6e-3
+            assert (lse[b] - ref_lse[b]).abs().max() < 5e-3
+    rows = torch.tensor([2, 3], device=DEVICE)
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments)):
+        held = torch.zeros_like(ref.positions, dtype=torch.bool)
+        held[held_pages(twin, rows, tier)] = True
+        held &= ref.positions >= 0
+        assert torch.equal(seg.positions[held], ref.positions[held])
+        assert close(seg.scores[held], ref.scores[held]) < 2e-2
+        torch.testing.assert_close(seg.scores[held], ref.scores[held], rtol=5e-2, atol=1e-4)
+    got = found.unpack()
+    assert torch.equal(got.candidate_slot[:3], expected.candidate_slot)
+    present = expected.candidate_slot >= 0
+    assert close(got.candidate_score[:3][present], expected.candidate_score[present]) < 2e-2
+    present = expected.least_slot >= 0
+    assert torch.equal(got.least_slot[:3] >= 0, present)
+    torch.testing.assert_close(got.least_score[:3][present], expected.least_score[present], rtol=5e-2, atol=1e-5)
+
+
+def test_programs_may_join_and_score(monkeypatch):
+    """In a large batch no program joins alone: the first of a head's two does both."""
+    monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 0))
+    test_matches_reference("K8V4 K4V2", 64, 64, 4, 3, 32)
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
+def test_a_program_may_join_alone_and_others_score_in_many_iterations(monkeypatch, tiers):
+    """As in batches of tens of requests; page ids are read two iterations ahead, positions and scores one."""
+    monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 1))
+    manager = make_manager(make_format(tiers, 64, page_tokens=8), window=WINDOW)
+    results = run_both(manager, tiers, 4, 3, 16, lengths=(121, 0, 9), score_tokens=16)
+    own = results[1].entries - results[1].own_entry
+    assert own[2, :, :, 0].max() >= 8, "four iterations of a page for each of two programs"
+    check_against_reference(*results)
+
+
+def test_programs_fill_the_gpu(monkeypatch):
+    state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state  # 2 heads
+    module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
+    monkeypatch.setattr(f"{module}.processors_of", lambda device: 132)  # 2,112 programs at once
+    counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
+    assert counts == {1: (8, 8), 64: (8, 8), 150: (6, 1), 256: (3, 1), 512: (2, 0), 1000: (1, 0)}
+    assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 8)
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_few_batches_need_every_kernel(monkeypatch, scored):
+    """The first batch of each variant of the second pass: warm-up runs these and no others."""
+    state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state
+    monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton_workspace.processors_of", lambda device: 132)
+    config = DecodeConfig()
+
+    def variant(batch: int) -> tuple[int, ...]:
+        slots = default_splits(state, batch) + 1
+        return tuple(join_plan(state, batch, slots, 4, config, scored=scored)[1].values())
+
+    chosen = batches_of_each_variant(state, 2000, 4, config, scored=scored)
+    assert chosen[0] == 1 and {variant(b) for b in chosen} == {variant(b) for b in range(1, 2001)}
+    assert 2 < len(chosen) == len({variant(b) for b in chosen}) < 9
+
+
+def test_the_low_tier_is_not_judged_where_nothing_asks():
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    results, state, twin, found, expected = run_both(manager, "low", 4, 3, 32, judge_low=False)
+    for (out, _), (ref_out, _) in results:
+        assert close(out[0], ref_out[0]) < 6e-3
+    rows, got = torch.tensor([2, 3], device=DEVICE), found.unpack()
+    assert (got.least_slot[:3, ..., 1] == -1).all() and (expected.least_slot[..., 1] == -1).all()
+    assert torch.equal(got.least_slot[:3, ..., 0] >= 0, expected.least_slot[..., 0] >= 0)
+    kept = held_pages(twin, rows, 1)
+    bits = [x.segments[1].scores[kept].view(torch.int32) for x in (state, twin)]
+    assert kept.numel() and torch.equal(*bits), "a score of the low tier was written"
+    high = held_pages(twin, rows, 0)
+    held = twin.segments[0].positions[high] >= 0
+    torch.testing.assert_close(
+        state.segments[0].scores[high][held], twin.segments[0].scores[high][held], rtol=5e-2, atol=1e-4
+    )
+
+
+def test_logit_cap_and_no_scores():
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    results, *_ = run_both(manager, "cap", 4, 2, 32, cap=2.0, scores=False)
+    for (out, lse), (ref_out, ref_lse) in results:
+        assert close(out[0], ref_out[0]) < 6e-3 and close(lse[0], ref_lse[0]) < 1e-3
+
+
+def test_padded_requests_get_zeros():
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    add_prompt(manager, 1, 20, torch.Generator().manual_seed(0))
+    state = manager.state
+    rows = torch.tensor([1, 0, 0], device=DEVICE)
+    q = torch.randn(3, 4, 64, device=DEVICE).to(BF16)
+    workspace = DecodeWorkspace.create(state, 3, 4, splits=2, max_tokens=400, config=DecodeConfig(32))
+    found = FoundTokens.create(state, 3, workspace.config)
+    found.packed.zero_()
+    out = torch.full((3, 4, 64), float("nan"), dtype=BF16, device=DEVICE)
+    before = state.pages.clone()
+    valid = torch.tensor([1], dtype=torch.int32, device=DEVICE)
+    seq_lens = torch.tensor([20, 1, 1], device=DEVICE)
+    workspace.plan(state, rows, valid)
+    decode_attention(state, 0, q, rows, seq_lens, 0.1, workspace, valid, out=out, found=found, window=WINDOW)
+    assert out[0].isfinite().all() and not out[1:].any()
+    assert (found.unpack().candidate_slot[1:, 0] == -1).all()
+    assert torch.equal(before[-1], state.pages[-1])
+
+
+def test_requests_share_the_room_for_logits():
+    """Room for the first request's pages only: the second is attended to, and keeps its scores."""
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    generator, state = torch.Generator().manual_seed(7), manager.state
+    for row in (1, 2):
+        add_prompt(manager, row, 40, generator)
+    rows, seq_lens = torch.tensor([1, 2], device=DEVICE), torch.tensor([40, 40], device=DEVICE)
+    q = torch.randn(2, 4, 64, generator=generator).to(DEVICE, BF16)
+    workspace = DecodeWorkspace.create(state, 2, 4, splits=2, max_tokens=100, config=DecodeConfig(32))
+    found = FoundTokens.create(state, 2, workspace.config)
+    valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    workspace.plan(state, rows, valid)
+    taken = int(workspace.offsets[:, :, 1].min())
+    assert 0 < taken < workspace.room and not workspace.offsets[:, :, 0].any()
+    small = replace(
+        workspace, room=16, logits=workspace.logits[:, :16].clone(),
+        tile_max=workspace.tile_max[:, :1].clone(),
+    )  # fmt: skip
+    before = [held_pages(state, rows[1:], tier) for tier in range(2)]
+    scores = [state.segments[tier].scores[page].clone().view(torch.int32) for tier, page in enumerate(before)]
+    twin = clone_state(state)
+    for layer in range(state.num_layers):
+        out, _ = decode_attention(state, layer, q, rows, seq_lens, 0.1, small, valid, found=found, window=WINDOW)
+        expected, _ = reference(twin, layer, q, rows, seq_lens, 0.1, window=WINDOW)
+        assert close(out, expected) < 6e-3
+    for tier, page in enumerate(before):
+        assert torch.equal(state.segments[tier].scores[page].view(torch.int32), scores[tier])
+
+
+@pytest.mark.parametrize("judge_low", [True, False])
+def test_shared_pages_take_no_room(judge_low):
+    """Only own pages' logits are kept; after a shared prefix a request scores its own tokens as the reference does."""
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    generator, state = torch.Generator().manual_seed(8), manager.state
+    add_prompt(manager, 1, 60, generator)
+    segment = manager.segments.share(1, 0, 60)
+    assert segment is not None
+    for row in (2, 3):
+        manager.attach_prefix(row, [(segment, 0, 50)])
+        add_prompt(manager, row, 30, generator)
+    rows, seq_lens = torch.tensor([2, 3], device=DEVICE), torch.tensor([80, 80], device=DEVICE)
+    q = torch.randn(2, 4, 64, generator=generator).to(DEVICE, BF16)
+    config = DecodeConfig(tile=16, score_parts=2, score_tokens=32)
+    workspace = DecodeWorkspace.create(state, 2, 4, splits=3, max_tokens=100, config=config)
+    found = FoundTokens.create(state, 2, config, judge_low=judge_low)
+    expected = StepScores.create(state, 2, judge_low)
+    valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    workspace.plan(state, rows, valid, judge_low=judge_low)
+    own = (state.entries - state.own_entry)[2]
+    assert (own < state.entries[2]).any() and own.any()
+    twin = clone_state(state)
+    for layer in range(state.num_layers):
+        out, _ = decode_attention(state, layer, q, rows, seq_lens, 0.1, workspace, valid, found=found, window=WINDOW)
+        want, _ = reference(twin, layer, q, rows, seq_lens, 0.1, scores=expected, window=WINDOW)
+        assert close(out, want) < 6e-3
+    got = found.unpack()
+    assert torch.equal(got.candidate_slot, expected.candidate_slot)
+    assert torch.equal(got.least_slot >= 0, expected.least_slot >= 0)
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+        pages = held_pages(twin, rows, tier)
+        held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 80)
+        torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=5e-2, atol=1e-4)

@@ -1,0 +1,167 @@
+"""The Triton extend attention and prompt scores against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.kernels.extend_attention.reference import extend_attention as reference
+from sglang_diffkv.kernels.extend_attention.triton import extend_attention
+from tests.kernels.triton_helpers import (
+    BF16,
+    DEVICE,
+    add_prompt,
+    clone_state,
+    close,
+    held_pages,
+    make_format,
+    make_manager,
+    vectors,
+)
+
+CASES = [
+    # tiers, head_dim, v_head_dim, query heads of a KV head, prefixes, new tokens, logit cap
+    ("K8V4 K4V2", 64, 64, 4, (45, 0, 13), (9, 70, 1), 0.0),
+    ("K8V4 K4V2", 96, 128, 3, (20, 33, 0), (5, 2, 11), 0.0),
+    ("K8V2 K4V1", 128, 64, 1, (30, 0, 5), (3, 8, 20), 3.0),
+    ("BF16 K8V4", 64, 64, 5, (40, 7, 0), (6, 18, 3), 0.0),
+    ("K8V4", 64, 64, 7, (0, 0, 0), (21, 1, 13), 0.0),
+]
+
+
+@pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "prefix", "new", "cap"), CASES)
+def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap):
+    manager = make_manager(make_format(tiers, dim, v_dim), window=4, heads=1, layers=1)
+    generator = torch.Generator().manual_seed(dim + group)
+    state, owners, layer = manager.state, [2, 6, 3], 0
+    for row, count in zip(owners, prefix, strict=True):
+        add_prompt(manager, row, count, generator, compact=row != 3)
+    manager.begin_step(owners, list(new), list(prefix))
+    rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in (owners, new, prefix))
+    starts = extend_lens.cumsum(0) - extend_lens
+    count = sum(new)
+    key, value = vectors(state, count, generator)
+    q = torch.randn(count, state.num_heads * group, dim, generator=generator).to(DEVICE, BF16)
+    owner = rows.repeat_interleave(extend_lens)
+    offset = torch.arange(count, device=DEVICE) - starts.repeat_interleave(extend_lens)
+    append(state, layer, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
+    twin = clone_state(state)
+    scale = 0.5 / dim**0.5
+    out, lse = extend_attention(
+        state, layer, q, key, value, rows, starts, extend_lens, prefix_lens, max(new), max(prefix), scale,
+        update_scores=True, logit_cap=cap,
+    )  # fmt: skip
+    expected = reference(
+        twin, layer, q, key, value, rows, extend_lens, prefix_lens, scale, update_scores=True, logit_cap=cap
+    )
+    assert lse.isfinite().all()
+    assert close(out, expected) < 6e-3
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+        pages = held_pages(twin, rows, tier)
+        held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 200)
+        if held.any():
+            assert close(seg.scores[pages][held], ref.scores[pages][held]) < 1e-2
+            torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
+
+
+def test_part_from_another_kernel():
+    manager = make_manager(make_format("K8V4 K4V2"), window=4, heads=1, layers=1)
+    generator = torch.Generator().manual_seed(0)
+    add_prompt(manager, 1, 30, generator)
+    manager.begin_step([1], [6], [30])
+    state, one = manager.state, torch.tensor([1], device=DEVICE)
+    key, value = vectors(state, 6, generator)
+    q = torch.randn(6, 2, 64, generator=generator).to(DEVICE, BF16)
+    new, prefix, start = one * 6, one * 30, one * 0
+    arguments = (state, 0, q, key, value, one, start, new, prefix, 6)
+    expected, _ = extend_attention(*arguments, 30, 0.1)
+    alone = extend_attention(*arguments, 0, 0.1)
+    got, _ = extend_attention(*arguments, 30, 0.1, new_part=alone)
+    assert close(got, expected) < 1e-3
+
+
+def test_part_from_another_kernel_without_a_prefix():
+    """It is the result, and what the scores are computed from."""
+    manager = make_manager(make_format("K8V4 K4V2"), window=4, heads=1, layers=1)
+    generator = torch.Generator().manual_seed(0)
+    manager.begin_step([1], [20], [0])
+    state, one = manager.state, torch.tensor([1], device=DEVICE)
+    key, value = vectors(state, 20, generator)
+    q = torch.randn(20, 2, 64, generator=generator).to(DEVICE, BF16)
+    positions = torch.arange(20, device=DEVICE)
+    append(state, 0, key, value, one.expand(20), positions, positions)
+    twin = clone_state(state)
+    arguments = (0, q, key, value, one, one * 0, one * 20, one * 0, 20, 0, 0.1)
+    part = extend_attention(state, *arguments, update_scores=True)
+    out, lse = extend_attention(twin, *arguments, update_scores=True, new_part=part)
+    assert torch.equal(out, part[0]) and torch.equal(lse, part[1])
+    pages = held_pages(state, one, 0)
+    held = (state.segments[0].positions[pages] >= 0) & (state.segments[0].positions[pages] < 20)
+    scores, again = (x.segments[0].scores[pages][held] for x in (state, twin))
+    assert len(scores) == 20 and (scores > 0).sum() == 19 and torch.equal(scores, again), (
+        "the last token has no later one"
+    )
+
+
+@pytest.mark.parametrize("dim", [96, 128, *(pytest.param(dim, marks=pytest.mark.full) for dim in (64, 256))])
+def test_pages_of_a_large_model(dim):
+    """Pages of 32 tokens, low tiles of 64 with an odd number of tokens."""
+    manager = make_manager(make_format("K8V4 K4V2", dim, page_tokens=32), window=16, heads=2, layers=1)
+    generator, new, prefix = torch.Generator().manual_seed(1), (70, 1), (300, 0)
+    add_prompt(manager, 1, 300, generator)
+    manager.begin_step([1, 2], list(new), list(prefix))
+    state, twin = manager.state, clone_state(manager.state)
+    rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in ((1, 2), new, prefix))
+    key, value = vectors(state, 71, generator)
+    q = torch.randn(71, 8, dim, generator=generator).to(DEVICE, BF16)
+    starts = extend_lens.cumsum(0) - extend_lens
+    out, _ = extend_attention(
+        state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, 70, 300, 0.1, update_scores=True
+    )
+    expected = reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, update_scores=True)
+    assert int(state.entries[1, ..., 1].max()) > 1, "the prefix has low pages"
+    assert close(out, expected) < 6e-3
+    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+        pages = held_pages(twin, rows, tier)
+        held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 400)
+        torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
+def test_shared_tokens_are_judged_for_a_copy(tiers):
+    """Two chunks of a prompt after a shared prefix: scores go to the request's own, pages stay as they are."""
+    manager = make_manager(make_format(tiers), window=4, heads=2, layers=1)
+    generator = torch.Generator().manual_seed(2)
+    add_prompt(manager, 1, 85, generator)
+    segment = manager.segments.share(1, 0, 85)
+    assert segment is not None
+    manager.attach_prefix(2, [(segment, 0, 77)])
+    judged = {1: torch.full((1, 2, 77), float("nan"), device=DEVICE)}
+    expected = {1: judged[1].clone()}
+    at = 77
+    for count in (9, 5):
+        manager.begin_step([3, 2], [4, count], [manager.lengths.get(3, 0), at])
+        state = manager.state
+        key, value = vectors(state, 4 + count, generator)
+        q = torch.randn(4 + count, 4, 64, generator=generator).to(DEVICE, BF16)
+        rows, extend_lens, prefix_lens = (
+            torch.tensor(x, device=DEVICE) for x in ((3, 2), (4, count), (manager.lengths[3] - 4, at))
+        )
+        starts = extend_lens.cumsum(0) - extend_lens
+        owner = rows.repeat_interleave(extend_lens)
+        offset = torch.arange(4 + count, device=DEVICE) - starts.repeat_interleave(extend_lens)
+        append(state, 0, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
+        twin = clone_state(state)
+        kept = state.segments[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
+        settings = {"update_scores": True}
+        extend_attention(
+            state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, max(4, count), at, 0.1,
+            judged=judged, **settings,
+        )  # fmt: skip
+        reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, judged=expected, **settings)
+        torch.testing.assert_close(judged[1], expected[1], rtol=3e-2, atol=2e-4, equal_nan=True)
+        after = state.segments[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
+        assert torch.equal(kept.view(torch.int32), after.view(torch.int32)), "a page that others read was written"
+        at += count
+    assert judged[1].isfinite().float().mean() > 0.5

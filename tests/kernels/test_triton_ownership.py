@@ -1,0 +1,61 @@
+"""Attach, release and trim in Triton against their references, with pages shared between rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.kernels.attach import reference as attach_reference
+from sglang_diffkv.kernels.attach.triton import attach, seal
+from sglang_diffkv.kernels.release import reference as release_reference
+from sglang_diffkv.kernels.release.triton import release, trim
+from sglang_diffkv.kernels.table import max_entries, row_table
+from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
+
+TENSORS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "refcount", "counters")
+
+
+def assert_same(state, twin):
+    """Equal but for the order of pages in the ring."""
+    for name in TENSORS:
+        assert torch.equal(getattr(state, name), getattr(twin, name)), name
+    rows = torch.arange(state.entries.shape[0], device=DEVICE)
+    for tier in range(len(state.segments)):
+        width = max_entries(twin, rows, tier)
+        for got, expected in zip(row_table(state, rows, tier, width), row_table(twin, rows, tier, width), strict=True):
+            assert torch.equal(got, expected)
+    taken, put = state.counters.tolist()
+    place = torch.arange(taken, put, device=DEVICE) % state.num_pages
+    assert torch.equal(state.ring[place].sort().values, twin.ring[place].sort().values)
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
+def test_rows_share_and_return_pages(tiers):
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=170, layers=2, heads=2)
+    state, generator = manager.state, torch.Generator().manual_seed(5)
+    state.counters += 151  # the ring wraps
+    add_prompt(manager, 1, 83, generator)
+    add_prompt(manager, 2, 21, generator)
+    twin = clone_state(state)
+    for target in (9, 10, 3):
+        blocks = [b for b in state.block_table[1].tolist() if b]
+        manager.space.extend(target, *manager.space.bound(1))
+        manager.space.flush()
+        twin.block_table.copy_(state.block_table)
+        assert blocks
+    for op, ref in ((attach, attach_reference.attach),):
+        for one, run in ((state, op), (twin, ref)):
+            run(one, 9, 1, 0, 50, kept_only=True)
+            run(one, 10, 1, 50, 83)
+            seal(one, 1)
+            run(one, 3, 9, 0, 37)
+    assert_same(state, twin)
+    for row, end in ((9, 20), (10, 50)):
+        trim(state, row, end)
+        release_reference.trim(twin, row, end)
+        assert_same(state, twin)
+    for row in (1, 3, 2, 9, 10):
+        release(state, row)
+        release_reference.release(twin, row)
+        assert_same(state, twin)
+    assert not state.refcount.any()

@@ -1,0 +1,31 @@
+"""Launching every kernel on nothing leaves the state as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.ops.warm_up import warm_up
+from tests.kernels.triton_helpers import BF16, add_prompt, clone_state, make_format, make_manager
+
+COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "page_table")
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
+def test_warm_up_changes_nothing(tiers: str) -> None:
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=300, layers=2, heads=2)
+    state = manager.state
+    add_prompt(manager, 4, 45, torch.Generator().manual_seed(3))
+    before = clone_state(state)
+    ops = TritonOps(state, manager.policy, 4, 400)
+    copies = manager.policy.compresses
+    warm_up(ops, state, manager.policy, dtype=BF16, rotates=True, copies=copies)
+    for name in COUNTS:
+        assert torch.equal(getattr(state, name), getattr(before, name)), name
+    used = before.refcount > 0
+    assert int(used.sum()) > 0 and torch.equal(state.refcount, before.refcount)
+    assert torch.equal(state.pages[used], before.pages[used])
+    assert int(state.counters.diff()) == int(before.counters.diff())
+    check_integrity(manager)

@@ -1,0 +1,183 @@
+"""Pools of a simulated server, stock SGLang's and DiffKV's, as its scheduler sees them: see ``saturation.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.pages.counting_ops import CountingOps
+
+
+@dataclass(eq=False)
+class Request:
+    """Prompt and reply lengths, and how far it is."""
+
+    prompt: int
+    reply: int
+    made: int = 0
+    row: int = 0
+    done: int = 0  # tokens of its prompt, generated ones of a retracted request included, that were computed
+
+    @property
+    def fill(self) -> int:
+        return self.prompt + self.made
+
+
+class StockPool:
+    """A pool of tokens, as SGLang's own."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.free = capacity, capacity
+        self.held: dict[int, int] = {}
+
+    price = 1.0
+
+    def available(self) -> int:
+        return self.free
+
+    def admits(self, tokens: int) -> bool:
+        return True
+
+    def saved(self, tokens: int, chunk: int, longest: int) -> tuple[int, bool]:
+        return 0, False
+
+    def promise(self, req: Request, chunk: int) -> None: ...
+
+    def holds(self, req: Request) -> bool:
+        return False
+
+    def prefill(self, batch: list[tuple[Request, int]]) -> None:
+        for req, count in batch:
+            self._take(req.row, count)
+
+    def decode(self, reqs: list[Request]) -> None:
+        for req in reqs:
+            self._take(req.row, 1)
+
+    def _take(self, row: int, count: int) -> None:
+        self.free -= count
+        assert self.free >= 0, "the pool is empty"
+        self.held[row] = self.held.get(row, 0) + count
+
+    def release(self, row: int) -> None:
+        self.free += self.held.pop(row, 0)
+
+    def price_of(self, row: int) -> float:
+        return 1.0
+
+    def retry(self, expected: list[tuple[int, float]]) -> bool:
+        return False
+
+    def refuse(self, wanted: float) -> None: ...
+
+    def ratio(self) -> float:
+        return 1.0
+
+
+class DiffKVServer:
+    """The ledger and the page manager of a server."""
+
+    def __init__(
+        self,
+        fmt: Any,
+        capacity: int,
+        high: np.ndarray,
+        *,
+        rows: int,
+        longest: int,
+        window: int = 64,
+        share_min_tokens: int | None = 128,
+        compacts_chunks: bool = True,
+    ):
+        geometry = Geometry(
+            fmt, *high.shape, pages_for(capacity, fmt.high.tokens, high.size), rows + 1, 512, max_tokens=longest
+        )
+        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, window))
+        self.manager.ops = self.ops = CountingOps(high, window, 0)
+        self.manager.prompts.share_min_tokens = share_min_tokens
+        self.ledger = PageLedger(self.manager, capacity)
+        self.capacity, self.compacts_chunks = capacity, compacts_chunks
+
+    @property
+    def price(self) -> float:
+        return self.ledger.growth_price()
+
+    def available(self) -> int:
+        return self.ledger.available()
+
+    def admits(self, tokens: int) -> bool:
+        return self.ledger.admits([], tokens)
+
+    def saved(self, tokens: int, chunk: int, longest: int) -> tuple[int, bool]:
+        """What a prompt takes less if it is compacted between chunks, 0 if it may not, and whether it fits then."""
+        most = self.ledger.most_pages([], longest)
+        if not self.compacts_chunks or tokens <= chunk or not self.ledger.may_compact([], tokens, most):
+            return 0, False
+        return tokens - self.ledger.compacting_tokens(tokens, chunk), self.ledger.admits_compacting(tokens, chunk)
+
+    def promise(self, req: Request, chunk: int) -> None:
+        """Set pages aside for an admitted prompt; ``chunk`` 0 if it is not compacted between chunks."""
+        if chunk:
+            self.ledger.chunks[str(req.row)] = chunk
+        self.ledger.promise(str(req.row), [], req.fill)
+
+    def holds(self, req: Request) -> bool:
+        """Whether a prompt's next chunk has to wait."""
+        if str(req.row) not in self.ledger.chunks or self.ledger.uncommitted_pages() >= 0:
+            return False
+        self.manager.tracker.settle()
+        return self.ledger.uncommitted_pages() < 0
+
+    def prefill(self, batch: list[tuple[Request, int]]) -> None:
+        manager = self.manager
+        rows, counts, starts = [], [], []
+        for req, count in batch:
+            if req.done + count < req.fill and str(req.row) in self.ledger.chunks:
+                manager.prompts.chunking.add(req.row)
+            self.ledger.promise(str(req.row), [], req.fill - req.done - count)
+            rows.append(req.row)
+            counts.append(count)
+            starts.append(req.done)
+        manager.plan_step(rows, counts, starts)
+        manager.launch_step()
+        manager.ops.reserve(manager.state, torch.tensor(rows), torch.tensor(counts), max(counts))
+        for req, count in batch:
+            if req.done + count == req.fill:
+                manager.prompts.end(req.row)
+        for row in manager.prompts.take_chunking(rows):
+            manager.prompts.end_chunk(row)
+
+    def decode(self, reqs: list[Request]) -> None:
+        manager, rows = self.manager, [req.row for req in reqs]
+        manager.plan_step(rows, [1] * len(rows), [manager.lengths[row] for row in rows])
+        manager.launch_step()
+        manager.ops.decode_step(manager.state, torch.tensor(rows), torch.tensor(rows), manager.policy)
+        manager.tracker.report()
+
+    def release(self, row: int) -> None:
+        self.ledger.forget(str(row))
+        if row in self.manager.lengths:
+            self.manager.release(row)
+
+    def refuse(self, wanted: float) -> None:
+        self.ledger.refused = wanted
+
+    def price_of(self, row: int) -> float:
+        return self.ledger.price_of(row)
+
+    def retry(self, expected: list[tuple[int, float]]) -> bool:
+        return self.ledger.refused is not None and self.ledger.room_for_refused(expected)
+
+    def ratio(self) -> float:
+        """Bytes of the pages held over bf16 bytes of the tokens."""
+        manager = self.manager
+        pages = int(manager.state.entries[list(manager.lengths)].sum())
+        tokens = sum(manager.lengths.values()) * manager.geometry.heads
+        return pages * manager.fmt.page_bytes / (tokens * manager.fmt.bf16_token_bytes)

@@ -1,0 +1,128 @@
+"""Where the bytes go: the plan is what the objects hold, and the pages get nearly all of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.mem_pool.footprint import PAGES, Footprint
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.usage import UsageMeter
+from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.srt import hooks
+from sglang_diffkv.srt.allocator import DiffKVAllocator
+from tests.kernels.triton_helpers import DEVICE
+
+GIB = 1 << 30
+CONFIGS = [
+    "{}",
+    '{"prefix_fidelity": "exact"}',
+    '{"tiers": ["K8V4"]}',
+    '{"policy": {"name": "diffkv", "alpha_low": 0.1}}',
+    '{"policy": {"name": "diffkv", "head_scale": [[1, 2], [0.5, 1]]}}',
+]
+
+
+def storages(thing: Any, seen: dict[int, int]) -> int:
+    """Bytes of all tensors that can be reached from an object's attributes, each memory once."""
+    if isinstance(thing, torch.Tensor):
+        seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    elif isinstance(thing, (list, tuple, dict)):
+        for x in thing.values() if isinstance(thing, dict) else thing:
+            storages(x, seen)
+    elif hasattr(thing, "__dict__") and type(thing).__module__.startswith("sglang_diffkv"):
+        storages(vars(thing), seen)
+    return sum(seen.values())
+
+
+def plan_of(text: str, *, layers: int = 2, kv_heads: int = 2, q_heads: int = 4, dim: int = 64) -> MemoryPlan:
+    config: DiffKVConfig = load_config(text)
+    return MemoryPlan(config, config.page_format(dim, dim), layers, kv_heads, q_heads, gpu=True)
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_the_plan_is_what_the_objects_hold(text: str) -> None:
+    from sglang_diffkv.ops.gpu import build_ops
+
+    plan = plan_of(text)
+    capacity = 3000
+    geometry = plan.geometry(capacity, num_rows=9, max_tokens=1000)
+    manager = PageManager(geometry, plan.policy(), device=DEVICE)
+    manager.ops = ops = build_ops(manager.state, manager.policy, geometry, plan.q_heads, "triton")
+    allocator = DiffKVAllocator(
+        PageLedger(manager, capacity), dtype=torch.bfloat16, device=DEVICE, kvcache=SimpleNamespace(), need_sort=False
+    )
+    exact = plan.config.prefix_fidelity == "exact"
+    found = Footprint.of(manager.state, geometry, ops, names=allocator.size, exact=exact)
+    held = sum(found.held.values())
+    counts = [manager.segment_counts.counts, UsageMeter(manager).ended_counts]
+    assert held == storages([manager.state, ops, allocator.free_pages, counts], {})
+    planned = MemoryPlan.footprint(replace_prefill(plan), geometry, capacity)
+    assert planned == found
+    assert found.held[PAGES] == (geometry.num_pages + 1) * geometry.fmt.page_bytes
+    assert ("scores of exact prefixes" in found.at_most) == exact
+
+
+def replace_prefill(plan: MemoryPlan) -> MemoryPlan:
+    config = plan.config.model_copy(update={"prefill": "triton"})
+    return MemoryPlan(config, plan.fmt, plan.num_layers, plan.num_heads, plan.q_heads, plan.gpu)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes for a GPU of 132 multiprocessors with FlashInfer."""
+    from sglang_diffkv.kernels.decode_attention import triton_workspace
+    from sglang_diffkv.ops import ragged
+
+    for module in (triton_workspace, ragged):
+        monkeypatch.setattr(module, "processors_of", lambda device: 132)
+    monkeypatch.setattr(ragged.RaggedPrefill, "obstacle", staticmethod(lambda *model: ""))
+
+
+@pytest.mark.parametrize("gib", [8, 40])
+@pytest.mark.parametrize("context", [8192, 32768, 131072])
+@pytest.mark.parametrize("text", CONFIGS[:2])
+def test_llama_spends_less_than_three_percent_outside_the_pages(
+    hopper: None, gib: int, context: int, text: str
+) -> None:
+    plan = plan_of(text, layers=32, kv_heads=8, q_heads=32, dim=128)
+    capacity = plan.capacity_in(gib * GIB, lambda tokens: 129, context + 4)
+    found = plan.footprint(plan.geometry(capacity, 129, context + 4), capacity)
+    assert found.share_outside < 0.03
+    assert gib * GIB - 2 * plan.token_bytes * plan.fmt.high.tokens < found.total <= gib * GIB
+
+
+def test_a_pool_without_room_is_empty() -> None:
+    assert plan_of("{}").capacity_in(1000, lambda tokens: 9, 1000) == 0
+    assert plan_of("{}").capacity_in(-5, lambda tokens: 9, 1000) == 0
+
+
+def test_the_table_names_every_use() -> None:
+    found = Footprint({PAGES: 97 << 20, "page table": 2 << 20}, {"scores": 1 << 20})
+    assert found.share_outside == pytest.approx(0.03)
+    text = found.describe(128 << 20)
+    assert text.startswith("DiffKV memory, of 128.0 MiB; outside the pages: 3.00%")
+    assert "scores, at most" in text and "left of the budget" in text and "28.00 MiB" in text
+    assert "left" not in found.describe() and "97.00%" in found.describe()
+    assert found.report()["total"] == 100 << 20
+
+
+def test_a_budget_in_bytes_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang's configurator is told to make of its bytes."""
+    plan = plan_of("{}")
+    monkeypatch.setattr(hooks, "_sized", None)
+    monkeypatch.setattr(MemoryPlan, "of", classmethod(lambda cls, *args: plan))
+    kvc = SimpleNamespace(model_config=SimpleNamespace(context_len=1000), resolve_max_num_reqs=lambda tokens: 8)
+    sizes = SimpleNamespace(diffkv=(kvc, 2), _cell_size=plan.token_bytes)
+    original = lambda self, available, page_size: available // self._cell_size  # noqa: E731
+    budget = 32 << 20
+    capacity = hooks.calculate_pool_sizes(original, sizes, budget, 1)
+    assert plan.footprint(plan.geometry(capacity, 9, 1004), capacity).total <= budget
+    assert plan.footprint(plan.geometry(capacity + 32, 9, 1004), capacity + 32).total > budget
+    assert hooks._sized == (budget, capacity)
+    assert hooks.calculate_pool_sizes(original, SimpleNamespace(_cell_size=10), 1000, 1) == 100, "not DiffKV's"

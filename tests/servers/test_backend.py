@@ -1,0 +1,188 @@
+"""The attention backend over the Triton ops gives what it gives over the references, padded decode batches included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_diffkv.kernels import device
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.ops.ragged import RaggedPrefill
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.srt.backend import DiffKVAttnBackend
+from sglang_diffkv.srt.pool import DiffKVPool
+from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
+
+LAYERS = 2
+
+
+@pytest.fixture(autouse=True)
+def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a backend builds the Triton operations itself; here each twin is given its own. In an interpreter,
+    where programs run one after the other, a decode step gets fewer of them."""
+    monkeypatch.setattr(device, "FEW", 1)
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference"}')
+
+
+class Twin:
+    """A backend with its manager, fed as SGLang's runners do."""
+
+    def __init__(
+        self, *, triton: bool, tiers: str, heads: int = 2, group: int = 2, dim: int = 64, page_tokens: int = 8,
+        pages: int = 400, window: int = 6, flashinfer: bool = False,
+        **policy: Any,
+    ):  # fmt: skip
+        self.heads, self.group, self.dim = heads, group, dim
+        fmt = make_format(tiers, dim, page_tokens=page_tokens)
+        self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, window=window)
+        self.manager.policy = replace(self.manager.policy, **policy)
+        pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
+        pool.bind(self.manager)
+        args = SimpleNamespace(disable_overlap_schedule=True)
+        model = SimpleNamespace(num_attention_heads=heads * group)
+        runner = SimpleNamespace(token_to_kv_pool=pool, server_args=args, model_config=model, dtype=BF16)
+        self.backend = DiffKVAttnBackend(runner)
+        if triton:
+            state = self.manager.state
+            ragged = None
+            if flashinfer:
+                ragged = RaggedPrefill(heads * group, heads, dim, dim, BF16, state.device, 0.1)
+            self.manager.ops = TritonOps(state, self.manager.policy, heads * group, 400, ragged)
+            self.backend.init_cuda_graph_state(4, 4)
+        self.triton = triton
+
+    def layers(self, decode: bool, drawn: int, count: int, generator: torch.Generator) -> torch.Tensor:
+        """All layers over the first ``count`` of ``drawn`` random tokens."""
+        outs = []
+        for number in range(LAYERS):
+            q, k, v = (
+                torch.randn(drawn, heads * self.dim, generator=generator)[:count].to(DEVICE, BF16)
+                for heads in (self.heads * self.group, self.heads, self.heads)
+            )
+            layer = SimpleNamespace(
+                layer_id=number, scaling=0.1, logit_cap=0.0, tp_q_head_num=self.heads * self.group,
+                tp_k_head_num=self.heads, tp_v_head_num=self.heads, qk_head_dim=self.dim, v_head_dim=self.dim,
+            )  # fmt: skip
+            run = self.backend.forward_decode if decode else self.backend.forward_extend
+            outs.append(run(q, k, v, layer, None))
+        return torch.stack(outs)
+
+    def extend(self, rows: list[int], counts: list[int], starts: list[int], seed: int) -> torch.Tensor:
+        self.manager.plan_step(rows, counts, starts)
+        self.manager.prompts.finishing.update(rows)
+        batch: Any = SimpleNamespace(
+            forward_mode=ForwardMode.EXTEND,
+            req_pool_indices=torch.tensor(rows, device=DEVICE),
+            seq_lens=torch.tensor([s + c for s, c in zip(starts, counts, strict=True)], device=DEVICE),
+            extend_seq_lens_cpu=counts,
+            extend_seq_lens=torch.tensor(counts, device=DEVICE, dtype=torch.int32),
+            extend_prefix_lens=torch.tensor(starts, device=DEVICE, dtype=torch.int32),
+        )
+        self.backend.init_forward_metadata(batch)
+        return self.layers(False, sum(counts), sum(counts), torch.Generator().manual_seed(seed))
+
+    def decode(self, rows: list[int], padding: int, seed: int) -> torch.Tensor:
+        lens = [self.manager.lengths[row] for row in rows]
+        self.manager.plan_step(rows, [1] * len(rows), lens)
+        drawn = len(rows) + padding
+        padding = padding if self.triton else 0
+        batch: Any = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.tensor(rows + [0] * padding, device=DEVICE),
+            seq_lens=torch.tensor([n + 1 for n in lens] + [1] * padding, device=DEVICE),
+        )
+        self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        self.backend.init_forward_metadata_in_graph(batch)
+        out = self.layers(True, drawn, len(rows) + padding, torch.Generator().manual_seed(seed))
+        return out[:, : len(rows)]
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param("BF16", marks=pytest.mark.full)])
+def test_both_ops_agree(tiers: str) -> None:
+    mine, reference = Twin(triton=True, tiers=tiers), Twin(triton=False, tiers=tiers)
+    for twin_seed, (rows, counts) in enumerate([([2, 1], [13, 22]), ([4], [5])]):
+        outs = [t.extend(rows, counts, [0] * len(rows), twin_seed) for t in (mine, reference)]
+        assert close(*outs) < 1e-2
+    for step, (rows, padding) in enumerate([([1, 2, 4], 1), ([2], 0), ([4, 1], 2), ([1, 2, 4], 0)]):
+        outs = [t.decode(rows, padding, 10 + step) for t in (mine, reference)]
+        assert close(*outs) < 2e-2
+        for twin in (mine, reference):
+            check_bounds(twin.manager)
+            check_integrity(twin.manager)
+    for twin in (mine, reference):
+        for row in (1, 2, 4):
+            twin.manager.release(row)
+        check_integrity(twin.manager)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_sinks_stay_high(triton: bool) -> None:
+    """Of a prompt of 22 tokens with all but window and sinks below the threshold, and of one shorter than both."""
+    twin = Twin(triton=triton, tiers="K8V4 K4V2", window=6, alpha_high=1e9, alpha_low=0.0, sinks=3)
+    twin.extend([1, 2], [22, 5], [0, 0], 1)
+    for step in range(6):
+        twin.decode([1, 2], 1, step)
+    slots = twin.manager.state.own_tokens  # the last step's hole counts
+    assert (slots[1] == torch.tensor([3 + 6 + 1, 28 - 9], device=DEVICE)).all()
+    assert (slots[2] == torch.tensor([3 + 6 + 1, 11 - 9], device=DEVICE)).all()
+    check_integrity(twin.manager)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_heads_have_thresholds_of_their_own(triton: bool) -> None:
+    scale = ((1e-9, 1e9), (1e9, 1e-9))
+    twin = Twin(triton=triton, tiers="K8V4 K4V2", window=6, alpha_high=1.0, alpha_low=0.0, head_scale=scale)
+    twin.extend([1], [22], [0], 1)
+    for step in range(6):
+        twin.decode([1], 1, step)
+    high, low = twin.manager.state.own_tokens[1].tolist()[0]
+    assert (high, low) == ([28, 0], [6 + 1, 22])
+    check_integrity(twin.manager)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("dim", [96, pytest.param(64, marks=pytest.mark.full)])
+def test_rotation_changes_keys_and_not_attention(dim: int, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64)
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference", "rotate": "keys"}')
+    twins = (Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64), plain)
+    assert close(*[t.extend([1], [13], [0], 1) for t in twins]) < 1e-2
+    assert close(*[t.decode([1], 0, 2) for t in twins]) < 1e-2
+    stored = [t.manager.state.segments[0] for t in twins]
+    keys, values = ([getattr(seg, name)[seg.positions == 7] for seg in stored] for name in ("keys", "values"))
+    assert close(*keys) > 0.5
+    assert close(*[x.float().norm(dim=1) for x in keys]) < 1e-2
+    assert torch.equal(*values)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+@pytest.mark.parametrize("flashinfer", [False, True])
+def test_a_large_model_s_heads_after_a_prefix(flashinfer: bool) -> None:
+    """A prompt, decode steps, a shared prefix with both tiers, a longer prompt beside another, decode."""
+    if flashinfer and not RaggedPrefill.supports(128, 128):
+        pytest.skip("FlashInfer is not installed")
+    shape = {"heads": 8, "group": 4, "dim": 128, "page_tokens": 32, "pages": 1200, "window": 64}
+    mine = Twin(triton=True, tiers="K8V4 K4V2", flashinfer=flashinfer, **shape)
+    reference = Twin(triton=False, tiers="K8V4 K4V2", **shape)
+    twins = (mine, reference)
+    assert close(*[t.extend([1], [100], [0], 1) for t in twins]) < 1e-2
+    for step in range(3):
+        assert close(*[t.decode([1], step, 10 + step) for t in twins]) < 2e-2
+    for twin in twins:
+        segment = twin.manager.segments.share(1, 0, 102)
+        assert segment is not None
+        twin.manager.release(1)
+        twin.manager.attach_prefix(2, [(segment, 0, 100)])
+        check_integrity(twin.manager)
+    assert close(*[t.extend([2, 3], [280, 40], [100, 0], 2) for t in twins]) < 2e-2
+    for step in range(3):
+        assert close(*[t.decode([2, 3], 2, 20 + step) for t in twins]) < 2e-2
+    for twin in twins:
+        check_bounds(twin.manager)
+        check_integrity(twin.manager)

@@ -1,0 +1,257 @@
+"""What cannot work is refused at start, with a reason that names it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig, load_config
+from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.srt.compat import release
+from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
+from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.testing.ports import Port
+from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"tier": ["K8V4"]}', "tier"),
+        ('{"tiers": ["K3V4"]}', "tiers"),
+        ('{"tiers": ["K4V2", "K8V4"]}', "ever fewer bytes"),
+        ('{"tiers": ["BF16", "K8V4", "K4V2"]}', "tiers"),
+        ('{"policy": {"name": "diffkv", "alpha_high": -1}}', "alpha_high"),
+        ('{"policy": {"name": "diffkv", "alpha_low": 2}}', "alpha_low"),
+        ('{"policy": {"name": "diffkv", "window": 0}}', "window"),
+        ('{"policy": {"name": "diffkv", "sinks": -1}}', "sinks"),
+        ('{"policy": {"name": "diffkv", "horizon": 0.5}}', "horizon"),
+        ('{"policy": {"name": "diffkv", "head_scale": [[1, 1], [1]]}}', "head_scale"),
+        ('{"policy": {"name": "diffkv", "head_scale": [[1, 0]]}}', "head_scale"),
+        ('{"policy": {"name": "diffkv", "head_scale": []}}', "head_scale"),
+        ('{"policy": {"name": "diffkv", "head_scale": [[]]}}', "head_scale"),
+        ('{"policy": {"name": "h2o"}}', "policy"),
+        ('{"policy": {"name": "uniform"}}', "uniform"),
+        ('{"page_tokens": 1}', "page_tokens"),
+        ('{"rotate": "values"}', "rotate"),
+        ('{"rotate": "keys", "tiers": ["BF16"]}', "rotate"),
+        ('{"prefix_fidelity": "lossless"}', "prefix_fidelity"),
+        ('{"tiers": ', "not valid JSON"),
+        ("no/such/file.json", "cannot read"),
+    ],
+)
+def test_config_errors_name_the_field(text: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        load_config(text)
+
+
+def test_config_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"tiers": ["k8v4"]}', encoding="utf-8")
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"page_tokens": 16}')
+    assert load_config(str(path)).tiers == ("K8V4",)
+    assert load_config().page_tokens == 16
+    monkeypatch.delenv("SGLANG_DIFFKV_CONFIG")
+    assert load_config() == DiffKVConfig()
+
+
+def test_defaults_and_round_trip() -> None:
+    config = DiffKVConfig()
+    assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 256, False)
+    assert config.build_policy() == DiffKVPolicyConfig().build() == DiffKVPolicy()
+    assert load_config(config.model_dump_json(exclude_none=True)) == config
+    assert load_config('{"tiers": ["BF16"]}').lossless
+
+
+def _args(**changes: object) -> SimpleNamespace:
+    fields: dict[str, object] = {
+        "attention_backend": "diffkv",
+        "kv_cache_dtype": "auto",
+        "speculative_algorithm": None,
+        "disaggregation_mode": "null",
+        "enable_hierarchical_cache": False,
+        "radix_cache_backend": None,
+        "page_size": 1,
+        "enable_mixed_chunk": False,
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": 1,
+        "enable_dp_attention": False,
+        "device": "cpu",
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"page_size": 16}, "--page-size 16"),
+        ({"tp_size": 2, "attn_cp_size": 2}, "--attn-cp-size"),
+        ({"tp_size": 2, "dcp_size": 2}, "--dcp-size"),
+        ({"tp_size": 16, "nnodes": 2}, "--nnodes"),
+        ({"tp_size": 2, "pp_size": 2}, "--pp-size"),
+        ({"decode_attention_backend": "triton"}, "second attention backend"),
+        ({"device": "xpu"}, "device xpu"),
+        ({"radix_eviction_policy": "tlru"}, "--radix-eviction-policy tlru"),
+        ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
+    ],
+)
+def test_server_options_are_refused_by_name(changes: dict[str, object], name: str) -> None:
+    check_server_args(_args())
+    check_server_args(_args(tp_size=2))
+    with pytest.raises(UnsupportedError, match=name):
+        check_server_args(_args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"use_mla_backend": True}, "MLA"),
+        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"mambaish_config": object()}, "state-space"),
+        ({"kv_cache_dtype": torch.float32}, "float32"),
+    ],
+)
+def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> None:
+    good = {
+        "model_config": SimpleNamespace(hf_config=None),
+        "use_mla_backend": False,
+        "is_hybrid_swa": False,
+        "sliding_window_size": None,
+        "mambaish_config": None,
+        "kv_cache_dtype": torch.bfloat16,
+    }
+    check_model(SimpleNamespace(**good))
+    with pytest.raises(UnsupportedError, match=name):
+        check_model(SimpleNamespace(**{**good, **changes}))
+
+
+def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> str:
+    """Output of a server that must refuse to start."""
+    env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}
+    env.pop("TRITON_INTERPRET", None)
+    if path is not None:
+        env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *args]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode != 0, done.stdout
+    return done.stdout + done.stderr
+
+
+@pytest.mark.server
+def test_malformed_config_stops_the_server_at_once() -> None:
+    output = _launch("--attention-backend", "diffkv", "--diffkv-config", '{"policy": {"name": "diffkv", "alpha": 1}}')
+    assert "policy.diffkv.alpha: Extra inputs are not permitted" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.server
+def test_untested_sglang_is_refused_by_name(tmp_path: Path) -> None:
+    info = tmp_path / "sglang-9.9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n", encoding="utf-8")
+    output = _launch("--attention-backend", "diffkv", path=tmp_path)
+    assert "was not tested with SGLang 9.9.9" in output
+
+
+@pytest.mark.server
+def test_config_without_the_backend_is_refused() -> None:
+    output = _launch("--attention-backend", "torch_native", "--diffkv-config", "{}")
+    assert "no effect without --attention-backend diffkv" in output
+
+
+@pytest.mark.server
+def test_mla_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "data" / "mla" / "config.json", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(Path(NANO) / name, tmp_path)
+    output = _launch(
+        *("--attention-backend", "diffkv", "--dtype", "bfloat16", "--load-format", "dummy"),
+        *("--max-total-tokens", "2000", "--port", str(Port().number)),
+        model=tmp_path,
+    )
+    assert "cannot serve this model" in output
+    assert "multi-head latent attention (MLA)" in output
+
+
+def _model(temperature: int = -1, **changes: Any) -> torch.nn.Module:
+    """A model of two attention layers, of which the second is changed."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [RadixAttention(4, 64, 0.125, 2, 0, logit_cap=30.0), RadixAttention(4, 64, 0.125, 2, 1, **changes)]
+    layers[1].xai_temperature_len = temperature
+    return torch.nn.Sequential(torch.nn.ModuleList(layers), torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"attn_type": "ENCODER_ONLY"}, r"not causal \(encoder_only\)"),
+        ({"attn_type": "DECODER_BIDIRECTIONAL"}, "not causal"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"sliding_window_size": 128}, "sliding-window"),
+        ({"use_irope": True}, "in chunks"),
+        ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
+        ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "capped by sigmoid"),
+        ({"temperature": 1024}, "scaled by position"),
+    ],
+)
+def test_layers_that_are_not_plain_causal_attention(changes: dict[str, Any], reason: str) -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    if "attn_type" in changes:
+        changes = {"attn_type": AttentionType[changes["attn_type"]]}
+    check_layers(_model())
+    with pytest.raises(UnsupportedError, match=f"cannot serve this model \\(Sequential\\): it has .*{reason}"):
+        check_layers(_model(**changes))
+
+
+def test_what_is_given_to_attention_beside_q_k_and_v_is_refused() -> None:
+    from sglang_diffkv.srt.backend import DiffKVAttnBackend
+
+    backend = DiffKVAttnBackend.__new__(DiffKVAttnBackend)
+    for run in (backend.forward_extend, backend.forward_decode):
+        with pytest.raises(NotImplementedError, match="attention with sinks:"):
+            run(None, None, None, None, None, sinks=torch.zeros(4), return_lse=False, aux=None)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
+    from sglang.srt.models import utils
+
+    from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
+    from sglang_diffkv.srt.pool import DiffKVPool
+
+    pool = DiffKVPool(64, torch.bfloat16, 1, "cpu", False, 0, 0) if ours else object()
+    monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
+    assert enable_fused_set_kv_buffer(lambda batch: True, None) is (not ours)
+
+
+@pytest.mark.server
+def test_a_start_that_died_without_a_word_says_why() -> None:
+    options = ["--enable-flexkv", "--is-embedding", "--kv-canary-real-data", "all"]
+    reasons = [
+        "FlexKV, which moves KV by slot: drop --enable-flexkv",
+        "--is-embedding: ",
+        "--kv-canary-real-data all: use",
+    ]
+    if release() >= (0, 5, 18):
+        options.append("--enable-unified-cache-external-linker")
+        reasons.append("an external KV store, which moves KV by slot: drop --enable-unified-cache-external-linker")
+    output = _launch("--attention-backend", "diffkv", *options)
+    assert all(reason in output for reason in reasons), output
+    assert "Traceback" not in output

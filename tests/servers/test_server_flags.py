@@ -1,0 +1,143 @@
+"""Every option of the supported SGLang versions is judged: it works, is refused, or has no bearing on the cache."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.compat import CANARY_ON_CPU, TESTED_VERSIONS, sglang_version
+from sglang_diffkv.srt.server_flags import REFUSED, OnlyWith, Refused, flags
+from sglang_diffkv.srt.supported_flags import WORKS
+from sglang_diffkv.srt.validation import check_server_args
+
+ROOT = Path(__file__).parents[2]
+FIELDS = {path.stem: set(path.read_text().split()) for path in (ROOT / "tests/data/server_args").glob("*.txt")}
+
+
+def server_args_fields() -> dict[str, Any]:
+    """The installed ``ServerArgs``' fields and defaults; the class is a dataclass or a struct of msgspec."""
+    import dataclasses
+
+    from sglang.srt.server_args import ServerArgs
+
+    if dataclasses.is_dataclass(ServerArgs):
+        return {x.name: x.default for x in dataclasses.fields(ServerArgs)}
+    import msgspec
+
+    return {x.name: x.default for x in msgspec.structs.fields(ServerArgs)}
+
+
+def test_the_lists_of_fields_are_those_of_the_supported_versions():
+    assert set(FIELDS) == set(TESTED_VERSIONS)
+    assert FIELDS[sglang_version()] == set(server_args_fields()), "tests/data/server_args is not this SGLang's"
+
+
+@pytest.mark.parametrize("version", TESTED_VERSIONS)
+def test_every_field_is_judged(version):
+    assert FIELDS[version] - set(flags()) == set(), f"options of SGLang {version} that server_flags.py does not list"
+
+
+def test_nothing_else_is_listed():
+    assert set(flags()) - set.union(*FIELDS.values()) == set(), "options that no supported SGLang has"
+
+
+def test_what_is_read_only_with_a_refused_option_names_one():
+    for name, flag in flags().items():
+        if isinstance(flag, OnlyWith):
+            assert flag.what in REFUSED or flag.what.startswith("models with"), name
+
+
+def _tests(path: Path) -> set[str]:
+    return {x.name for x in ast.parse(path.read_text()).body if isinstance(x, ast.FunctionDef)}
+
+
+def test_the_tests_that_are_named_exist():
+    named = [*WORKS, *(x.otherwise for x in REFUSED.values() if x.otherwise.startswith("tests/"))]
+    for text in named:
+        path, _, name = text.partition("::")
+        assert name in _tests(ROOT / path), f"{text}, which shows that options work, does not exist"
+
+
+REFUSED_VALUES: dict[str, Any] = {
+    "attention_backend": "triton",
+    "prefill_attention_backend": "triton",
+    "decode_attention_backend": "triton",
+    "kv_cache_dtype": "fp8_e4m3",
+    "speculative_algorithm": "EAGLE",
+    "decoupled_spec_role": "drafter",
+    "uno_lora_path": "adapter",
+    "disaggregation_mode": "prefill",
+    "hicache_storage_backend": "file",
+    "radix_cache_backend": "lmcache",
+    "page_size": 16,
+    "nnodes": 2,
+    "attn_cp_size": 2,
+    "dcp_size": 2,
+    "dwdp_size": 2,
+    "pp_size": 2,
+    "attn_dp_size": 2,
+    "elastic_ep_backend": "mooncake",
+    "ep_join_mode": "scale",
+    "dllm_algorithm": "LowConfidence",
+    "radix_eviction_policy": "tlru",
+    "device": "xpu",
+    "rl_on_policy_target": "fsdp",
+    "cuda_graph_backend_decode": "breakable",
+    "kv_canary": "raise",
+    "kv_canary_real_data": "partial",
+}
+"""For the fields that are no switches."""
+
+ON_A_GPU = {"cuda_graph_config", "cuda_graph_backend_prefill"}
+
+
+def _args(**changes: Any) -> SimpleNamespace:
+    """The installed SGLang's defaults for a CPU server, and the other versions' fields off."""
+    off = dict.fromkeys(set().union(*FIELDS.values()))
+    given = {**off, **server_args_fields(), "attention_backend": "diffkv", "device": "cpu", "page_size": 1}
+    return SimpleNamespace(**{**given, "kv_canary": "none", "kv_canary_real_data": "none", **changes})
+
+
+@pytest.mark.parametrize("name", sorted(set(REFUSED) - ON_A_GPU))
+def test_each_refusal_says_what_to_do(name, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check_server_args(_args())
+    value = REFUSED_VALUES.get(name, True)
+    also = {"dp_size": 2} if name == "enable_dp_attention" else {}
+    with pytest.raises(UnsupportedError) as refusal:
+        check_server_args(_args(**{name: value}, **also))
+    assert REFUSED[name].why.format(value=value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_graphs_other_than_whole_decode_steps_are_refused_on_a_gpu(phase, monkeypatch):
+    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    backends = {"prefill": SimpleNamespace(backend="disabled"), "decode": SimpleNamespace(backend="full")}
+    check_server_args(_args(device="cuda", cuda_graph_config=SimpleNamespace(**backends)))
+    backends[phase] = SimpleNamespace(backend="breakable")
+    with pytest.raises(UnsupportedError, match="graphs"):
+        check_server_args(_args(device="cuda", cuda_graph_config=SimpleNamespace(**backends)))
+    check_server_args(_args(device="cpu", cuda_graph_config=SimpleNamespace(**backends)))
+
+
+@pytest.mark.skipif(not CANARY_ON_CPU, reason="SGLang 0.5.17 has no canary for a CPU")
+def test_the_canary_runs_on_a_cpu_in_triton_s_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    check_server_args(_args(kv_canary="raise"))
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(UnsupportedError, match=r"(?s)--is-embedding.*FlexKV.*mixed|FlexKV.*mixed.*--is-embedding"):
+        check_server_args(_args(is_embedding=True, enable_flexkv=True, enable_mixed_chunk=True))
+
+
+def test_the_page_for_users_names_every_refused_option():
+    page = (ROOT / "docs/flags.md").read_text()
+    for name, flag in flags().items():
+        if isinstance(flag, Refused) and not flag.otherwise:
+            assert f"`--{name.replace('_', '-')}`" in page, f"docs/flags.md lacks {name}"

@@ -1,0 +1,71 @@
+"""With one bf16 tier and no pruning a server gives the tokens of stock SGLang; not selected, it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sglang_diffkv.testing import client, tasks
+from sglang_diffkv.testing.client import Record
+from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.testing.server import Server, stock_backend
+from tests.servers.identity import check_tokens
+from tests.servers.shared import STRICT, SharedServer
+
+pytestmark = pytest.mark.server
+
+LOSSLESS = {"tiers": ["BF16"]}
+NEW_TOKENS = 48
+STOCK = {"SGLANG_PLUGINS": "none"}
+CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
+"""Half of the prompts are longer than 128 tokens, so the first runs them in both ways."""
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=20, seed=3)
+    items += [x for x in tasks.load("dev") if x.task == "fewshot_shared"][:4]
+    return [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in items]
+
+
+@pytest.fixture(scope="module", params=["chunks of 128", pytest.param("whole", marks=pytest.mark.full)])
+def chunks(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """Arguments of stock and of the server beside it."""
+    return CHUNKS[request.param]
+
+
+@pytest.fixture(scope="module")
+def stock(prompts: list[list[int]], chunks: tuple[str, ...], shared_server: SharedServer) -> list[Record]:
+    return _ask(shared_server.get(stock_backend(), chunks, env=STOCK), prompts)
+
+
+def _ask(server: Server, prompts: list[list[int]], concurrency: int = 1) -> list[Record]:
+    """One request at a time, unless told otherwise: what a batch is composed of decides how stock SGLang rounds."""
+    return client.run(server.url, prompts, NEW_TOKENS, concurrency=concurrency, top_logprobs=2)
+
+
+def _tokens(records: list[Record]) -> list[list[int]]:
+    return [record.output_ids for record in records]
+
+
+def test_installed_but_not_selected_changes_nothing(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of(stock_backend(), chunks)
+    found = _ask(server, prompts)
+    assert _tokens(found) == _tokens(stock)
+    assert [record.logprobs for record in found] == [record.logprobs for record in stock]
+    assert server.stats() is None
+    assert "DiffKV plan" not in server.log_text()
+
+
+def test_lossless_tier_gives_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", chunks, config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
+    again = _ask(server, prompts)
+    check_tokens(_tokens(again), stock, "one at a time, over prefix hits")
+    for ids, record in zip(prompts, again, strict=True):
+        assert record.cached_tokens == len(ids) - 1, "a repeated prompt is cached up to its last token"

@@ -1,0 +1,259 @@
+"""SGLang's options that touch the cache or its scheduling, all on one server: adapters, the KV canary, KV events,
+thoughts kept out of the cache, priorities, hidden states, pausing. Prefixes are exact: requests get new names then."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+from safetensors.torch import save_file
+
+from sglang_diffkv.srt.compat import CANARY_ON_CPU
+from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.testing.ports import Port
+from sglang_diffkv.testing.server import Server
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(not CANARY_ON_CPU, reason="SGLang 0.5.17 has no canary for a CPU"),
+]
+
+ROOT = Path(__file__).parents[2]
+UNPINNED = Path(__file__).parents[1] / "data" / "unpinned"
+RUNNING = 6
+
+
+def _adapter(folder: Path, seed: int) -> Path:
+    """A random LoRA adapter of the nano model."""
+    folder.mkdir()
+    draw = torch.Generator().manual_seed(seed)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "task_type": "CAUSAL_LM", "lora_dropout": 0.0}))
+    weights = {}
+    for layer in range(6):
+        for name, width in (("q_proj", 256), ("v_proj", 128)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+            weights[prefix + "A.weight"] = torch.randn(4, 256, generator=draw) * 0.1
+            weights[prefix + "B.weight"] = torch.randn(width, 4, generator=draw) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
+
+
+class Events:
+    """What a listener to the KV events believes to be cached."""
+
+    def __init__(self) -> None:
+        self.ports = Port(), Port()
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.connect(f"tcp://127.0.0.1:{self.ports[1].number}")
+        self.next = 0
+        self.blocks: dict[tuple[int | None, int], int] = {}  # (hash before, token) -> hash
+        self.removed = 0
+
+    def option(self) -> str:
+        endpoint, replay = (f"tcp://*:{port.number}" for port in self.ports)
+        return json.dumps({"publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay})
+
+    def read(self) -> None:
+        """Ask for all that was published since the last time; a server without work has published all."""
+        time.sleep(1)
+        self.socket.send_multipart([b"", self.next.to_bytes(8, "big")])
+        while True:
+            assert self.socket.poll(20_000), "the server sends no events"
+            *_, number, payload = self.socket.recv_multipart()  # SGLang 0.5.23 adds a topic
+            if not payload:
+                return
+            self.next = int.from_bytes(number, "big") + 1
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._take(event)
+
+    def _take(self, event: dict[str, Any]) -> None:
+        if event["type"] == "AllBlocksCleared":
+            self.blocks.clear()
+        elif event["type"] == "BlockStored":
+            before = event.get("parent_block_hash")
+            for name, token in zip(event["block_hashes"], event["token_ids"], strict=True):
+                self.blocks[before, token] = before = name
+        else:
+            gone = set(event["block_hashes"])
+            assert gone <= set(self.blocks.values()), "a block was removed that was never stored"
+            self.removed += len(gone)
+            self.blocks = {key: name for key, name in self.blocks.items() if name not in gone}
+
+    def cached(self, ids: list[int]) -> int:
+        """Tokens of a prompt that a request would find; it computes at least the last."""
+        before: int | None = None
+        for at, token in enumerate(ids[:-1]):
+            if (before, token) not in self.blocks:
+                return at
+            before = self.blocks[before, token]
+        return len(ids) - 1
+
+
+@pytest.fixture(scope="module")
+def listened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Events]]:
+    folder = tmp_path_factory.mktemp("adapters")
+    events = Events()
+    args = ["--max-total-tokens", "2000", "--max-running-requests", str(RUNNING), "--chunked-prefill-size", "128"]
+    args += ["--kv-canary", "raise", "--kv-canary-sweep-interval", "5", "--disable-cuda-graph"]
+    args += ["--kv-events-config", events.option()]
+    args += ["--enable-lora", "--lora-paths", *(f"{x}={_adapter(folder / x, i)}" for i, x in enumerate("ab"))]
+    args += ["--max-lora-rank", "4", "--lora-backend", "torch_native", "--max-loras-per-batch", "3"]
+    args += ["--strip-thinking-cache", "--reasoning-parser", "qwen3", "--enable-priority-scheduling"]
+    args += ["--enable-return-hidden-states", "--enable-custom-logit-processor"]
+    env = {
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_DIFFKV_CHECK_INTEGRITY": "1",
+        "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
+        "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS": "5",
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": os.pathsep.join([str(UNPINNED), os.environ.get("PYTHONPATH", "")]),
+    }
+    with Server(NANO, "diffkv", args, diffkv_config={"prefix_fidelity": "exact"}, env=env) as running:
+        yield running, events
+        assert running.alive(), "the server died during the tests"
+        running.flush_cache()
+        stats = running.stats()
+        assert stats is not None
+        assert stats["pages_used"] == 0, "pages are lost after all tests"
+    events.socket.close()
+
+
+@pytest.fixture
+def server(listened: tuple[Server, Events]) -> Server:
+    listened[0].flush_cache()
+    return listened[0]
+
+
+def _prompt(seed: int, length: int = 200) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(300, 8000) for _ in range(length)]
+
+
+def _ask(server: Server, ids: list[int], tokens: int = 8, **more: Any) -> dict[str, Any]:
+    parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **more.pop("sampling", {})}
+    return server.generate({"input_ids": ids, "sampling_params": parameters, **more})
+
+
+def _cached(reply: dict[str, Any]) -> int:
+    return int(reply["meta_info"]["cached_tokens"])
+
+
+def test_adapters_share_no_prefix(server: Server) -> None:
+    """Equal prompts under two adapters and none have a cache each, and replies of their own."""
+    ids = _prompt(0)
+    names = (None, "a", "b")
+    first = {name: _ask(server, ids, lora_path=name) for name in names}
+    again = [{name: _ask(server, ids, lora_path=name) for name in names} for _ in range(2)]
+    assert [_cached(x) for x in first.values()] == [0, 0, 0]
+    assert [_cached(x) for replies in again for x in replies.values()] == [199] * 6
+    second, third = ([x["output_ids"] for x in replies.values()] for replies in again)
+    assert second == third
+    assert len({tuple(x) for x in second}) == 3, "the adapters change nothing"
+
+
+def test_events_tell_what_the_prefix_cache_holds(server: Server, listened: tuple[Server, Events]) -> None:
+    """A listener finds for each prompt as many tokens as the server does, after splits, cuts and evictions."""
+    events, before = listened[1], listened[1].removed
+    draw = random.Random(2)
+    asked = [_prompt(100 + i % 6, 300)[: draw.randrange(60, 300)] + _prompt(200 + i, 60) for i in range(30)]
+    for ids in asked:
+        _ask(server, ids)
+    events.read()
+    assert events.removed > before, "nothing was evicted"
+    for ids in asked[-8:]:
+        expected = events.cached(ids)
+        assert _cached(_ask(server, ids, 1)) == expected
+        events.read()
+    assert any(events.cached(ids) > 100 for ids in asked)
+
+
+def test_thoughts_do_not_join_the_prefix_cache(server: Server) -> None:
+    found = []
+    for thinks in (False, True):
+        ids = _prompt(300 + thinks)
+        reply = _ask(server, ids, 32, require_reasoning=thinks)
+        found.append(_cached(_ask(server, ids + reply["output_ids"] + [5], 1)))
+    assert found[0] >= 231 and found[1] == 200
+
+
+def test_a_request_of_higher_priority_takes_the_room(server: Server) -> None:
+    """It ends while all others, which came first and fill the batch, still run; each of them ends later."""
+    with ThreadPoolExecutor(RUNNING) as pool:
+        plain = [pool.submit(_ask, server, _prompt(400 + i), 100, priority=0) for i in range(RUNNING)]
+        time.sleep(1.5)
+        urgent = _ask(server, _prompt(410, 100), 2, priority=50)
+        assert not any(x.done() for x in plain)
+        assert len(urgent["output_ids"]) == 2
+        replies = [x.result() for x in plain]
+    assert all(x["meta_info"]["completion_tokens"] == 100 for x in replies)
+
+
+def test_hidden_states_and_logit_processors(server: Server) -> None:
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    ids = _prompt(500, 100)
+    reply = _ask(server, ids, 3, return_hidden_states=True)
+    states = reply["meta_info"]["hidden_states"]
+    assert len(states[0]) == 100 and len(states[0][0]) == 256
+    banned = reply["output_ids"][0]
+    processor = DisallowedTokensLogitsProcessor.to_str()
+    wanted = {"custom_params": {"token_ids": [banned]}}
+    other = _ask(server, ids, 3, custom_logit_processor=processor, sampling=wanted)
+    assert banned not in other["output_ids"]
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_a_pause_in_generation(server: Server, mode: str) -> None:
+    ids = _prompt(600)
+    alone = _ask(server, ids, 100)
+    server.flush_cache()
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(_ask, server, ids, 100)
+        time.sleep(1)
+        assert server.post("/pause_generation", {"mode": mode}).ok
+        if mode == "abort":
+            reply.result()
+        time.sleep(0.5)
+        assert reply.done() == (mode == "abort")
+        assert server.post("/continue_generation", {}).ok
+        ended = reply.result()
+    if mode == "in_place":
+        assert ended["output_ids"] == alone["output_ids"]
+    assert ended["meta_info"]["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
+
+
+def test_beams_are_declined(server: Server) -> None:
+    """They need no option of the server: a client asks for them."""
+    request = {"input_ids": _prompt(700), "sampling_params": {"max_new_tokens": 8, "beam_width": 4}}
+    response = server.post("/generate", request)
+    assert response.status_code == 400 and "Drop beam_width" in response.text
+
+
+def test_the_canary_stays_silent(server: Server) -> None:
+    """Names are those of the tokens that every request reads and the prefix cache holds, while both change."""
+
+    def ask(seed: int) -> int:
+        draw = random.Random(seed)
+        ids = _prompt(800 + seed % 5, 300)[: draw.randrange(50, 300)] + _prompt(900 + seed, 30)
+        return len(_ask(server, ids, 40, lora_path=draw.choice([None, "a"]))["output_ids"])
+
+    with ThreadPoolExecutor(RUNNING) as pool:
+        assert set(pool.map(ask, range(24))) == {40}
+    told = re.findall(r"protected_tokens=(\d+) sweep_passes=(\d+) violations=(\d+)", server.log_text())
+    tokens, sweeps, violations = map(int, told[-1])
+    assert violations == 0 and tokens > 100_000 and sweeps > 10
+    stats = server.stats()
+    assert stats is not None
+    assert stats["prompts"]["copied"] > 10, "no request ran on a copy, which has names of its own"

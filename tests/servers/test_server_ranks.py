@@ -1,0 +1,131 @@
+"""Tensor parallelism on a real server: stock's tokens, equal decisions under pressure, nothing lost on any rank.
+
+On a CPU, SGLang wants the cores of each rank named; its ranks then sum over gloo. With SGLANG_DIFFKV_CHECK_INTEGRITY,
+ranks also compare after every step all that they decide on, and a difference ends the server.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sglang_diffkv.testing import client, tasks
+from sglang_diffkv.testing.client import Record
+from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.testing.server import Server, stock_backend
+from tests.servers.identity import check_tokens
+from tests.servers.prometheus_text import samples
+from tests.servers.shared import STRICT, check_idle, stats_of
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
+
+LOSSLESS = {"tiers": ["BF16"]}
+ROOM = ("--max-total-tokens", "40000")
+"""Not a whole GPU."""
+
+
+@pytest.fixture
+def serve(server_of: Callable[..., Server]) -> Callable[..., Server]:
+    """``serve(ranks, config, *args)``: a server of so many ranks that checks itself; stock SGLang without a
+    configuration."""
+
+    def start(ranks: int, config: dict[str, Any] | None, *args: str) -> Server:
+        backend = stock_backend() if config is None else "diffkv"
+        env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks), **STRICT}
+        return server_of(backend, ["--tp-size", str(ranks), *args], config=config, env=env)
+
+    return start
+
+
+def _ids(items: list[tasks.Item]) -> list[list[int]]:
+    return [tasks.chat_ids(tasks.load_tokenizer(NANO), item.prompt) for item in items]
+
+
+def test_two_ranks_give_the_tokens_of_stock_s_two(serve: Callable[..., Server]) -> None:
+    """Not of one rank: the sums of two are rounded otherwise, and on some CPUs stock's own two leave its one."""
+    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=20, seed=3)
+    prompts = _ids([*items, *[x for x in tasks.load("dev") if x.task == "fewshot_shared"][:4]])
+
+    def ask(server: Server, concurrency: int) -> list[Record]:
+        return client.run(server.url, prompts, 48, concurrency=concurrency, top_logprobs=2)
+
+    stock = ask(serve(2, None, *ROOM), 1)
+    server = serve(2, LOSSLESS, *ROOM)
+    check_tokens([x.output_ids for x in ask(server, 1)], stock, "two ranks, one request at a time")
+    again = ask(server, 16)
+    check_tokens([x.output_ids for x in again], stock, "two ranks, batch of 16, over prefix hits")
+    assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(prompts, again, strict=True))
+    stats = stats_of(server)
+    assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
+
+
+def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
+    """Questions with long replies that come one after the other, in pairs that share all but their last tokens."""
+    ids = _ids([x for x in tasks.load("dev") if x.task == "recur" and x.level == "hard"][: count // 2])
+    prompts = [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
+
+    def ask(index: int) -> Record:
+        time.sleep(0.2 * index)
+        return client.ask(server.url, prompts[index], new_tokens)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(ask, range(count)))
+
+
+WINDOW, KEPT, GONE = 64, 1e-6, 1e6
+"""Of a head with the last factor nothing but the window stays high, of one with the first all."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fidelity", "scale", "requests", "options"),
+    [
+        (2, "exact", [GONE, KEPT], 6, []),
+        pytest.param(2, "exact", None, 10, [], marks=pytest.mark.full),
+        pytest.param(2, "compressed", None, 10, ["--enable-metrics"], marks=pytest.mark.full),
+        pytest.param(2, "compressed", None, 10, ["--disable-overlap-schedule"], marks=pytest.mark.full),
+        pytest.param(4, "exact", None, 6, [], marks=pytest.mark.full),
+    ],
+)
+def test_ranks_decide_alike_in_a_small_pool(
+    ranks: int,
+    fidelity: str,
+    scale: list[float] | None,
+    requests: int,
+    options: list[str],
+    serve: Callable[..., Server],
+) -> None:
+    """With factors by head the pages of two ranks differ as much as they can, and a rank with another's factors shows.
+    With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
+    args = ["--max-total-tokens", "800", "--schedule-conservativeness", "0.1", *options]
+    policy = {"name": "diffkv", "window": WINDOW, **({"head_scale": [scale] * 6} if scale else {})}
+    server = serve(ranks, {"prefix_fidelity": fidelity, "policy": policy}, *args)
+    replies = _load(server, requests, 320)
+    assert all(x.completion_tokens > 0 for x in replies)
+    stats = stats_of(server)
+    assert stats["ranks"] == ranks
+    high, low = stats["finished"]["high"], stats["finished"]["low"]
+    assert low > (high if scale else 0), "figures are those of rank 0, which has the first head"
+    if "--enable-metrics" in options:  # the first rank reads them, by itself
+        (labels, tokens), *others = samples(server.get("/metrics").text)["diffkv_tokens"]
+        assert labels["tp_rank"] == "0" and tokens > 0 and not others
+    check_idle(server)
+    log = server.log_text()
+    retracted = [re.findall(rf"TP{rank}\] KV cache pool is full. (Retract requests.*)", log) for rank in range(ranks)]
+    assert retracted[0] and all(x == retracted[0] for x in retracted), "ranks retracted differently, or none did"
+
+
+@pytest.mark.full
+def test_each_rank_takes_the_factors_of_its_heads(serve: Callable[..., Server]) -> None:
+    """Of three layers the first head keeps all tokens high, of three the second. Figures are those of rank 0."""
+    prompts = _ids([x for x in tasks.load("calib") if x.task == "recur"][:2])
+    policy = {"name": "diffkv", "window": 32, "head_scale": [[KEPT, GONE]] * 3 + [[GONE, KEPT]] * 3}
+    server = serve(2, {"policy": policy}, *ROOM)
+    client.run(server.url, prompts, 48, concurrency=1)
+    heads = stats_of(server)["by_head"]
+    assert heads["high"][:3] == [[heads["tokens"]]] * 3 and heads["low"][:3] == [[0]] * 3
+    assert all(high < heads["tokens"] and low > 0 for [high], [low] in zip(heads["high"][3:], heads["low"][3:]))

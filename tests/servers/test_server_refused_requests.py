@@ -1,0 +1,99 @@
+"""Errors while a batch is prepared, injected by a plugin of the test: they end the requests that they concern, by name,
+and nobody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sglang_diffkv.testing.server import Server
+from tests.servers.failing_plugin import failing_server
+from tests.servers.shared import tokens
+
+pytestmark = pytest.mark.server
+
+PREFIX, CHUNK, REPLY = 400, 333, 555
+"""What fails: a matched prefix of so many tokens, a prompt of so many new ones, a decode step at this position."""
+
+PLUGIN = f"""
+def register():
+    from sglang_diffkv.mem_pool.page_manager import PageManager
+    from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
+
+    attach, append, refused = PageManager.attach_prefix, TableSpace.append, TableSpace.refused
+
+    def attach_prefix(self, row, parts):
+        if parts[-1][2] == {PREFIX}:
+            raise ValueError("injected while a prefix is attached")
+        attach(self, row, parts)
+
+    def append_(self, row, new_tokens):
+        if new_tokens == {CHUNK}:
+            raise TableFull(row, "injected while a step is planned")
+        append(self, row, new_tokens)
+
+    def refused_(self, rows, new_tokens):
+        positions = self.positions_for_test
+        found = refused(self, rows, new_tokens)
+        found.update({{row: "injected in decode" for row in rows if positions.get(row) == {REPLY}}})
+        return found
+
+    init = PageManager.__init__
+
+    def init_(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.space.positions_for_test = self.lengths
+
+    PageManager.__init__ = init_
+    PageManager.attach_prefix, TableSpace.append, TableSpace.refused = attach_prefix, append_, refused_
+"""
+
+
+@pytest.fixture(scope="module", params=["compressed", pytest.param("exact", marks=pytest.mark.full)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("plugin")
+    with failing_server(folder, PLUGIN, {"prefix_fidelity": request.param}) as running:
+        yield running
+
+
+def ask(server: Server, ids: list[list[int]], longest: list[int]) -> list[str]:
+    """How prompts sent at once ended, each: its finish reason, or the message of its error."""
+
+    def one(prompt: list[int], count: int) -> str:
+        sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+        reply = server.post("/generate", {"input_ids": prompt, "sampling_params": sampling})
+        return reply.json()["meta_info"]["finish_reason"]["type"] if reply.ok else reply.text
+
+    with ThreadPoolExecutor(len(ids)) as pool:
+        return list(pool.map(one, ids, longest))
+
+
+def test_a_prefix_that_cannot_be_attached(server: Server) -> None:
+    prompt = tokens(900, 1)
+    ask(server, [prompt], [2])
+    ends = ask(server, [prompt + [7], prompt[:PREFIX] + tokens(9, 2), prompt[:300] + tokens(9, 3)], [4, 4, 4])
+    assert [ends[0], ends[2]] == ["length", "length"]
+    assert "injected while a prefix is attached" in ends[1]
+
+
+def test_a_step_that_cannot_be_planned(server: Server) -> None:
+    ends = ask(server, [tokens(50, 4), tokens(CHUNK, 5), tokens(70, 6)], [4, 4, 4])
+    assert [ends[0], ends[2]] == ["length", "length"]
+    assert "injected while a step is planned" in ends[1]
+
+
+def test_the_last_chunk_of_a_long_prompt(server: Server) -> None:
+    (end,) = ask(server, [tokens(2 * 1024 + CHUNK, 8)], [4])
+    assert "injected while a step is planned" in end
+    assert ask(server, [tokens(2 * 1024, 8), tokens(70, 9)], [40, 40]) == ["length", "length"]
+
+
+def test_a_step_of_decode(server: Server) -> None:
+    ends = ask(server, [tokens(REPLY - 20, 10), tokens(30, 11)], [60, 60])
+    assert "injected in decode" in ends[0]
+    assert ends[1] == "length"
+    ends = ask(server, [tokens(REPLY - 20, 12)], [60])
+    assert "injected in decode" in ends[0], "alone in its batch"
+    assert ask(server, [tokens(30, 13)], [5]) == ["length"]

@@ -1,0 +1,46 @@
+"""What the tests of ``benchmarks.figures`` share: stand-in servers, points and reading what was written."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from benchmarks.figures import cases, cli
+from benchmarks.figures.data import FigureData, Point
+from sglang_diffkv.evaluate import runner
+from sglang_diffkv.evaluate.endpoint import Endpoint
+from sglang_diffkv.testing.paths import NANO
+from tests.tools.evaluation import REFERENCE, replies, tokenizer_of
+from tests.tools.fake_server import FakeServer
+
+BASE = ["--model", str(NANO), "--task", REFERENCE]
+
+
+def servers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the servers started from now on; those whose name ends in 2 or 1 bits get two questions wrong."""
+    names: list[str] = []
+
+    @contextmanager
+    def start(configuration, model, args):
+        names.append(configuration.name)
+        wrong = ("t-add-easy-0", "t-few-a-0") if configuration.name[-1] in "12" else ()
+        with FakeServer(replies(wrong), share=configuration.diffkv and 0.4) as fake:
+            yield Endpoint.connect(fake.url, owned=True)
+
+    monkeypatch.setattr(runner, "start", start)
+    monkeypatch.setattr(cli, "load_tokenizer", tokenizer_of)
+    monkeypatch.setattr("sglang_diffkv.evaluate.configuration.has_gpu", lambda: False)
+    monkeypatch.setattr(cases, "has_gpu", lambda: False)
+    return names
+
+
+def point(name: str, accuracy: float, ratio: float | None, **fields: object) -> Point:
+    base = {"configuration": name, "suite": "reference/dev", "series": cases.EQUAL, "label": name, "n": 10}
+    base |= {"accuracy": accuracy, "error": 0.1, "ratio_pages": ratio, "ratio_tokens": ratio}
+    return Point.model_validate({**base, **fields})
+
+
+def figure(folder, name: str) -> FigureData:
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return FigureData.model_validate_json((folder / f"{name}.json").read_text())

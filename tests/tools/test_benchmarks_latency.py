@@ -1,0 +1,168 @@
+"""Latency, step profile and charts of evaluations: what is counted, on servers and traces that are only played."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import redraw
+from benchmarks.figures import evaluated
+from benchmarks.serving import each_backend, latency, step_profile
+from benchmarks.serving import session as serving_session
+from benchmarks.serving.client import BenchmarkError
+from sglang_diffkv.testing.paths import NANO, REPOSITORY
+from sglang_diffkv.testing.server import ServerError
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+
+class Streaming(BaseHTTPRequestHandler):
+    """Streams tokens; requests with a longer prompt begin later."""
+
+    protocol_version = "HTTP/1.1"
+    stops = False
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        time.sleep(0.02 * len(body["input_ids"]))
+        try:
+            for number in itertools.count():
+                if number == body["sampling_params"]["max_new_tokens"] or (self.stops and number == 3):
+                    self.wfile.write(b"0\r\n\r\n")
+                    return
+                self.wfile.write(b"a\r\ndata: {}\n\n\r\n")
+                self.wfile.flush()
+                time.sleep(0.005)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Streaming) as httpd:
+        Thread(target=httpd.serve_forever, daemon=True).start()
+        yield SimpleNamespace(url=f"http://127.0.0.1:{httpd.server_address[1]}")
+        httpd.shutdown()
+
+
+def test_gaps_count_only_while_all_decode(server):
+    streams = latency.Streams(server, [[1], [1] * 10], 6, 1000)
+    firsts, gaps = streams.run()
+    assert firsts[0] < firsts[1] and firsts[1] >= 0.2
+    assert 10 <= len(gaps) <= 40, "the early request's first tokens do not count, nor what comes after"
+    assert len(streams.times[0]) > len(streams.times[1]) >= 7
+    assert all(0.003 < gap < 0.5 for gap in gaps)
+
+
+def test_a_first_token_ends_the_stream(server):
+    firsts, gaps = latency.Streams(server, [[1] * 5], 0, 1).run()
+    assert firsts[0] >= 0.1 and not gaps
+
+
+def test_replies_that_end_too_early_are_an_error(server, monkeypatch):
+    monkeypatch.setattr(Streaming, "stops", True)
+    with pytest.raises(BenchmarkError, match="while all 2 requests were decoding"):
+        latency.Streams(server, [[1], [1] * 10], 6, 1000).run()
+
+
+def test_decode_points():
+    assert latency.parse_decode("8x1024") == (8, 1024)
+    for text in ("8", "x3", "0x4", "8x", "ax4"):
+        with pytest.raises(latency.argparse.ArgumentTypeError):
+            latency.parse_decode(text)
+
+
+def event(name: str, ts: float, dur: float, cat: str = "kernel") -> dict[str, object]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+
+def test_a_step_s_kernels_by_part():
+    trace = {
+        "traceEvents": [
+            event("split_kernel", 0, 100),
+            event("finish_kernel", 100, 40),
+            event("nvjet_tst_128x256_64x4_2x1_v_bz_coopB_TNT", 150, 300),
+            event("BatchDecodeWithPagedKVCacheKernel", 500, 60),
+            event("reserve_kernel", 600, 4),
+            event("append_kernel", 610, 6),
+            event("FusedAddRMSNormKernel", 620, 10),
+            event("void at::native::vectorized_elementwise_kernel", 640, 20),
+            event("cudaLaunchKernel", 0, 999, "cuda_runtime"),
+        ]
+    }
+    found = step_profile.breakdown(trace, 2)
+    assert found["parts_ms"] == pytest.approx(
+        {
+            "matrix products": 0.15,
+            "attention": 0.08,
+            "scores, search, joining of splits": 0.02,
+            "other": 0.01,
+            "norms, rotary embedding, activation": 0.005,
+            "quantise and append": 0.003,
+            "page management and compaction": 0.002,
+        }
+    )
+    assert found["busy_ms"] == pytest.approx(0.27) and found["span_ms"] == pytest.approx(0.33)
+    text = step_profile.table(
+        [{"backend": "x", "status": "ok", **found}, {"backend": "y", "status": "failed", "error": "e"}]
+    )
+    assert "| attention | 0.080 (29.6%) |" in text and "y: e" in text
+    with pytest.raises(BenchmarkError, match="no kernel"):
+        step_profile.breakdown({"traceEvents": []}, 2)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_every_backend_is_measured_and_a_failed_one_is_named(server, monkeypatch, tmp_path, together):
+    stopped = []
+
+    @contextmanager
+    def running(backend, setup, budget):
+        if backend.name == "bad":
+            raise ServerError("the server ended\nOutOfMemoryError: no")
+        yield server, {"start_s": 1.0}
+        stopped.append(backend.name)
+
+    server.flush_cache = lambda: None
+    monkeypatch.setattr(each_backend, "running", running)
+    monkeypatch.setattr(serving_session, "running", running)
+    monkeypatch.setattr(latency, "warm_up", lambda *_: None)
+    args = ["--model", str(NANO), "--backends", "triton:bf16", "--diffkv", "bad={}", "--diffkv", "good={}"]
+    args += ["--prompt", "5", "--decode", "2x3", "--tokens", "4", "--output", str(tmp_path)]
+    assert latency.main([*args, *(["--start-together"] if together else [])]) == 1
+    assert stopped == (["good", "triton bf16"] if together else ["triton bf16", "good"])
+    data = json.loads((tmp_path / "latency_nano.json").read_text())
+    assert [(x["backend"], x["status"]) for x in data["records"]] == [
+        ("triton bf16", "ok"), ("bad", "failed"), ("good", "ok"),
+    ]  # fmt: skip
+    assert data["records"][2]["decode"][0]["n"] >= 6 and data["records"][2]["start_s"] == 1.0
+    text = (tmp_path / "latency_nano.md").read_text()
+    assert "OutOfMemoryError" in text and text.count("| good |") == 1
+
+
+def test_an_evaluation_as_a_chart(tmp_path):
+    results = json.loads((RESULTS / "quality_small_h200.json").read_text())
+    data = evaluated.figure(results)
+    found = {x.configuration: x for x in data.points}
+    assert list(found) == list(results["configurations"]) and (data.model, data.ratio) == ("small", "pages")
+    assert (found["stock"].series, found["fp8"].series) == ("stock bf16", "stock fp8")
+    assert (found["fp8"].ratio_pages, found["a5w256r"].n) == (0.5, 1008)
+    assert found["K8V4"].series != found["a5w256r"].series
+    copy = tmp_path / "quality.json"
+    copy.write_text(json.dumps(results))
+    redraw.main([str(copy)])
+    assert copy.with_suffix(".png").stat().st_size > 10000
+    with pytest.raises(ValueError, match="no accuracies"):
+        evaluated.figure({**results, "results": []})

@@ -1,0 +1,195 @@
+"""The serving benchmark's command line, loads, equal memory and log lines."""
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.provenance import command, without_paths
+from benchmarks.serving import cli as serving
+from benchmarks.serving import client as serving_client
+from benchmarks.serving.backends import common_args, parse_backend, parse_diffkv
+from benchmarks.serving.geometries import PRESETS, write_model
+from benchmarks.serving.loads import LOADS, parse_load
+from benchmarks.serving.log import parse_log
+from benchmarks.serving.memory import GIB, KVShape, check_bytes, diffkv_footprint, diffkv_tokens, stock_tokens
+from benchmarks.serving.report import of_bound
+from benchmarks.serving.session import OK
+from sglang_diffkv.config import load_config
+
+LLAMA = KVShape(32, 8, 128, 32768, 128256, 32)
+
+LOG_17 = """\
+[2026-01-05 10:00:00] Prefill batch, #new-seq: 8, #new-token: 8192, #cached-token: 0, token usage: 0.00, \
+#running-req: 0, #queue-req: 120, #pending-token: 122880, cuda graph: False, input throughput (token/s): 21.50
+[2026-01-05 10:00:03] Decode batch, #running-req: 33, #token: 52000, token usage: 0.79, cuda graph: True, \
+gen throughput (token/s): 4310.11, #queue-req: 95
+[2026-01-05 10:00:04] KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_tokens_gained: 3410, \
+#new_token_ratio: 0.5214 -> 0.9310
+[2026-01-05 10:00:05] Decode batch, #running-req: 31, #token: 51000, token usage: 0.78, cuda graph: True, \
+gen throughput (token/s): 4190.40, #queue-req: 97
+[2026-01-05 10:00:41] Decode batch, #running-req: 5, #token: 9000, token usage: 0.14, cuda graph: True, \
+gen throughput (token/s): 900.00, #queue-req: 0
+"""
+LOG_21 = """\
+[2026-11-21 11:20:44] Prefill batch, #new-seq: 1, #new-token: 290, #cached-token: 64, token usage: 0.01, \
+#running-req: 0, #queue-req: 0, #pending-token: 0, cpu graph: False, input throughput (token/s): 766.26
+[2026-11-21 11:20:44] Decode batch, #running-req: 1, #token: 295, token usage: 0.01, kv ratio: 0.438 (high 100%, low \
+0%, pruned 0.0%), cpu graph: False, gen throughput (token/s): 11.14, #queue-req: 0
+[2026-11-21 11:20:44] INFO:     127.0.0.1:41766 - "GET /server_info HTTP/1.1" 200 OK
+"""
+
+
+def test_log_lines_of_0_5_17():
+    found = parse_log(LOG_17)
+    assert (found.decode_lines, found.running_mean, found.running_max) == (3, 23.0, 33)
+    assert found.running_saturated == 32.0
+    assert (found.retracted, found.retractions) == (2, 1)
+    assert (found.new_tokens, found.cached_tokens) == (8192, 0)
+
+
+def test_log_lines_of_0_5_21():
+    found = parse_log(LOG_21)
+    assert (found.running_mean, found.running_saturated, found.cached_tokens) == (1.0, None, 64)
+
+
+def test_log_without_decode_lines_gives_no_mean():
+    found = parse_log("")
+    assert (found.running_mean, found.running_max, found.retracted) == (None, None, 0)
+
+
+def test_stock_tokens_in_equal_bytes():
+    assert stock_tokens(8 * GIB, LLAMA, "bf16") == 65536
+    assert stock_tokens(8 * GIB, LLAMA, "fp8_e4m3") == 131072
+    with pytest.raises(ValueError, match="do not hold one bf16 token"):
+        stock_tokens(1000, LLAMA, "bf16")
+
+
+@pytest.mark.parametrize("config", ["{}", '{"tiers": ["K8V4"]}', '{"tiers": ["BF16"]}'])
+def test_diffkv_tokens_use_the_bytes_up(config):
+    config = load_config(config)
+    tokens = diffkv_tokens(8 * GIB, LLAMA, config, 128)
+    held = [diffkv_footprint(count, LLAMA, config, 128).total for count in (tokens, tokens + 1)]
+    assert held[0] <= 8 * GIB < held[1]
+    check_bytes(held[0] / GIB, 8.0, 0.0)
+
+
+def test_diffkv_tokens_refuse_too_few_bytes():
+    with pytest.raises(ValueError, match="smallest pool"):
+        diffkv_tokens(1000, LLAMA, load_config("{}"), 128)
+
+
+def test_unequal_bytes_are_refused():
+    check_bytes(8.1, 8.0, 0.002)
+    with pytest.raises(ValueError, match=r"8\.300 GiB where 8\.000"):
+        check_bytes(8.3, 8.0, 0.002)
+
+
+def test_geometry_folder(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = write_model(tmp_path / "llama", PRESETS["llama3-8b"])
+    assert KVShape.of(model) == LLAMA
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = [5, 128255, 2, 2, 70000]
+    assert tokenizer.encode(tokenizer.decode(ids)).ids == ids
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        KVShape.of(tmp_path)
+
+
+def test_loads_become_client_arguments():
+    (point,) = parse_load('batch={"requests": 4, "input": 64, "output": 32, "concurrency": 2}').points()
+    assert "--num-prompts 4 --random-input-len 64 --random-output-len 32" in " ".join(point.args)
+    assert point.args[-2:] == ("--max-concurrency", "2")
+    prefix = parse_load('prefix={"groups": [1, 8], "requests": 16}').points()
+    assert [p.x for p in prefix] == [1, 8] and [p.key for p in prefix] == ["prefix 1 groups", "prefix 8 groups"]
+    assert prefix[1].args[prefix[1].args.index("--gsp-prompts-per-group") + 1] == "2"
+    rates = parse_load('arrivals={"rates": [0.5, 4], "seconds": 10}').points()
+    assert [p.requests for p in rates] == [5, 40] and rates[0].args[-2:] == ("--request-rate", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nosuch", "unknown load"),
+        ('batch={"length": 1}', "unknown fields"),
+        ('batch={"requests": 0}', "positive"),
+        ('batch={"requests": 1.5}', "whole number"),
+        ("batch=[1]", "object"),
+        ("batch={", "batch="),
+        ('prefix={"groups": [3]}', "evenly"),
+        ('arrivals={"rates": [4, 2]}', "rise"),
+    ],
+)
+def test_impossible_loads_are_refused(text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        parse_load(text)
+
+
+def test_client_knows_the_arguments():
+    source = Path(importlib.util.find_spec(serving_client.benchmark_module()).origin).read_text(encoding="utf-8")
+    for load in LOADS.values():
+        args = serving_client.client_args(1, "model", load.points()[0], 0, Path("out"))
+        assert not [flag for flag in args if flag.startswith("--") and f'"{flag}"' not in source]
+
+
+def test_common_arguments():
+    args = common_args(64, 40, dummy=True, gpu=True, known=frozenset(["--disable-prefill-cuda-graph"]))
+    assert args[-1] == "--disable-prefill-cuda-graph" and "dummy" in args
+    assert "--disable-prefill-cuda-graph" not in common_args(64, 40, dummy=True, gpu=True, known=frozenset())
+    assert "--mem-fraction-static" not in common_args(64, 40, dummy=False, gpu=False, known=frozenset())
+
+
+def test_backends():
+    fp8 = parse_backend("flashinfer:fp8_e4m3")
+    assert fp8.server_args(100) == ["--max-total-tokens", "100", "--kv-cache-dtype", "fp8_e4m3"]
+    assert parse_backend("triton").dtype == "bf16"
+    mixed = parse_diffkv('a3={"policy": {"name": "diffkv", "alpha_high": 3.0}}')
+    assert json.loads(mixed.config_json())["policy"]["alpha_high"] == 3.0
+    assert mixed.server_args(100) == ["--max-total-tokens", "100"]
+    for parse, text in ((parse_backend, "triton:int3"), (parse_backend, "diffkv:bf16"), (parse_diffkv, "a=1")):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="nosuch"):
+        parse_diffkv('a={"nosuch": 1}')
+
+
+def test_command_line():
+    args = serving.parse_args(["--backends", "triton:bf16", "--diffkv", "a={}", "--load", "batch", "--load", "prefix"])
+    assert [x.name for x in args.candidates] == ["triton bf16", "a"]
+    assert [x.name for x in args.loads] == ["batch", "prefix"]
+    assert [x.name for x in serving.parse_args(["--backends", "--diffkv", "a={}"]).candidates] == ["a"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--backends"],
+        ["--diffkv", "a={}", "--diffkv", "a={}"],
+        ["--load", "batch", "--load", 'batch={"requests": 1}'],
+        ["--pinned", "nosuch.json"],
+        ["--geometry", "llama3-8b", "--model", "x"],
+    ],
+)
+def test_command_line_refuses(argv, capsys):
+    with pytest.raises(SystemExit):
+        serving.parse_args(argv)
+    assert capsys.readouterr().err
+
+
+def test_paths_are_cut():
+    assert without_paths("--model /data/models/nano --output results/x") == "--model nano --output results/x"
+    assert without_paths("http://127.0.0.1:1/x a/b 1/2 ~/x") == "http://127.0.0.1:1/x a/b 1/2 ~/x"
+    assert command("serving", ["--model", "/a/b/nano"]) == "python -m benchmarks.serving --model nano"
+
+
+def test_running_requests_against_what_bytes_allow():
+    point = {"status": OK, "load": "batch", "label": ""}
+    stock = {**point, "dtype": "bf16", "running_saturated": 33.0, "ratio_pages": 1.0}
+    mine = {**point, "dtype": "diffkv", "running_saturated": 99.0, "ratio_pages": 0.3}
+    assert of_bound([stock, mine], stock) == 1.0
+    assert of_bound([stock, mine], mine) == pytest.approx(0.9)
+    assert of_bound([mine], mine) is None
+    assert of_bound([stock, mine], {**mine, "running_saturated": None}) is None
+    assert of_bound([stock, mine], {**mine, "label": "16"}) is None, "another point of the load"

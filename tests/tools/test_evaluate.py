@@ -1,0 +1,236 @@
+"""``python -m sglang_diffkv.evaluate`` against a stand-in for the server: figures, resuming, refusals."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_diffkv.evaluate import cli
+from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.store import Answer, Store
+from sglang_diffkv.evaluate.summary import difference, nats
+from sglang_diffkv.evaluate.task import Outcome
+from sglang_diffkv.testing import report
+from tests.tools.evaluation import DATA, REFERENCE, answers, replies, results, run, tokenizer_of
+from tests.tools.fake_server import FakeServer
+
+PROSE = f"wikitext={DATA / 'prose.txt'}"
+WINDOWS = ["--prefix-tokens", "40", "--window-tokens", "16"]
+
+
+@pytest.fixture(autouse=True)
+def one_tokenizer(monkeypatch):
+    monkeypatch.setattr(cli, "load_tokenizer", tokenizer_of)
+
+
+def test_accuracy_bytes_and_paired_test(tmp_path, capsys):
+    with FakeServer(replies(), share=None) as stock:
+        assert run(stock, tmp_path, "stock") == 0
+    capsys.readouterr()
+    with FakeServer(replies(wrong=("t-add-easy-0", "t-add-hard-0", "t-sort-easy-0"))) as ours:
+        assert run(ours, tmp_path, "ours") == 0
+        asked, tokens = len(ours.requests), ours.finished["tokens"]
+    assert asked == 8
+    found = results(tmp_path)
+    assert list(found) == ["stock", "ours"]
+    score, change, cache = found["ours"]["score"], found["ours"]["difference"], found["ours"]["cache"]
+    assert (score["n"], score["mean"]) == (8, 5 / 8)
+    assert score["error"] == pytest.approx(math.sqrt(5 / 8 * 3 / 8 / 8))
+    assert (change["won"], change["lost"], change["mean"]) == (0, 3, -3 / 8)
+    assert change["p"] == 0.25
+    assert found["ours"]["by_task"]["add"]["mean"] == pytest.approx(1 / 3)
+    assert found["stock"]["difference"] is None
+    assert found["stock"]["cache"] == {**found["stock"]["cache"], "measured": False, "ratio_pages": 1.0}
+    assert cache["ratio_pages"] == pytest.approx(0.5, abs=0.01)
+    assert cache["ratio_tokens"] == pytest.approx(0.45, abs=0.01)
+    assert cache["bytes_per_token"] == pytest.approx(50, abs=1)
+    assert (cache["share_high"], cache["share_pruned"]) == (0.6, 0.1)
+    assert cache["requests"] == cache["asked"] == 8
+    assert tokens > 8
+    table = capsys.readouterr().out
+    assert "| ours | 8 | 62.5 ± 17.1 |  | -37.5 ± 17.1 (+0 -3, p = 0.25) | 0.500 | 0.450 |" in table
+    assert "| add | 3 | 100.0 ± 0.0 | 33.3 ± 27.2 |" in table
+    assert (tmp_path / "results.md").read_text() == table
+
+
+def test_a_second_run_asks_only_what_is_missing(tmp_path):
+    with FakeServer(replies()) as fake:
+        assert run(fake, tmp_path, "a", "--task", REFERENCE, "--n", "3") == 0
+        assert len(fake.requests) == 3
+        assert results(tmp_path)["a"]["score"]["n"] == 3
+    with FakeServer(replies()) as fake:
+        assert run(fake, tmp_path, "a") == 0
+        assert len(fake.requests) == 5
+        assert run(fake, tmp_path, "a") == 0
+        assert len(fake.requests) == 5
+    found = results(tmp_path)["a"]
+    assert found["score"]["n"] == found["cache"]["requests"] == 8, "bytes of both runs are counted"
+
+
+def test_a_cut_off_line_is_asked_again(tmp_path):
+    with FakeServer(replies()) as fake:
+        run(fake, tmp_path, "a")
+        path = tmp_path / "answers.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        last = max(i for i, line in enumerate(lines) if '"kind":"answer"' in line)
+        path.write_text("".join(lines[:last]) + lines[last][: len(lines[last]) // 2])
+        run(fake, tmp_path, "a")
+        assert len(fake.requests) == 9
+    with Store(tmp_path) as store:
+        assert len(store.answered("a", "reference/reference")) == 8
+
+
+def test_another_configuration_by_the_same_name_is_refused(tmp_path, capsys):
+    with FakeServer(replies(), share=None) as stock:
+        run(stock, tmp_path, "a")
+    with FakeServer(replies()) as ours:
+        assert run(ours, tmp_path, "a") == 1
+        assert not ours.requests
+    assert "backend was 'torch_native', is 'diffkv'" in capsys.readouterr().err
+
+
+def test_another_task_file_by_the_same_name_is_refused(tmp_path, capsys):
+    with FakeServer(replies()) as fake:
+        run(fake, tmp_path / "out", "a")
+        other = tmp_path / "reference.jsonl"
+        other.write_text((DATA / "reference.jsonl").read_text().replace("42", "43"))
+        assert run(fake, tmp_path / "out", "a", "--task", f"reference={other}") == 1
+        assert run(fake, tmp_path / "out", "a", "--task", REFERENCE, "--max-new-tokens", "5") == 1
+        assert len(fake.requests) == 8
+    message = capsys.readouterr().err
+    assert "sha256 was" in message and "max_new_tokens was 4096, is 5" in message
+
+
+def test_one_process_writes_a_folder(tmp_path):
+    with Store(tmp_path), pytest.raises(EvaluationError, match="another process"):
+        Store(tmp_path)
+
+
+def test_a_line_that_is_no_record_is_refused(tmp_path):
+    (tmp_path / "answers.jsonl").write_text('{"kind": "poem"}\n')
+    with pytest.raises(EvaluationError, match="line 1 is not a record"):
+        Store(tmp_path)
+
+
+def test_requests_that_the_server_ends_count_as_wrong_until_they_succeed(tmp_path, capsys):
+    with FakeServer(replies(aborted=("t-add-easy-1",))) as fake:
+        assert run(fake, tmp_path, "a") == 0
+    assert results(tmp_path)["a"]["score"]["mean"] == 7 / 8
+    assert "a: the server ended 1 requests, counted as wrong." in capsys.readouterr().out
+    with FakeServer(replies()) as fake:
+        assert run(fake, tmp_path, "a") == 0
+        assert len(fake.requests) == 1
+    assert results(tmp_path)["a"]["score"]["mean"] == 1
+    assert results(tmp_path)["a"]["failed"] == 0
+
+
+def test_long_requests_are_those_of_the_first_configuration(tmp_path):
+    def long(ids):
+        return "." * 2000 + replies()(ids) if answers()[tuple(ids)][0] == "t-sort-easy-0" else "Answer: no"
+
+    with FakeServer(long, context=4096) as first, FakeServer(replies()) as second:
+        run(first, tmp_path, "first")
+        run(second, tmp_path, "second")
+    found = results(tmp_path)
+    assert found["first"]["long"] == {"n": 1, "mean": 1.0, "error": 0.0}
+    assert found["second"]["long"]["n"] == 1
+    assert found["first"]["cache"]["long_ratio_pages"] == pytest.approx(0.5)
+    assert found["second"]["cache"]["long_ratio_pages"] is None
+
+
+def test_replies_are_cut_to_the_context(tmp_path):
+    longest = max(map(len, answers()))
+    with FakeServer(replies(), context=longest + 5) as fake:
+        run(fake, tmp_path, "a")
+        limits = {len(x["input_ids"]): x["sampling_params"]["max_new_tokens"] for x in fake.requests}
+    assert limits[longest] == 4 and all(n + limit == longest + 4 for n, limit in limits.items())
+    with FakeServer(replies(), context=longest) as fake:
+        assert run(fake, tmp_path / "b", "b") == 1
+
+
+def test_shared_prefixes_are_reported(tmp_path):
+    with FakeServer(replies()) as fake:
+        run(fake, tmp_path, "a", "--task", f"shared={DATA / 'reference.jsonl'}", "--concurrency", "1")
+        prompts = [tuple(x["input_ids"]) for x in fake.requests]
+    groups = [answers()[ids][0][6] for ids in prompts]
+    assert groups in (["a", "a", "b", "b"], ["b", "b", "a", "a"])
+    assert 0.3 < results(tmp_path)["a"]["cached"] < 0.7
+
+
+def test_perplexity_scores_behind_a_cached_prefix(tmp_path, capsys):
+    def worse(position):
+        return -2.0 if position % 2 else -1.0
+
+    with FakeServer(share=None) as stock, FakeServer(logprob=worse) as ours:
+        assert run(stock, tmp_path, "stock", "--task", PROSE, *WINDOWS) == 0
+        assert run(ours, tmp_path, "ours", "--task", PROSE, *WINDOWS) == 0
+        caching = [x for x in ours.requests if "logprob_start_len" not in x]
+        scoring = [x for x in ours.requests if "logprob_start_len" in x]
+    assert len(caching) == len(scoring) > 5
+    prefixes = {tuple(x["input_ids"]) for x in caching}
+    for request in scoring:
+        assert request["logprob_start_len"] == 40 and tuple(request["input_ids"][:40]) in prefixes
+        assert request["sampling_params"]["max_new_tokens"] == 0
+    found = results(tmp_path)
+    assert found["stock"]["score"]["mean"] == pytest.approx(1.0)
+    assert found["ours"]["score"]["mean"] == pytest.approx(1.5), "16 tokens of each window, half of them worse"
+    windows = len(scoring)
+    assert (found["ours"]["difference"]["won"], found["ours"]["difference"]["lost"]) == (0, windows)
+    assert found["ours"]["difference"]["p"] == pytest.approx(2 / 2**windows)
+    assert found["ours"]["cache"]["requests"] == found["ours"]["cache"]["asked"] == 2 * windows
+    assert f"| {math.exp(1.5):.3f} ± 0.000 | {1.5 / math.log(2):.4f} ± 0.0000 |" in capsys.readouterr().out
+
+
+def test_perplexity_without_a_prefix_hit_is_refused(tmp_path, capsys):
+    with FakeServer(caches=False) as fake:
+        assert run(fake, tmp_path, "a", "--task", PROSE, *WINDOWS) == 1
+    assert "only 0 of 40 prefix tokens came from the prefix cache" in capsys.readouterr().err
+    with FakeServer(context=50) as fake:
+        assert run(fake, tmp_path, "a", "--task", PROSE, *WINDOWS) == 1
+        assert not fake.requests
+
+
+def window(nll: float, tokens: int) -> Answer:
+    outcome = Outcome(prompt_tokens=9, nll=nll, scored_tokens=tokens)
+    return Answer(configuration="c", suite="s", id="i", task="t", outcome=outcome)
+
+
+def test_perplexity_is_weighted_by_tokens():
+    first = [window(10.0, 10), window(60.0, 30)]
+    assert nats(first).mean == pytest.approx(70 / 40)
+    residual = 10 - 10 * 70 / 40
+    assert nats(first).error == pytest.approx(math.sqrt(2 * residual**2 * 2) / 40)
+    change = difference("perplexity", first, [window(11.0, 10), window(59.5, 30)])
+    assert change.mean == pytest.approx(0.5 / 40)
+    assert (change.won, change.lost, change.p) == (1, 1, 1.0)
+    assert math.isnan(nats(first[:1]).error)
+
+
+def test_an_unreachable_server_in_mid_run_is_reported(tmp_path, capsys):
+    count = []
+
+    def reply(ids):
+        count.append(1)
+        if len(count) > 2:
+            fake._server.shutdown()
+            fake._server.server_close()
+            raise ConnectionAbortedError
+        return replies()(ids)
+
+    with FakeServer(reply) as fake:
+        assert run(fake, tmp_path, "a", "--task", REFERENCE, "--concurrency", "1") == 1
+    assert "the server stopped answering" in capsys.readouterr().err
+    with FakeServer(replies()) as fake:
+        assert run(fake, tmp_path, "a") == 0
+        assert len(fake.requests) == 6
+
+
+def test_the_command_names_no_path_of_this_machine(monkeypatch):
+    main = SimpleNamespace(__spec__=SimpleNamespace(name="sglang_diffkv.evaluate.__main__"))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/evaluate/__main__.py", "--n", "3"])
+    assert report.environment()["command"] == f"{Path(sys.executable).name} -m sglang_diffkv.evaluate --n 3"

@@ -1,0 +1,220 @@
+"""Which configuration a server runs: the user's, or the thresholds calibrated for its model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_diffkv.calibration import FILE_NAME, ModelGeometry, lookup
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.evaluate.configuration import parse_configuration
+from sglang_diffkv.srt import hooks
+from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.thresholds import resolve
+
+SHAPE = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
+MEASURED = {
+    "models": ["mine"],
+    "tiers": ["K8V4", "K4V2"],
+    "alpha_high": 2.5,
+    "alpha_low": 0.0,
+    "window": 32,
+    "source": "published",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    """``os.environ`` is put back as it was, without a configuration in the tests."""
+    monkeypatch.setenv(CONFIG_ENV, "")
+
+
+def model(folder: Path, entry: dict[str, object] | None = None) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    if entry is not None:
+        (folder / FILE_NAME).write_text(json.dumps({"format": 1, "entries": [entry]}))
+    return folder
+
+
+def alphas(config: DiffKVConfig) -> tuple[float, float, int]:
+    assert isinstance(config.policy, DiffKVPolicyConfig)
+    return config.policy.alpha_high, config.policy.alpha_low, config.policy.window
+
+
+def test_without_a_configuration_the_model_s_own_file_counts(tmp_path):
+    config, origin = resolve(None, model(tmp_path / "mine", MEASURED))
+    assert alphas(config) == (2.5, 0.0, 32)
+    assert origin.startswith("calibrated for mine, published, not measured here (") and origin.endswith(f"{FILE_NAME})")
+
+
+def test_thresholds_that_prune_are_taken_only_when_asked_for(tmp_path, caplog):
+    """Of the model's own file and of one that ships."""
+    own = model(tmp_path / "mine", {**MEASURED, "alpha_low": 0.01})
+    config, origin = resolve(None, own)
+    assert config == DiffKVConfig() and "built-in defaults" in origin and "prune" in origin
+    assert f"{own / FILE_NAME}" in caplog.text and '--diffkv-config \'{"thresholds": "calibrated"}\'' in caplog.text
+    caplog.clear()
+    assert resolve(None, "meta-llama/Llama-3.1-8B")[0] == DiffKVConfig()
+    assert "published.json" in caplog.text and caplog.records[0].levelno == logging.WARNING
+    caplog.clear()
+    assert alphas(resolve('{"thresholds": "calibrated"}', own)[0]) == (2.5, 0.01, 32)
+    assert alphas(resolve('{"thresholds": "calibrated"}', "meta-llama/Llama-3.1-8B")[0])[:2] == (1.0, 0.02)
+    assert not caplog.records
+
+
+def test_measured_thresholds_are_called_so(tmp_path):
+    point = dict.fromkeys(("accuracy", "accuracy_error", "difference", "difference_error", "p", "ratio_pages"), 0.0)
+    chosen = {**point, "ratio_tokens": 0.3, "n": 9, "tiers": ["K8V4", "K4V2"], "alpha_high": 2.5, "alpha_low": 0.0}
+    provenance = {
+        **{"date": "2025-01-01", "procedure": "paper", "tolerance_points": 1, "task_file": "f", "task_sha256": "0"},
+        **{"n": 9, "selection": {}, "bf16_accuracy": 1, "bf16_accuracy_error": 0, "versions": {}, "device": "cpu"},
+        "grid": [],
+    }
+    entry = {**MEASURED, "source": "measured", "chosen": chosen, "provenance": provenance}
+    assert "calibrated for mine, measured with this package (" in resolve(None, model(tmp_path / "mine", entry))[1]
+
+
+def test_published_thresholds_are_found_by_name_without_a_download():
+    config, origin = resolve(None, "Qwen/QwQ-32B")
+    assert alphas(config) == (3.0, 0.0, 64)
+    assert "published, not measured here" in origin and "published.json" in origin
+
+
+def test_a_model_without_thresholds_runs_the_defaults():
+    config, origin = resolve(None, "someone/else-7B")
+    assert config == DiffKVConfig() and "built-in defaults" in origin
+
+
+@pytest.mark.parametrize("text", ["{}", '{"thresholds": "default"}', '{"page_tokens": 16}', '{"tiers": ["K8V4"]}'])
+def test_a_given_configuration_means_what_it_says(text, monkeypatch):
+    assert resolve(text, "Qwen/QwQ-32B")[0] == read_plain(text)
+    monkeypatch.setenv(CONFIG_ENV, text)
+    assert resolve(None, "Qwen/QwQ-32B")[0] == read_plain(text), "the environment is a given configuration too"
+
+
+def read_plain(text: str) -> DiffKVConfig:
+    return DiffKVConfig.model_validate_json(text)
+
+
+def test_calibrated_thresholds_beside_other_fields():
+    config, _ = resolve('{"thresholds": "calibrated", "gpu_ops": "reference", "page_tokens": 16}', "QwQ-32B")
+    assert alphas(config) == (3.0, 0.0, 64) and (config.gpu_ops, config.page_tokens) == ("reference", 16)
+    assert config.thresholds == "default" and "thresholds" not in config.model_dump(mode="json")
+    assert load_config(config.model_dump_json(exclude_none=True)) == config, "what travels to the scheduler"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"thresholds": "calibrated"}', "none are on file for else-7B"),
+        ('{"thresholds": "calibrated", "tiers": ["K8V4"]}', "drop tiers"),
+        ('{"thresholds": "calibrated", "policy": {"name": "diffkv"}}', "drop policy"),
+        ('{"thresholds": "published"}', "thresholds"),
+    ],
+)
+def test_calibrated_thresholds_that_cannot_be_had_are_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(text, "someone/else-7B")
+
+
+def test_without_a_model_calibrated_thresholds_are_refused():
+    with pytest.raises(ConfigError, match="looked up for a model"):
+        load_config('{"thresholds": "calibrated"}')
+
+
+def test_an_unusable_file_is_named_with_a_way_out(tmp_path):
+    folder = model(tmp_path / "mine")
+    (folder / FILE_NAME).write_text("{")
+    with pytest.raises(ConfigError, match=f'(?s){FILE_NAME}.*"thresholds": "default"'):
+        resolve(None, folder)
+    assert resolve('{"thresholds": "default"}', folder)[0] == DiffKVConfig()
+
+
+def test_a_hub_name_s_shape_comes_from_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert ModelGeometry.of("Qwen/QwQ-32B") is None and lookup("Qwen/QwQ-32B") is not None
+    repository = tmp_path / "models--Qwen--QwQ-32B"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({**SHAPE, "num_key_value_heads": 40}))
+    assert lookup("Qwen/QwQ-32B") is None, "another shape by the same name"
+    (snapshot / FILE_NAME).write_text(json.dumps({"format": 1, "entries": [MEASURED]}))
+    found = lookup("Qwen/QwQ-32B")
+    assert found is not None and found.alpha_high == 2.5
+
+
+def start(given: str | None, path: str) -> None:
+    """``from_cli_args`` as SGLang calls it, up to the processes."""
+    server_args = SimpleNamespace(attention_backend="diffkv", model_path=path)
+    hooks.from_cli_args(lambda cls, args: server_args, object, SimpleNamespace(diffkv_config=given))
+
+
+def test_the_server_looks_up_once_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
+    with caplog.at_level(logging.INFO):
+        start(None, "Qwen/QwQ-32B")
+    assert alphas(load_config(os.environ[CONFIG_ENV])) == (3.0, 0.0, 64)
+    assert "DiffKV thresholds: calibrated for QwQ-32B, published, not measured here" in caplog.text
+    assert "alpha_high=3.0" in caplog.text
+    start('{"thresholds": "default"}', "Qwen/QwQ-32B")
+    assert load_config() == DiffKVConfig()
+    with pytest.raises(SystemExit, match="none are on file for nano"):
+        start('{"thresholds": "calibrated"}', str(NANO))
+
+
+def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
+    """``sglang.Engine`` takes no ``--diffkv-config``: a launch configures what parsing has not."""
+    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
+    server_args = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
+    with caplog.at_level(logging.INFO):
+        hooks.launch_check(lambda self: None, server_args)
+        assert alphas(load_config(os.environ[CONFIG_ENV])) == (3.0, 0.0, 64)
+        hooks.launch_check(lambda self: None, server_args)
+    assert caplog.text.count("DiffKV thresholds") == 1
+    monkeypatch.setenv(CONFIG_ENV, '{"thresholds": "calibrated"}')
+    with pytest.raises(ConfigError, match="none are on file for nano"):
+        hooks.launch_check(lambda self: None, SimpleNamespace(attention_backend="diffkv", model_path=str(NANO)))
+    monkeypatch.delenv(CONFIG_ENV)
+    hooks.launch_check(lambda self: None, SimpleNamespace(attention_backend="triton", model_path=str(NANO)))
+    assert CONFIG_ENV not in os.environ
+
+
+def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch):
+    """Each launch of a process takes its own arguments, the user's environment, or its model's thresholds."""
+    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(hooks, "_launched", None)
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+    calibrated = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
+    other = SimpleNamespace(attention_backend="diffkv", model_path=str(NANO))
+    for server_args, expected in ((calibrated, 3.0), (other, 1.0), (calibrated, 3.0)):
+        hooks.launch_check(lambda self: None, server_args)
+        assert load_config().build_policy().alpha_high == expected
+    start('{"page_tokens": 16}', str(NANO))
+    hooks.launch_check(lambda self: None, other)
+    assert load_config().page_tokens == 16, "the launch keeps what its command line gave"
+    start(None, str(NANO))
+    assert load_config() == DiffKVConfig(policy=load_config().policy), "the next one does not"
+    monkeypatch.setenv(CONFIG_ENV, '{"page_tokens": 8}')
+    start('{"page_tokens": 16}', str(NANO))
+    hooks.launch_check(lambda self: None, calibrated)
+    assert load_config().page_tokens == 8, "the user's environment comes back"
+
+
+def test_an_evaluation_compares_calibrated_thresholds():
+    found = parse_configuration('c={"thresholds": "calibrated"}', "Qwen/QwQ-32B").diffkv
+    assert found is not None and alphas(found) == (3.0, 0.0, 64)
+    assert parse_configuration("d={}", "Qwen/QwQ-32B").diffkv == DiffKVConfig()
+    with pytest.raises(ConfigError, match="looked up for a model"):
+        parse_configuration('c={"thresholds": "calibrated"}')

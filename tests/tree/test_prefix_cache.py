@@ -1,0 +1,315 @@
+"""Random lives of requests through SGLang's radix tree over page segments, against a plain Python model.
+
+Every token's key is a constant vector that names the token and all before it, which every tier stores
+exactly, so a page that reached the wrong request shows in its contents and not only in its counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_diffkv.kernels.append.reference import append, read_tokens
+from sglang_diffkv.kernels.decode_attention.reference import decode_attention
+from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
+from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.mem_pool.usage import UsageMeter
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.allocator import DiffKVAllocator
+from tests.helpers import faults, needs_requests, new_scores
+from tests.pages.usage_oracle import check_reading
+
+pytestmark = needs_requests
+
+CAPACITY, ROWS, LAYERS, HEADS, DIM, WINDOW, SHARE_MIN = 400, 8, 2, 2, 64, 8, 24
+
+
+def name_of(tokens: array) -> float:
+    """A number below 1000 for a token and all before it."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 997
+    return float(value)
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Admit, extend in chunks, decode, finish, abort or retract, evict, flush."""
+
+    exact = False
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__()
+        fmt = PageFormat(DIM, DIM, (Tier(8, 4), Tier(4, 2)), 8)
+        pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
+        geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300)
+        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, WINDOW), ranks=ranks)
+        self.pool = ReqToTokenPool(ROWS, 300, "cpu", False)
+        self.allocator = DiffKVAllocator(
+            PageLedger(self.manager, CAPACITY), dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
+        )
+        params = CacheInitParams(False, self.pool, self.allocator, 1)
+        self.tree = compat.prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
+        self.running: list[Any] = []
+        self.random = random.Random(0)
+        self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)
+        self.requests = itertools.count()
+        self.meter = UsageMeter(self.manager)
+
+    def _write(self, req: Any, start: int, end: int) -> None:
+        rows = torch.full((end - start,), req.kv.req_pool_idx)
+        at = torch.arange(start, end)
+        names = torch.tensor([name_of(req.tokens[: i + 1]) for i in range(start, end)])
+        key = names.view(-1, 1, 1).expand(-1, HEADS, DIM)
+        for layer in range(LAYERS):
+            append(self.manager.state, layer, key, key, rows, at - start, at)
+
+    def _judge(self, row: int) -> None:
+        """Random significance for the tokens that the row may still move."""
+        state, rows = self.manager.state, torch.tensor([row])
+        width = max_entries(state, rows, 0)
+        page = row_table(state, rows, 0, width)[0][0]
+        entry = torch.arange(width).expand(page.shape)
+        own = (entry >= state.own_entry[row, :, :, 0].unsqueeze(2)) & (entry < state.entries[row, :, :, 0].unsqueeze(2))
+        scores = state.segments[0].scores
+        scores[page[own]] = torch.rand(int(own.sum()), scores.shape[1], generator=self.scores) * 0.05
+
+    @rule(seed=st.integers(0, 5), length=st.integers(1, 70), tail=st.integers(0, 3))
+    def admit(self, seed: int, length: int, tail: int) -> None:
+        """A new request; equal seeds share a prefix."""
+        ledger, rid = self.allocator.ledger, str(next(self.requests))
+        source = random.Random(seed)
+        tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
+        if len(self.running) == ROWS:
+            return
+        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:-1], None)))
+        prefix = len(match.device_indices)
+        node = match.last_device_node
+        self.tree.inc_lock_ref(node)
+        path = self.tree.path(node)
+        self.tree.evict_table_blocks(path, len(tokens) - prefix)
+        if not ledger.admits(path, len(tokens) - prefix):
+            self.tree.dec_lock_ref(node)
+            return
+        ledger.promise(rid, path, len(tokens) - prefix)
+        self.tree.evict_uncovered()
+        assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
+        row = self.pool.alloc_rows(1)[0]
+        kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix)
+        req = SimpleNamespace(
+            rid=rid, tokens=tokens, kv=kv, origin_input_ids=tokens[:], output_ids=array("q"),
+            extra_key=None, cache_salt=None, priority=0, last_node=node, prefix_indices=match.device_indices,
+            extend_range=SimpleNamespace(end=prefix), prefilling=True,
+            sampling_params=SimpleNamespace(max_new_tokens=250),
+        )  # fmt: skip
+        req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
+        if prefix:
+            self.manager.attach_prefix(row, path)
+            if self.tree.exact:
+                self.tree.exact.attached(row, node)
+        self.pool.write((row, slice(0, prefix)), match.device_indices.int())
+        self.running.append(req)
+
+    @rule(seed=st.integers(0, 2), length=st.integers(20, 70), tail=st.integers(0, 3))
+    def read(self, seed: int, length: int, tail: int) -> None:
+        """A new request whose whole prompt runs."""
+        self.admit(seed, length, tail)
+        while any(r.prefilling for r in self.running):
+            self.extend(49)
+
+    @precondition(lambda self: any(r.prefilling for r in self.running))
+    @rule(chunk=st.integers(1, 50))
+    def extend(self, chunk: int) -> None:
+        req = next(r for r in self.running if r.prefilling)
+        start, row = req.extend_range.end, req.kv.req_pool_idx
+        end = min(start + chunk, len(req.tokens))
+        self.pool.write((row, slice(start, end)), self.allocator.alloc(end - start).int())
+        last = end == len(req.tokens)
+        self.manager.plan_step([row], [end - start], [start])
+        self.allocator.ledger.promise(req.rid, [], len(req.tokens) - end)
+        if last and self.tree.exact:
+            self.tree.exact.plan(row, req.last_node, brief=chunk % 5 == 0)
+        self.manager.launch_step()
+        self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([end - start]), end - start)
+        self._write(req, start, end)
+        self._judge(row)
+        req.extend_range.end = end
+        if row in self.manager.copies.judged:
+            self.manager.copies.judged[row].uniform_(0, 0.05, generator=self.scores)
+        if last:
+            self.manager.prompts.end(row)
+            assert not faults(self.manager, [row]), "a prompt or its copy found the ring empty"
+            req.prefilling = False
+        self.tree.cache_unfinished_req(req, chunked=not last)
+
+    @precondition(lambda self: any(not r.prefilling for r in self.running))
+    @rule(steps=st.integers(1, 12))
+    def decode(self, steps: int) -> None:
+        for _ in range(steps):
+            self.manager.tracker.meet()
+            batch = [r for r in self.running if not r.prefilling and len(r.tokens) < 250]
+            ledger = self.allocator.ledger
+            while batch and ledger.available() < len(batch):
+                self.tree.evict(EvictParams(num_tokens=len(batch) - ledger.available()))
+                if ledger.available() < len(batch):
+                    self._leave(batch.pop(), insert=False)
+            if not batch:
+                return
+            rows = [r.kv.req_pool_idx for r in batch]
+            starts = [len(r.tokens) for r in batch]
+            names = self.allocator.alloc(len(batch)).int()
+            for req, name in zip(batch, names, strict=True):
+                self.pool.write((req.kv.req_pool_idx, len(req.tokens)), name)
+                req.output_ids.append(self.random.randrange(3))
+                req.tokens.append(req.output_ids[-1])
+            self.manager.begin_step(rows, [1] * len(rows), starts)
+            for req, start in zip(batch, starts, strict=True):
+                self._write(req, start, start + 1)
+            index, lens = torch.tensor(rows), torch.tensor(starts) + 1
+            scores = new_scores(self.manager, len(rows))
+            for layer in range(LAYERS):
+                q = torch.randn(len(rows), 2 * HEADS, DIM, generator=self.scores) * 0.01
+                decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
+            self.manager.end_decode(index, lens, scores)
+            assert not faults(self.manager, rows), "the ledger let the ring run empty"
+
+    def _leave(self, req: Any, *, insert: bool) -> None:
+        row, end = req.kv.req_pool_idx, self.manager.lengths.get(req.kv.req_pool_idx, 0)
+        if insert:
+            self.tree.insert_req(req, up_to=end)
+        slots = self.pool.req_to_token[row, req.kv.cache_protected_len : end].long()
+        self.allocator.free(slots)
+        self.tree.dec_lock_ref(req.last_node)
+        self.manager.release(row)
+        self.tree.pack_replies()
+        if self.tree.exact:
+            self.tree.exact.forget(row)
+        self.allocator.ledger.promise(req.rid, [], 0)
+        self.pool.free_rows([row])
+        self.running.remove(req)
+        if self.tree.exact:
+            self.tree.exact.copy_alone([r for r in self.running if not r.prefilling])
+            assert not any(faults(self.manager, [r.kv.req_pool_idx]) for r in self.running), "a late copy lost tokens"
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 7), insert=st.booleans())
+    def leave(self, which: int, insert: bool) -> None:
+        """Finish (its tokens join the tree), or abort / retract (they do not)."""
+        req = self.running[which % len(self.running)]
+        self._leave(req, insert=insert and not req.prefilling)
+
+    @rule(tokens=st.integers(1, 120))
+    def evict(self, tokens: int) -> None:
+        ledger = self.allocator.ledger
+        settled = tokens % 2 == 0
+        if settled:
+            self.manager.tracker.settle()
+        available, obtainable = ledger.available(), ledger.uncommitted_pages() + ledger.evictable_pages
+        gained = self.tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
+        # In a shortage the host asks the device, whose counts cover one step more than what is left of older ones.
+        if settled or gained >= tokens:
+            assert ledger.uncommitted_pages() + ledger.evictable_pages >= obtainable, "an evicted page is not free"
+        assert ledger.available() == available + gained
+        assert gained >= tokens or not self.tree.evictable_leaves
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        self.tree.reset()
+        self.pool.clear()
+        self.allocator.clear()
+        check_settled(self.manager)
+        assert self.manager.free_pages() == self.manager.geometry.num_pages
+        assert self.allocator.available_size() == CAPACITY
+
+    @rule()
+    def settle(self) -> None:
+        """The host waits for the device."""
+        check_settled(self.manager)
+
+    @rule()
+    def measure(self) -> None:
+        """What segments hold is kept up from one reading to the next."""
+        check_reading(self.manager, self.meter.read())
+
+    @invariant()
+    def structures_are_consistent(self) -> None:
+        check_bounds(self.manager)
+        check_integrity(self.manager)
+        self.tree.check_integrity()
+        ledger = self.allocator.ledger
+        segments = self.manager.segments.held
+        assert self.manager.segment_counts.tokens == sum(segment.hi - segment.lo for segment in segments)
+        sizes = (ledger.available(), ledger.evictable(), ledger.protected(), ledger.uncached())
+        assert sum(sizes) == CAPACITY
+        assert min(sizes) >= 0
+        if not self.running:
+            assert ledger.uncached() == 0, "pages leaked"
+
+    @invariant()
+    def every_row_reads_its_own_tokens(self) -> None:
+        state = self.manager.state
+        for req in self.running:
+            length = self.manager.lengths.get(req.kv.req_pool_idx, 0)
+            expected = torch.tensor([name_of(req.tokens[: i + 1]) for i in range(length)])
+            seen = torch.zeros(LAYERS, HEADS, max(length, 1), dtype=torch.int64)
+            rows = torch.tensor([req.kv.req_pool_idx])
+            for tier, seg in enumerate(state.segments):
+                page, lo, hi = (x[0] for x in row_table(state, rows, tier, max_entries(state, rows, tier)))
+                position = seg.positions[page]
+                valid = (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
+                layer, head, entry, slot = valid.nonzero(as_tuple=True)
+                at = position[layer, head, entry, slot].long()
+                keys, _ = read_tokens(seg, page[layer, head, entry], slot)
+                assert torch.equal(keys[:, 0], expected[at]), "a row reads another sequence's token"
+                seen.index_put_((layer, head, at), torch.ones_like(at), accumulate=True)
+            assert (seen[..., :length] == 1).all(), "a token is missing or stored twice"
+
+    @invariant()
+    def exact_segments_hold_every_token_high(self) -> None:
+        segments = [s for s in self.manager.segments.held if s.exact]
+        if segments:
+            columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
+            held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))
+            for segment, counts in zip(segments, held, strict=True):
+                assert (counts[..., 0] == segment.hi - segment.lo).all()
+                assert not counts[..., 1].any()
+
+
+class ExactTreeMachine(TreeMachine):
+    """The same with exact fidelity: prompts join the tree as computed, requests run on copies."""
+
+    exact = True
+
+
+def machine_settings(steps: int) -> settings:
+    """Of a state machine: fewer and longer examples, which are not shrunk."""
+    return settings(
+        max_examples=settings.default.max_examples // 4,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    )
+
+
+TreeMachine.TestCase.settings = ExactTreeMachine.TestCase.settings = machine_settings(60)
+TestTree = TreeMachine.TestCase
+TestExactTree = ExactTreeMachine.TestCase

@@ -1,0 +1,81 @@
+"""Which leaf of the prefix cache goes, and how much of it."""
+
+from __future__ import annotations
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from tests.helpers import needs_requests
+from tests.tree.tree_world import World
+
+pytestmark = needs_requests
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
+    """Eviction cuts it by what is missing and keeps the rest, whose place in the order stays."""
+    world = World(800, exact=exact)
+    first, second = world.tokens(203), world.tokens(90)
+    for tokens in (first, second):
+        world.leave(world.prompt(tokens), insert=False)
+    world.manager.tracker.settle()
+    used, before = world.leaf(first).last_access_time, world.allocator.ledger.available()
+    evicted = world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted
+    assert world.allocator.ledger.available() == before + evicted
+    assert 20 <= evicted < (28 if exact else 60)
+    assert world.leaf(first).last_access_time == used
+    kept = len(world.leaf(first).key)
+    assert 100 < kept < 203 and (kept % 8 == 0 or not exact)
+    world.check()
+    world.tree.evict(EvictParams(num_tokens=20))
+    assert len(world.leaf(first).key) < kept
+    assert len(world.leaf(second).key) == 90
+    world.tree.evict(EvictParams(num_tokens=400))
+    world.check()
+    world.manager.tracker.settle()
+    assert world.allocator.ledger.available() >= 400
+    req = world.prompt(first)
+    world.leave(req)
+
+
+def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
+    world = World(800)
+    world.leave(world.prompt(world.tokens(40)), insert=False)
+    world.manager.tracker.settle()
+    world.tree.evict(EvictParams(num_tokens=20))
+    assert not world.segments()
+    world.check()
+
+
+@pytest.mark.parametrize(
+    "eviction, first",
+    [("lru", "b"), ("lfu", "b"), ("fifo", "a"), ("mru", "a"), ("filo", "c"), ("priority", "b"), ("slru", "b")],
+)
+@pytest.mark.parametrize("exact", [True, False])
+def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, exact: bool) -> None:
+    """Of three prompts in order a, b, c the first is asked twice more at the end and has a priority; what is left of a
+    leaf that was cut keeps its place."""
+    world = World(2000, exact=exact, eviction=eviction)
+    prompts = {name: world.tokens(100) for name in "abc"}
+    for name in "abcaa":
+        req = world.start(prompts[name], priority=3 if name == "a" else 0)
+        world.plan(req)
+        world.launch(req)
+        world.tree.cache_unfinished_req(req)
+        world.leave(req, insert=False)
+    world.manager.tracker.settle()
+
+    def left() -> dict[str, int]:
+        found = dict.fromkeys("abc", 0)
+        for node in world.tree.root_node.children.values():
+            name = next(x for x in "abc" if prompts[x][0] == node.key.token_ids[0])
+            found[name] = sum(len(x.key) for x in (node, *node.children.values()))
+        return found
+
+    assert left() == dict.fromkeys("abc", 100)
+    for _ in range(2):
+        before = left()
+        world.tree.evict(EvictParams(num_tokens=20))
+        after = left()
+        assert [name for name in "abc" if after[name] < before[name]] == [first]
+        world.check()

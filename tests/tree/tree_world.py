@@ -1,0 +1,152 @@
+"""A prefix cache over a small pool, with stand-ins for requests that are driven one operation at a time."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.mem_pool.geometry import Geometry, Segment
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.allocator import DiffKVAllocator
+
+
+class World:
+    """A pool, a tree and a manager of one layer and one head; scores stay 0, so only the window of 8 stays high."""
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        longest: int = 300,
+        alpha_high: float = 1.0,
+        page_tokens: int = 8,
+        exact: bool = True,
+        eviction: str = "lru",
+        rows: int = 8,
+        segments: int = 40,
+        share_min: int = 24,
+    ) -> None:
+        fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
+        geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest)
+        self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
+        self.pool = ReqToTokenPool(rows, longest, "cpu", False)
+        ledger = PageLedger(self.manager, capacity)
+        self.allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+        self.tree: Any = compat.prefix_cache_class()(
+            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), share_min, exact=exact
+        )
+        self.random = random.Random(1)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(1000) for _ in range(count)]
+
+    def start(self, tokens: list[int], priority: int = 0) -> Any:
+        """A request whose prompt is to run in one pass."""
+        req = self.admit(tokens, priority)
+        self.attach(req)
+        return req
+
+    def admit(self, tokens: list[int], priority: int = 0) -> Any:
+        """A request that has matched and locked its prefix, as others of its batch do before any of them attaches."""
+        prompt = array("q", tokens)
+        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
+        prefix, node = len(match.device_indices), match.last_device_node
+        self.tree.inc_lock_ref(node)
+        row = self.pool.alloc_rows(1)[0]
+        req = SimpleNamespace(
+            rid=str(row), tokens=prompt, kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix),
+            origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=priority,
+            last_node=node, prefix_indices=match.device_indices, extend_range=SimpleNamespace(end=len(prompt)),
+            sampling_params=SimpleNamespace(max_new_tokens=100),
+        )  # fmt: skip
+        req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
+        self.pool.write((row, slice(0, prefix)), match.device_indices.int())
+        self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
+        return req
+
+    def attach(self, req: Any) -> None:
+        """Give the request's row its prefix."""
+        row, node = req.kv.req_pool_idx, req.last_node
+        if req.kv.cache_protected_len:
+            self.manager.attach_prefix(row, self.tree.path(node))
+            if self.tree.exact:
+                self.tree.exact.attached(row, node)
+
+    def plan(self, req: Any) -> None:
+        row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
+        self.manager.plan_step([row], [len(req.tokens) - prefix], [prefix])
+        if self.tree.exact:
+            self.tree.exact.plan(row, req.last_node, brief=False)
+
+    def launch(self, req: Any) -> None:
+        row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
+        count = len(req.tokens) - prefix
+        self.manager.launch_step()
+        self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([count]), count)
+        self._write(row, prefix, count)
+        self.manager.prompts.end(row)
+
+    def _write(self, row: int, start: int, count: int) -> None:
+        at = torch.arange(start, start + count)
+        key = torch.ones(count, 1, 64)
+        append(self.manager.state, 0, key, key, torch.full((count,), row), at - start, at)
+
+    def decode(self, req: Any) -> None:
+        """One step without compaction."""
+        row, start = req.kv.req_pool_idx, len(req.tokens)
+        req.output_ids.append(5)
+        req.tokens.append(5)
+        self.pool.write((row, start), self.allocator.alloc(1).int()[0])
+        self.manager.begin_step([row], [1], [start])
+        self._write(row, start, 1)
+
+    def leave(self, req: Any, *, insert: bool = True) -> None:
+        row = req.kv.req_pool_idx
+        end = self.manager.lengths[row]
+        if insert:
+            self.tree.insert_req(req, up_to=end)
+        self.allocator.free(self.pool.req_to_token[row, req.kv.cache_protected_len : end].long())
+        self.tree.dec_lock_ref(req.last_node)
+        self.manager.release(row)
+        self.tree.pack_replies()
+        if self.tree.exact:
+            self.tree.exact.forget(row)
+        self.pool.free_rows([row])
+        self.check()
+
+    def check(self) -> None:
+        check_integrity(self.manager)
+        self.tree.check_integrity()
+
+    def leaf(self, tokens: list[int]) -> Any:
+        """The leaf of a prompt that shares nothing."""
+        return next(x for x in self.tree.evictable_leaves if x.key.token_ids[0] == tokens[0])
+
+    def prompt(self, tokens: list[int]) -> Any:
+        """A request whose prompt has run."""
+        req = self.start(tokens)
+        self.plan(req)
+        self.launch(req)
+        self.tree.cache_unfinished_req(req)
+        return req
+
+    def segments(self) -> list[Segment]:
+        return sorted(self.manager.segments.cached, key=lambda segment: segment.lo)
+
+    def low_tokens(self, segment: Segment) -> int:
+        columns = (torch.tensor([x]) for x in (segment.row, segment.lo, segment.hi))
+        return int(self.manager.ops.measure(self.manager.state, *columns)[..., 1].sum())
