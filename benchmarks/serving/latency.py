@@ -5,7 +5,8 @@ requests of a batch are decoding: their streams are cut off when each has shown 
 was read. Example:
 
     python -m benchmarks.serving.latency --geometry llama3-8b --kv-gib 20 \\
-        --backends flashinfer:bf16 flashinfer:fp8_e4m3 --diffkv 'default={}' --prompt 8192 --decode 1x1024 8x1024 1x16000 8x16000
+        --backends flashinfer:bf16 flashinfer:fp8_e4m3 --diffkv 'default={}' \\
+        --prompt 8192 --decode 1x1024 8x1024 1x16000 8x16000
 
 NAME.json and NAME.md in the output folder. Exit code 1 if a server failed.
 """
