@@ -72,15 +72,19 @@ class MemoryPlan:
         policy = self.config.build_policy()
         return policy.of_rank(rank, ranks, self.num_heads) if isinstance(policy, DiffKVPolicy) else policy
 
+    def ops(self, state: PageState, geometry: Geometry, policy: Policy) -> Ops:
+        """The kernels of a server, with all that they hold on the state's device."""
+        if self.gpu and self.config.gpu_ops == "triton":
+            from sglang_diffkv.ops.gpu import build_ops
+
+            return build_ops(state, policy, geometry, self.q_heads, self.config.prefill)
+        return ReferenceOps(self.config.lossless)
+
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:
         """What a server will hold, from objects without memory."""
         policy = self.policy()
         state = PageState.of(geometry, device="meta")
-        ops: Ops = ReferenceOps()
-        if self.gpu and self.config.gpu_ops == "triton":
-            from sglang_diffkv.ops.gpu import build_ops
-
-            ops = build_ops(state, policy, geometry, self.q_heads, self.config.prefill)
+        ops = self.ops(state, geometry, policy)
         exact = self.config.prefix_fidelity == "exact"
         names = token_names(capacity, self.fmt, prunes=prunes(policy, len(self.fmt.tiers)))
         return Footprint.of(state, geometry, ops, names=names, exact=exact)

@@ -33,7 +33,7 @@ def check_searches(session: Session, rows: list[int], found: StepScores) -> None
     policy = session.manager.policy
     for b, row in enumerate(rows):
         seen = visible(session.state, row)
-        leaving = session.manager.lengths[row] - 1 - policy.window
+        leaving = session.manager.rows.length(row) - 1 - policy.window
         for layer, head in np.ndindex(session.state.num_layers, session.state.num_heads):
             here = seen.at(layer, head)
             here = here.pick(here.own & (here.position <= leaving) & (here.position >= policy.sinks))

@@ -14,7 +14,7 @@ from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.page_format import Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from tests.checks import check_scores, check_searches
-from tests.helpers import Visible, new_scores, visible
+from tests.helpers import Visible, begin_step, new_scores, visible
 
 
 def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -84,8 +84,8 @@ class Session:
 
     def grow(self, rows: list[int], counts: list[int]) -> list[int]:
         """Begin a step with random tokens; returns where each row started."""
-        start = [self.manager.lengths.get(row, 0) for row in rows]
-        self.manager.begin_step(rows, counts, start)
+        start = [self.manager.rows.length(row) for row in rows]
+        begin_step(self.manager, rows, counts, start)
         for row, count in zip(rows, counts):
             new = self._new(count)
             self.dense[row] = self.dense[row].joined(new) if row in self.dense else new
@@ -160,7 +160,7 @@ class Session:
 
     def end_decode(self, rows: list[int], found: StepScores | None) -> None:
         """Generation-phase compaction."""
-        seq_lens = torch.tensor([self.manager.lengths[r] for r in rows])
+        seq_lens = torch.tensor([self.manager.rows.length(r) for r in rows])
         self.manager.end_decode(torch.tensor(rows), seq_lens, found)
 
     def step(self, rows: list[int], *, check: bool = True) -> None:
@@ -170,17 +170,17 @@ class Session:
     def end_prompt(self, row: int) -> None:
         """Prompt-phase compaction; the manager may seal the row."""
         self.manager.prompts.end(row)
-        if self.manager.sealed.get(row) == self.manager.lengths[row]:
-            self.own_from[row] = self.manager.lengths[row]
+        if self.manager.rows.sealed(row) == self.manager.rows.length(row):
+            self.own_from[row] = self.manager.rows.length(row)
 
     def share(self, row: int, lo: int, hi: int) -> Segment | None:
         """Share and keep the dense form of the segment."""
-        sealed_there = self.manager.sealed.get(row) == hi
+        sealed_there = self.manager.rows.sealed(row) == hi
         segment = self.manager.segments.share(row, lo, hi)
         if segment is not None:
             self.shared[segment] = self.dense[row].cut(lo, hi)
             if not sealed_there:
-                self.own_from[row] = self.manager.lengths[row]
+                self.own_from[row] = self.manager.rows.length(row)
         return segment
 
     def attach(self, row: int, parts: list[tuple[Segment, int, int]]) -> None:
@@ -189,7 +189,7 @@ class Session:
         cuts = [self.shared[s].cut(lo - s.lo, hi - s.lo) for s, lo, hi in parts]
         for cut in cuts:
             self.dense[row] = self.dense[row].joined(cut) if row in self.dense else cut
-        self.own_from[row] = self.manager.lengths[row]
+        self.own_from[row] = self.manager.rows.length(row)
 
     def release(self, row: int) -> None:
         """Drop a row."""

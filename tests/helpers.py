@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt import compat
@@ -68,12 +70,13 @@ def make_manager(
     poison: str = "nan",
     loose_bounds: bool = False,
     blocks: int = 0,
+    make_ops: OpsOf | None = None,
 ) -> PageManager:
     """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table."""
     sizes = (fmt or make_format(), layers, heads, pages, rows, segments, max_tokens)
     geometry = ShortTableGeometry(*sizes, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager
-    manager = kind(geometry, policy or DiffKVPolicy(1.0, 0.1, window=8), dtype=dtype)
+    manager = kind(geometry, policy or DiffKVPolicy(1.0, 0.1, window=8), dtype=dtype, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(POISONS[poison])
     return manager
 
@@ -159,6 +162,17 @@ def tier_map(state: PageState, row: int, length: int) -> np.ndarray:
     seen = visible(state, row)
     out[seen.layer, seen.head, seen.position] = seen.tier
     return out
+
+
+def begin_step(manager: PageManager, rows: list[int], new_tokens: list[int], start: list[int]) -> LaunchedStep:
+    """A step that is planned, launched, and takes its slots at once."""
+    manager.plan_step(rows, new_tokens, start)
+    step = manager.launch_step()
+    assert step is not None
+    with manager.launching():
+        most = max(new_tokens, default=0)
+        manager.ops.reserve(manager.state, manager.to_device(rows), manager.to_device(new_tokens), most)
+    return step
 
 
 def faults(manager: PageManager, rows: list[int]) -> list[int]:

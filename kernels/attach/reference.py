@@ -44,6 +44,11 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
         state.own_tokens[target, :, :, tier] = 0
 
 
+def keep(state: PageState, row: int) -> None:
+    """A segment holds all entries of a row before those whose pages it may write."""
+    state.kept_entry[row] = state.own_entry[row]
+
+
 def seal(state: PageState, row: int) -> None:
     """Make all present pages of a row immutable for it: its next token starts a page of its own."""
     state.own_entry[row] = state.entries[row]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.attach.reference import seal
+from sglang_diffkv.kernels.attach.reference import keep, seal
 from sglang_diffkv.kernels.triton_table import BLOCK, layout_constants, padded, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
-__all__ = ["attach", "seal"]
+__all__ = ["attach", "keep", "seal"]
 
 ENTRIES = 32
 """Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""

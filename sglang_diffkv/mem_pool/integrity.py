@@ -25,19 +25,21 @@ def check_integrity(manager: PageManager) -> None:
 
 def check_bounds(manager: PageManager) -> None:
     """Raise AssertionError if the host believes in pages that are not free."""
-    free, headroom = manager.tracker.free_bound(), manager.tracker.headroom_bound()
-    assert free - headroom <= manager.free_pages() - manager.headroom(), "the host believes in pages that are not free"
+    free, headroom = manager.counts.free_bound(), manager.counts.headroom_bound()
+    assert free - headroom <= manager.device.free_pages() - manager.headroom(), (
+        "the host believes in pages that are not free"
+    )
     for segment in manager.segments.cached:
-        known = segment.row not in manager.tracker.uncounted
-        held = manager.tracker.ranks.held(segment.row, segment.pages)
-        assert held == known * manager.pages_of(segment.row), "a segment miscounts its pages"
+        known = segment.row not in manager.counts.uncounted
+        held = manager.counts.ranks.held(segment.row, segment.pages)
+        assert held == known * manager.device.pages_of(segment.row), "a segment miscounts its pages"
 
 
 def check_settled(manager: PageManager) -> None:
     """Raise AssertionError if the host's counts are wrong once it has waited for all that it launched."""
-    manager.tracker.settle()
-    assert not manager.tracker.uncounted
-    spare = manager.free_pages() - manager.tracker.ranks.slack - manager.counts.free()
+    manager.counts.settle()
+    assert not manager.counts.uncounted
+    spare = manager.device.free_pages() - manager.counts.ranks.slack - manager.counts.free()
     assert spare == 0 or (spare > 0 and not manager.ranks.alone), "settled counts differ from the device's"
     check_bounds(manager)
 
@@ -58,7 +60,7 @@ def _check_ring(manager: PageManager, references: torch.Tensor) -> None:
 def _check_rows(manager: PageManager) -> torch.Tensor:
     state = manager.state
     references = torch.zeros(state.num_pages + 1, dtype=torch.int32, device=state.device)
-    live = {*manager.lengths, *(s.row for s in manager.segments.held)}
+    live = {*manager.rows, *(s.row for s in manager.held_segments)}
     idle = [r for r in range(state.entries.shape[0]) if r not in live]
     assert not state.entries[idle].any(), "a row without owner has entries"
     owner: dict[int, int] = {}
@@ -110,9 +112,9 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
         if seen:
             stored = torch.cat(seen)
             assert stored.unique().numel() == stored.numel(), f"row {row}: a position is stored twice"
-            if row in manager.lengths and stored.numel():
+            if row in manager.rows and stored.numel():
                 latest = int((stored & 0xFFFFFFFF).max())
-                assert latest < manager.lengths[row], f"row {row}: a position past its length"
+                assert latest < manager.rows.length(row), f"row {row}: a position past its length"
     return references[: state.num_pages]
 
 
@@ -127,18 +129,18 @@ def _check_blocks(manager: PageManager) -> None:
         assert table[row] == expected, f"row {row}: the device block table is not the host's"
 
 
-def decision_digest(allocator: Any) -> int:
-    """A number of all that schedulers decide on, which has to be equal on all ranks."""
-    ledger, exact = allocator.ledger, allocator.exact
+def decision_digest(requests: Any) -> int:
+    """A number of all that schedulers decide on (their ``Requests``), which has to be equal on all ranks."""
+    ledger, exact = requests.ledger, requests.exact
     manager = ledger.manager
     counts, space = manager.counts, manager.space
     parts = (
-        manager.lengths, manager.shared, manager.sealed,
+        manager.rows.digest(),
         sorted((s.row, s.lo, s.hi, s.pages) for s in manager.segments.cached),
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),
         space.free_blocks, space.base.tolist(), space.total.tolist(), space.counted.tolist(),
         ledger.tree_pages, ledger.evictable_pages, ledger.promised, ledger.refused,
-        ledger.available(), allocator.names_free(), manager.copies.plans.keys(), manager.copies.pending.keys(),
+        ledger.available(), ledger.names_free(), manager.prompts.plans.keys(), manager.prompts.pending.keys(),
         exact and (exact.outcomes, exact.ends.keys(), exact.detaching),
     )  # fmt: skip
     return zlib.crc32(repr(parts).encode())

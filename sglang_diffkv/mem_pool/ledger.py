@@ -8,7 +8,7 @@ pages promised to admitted prompts count as used.
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_diffkv.mem_pool.geometry import Path, token_names
@@ -95,12 +95,12 @@ class PageLedger:
         retracts.
         """
         manager = self.manager
-        now = (manager.version, manager.tracker.counted_step)
+        now = (manager.counts.tick, manager.counts.counted_step)
         if now == self._priced_at:
             return self._price
         self._priced_at = now
-        rows = [row for row in manager.lengths if row not in manager.prompts.unfinished and manager.counts.pages[row]]
-        tokens = sum(manager.lengths[row] for row in rows)
+        rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
+        tokens = sum(manager.rows.length(row) for row in rows)
         if tokens >= PRICE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
             self._price = min(PRICE_MARGIN * held / tokens, 1.0)
@@ -114,7 +114,7 @@ class PageLedger:
     def price_of(self, row: int | None) -> float:
         """The same for a running request: by its own pages where it is long enough."""
         manager = self.manager
-        length = 0 if row is None or row in manager.prompts.unfinished else manager.lengths.get(row, 0)
+        length = 0 if row is None or manager.rows.in_prompt(row) else manager.rows.length(row)
         if length >= ROW_PRICE_TOKENS:
             held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
             if held:
@@ -135,13 +135,13 @@ class PageLedger:
     def table_starved(self, new_blocks: int = 0) -> bool:
         """Whether the page table might not hold the next step, all promises and ``new_blocks``."""
         manager, promised = self.manager, sum(promise.blocks for promise in self.promised.values())
-        needed = 2 * len(manager.lengths) + new_blocks + promised + manager.copies.planned_blocks()
+        needed = 2 * len(manager.rows) + new_blocks + promised + manager.prompts.planned_blocks()
         return needed > len(manager.space.free_blocks)
 
     def uncommitted_pages(self) -> int:
         """Free pages that nobody is going to take; negative if the tree must give some back first."""
-        tracker, planned = self.manager.tracker, self.manager.copies.planned_pages()
-        return tracker.free_bound() - tracker.headroom_bound() - self.promised_pages() - planned
+        counts, planned = self.manager.counts, self.manager.prompts.planned_pages()
+        return counts.free_bound() - counts.headroom_bound() - self.promised_pages() - planned
 
     def uncommitted_names(self) -> int:
         """Free names that no admitted prompt is going to take."""
@@ -152,7 +152,7 @@ class PageLedger:
         """For ``/server_info``: what is set aside now, in pages, and at which price requests are expected to grow."""
         return {
             "price": self.growth_price(),
-            "headroom_pages": self.manager.tracker.headroom_bound(),
+            "headroom_pages": self.manager.counts.headroom_bound(),
             "promised_pages": self.promised_pages(),
             "compacted_between_chunks": self.compacted,
             "waited": self.waited,
@@ -170,14 +170,14 @@ class PageLedger:
 
     def available(self) -> int:
         """Tokens that can be stored without evicting anything."""
-        if self.manager.lengths and self.table_starved():
+        if self.manager.rows and self.table_starved():
             return 0
         total = self.manager.geometry.num_pages
         free = self.uncommitted_pages()
         if self._allocating:
             free += self.promised_pages()
         tokens = self.capacity - self._tokens(total - free)
-        if self.manager.lengths:
+        if self.manager.rows:
             tokens = min(tokens, max(self.uncommitted_names(), 0))
         return tokens + self._credit
 
@@ -212,6 +212,10 @@ class PageLedger:
             yield
         finally:
             self._credit = 0
+
+    def unlimited(self) -> AbstractContextManager[None]:
+        """Inside, memory limits no chunk: its pages are promised, or it was seen to fit."""
+        return self.credited(1 << 40)
 
     def admits(self, path: Path, new_tokens: int) -> bool:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""

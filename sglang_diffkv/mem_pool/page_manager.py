@@ -1,50 +1,41 @@
-"""The page manager: rows of requests, and the order of operations on the device state.
+"""The page manager: the parts that own pages, and what concerns several of them.
 
-All calls are made by one thread and take effect in call order: they launch on one stream, and none waits for it
-except where its docstring says so. Requests use row ``req_pool_idx``; tree segments take rows behind them.
+Requests use row ``req_pool_idx``; tree segments take rows behind them. The parts stand on one another in this order,
+and each writes its own fields only:
 
-The manager owns the state and what is known of each row; its parts say what happens to prompts (``PromptPhase``,
-``PromptCopies``), to segments (``SegmentStore``, ``SegmentPacker``), what these hold (``SegmentCounts``), and what the
-host knows of the device's counts (``CountTracker``) and of table blocks (``TableSpace``).
+- ``PageDevice``: state, ops and table blocks; ``RequestRows``: what the host knows of each request's row;
+- ``PageCounts``: bounds of the device's page counts;
+- ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.attach.reference import seal
-from sglang_diffkv.mem_pool.count_tracker import CountTracker
+from sglang_diffkv.mem_pool.counts import PageCounts
+from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
-from sglang_diffkv.mem_pool.prompt_copies import PromptCopies
-from sglang_diffkv.mem_pool.prompt_phase import PromptPhase
+from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.ranks import Ranks
-from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
-from sglang_diffkv.mem_pool.segment_packing import SegmentPacker
-from sglang_diffkv.mem_pool.segment_store import SegmentStore
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
-from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """The rows of the forward pass that runs next, as the host knows them."""
-
-    rows: list[int]
-    new_tokens: list[int]
-    start: list[int]
-    pages: int  # that its prompts take at most
-
-
 class PageManager:
-    """Owns the device state and every row of it; plans steps and gives rows their pages."""
+    """Plans steps, gives rows their pages and takes them back.
+
+    Args:
+        make_ops: makes the ops for the state; by default the reference.
+    """
 
     def __init__(
         self,
@@ -54,58 +45,68 @@ class PageManager:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         ranks: Ranks | None = None,
+        make_ops: OpsOf | None = None,
     ):
-        self.geometry = geometry
+        self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
-        self.fmt = geometry.fmt
-        self.policy = policy
-        self.state = PageState.of(geometry, dtype=dtype, device=device)
-        exact = geometry.fmt.high.tier.is_raw and not policy.compresses
-        self.ops: Ops = ReferenceOps(exact)
-        self.space = TableSpace(self.state)
-        self.lengths: dict[int, int] = {}  # row of a request -> tokens of its sequence stored or pruned
-        self.shared: dict[int, int] = {}  # row of a request -> tokens that segments hold for it
-        self.sealed: dict[int, int] = {}  # row of a request -> tokens in pages that it may not write
-        self.version = 0
-        """Grows with every change of page ownership."""
-        self.stream: torch.cuda.Stream | None = None
-        """Where forward passes run; None for the current stream."""
-        self.planned: PlannedStep | None = None
-        self.launched = True
-        """Whether the planned step's kernels follow all launched so far."""
-        self.step = 0  # planned so far
-        self.tracker = CountTracker(self)
-        self.counts = self.tracker.host
-        self.prompts = PromptPhase(self)
-        self.copies = PromptCopies(self)
-        self.segment_counts = SegmentCounts(self)
-        self.segments = SegmentStore(self)
-        self.packer = SegmentPacker(self)
+        state = PageState.of(geometry, dtype=dtype, device=device)
+        lossless = geometry.fmt.high.tier.is_raw and not policy.compresses
+        self.device = PageDevice(geometry, state, make_ops(state) if make_ops else ReferenceOps(lossless))
+        self.rows = RequestRows()
+        low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
+        self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows)
+        self.segments = SegmentStore(self.device, self.rows, self.counts)
+        self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, policy)
+
+    @property
+    def state(self) -> PageState:
+        return self.device.state
+
+    @property
+    def ops(self) -> Ops:
+        return self.device.ops
+
+    @property
+    def space(self) -> TableSpace:
+        return self.device.space
+
+    @property
+    def held_segments(self) -> list[Segment]:
+        """Segments of the prefix cache, and those that wait for it."""
+        return [*self.segments.cached, *self.prompts.pending.values()]
+
+    def launching(self) -> AbstractContextManager[None]:
+        """As ``PageDevice.launching``."""
+        return self.device.launching()
 
     def to_device(self, numbers: Any) -> torch.Tensor:
-        """[n] int64 on the device, without waiting for it."""
-        return to_device(numbers, self.state.device)
-
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        """Kernels launched inside run in order with the forward passes and see the host's table blocks."""
-        with torch.cuda.stream(self.stream):
-            self.space.flush()
-            yield
+        """As ``PageDevice.to_device``."""
+        return self.device.to_device(numbers)
 
     # A step
 
-    def plan_step(self, rows: list[int], new_tokens: list[int], start: list[int]) -> None:
+    def plan_step(
+        self,
+        rows: list[int],
+        new_tokens: list[int],
+        start: list[int],
+        *,
+        ending: Collection[int] = (),
+        compacting: Collection[int] = (),
+    ) -> PlannedStep:
         """Room for ``new_tokens[i]`` tokens of row ``rows[i]`` at positions ``start[i]`` and on: table blocks on the
         host, and a snapshot of the counts before the step. The device takes the slots in ``Ops.begin``, in the step.
+
+        Args:
+            ending: rows whose prompt ends with the step. compacting: rows that are compacted behind it all the same.
 
         Raises TableFull, before anything changes, if the page table cannot hold a row's next entries, and
         ValueError if a row does not end at ``start``.
         """
         for row, at in zip(rows, start, strict=True):
-            if self.lengths.get(row, 0) != at:
-                raise ValueError(f"row {row} holds {self.lengths.get(row, 0)} tokens, the step starts at {at}")
-        self.tracker.take_snapshot()
+            if self.rows.length(row) != at:
+                raise ValueError(f"row {row} holds {self.rows.length(row)} tokens, the step starts at {at}")
+        self.counts.take_snapshot()
         for i, (row, count) in enumerate(zip(rows, new_tokens, strict=True)):
             try:
                 self.space.append(row, count)
@@ -115,35 +116,32 @@ class PageManager:
                 raise
         pages = 0
         for row, count in zip(rows, new_tokens):
-            if count > 1 or row not in self.lengths or row in self.prompts.unfinished:
-                self.prompts.unfinished.add(row)
+            prefills = count > 1 or row not in self.rows or self.rows.in_prompt(row)
+            if prefills:
                 self.counts.touch(row)
                 pages += self.geometry.heads * -(-count // self.fmt.high.tokens)
-            self.lengths[row] = self.lengths.get(row, 0) + count
-        self.counts.record(-pages)
-        self.version += 1
-        self.step += 1
-        self.tracker.planned(self.step)
-        self.planned = PlannedStep(list(rows), list(new_tokens), list(start), pages)
-        self.launched = False
-
-    def begin_step(self, rows: list[int], new_tokens: list[int], start: list[int]) -> None:
-        """``plan_step``, and the slots taken at once."""
-        self.plan_step(rows, new_tokens, start)
-        self.launch_step()
-        with self.launching():
-            self.ops.reserve(self.state, self.to_device(rows), self.to_device(new_tokens), max(new_tokens, default=0))
+            self.rows.grow(row, count, in_prompt=prefills)
+        step = PlannedStep(
+            self.counts.steps + 1, list(rows), list(new_tokens), list(start), pages, frozenset(ending),
+            frozenset(compacting),
+        )  # fmt: skip
+        self.counts.plan(step)
+        return step
 
     def cancel_step(self) -> None:
-        """The planned step is not going to run; its rows are released next."""
-        if not self.launched:
-            self.planned, self.launched = None, True
-            self.tracker.cancelled()
+        """The planned step, if there is one, is not going to run; its rows are released next."""
+        if self.counts.upcoming is not None:
+            self.counts.cancelled()
 
-    def launch_step(self) -> None:
-        """The planned step's kernels come next on the current stream: make the table blocks known to them."""
+    def launch_step(self) -> LaunchedStep | None:
+        """The kernels of the next pass come next on the current stream: make the table blocks known to them.
+
+        Returns the planned step, launched; None for a pass that nobody planned, over rows that hold nothing.
+        """
+        step = self.counts.upcoming
         self.space.flush()
-        self.launched = True
+        self.counts.launched()
+        return None if step is None else step.launched()
 
     def end_decode(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any, num_rows: torch.Tensor | None = None
@@ -153,77 +151,51 @@ class PageManager:
         if scores is not None:
             self.ops.compact_step(self.state, rows, seq_lens, scores, self.policy, num_rows)
 
-    # Ownership
+    def end_prompts(self, step: LaunchedStep) -> None:
+        """Behind the kernels of a step's last layer: compact what it says."""
+        for row in step.rows:
+            if row in step.ending:
+                self.prompts.end(row)
+            elif row in step.compacting:
+                self.prompts.end_chunk(row)
+
+    # Rows
 
     def attach_prefix(self, row: int, parts: Path) -> None:
         """Let an empty row refer to the pages of ``parts``, each (segment, lo, hi), consecutive from 0.
 
         Raises TableFull, and ValueError for parts that do not continue one another, leaving the row empty.
         """
-        if self.lengths.get(row):
+        if self.rows.length(row):
             raise ValueError(f"row {row} is not empty")
         try:
             for segment, lo, hi in parts:
-                if self.lengths.get(row, 0) != lo or not segment.lo <= lo < hi <= segment.hi:
+                if self.rows.length(row) != lo or not segment.lo <= lo < hi <= segment.hi:
                     raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
-                self.attach_part(row, segment, lo, hi)
-                self.lengths[row] = self.shared[row] = hi
-                self.prompts.unfinished.add(row)
+                self.device.attach(row, segment, lo, hi)
+                self.rows.attach(row, hi)
                 self.counts.touch(row)
         except (TableFull, ValueError):
             self.release(row)
             raise
-        self.version += 1
-
-    def attach_part(self, row: int, segment: Segment, lo: int, hi: int) -> None:
-        """Append references to a segment's pages to a row's table. Raises TableFull, changing nothing."""
-        self.space.extend(row, *self.space.path_entries([(segment, lo, hi)]))
-        with self.launching():
-            self.ops.attach(self.state, row, segment.row, lo, hi)
-
-    def seal(self, row: int) -> None:
-        """The row's next token starts a page of its own."""
-        with self.launching():
-            seal(self.state, row)
-        self.space.seal(row)
-        self.sealed[row] = self.lengths[row]
 
     def release(self, row: int) -> None:
-        """Drop all that a row refers to."""
-        self.copies.forget(row)
-        with self.launching():
-            self.ops.release(self.state, row)
-        self.space.release(row)
-        self.counts.forget(row)
-        self.lengths.pop(row, None)
-        self.shared.pop(row, None)
-        self.sealed.pop(row, None)
+        """Drop all that a request's row refers to."""
         self.prompts.forget(row)
-        self.version += 1
+        self.device.release(row)
+        self.counts.forget(row)
+        self.rows.drop(row)
 
     def clear(self) -> None:
         """Release everything."""
-        self.tracker.clear()
+        self.counts.clear()
         self.segments.release_all()
-        for row in list(self.lengths):
+        for row in self.rows:
             self.release(row)
-
-    # Counts that the device has now; what the host knows without waiting is the tracker's
-
-    def free_pages(self) -> int:
-        """Pages in the ring. Waits for the device."""
-        with self.launching():
-            taken, put = self.state.counters.tolist()
-        return put - taken
 
     def headroom(self) -> int:
         """Most pages that the next decode step of all request rows can take. Waits for the device."""
         with self.launching():
-            rows = self.to_device(list(self.lengths))
-            counts = self.ops.count_rows(self.state, rows, steps=1, low_grows=self.tracker.low_grows)
+            rows = self.to_device(list(self.rows))
+            counts = self.ops.count_rows(self.state, rows, steps=1, low_grows=self.counts.low_grows)
             return int(counts[:-1, 0].sum())
-
-    def pages_of(self, row: int) -> int:
-        """Table entries of a row. Waits for the device."""
-        with self.launching():
-            return int(self.state.entries[row].sum())

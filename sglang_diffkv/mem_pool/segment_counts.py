@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Segment
-
-if TYPE_CHECKING:
-    from sglang_diffkv.mem_pool.page_manager import PageManager
 
 MEASURE_AT = 32
 """New or cut segments that are measured together at the latest."""
@@ -22,10 +18,9 @@ class SegmentCounts:
     Nothing is launched when one of these happens, but with the next ``totals``, or after ``MEASURE_AT`` segments.
     """
 
-    def __init__(self, manager: PageManager):
-        geometry, device = manager.geometry, manager.state.device
-        self.manager = manager
-        self.counts = torch.zeros(self.shape(geometry), dtype=torch.int32, device=device)
+    def __init__(self, device: PageDevice):
+        self.device = device
+        self.counts = torch.zeros(self.shape(device.geometry), dtype=torch.int32, device=device.state.device)
         self.tokens = 0
         """Sequence tokens of all segments."""
         self._tokens: dict[int, int] = {}  # row -> those of its segment
@@ -56,15 +51,14 @@ class SegmentCounts:
             self._left.add(row)
 
     def _measure(self) -> None:
-        manager, first = self.manager, self.manager.geometry.num_rows
+        device, first = self.device, self.device.geometry.num_rows
         parts = [(segment.row, segment.lo, segment.hi) for segment in self._changed.values()]
-        with manager.launching():
+        with device.launching():
             if self._left:
-                self.counts.index_fill_(0, manager.to_device([row - first for row in self._left]), 0)
+                self.counts.index_fill_(0, device.to_device([row - first for row in self._left]), 0)
             if parts:
-                rows, lo, hi = (x.contiguous() for x in manager.to_device(parts).unbind(1))
-                held = manager.ops.measure(manager.state, rows, lo, hi)
-                self.counts.index_copy_(0, rows - first, held[..., :-1])
+                rows = device.to_device([row - first for row, _, _ in parts])
+                self.counts.index_copy_(0, rows, device.measure(parts)[..., :-1])
         self._written.difference_update(self._left)
         self._written.update(self._changed)
         self._left.clear()
@@ -74,6 +68,6 @@ class SegmentCounts:
         """Tokens of each tier and pages of all segments: [L, H, T + 1] int64 on the device, which nothing waits for."""
         if self._left or self._changed:
             self._measure()
-        with self.manager.launching():
-            pages = self.manager.state.entries[self.manager.geometry.num_rows :].sum((0, 3))
+        with self.device.launching():
+            pages = self.device.state.entries[self.device.geometry.num_rows :].sum((0, 3))
             return torch.cat([self.counts.sum(0), pages.unsqueeze(2)], dim=2)

@@ -70,6 +70,11 @@ class TableSpace:
         parts = [self.part_entries(*part) for part in path]
         return sum(high for high, _ in parts), sum(low for _, low in parts)
 
+    def dense_entries(self, tokens: int) -> tuple[int, int]:
+        """Entries of each tier, at most, of ``tokens`` in dense pages."""
+        high, *low = (-(-tokens // layout.tokens) for layout in self.state.fmt.layouts)
+        return high, low[0] if low else 0
+
     def blocks_for(self, path: Path, new_tokens: int, *, spare: int = 0) -> int:
         """Upper bound of the blocks of a row with ``path`` attached, ``new_tokens`` of its own and ``spare`` entries
         of each tier."""

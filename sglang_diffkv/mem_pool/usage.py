@@ -113,13 +113,6 @@ class UsageMeter:
         """Of the counts of ended requests, int64: tokens of each tier and pages of each."""
         return COUNT_AT, len(geometry.fmt.tiers) + 1
 
-    def _measure(self, parts: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Tokens of each tier and pages, [n, L, H, T + 1] int32, of (row, first position, position after the last)."""
-        manager = self.manager
-        with manager.launching():
-            columns = manager.to_device(parts or torch.empty(0, 3)).unbind(1)
-            return manager.ops.measure(manager.state, *(x.contiguous() for x in columns))
-
     def _usage(self, counts: list[int], tokens: int) -> Usage:
         """``counts``: tokens of each tier and pages, summed over heads."""
         fmt = self.manager.fmt
@@ -138,9 +131,9 @@ class UsageMeter:
 
     def finish(self, row: int) -> None:
         """Count a request that ends now, with the shared pages it refers to."""
-        length = self.manager.lengths[row]
+        length = self.manager.rows.length(row)
         with self.manager.launching():
-            self.ended_counts[len(self._ended)] = self._measure([(row, 0, length)]).sum((0, 1, 2))
+            self.ended_counts[len(self._ended)] = self.manager.device.measure([(row, 0, length)]).sum((0, 1, 2))
         self._ended.append(length)
         if len(self._ended) == COUNT_AT:
             self._take_arrived()
@@ -149,12 +142,12 @@ class UsageMeter:
     def _start(self) -> None:
         """Launch a reading of what is held now and of the requests that ended."""
         manager, state = self.manager, self.manager.state
-        rows = [(row, manager.shared.get(row, 0), length) for row, length in manager.lengths.items()]
-        segments = manager.segment_counts
+        rows = [(row, manager.rows.shared(row), manager.rows.length(row)) for row in manager.rows]
+        segments = manager.segments.counts_of
         with manager.launching():
-            by_head = segments.totals() + self._measure(rows).sum(0)
+            by_head = segments.totals() + self.manager.device.measure(rows).sum(0)
             ended = self.ended_counts[: len(self._ended)].flatten()
-            owners = manager.ops.count_owners(state, manager.to_device(list(manager.lengths)))
+            owners = manager.ops.count_owners(state, manager.to_device(list(manager.rows)))
             parts = [by_head.flatten(), owners, state.counters, ended]
             values, event = to_host(torch.cat(parts))
         tokens = segments.tokens + sum(end - start for _, start, end in rows)
@@ -205,7 +198,7 @@ class UsageMeter:
     def latest(self) -> Reading:
         """What was held at an earlier call, without waiting for the device; starts to measure what is held now if that
         is ``REFRESH_SECONDS`` ago. With nothing running, what is held now."""
-        if not self.manager.lengths:
+        if not self.manager.rows:
             return self.read()
         self._take_arrived()
         if not self._coming and time.monotonic() - self._started >= REFRESH_SECONDS:

@@ -9,41 +9,45 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, usual_scaling
-from sglang_diffkv.ops.ragged import RaggedPrefill, workspace_bytes
+from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill, workspace_bytes
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 
 logger = logging.getLogger(__name__)
 
 
-def build_ops(
-    state: PageState,
-    policy: Policy,
-    geometry: Geometry,
-    q_heads: int,
-    prefill: str,
-    scalings: Sequence[Scaling] = (),
-) -> TritonOps:
-    """Ops for steps of as many requests as there are rows, with FlashInfer for new tokens where that can be.
+def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int, prefill: str) -> TritonOps:
+    """Ops for steps of as many requests as there are rows, with room for FlashInfer where it may compute the attention
+    of new tokens. ``choose_prefill`` decides that, once the model is loaded.
 
     Args:
         state: on a GPU, or on the device "meta" for a plan.
         prefill: ``flashinfer``, ``triton`` or ``auto``, as configured. Raises UnsupportedError for a FlashInfer that
-            is not there or cannot compute the model's attention.
-        scalings: the different ones of the model's layers; by default the usual one.
+            is not there or has no kernel for the model's heads.
     """
     fmt, heads = state.fmt, state.num_heads
-    scalings = scalings or (usual_scaling(fmt.head_dim),)
-    obstacle = RaggedPrefill.obstacle(fmt.head_dim, fmt.v_head_dim, scalings)
-    if prefill == "flashinfer" and obstacle:
-        raise UnsupportedError(f'"prefill": "flashinfer": {obstacle}; set "prefill" to "triton" or "auto"')
-    ragged = prefill != "triton" and not obstacle
+    ragged = prefill != "triton" and not _obstacle(state, prefill, ())
     least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device) if ragged else 0
     ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least)
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
-    if ragged:
-        ops.use_ragged(state, scalings[0])
-    if not state.pages.is_meta:
-        reason = f" ({obstacle})" if prefill == "auto" and obstacle else ""
-        logger.info("DiffKV: new tokens attend among themselves by %s%s", "FlashInfer" if ragged else "Triton", reason)
+    ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     return ops
+
+
+def _obstacle(state: PageState, prefill: str, scalings: Sequence[Scaling]) -> str:
+    obstacle = RaggedPrefill.obstacle(state.fmt.head_dim, state.fmt.v_head_dim, scalings)
+    if prefill == "flashinfer" and obstacle:
+        raise UnsupportedError(f'"prefill": "flashinfer": {obstacle}; set "prefill" to "triton" or "auto"')
+    return obstacle
+
+
+def choose_prefill(ops: TritonOps, state: PageState, prefill: str, scalings: Sequence[Scaling]) -> None:
+    """Let FlashInfer compute the attention of new tokens among themselves if it can for layers of these ``scalings``.
+    Raises UnsupportedError as ``build_ops`` does."""
+    obstacle = _obstacle(state, prefill, scalings)
+    ragged = prefill != "triton" and not obstacle
+    ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
+    if ragged:
+        ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim))
+    reason = f" ({obstacle})" if prefill == "auto" and obstacle else ""
+    logger.info("DiffKV: new tokens attend among themselves by %s%s", "FlashInfer" if ragged else "Triton", reason)

@@ -9,7 +9,7 @@ import torch
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.allocate.reference import reserve
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.kernels.attach.reference import attach
+from sglang_diffkv.kernels.attach.reference import attach, keep, seal
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
 from sglang_diffkv.kernels.compact_step.reference import compact_step
 from sglang_diffkv.kernels.copy_compact.reference import Part, copy_compact
@@ -120,6 +120,12 @@ class ReferenceOps:
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
+
+    def seal(self, state: PageState, row: int) -> None:
+        seal(state, row)
+
+    def keep(self, state: PageState, row: int) -> None:
+        keep(state, row)
 
     def release(self, state: PageState, row: int) -> None:
         release(state, row)

@@ -10,7 +10,7 @@ import torch
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import append
-from sglang_diffkv.kernels.attach.triton import attach
+from sglang_diffkv.kernels.attach.triton import attach, keep, seal
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.reference import Part
@@ -230,6 +230,12 @@ class TritonOps:
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
+
+    def seal(self, state: PageState, row: int) -> None:
+        seal(state, row)
+
+    def keep(self, state: PageState, row: int) -> None:
+        keep(state, row)
 
     def release(self, state: PageState, row: int) -> None:
         release(state, row)

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
 from sglang_diffkv.mem_pool.ledger import PageLedger
-
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.exact_prompts import ExactPrompts
+from sglang_diffkv.srt.requests import Requests
 
 
 class DiffKVAllocator(TokenToKVPoolAllocator):
     """Hands out names; ``available_size()`` is what the free pages can hold in high-tier tokens, and no more than
-    there are names for while requests run."""
+    there are names for while requests run. It is what SGLang's scheduler, batches and prefix cache share, so it carries
+    the ``requests``."""
 
-    def __init__(self, ledger: PageLedger, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
-        self.ledger = ledger
-        self.tree_cache: Any = None
-        self.refused: list[Any] = []
-        """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
-        super().__init__(ledger.names, dtype, device, kvcache, need_sort)
-        ledger.names_free = self.names_free
+    def __init__(self, requests: Requests, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
+        self.requests = requests
+        super().__init__(requests.ledger.names, dtype, device, kvcache, need_sort)
+        requests.ledger.names_free = self.names_free
+
+    @property
+    def ledger(self) -> PageLedger:
+        return self.requests.ledger
 
     @property
     def size_full(self) -> int:
         return self.ledger.capacity
-
-    @property
-    def exact(self) -> ExactPrompts | None:
-        """Who decides on prompts that the prefix cache keeps exactly; None if it keeps none so."""
-        return None if self.tree_cache is None else self.tree_cache.exact
 
     def clear(self) -> None:
         """Forget all names and release all pages. SGLang calls this for flush_cache, with nothing running."""
@@ -47,6 +42,6 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
         return self.ledger.available()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        if need_size > self.names_free() and self.tree_cache is not None:
-            self.tree_cache.evict_names(need_size)
+        if need_size > self.names_free() and self.requests.tree is not None:
+            self.requests.tree.evict_names(need_size)
         return super().alloc(need_size)

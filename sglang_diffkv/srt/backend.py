@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_diffkv.config import load_config
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling, Step
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scaling import scaling_of
@@ -38,25 +39,27 @@ class DiffKVAttnBackend(AttentionBackend):
         config = load_config()
         self.rotates = config.rotate == "keys"
         if self.state.pages.is_cuda:
-            if config.gpu_ops != "reference":
-                from sglang_diffkv.ops.gpu import build_ops
-                from sglang_diffkv.ops.warm_up import compile_kernels
-
-                q_heads = runner.model_config.num_attention_heads // manager.ranks.size
-                ops = build_ops(self.state, manager.policy, manager.geometry, q_heads, config.prefill, scalings)
-                manager.ops = ops
-                copies = config.prefix_fidelity == "exact"
-                compile_kernels(
-                    ops, self.state, manager.policy, dtype=runner.dtype, scalings=scalings, rotates=self.rotates,
-                    copies=copies,
-                )  # fmt: skip
+            if config.gpu_ops == "triton":
+                self._make_ready(runner.dtype, config, scalings)
             if not runner.server_args.disable_overlap_schedule:
-                manager.stream = runner.forward_stream
+                manager.device.stream = runner.forward_stream
         self.step: Step | None = None
-        self.finishing: list[int] = []
-        """Rows whose prompt ends with this pass."""
-        self.chunking: list[int] = []
-        """Rows that are compacted after this pass, though more of their prompt comes."""
+        self.launched: LaunchedStep | None = None
+        """The pass that runs, as the host planned it: prompts only."""
+
+    def _make_ready(self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling]) -> None:
+        """Choose and compile the kernels, now that the model's layers are known."""
+        from sglang_diffkv.ops.gpu import choose_prefill
+        from sglang_diffkv.ops.triton import TritonOps
+        from sglang_diffkv.ops.warm_up import compile_kernels
+
+        ops, policy = self.manager.ops, self.manager.policy
+        assert isinstance(ops, TritonOps)
+        choose_prefill(ops, self.state, config.prefill, scalings)
+        copies = config.prefix_fidelity == "exact"
+        compile_kernels(
+            ops, self.state, policy, dtype=dtype, scalings=scalings, rotates=self.rotates, copies=copies
+        )  # fmt: skip
 
     # What SGLang's graph runner asks
 
@@ -84,23 +87,21 @@ class DiffKVAttnBackend(AttentionBackend):
 
     def _prepare(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
-        self.step, self.finishing, self.chunking = None, [], []
+        self.step = self.launched = None
         if mode.is_idle():
             return
-        self.manager.launch_step()
+        launched = self.manager.launch_step()
         rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         if mode.is_decode():
             self.step = self.manager.ops.decode_step(self.state, rows, seq_lens, self.manager.policy)
             return
-        planned = self.manager.planned
-        if planned is None or list(forward_batch.extend_seq_lens_cpu) != planned.new_tokens:
+        if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
         lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
-        self.step = Step.extend(rows, *lens, planned.start, planned.new_tokens)
-        judged = self.manager.copies.judged
-        self.step.judged = {i: judged[row] for i, row in enumerate(planned.rows) if row in judged}
-        self.finishing = self.manager.prompts.take_finishing(planned.rows)
-        self.chunking = self.manager.prompts.take_chunking(planned.rows)
+        self.step = Step.extend(rows, *lens, launched.start, launched.new_tokens)
+        judged = self.manager.prompts.judged
+        self.step.judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}
+        self.launched = launched
 
     # Layers
 
@@ -126,14 +127,12 @@ class DiffKVAttnBackend(AttentionBackend):
         return out.reshape(out.shape[0], -1)
 
     def _end(self, decode: bool) -> None:
-        step, manager = self.step, self.manager
+        step = self.step
         assert step is not None
         if decode:
-            manager.end_decode(step.rows, step.seq_lens, step.found, step.num_rows)
-        for row in self.finishing:
-            manager.prompts.end(row)
-        for row in self.chunking:
-            manager.prompts.end_chunk(row)
+            self.manager.end_decode(step.rows, step.seq_lens, step.found, step.num_rows)
+        elif self.launched is not None:
+            self.manager.end_prompts(self.launched)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any

@@ -232,6 +232,11 @@ def send_abort(scheduler: Any, req: Any) -> None:
     send(answer, req)
 
 
+def has_finished_well(req: Any) -> bool:
+    """Whether the request has finished otherwise than by an abort."""
+    return req.finished() and (req.finished_reason.to_json() or {}).get("type") != "abort"
+
+
 def finish_with_error(req: Any, message: str) -> None:
     """End a running request with an error that its client sees."""
     from http import HTTPStatus
@@ -246,25 +251,6 @@ def prefix_cache_class() -> type:
     from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
 
     class _Inserting(DiffKVPrefixCache):
-        """``_publish`` runs a stock insertion for a request's row, or not at all."""
-
-        def _publish(self, req: Any, insertion: Any, *, running: bool) -> bool:
-            row = row_of(req)
-            if row is None or (running and not self.worth_sharing(row, extend_end(req))):
-                return False
-            if self.exact is not None and not running and not self.exact.joins(row):
-                return False
-            if row in self.manager.counts.faulted or not self.make_room_to_share(row):
-                return False
-            if self.exact is not None and not running and not self.exact.joins(row):
-                return False  # room was made by evicting the prompt
-            self.inserting_row = row
-            try:
-                insertion()
-            finally:
-                self.inserting_row = None
-            return True
-
         def _keep_private(self, req: Any) -> None:
             """What stock SGLang does for a running request that is not inserted."""
             slots = self.req_to_token_pool.req_to_token[row_of(req), : extend_end(req)]
@@ -274,10 +260,10 @@ def prefix_cache_class() -> type:
             if self.disable:
                 return
             stock = super().cache_unfinished_req
-            if chunked or not self._publish(req, lambda: stock(req, chunked=chunked), running=True):
+            if chunked or not self.requests.publish(req, lambda: stock(req, chunked=chunked), running=True):
                 self._keep_private(req)
-            if not chunked and self.exact is not None:
-                self.exact.prompt_ended(req)
+            if not chunked:
+                self.requests.prompt_published(req)
 
     class V17(_Inserting):
         def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
@@ -286,7 +272,7 @@ def prefix_cache_class() -> type:
             def insertion() -> None:
                 stock(req, is_insert=True, kv_len_to_handle=kv_len_to_handle)
 
-            if not (is_insert and not self.disable and self._publish(req, insertion, running=False)):
+            if not (is_insert and not self.disable and self.requests.publish(req, insertion, running=False)):
                 stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
 
         def record_removal(self, leaf: Any) -> None:
@@ -296,7 +282,7 @@ def prefix_cache_class() -> type:
         def insert_req(self, req: Any, *, up_to: int) -> None:
             stock = super().insert_req
             if not self.disable:
-                self._publish(req, lambda: stock(req, up_to=up_to), running=False)
+                self.requests.publish(req, lambda: stock(req, up_to=up_to), running=False)
 
         def record_removal(self, leaf: Any) -> None:
             self.kv_events.record_remove(leaf)
@@ -307,9 +293,9 @@ def prefix_cache_class() -> type:
             running = not req.finished()
             if self.disable or (running and up_to < prompt_len(req)):
                 return
-            self._publish(req, lambda: stock(req, up_to=up_to), running=running)
-            if running and self.exact is not None:
-                self.exact.prompt_ended(req)
+            self.requests.publish(req, lambda: stock(req, up_to=up_to), running=running)
+            if running:
+                self.requests.prompt_published(req)
 
         def record_removal(self, leaf: Any) -> None:
             self.kv_events.record_remove(leaf)

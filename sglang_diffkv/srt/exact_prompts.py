@@ -40,7 +40,7 @@ class ExactPrompts:
     def attached(self, row: int, node: Any) -> None:
         """A row begins its prompt after the path to ``node``: it judges for itself what it may copy."""
         if any(x.lock_ref < 2 for x in self.tree.nodes(node)):
-            self.manager.copies.judge(row)
+            self.manager.prompts.judge(row)
 
     def plan(self, row: int, node: Any, *, brief: bool, insertable: bool = True) -> None:
         """The planned pass ends the prompt of a row that holds the path to ``node``: copy, or share, or neither.
@@ -52,12 +52,12 @@ class ExactPrompts:
         if not insertable:
             self.ends[row] = None
             return
-        manager, copies = self.manager, self.manager.copies
-        length, shared = manager.lengths[row], manager.shared.get(row, 0)
+        manager, prompts = self.manager, self.manager.prompts
+        length, shared = manager.rows.length(row), manager.rows.shared(row)
         publish = length - shared >= self.least_published
         self.ends[row] = None if publish else node
         if brief:
-            copies.untouched.add(row)
+            prompts.untouched.add(row)
             self.outcomes["brief"] += 1
             return
         start = self._read_by_others(node)
@@ -65,7 +65,7 @@ class ExactPrompts:
         if not publish and not copied:
             self.outcomes["shared"] += 1
             return
-        if self._make_room(row, kept, length - start) and copies.plan(row, kept, copied, publish=publish):
+        if self._make_room(row, kept, length - start) and prompts.plan_copy(row, kept, copied, publish=publish):
             self.detaching[row] = start
             self.outcomes["copied"] += 1
         else:
@@ -87,11 +87,11 @@ class ExactPrompts:
             return False
         if not (self.tree.make_segment_rows(1) and self.tree.make_room(geometry.most_pages(tokens))):
             return False
-        return not self.ledger.table_starved(self.manager.copies.blocks_for(row, kept, tokens))
+        return not self.ledger.table_starved(self.manager.prompts.blocks_for(row, kept, tokens))
 
     def joins(self, row: int) -> bool:
         """Whether the tree may take the tokens of a request that ends: it has, or gets, the prompt exactly."""
-        if row in self.manager.copies.pending or row in self.manager.copies.untouched:
+        if row in self.manager.prompts.pending or row in self.manager.prompts.untouched:
             return True
         node = self.ends.get(row)
         return node is not None and (node is self.tree.root_node or node.segment is not None)
@@ -100,10 +100,10 @@ class ExactPrompts:
         """SGLang has had its chance to insert the prompt: the request lets go of what it copied."""
         row = compat.allocated_row_of(req)
         if row in self.detaching:
-            pending = self.manager.copies.pending.get(row)
+            pending = self.manager.prompts.pending.get(row)
             if self.ends[row] is None and (pending is None or compat.protected_len(req) >= pending.hi):
                 self.ends[row] = req.last_node
-            self.manager.copies.drop_pending(row)
+            self.manager.prompts.drop_pending(row)
             self._detach(req, self.detaching.pop(row))
 
     def _detach(self, req: Any, start: int) -> None:
@@ -136,20 +136,20 @@ class ExactPrompts:
 
     def _may_copy(self, req: Any, row: int) -> bool:
         manager = self.manager
-        if row in manager.prompts.unfinished or row in manager.copies.untouched or row in manager.copies.pending:
+        if manager.rows.in_prompt(row) or row in manager.prompts.untouched or row in manager.prompts.pending:
             return False
         left = req.sampling_params.max_new_tokens - len(req.output_ids)
-        return manager.shared.get(row, 0) >= self.least_published and left >= self.least_published
+        return manager.rows.shared(row) >= self.least_published and left >= self.least_published
 
     def _copy_alone(self, req: Any, row: int) -> None:
-        copies, shared = self.manager.copies, self.manager.shared[row]
+        prompts, shared = self.manager.prompts, self.manager.rows.shared(row)
         path, _ = split_path(self.tree.path(req.last_node), shared)
         start = min(self._read_by_others(req.last_node), path_end(path))
         kept, copied = split_path(path, start)
         if shared - start < self.least_published or self.ledger.uncommitted_names() < compat.protected_len(req) - start:
             return
-        tokens = self.manager.lengths[row] - start
-        if self._make_room(row, kept, tokens) and copies.copy_running(row, kept, copied):
+        tokens = self.manager.rows.length(row) - start
+        if self._make_room(row, kept, tokens) and prompts.copy_running(row, kept, copied):
             self._detach(req, start)
             self.outcomes["copied later"] += 1
 

@@ -1,48 +1,33 @@
-"""The hooks on SGLang, one function each: arguments and what a server builds at its start here, the rest in
-``scheduler_hooks`` and ``admission_hooks``. All are no-ops unless diffkv is the selected backend."""
+"""The hooks on SGLang: one table, a function each. All are no-ops unless diffkv is the selected backend."""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import os
-import sys
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from sglang_diffkv.config import CONFIG_ENV, load_config
-from sglang_diffkv.errors import ConfigError, UnsupportedError
-from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.srt import compat
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
+from sglang_diffkv.srt import build, compat, launch, metrics
 from sglang_diffkv.srt.allocator import DiffKVAllocator
-from sglang_diffkv.srt.backend import DiffKVAttnBackend
-from sglang_diffkv.srt.kv_canary import CANARY_HOOKS, register_canary
+from sglang_diffkv.srt.kv_canary import CANARY_HOOKS
 from sglang_diffkv.srt.pool import DiffKVPool
-from sglang_diffkv.srt.scaling import layer_scalings
-from sglang_diffkv.srt.scheduler_hooks import SCHEDULER_HOOKS, SERVED, SRT
-from sglang_diffkv.srt.validation import BACKEND, check_layers, check_model, check_server_args, is_selected
-from sglang_diffkv.thresholds import resolve
+from sglang_diffkv.srt.refused_requests import refuse_in_decode, tell_refused, undo_prefill
+from sglang_diffkv.srt.requests import BatchRefused, Requests
+from sglang_diffkv.srt.served import SERVED
+from sglang_diffkv.srt.validation import BACKEND, is_selected
 
-logger = logging.getLogger(__name__)
-
-POOL_SIZES = SRT + "model_executor.pool_configurator.DefaultPoolConfigurator."
-CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
+"""Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
 
 
-def on_gpu() -> bool:
-    return torch.cuda.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1"
+def requests_of(owner: Any) -> Requests | None:
+    """The requests of SGLang's scheduler, batch or admission; None if another backend serves."""
+    allocator = owner.token_to_kv_pool_allocator
+    return allocator.requests if isinstance(allocator, DiffKVAllocator) else None
 
 
-def create_backend(runner: Any) -> DiffKVAttnBackend:
-    check_layers(runner.model)
-    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model))
-    pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
-    budget = _sized[0] if _sized is not None and _sized[1] == pool.size else None
-    logger.info("%s", pool.footprint(exact=exact).describe(budget))
-    return backend
+# Arguments
 
 
 def add_cli_args(original: Any, parser: Any) -> Any:
@@ -57,157 +42,43 @@ def add_cli_args(original: Any, parser: Any) -> Any:
     return result
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What the last launch of this process put into the environment for its children, and what a user had there."""
-
-    model_path: str
-    text: str
-    users: str
+def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
+    server_args = original(cls, args)
+    launch.configure_from_cli(server_args, getattr(args, "diffkv_config", None))
+    return server_args
 
 
-_launched: Launch | None = None
-
-
-def left_there() -> Launch | None:
-    """The launch whose configuration the environment still holds."""
-    return _launched if _launched is not None and os.environ.get(CONFIG_ENV) == _launched.text else None
-
-
-def users_configuration() -> str:
-    """The environment's configuration, empty if there is none; not what a launch left there."""
-    launch = left_there()
-    return os.environ.get(CONFIG_ENV, "") if launch is None else launch.users
-
-
-def configure(server_args: Any, given: str) -> None:
-    """Hand the configuration for the model to the processes to come. Raises ConfigError or UnsupportedError."""
-    global _launched
-    config, origin = resolve(given, server_args.model_path)
-    compat.decline_prefill_graphs(server_args)
-    check_server_args(server_args, config.gpu_ops)
-    text = config.model_dump_json(exclude_none=True)
-    _launched = Launch(str(server_args.model_path), text, users_configuration())
-    os.environ[CONFIG_ENV] = text
-    logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
-
-
-def launch_check(original: Any, self: Any) -> Any:
-    """``check_server_args`` is what every launch calls, of a server or of an ``Engine``, which parses no arguments."""
+def check_server_args(original: Any, self: Any) -> Any:
+    """What every launch calls, of a server or of an ``Engine``, which parses no arguments."""
     result = original(self)
     if is_selected(self):
-        launch = left_there()
-        if launch is None or launch.model_path != str(self.model_path):
-            configure(self, users_configuration())
+        launch.configure_unless_done(self)
     return result
-
-
-def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
-    given = getattr(args, "diffkv_config", None)
-    server_args = original(cls, args)
-    if is_selected(server_args):
-        try:
-            configure(server_args, users_configuration() if given is None else given)
-        except (ConfigError, UnsupportedError) as error:
-            sys.exit(f"sglang_diffkv: {error}")
-    elif given is not None:
-        sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
-    return server_args
 
 
 def support_triton(original: Any, backend: str) -> bool:
     """SGLang takes its Triton paths for every backend it does not know; on a CPU there are none."""
-    return original(backend) and (backend != BACKEND or on_gpu())
+    return original(backend) and (backend != BACKEND or launch.on_gpu())
 
 
-_sized: tuple[int, int] | None = None
-"""Bytes that SGLang had for the last pool, and how many tokens fit."""
+# What a server builds
 
 
-def compute_cell_size(original: Any, self: Any, configurator: Any, num_layers: int) -> int:
-    if not is_selected(configurator.server_args):
-        return original(self, configurator, num_layers)
-    check_model(configurator)
-    self.diffkv = configurator, num_layers
-    return MemoryPlan.of(configurator, load_config(), num_layers).token_bytes
-
-
-def calculate_pool_sizes(original: Any, self: Any, available_bytes: int, *args: Any, **kwargs: Any) -> Any:
-    """As many tokens as fit with all else that the plugin puts on the device."""
-    global _sized
-    if not hasattr(self, "diffkv"):
-        return original(self, available_bytes, *args, **kwargs)
-    configurator, num_layers = self.diffkv
-    plan = MemoryPlan.of(configurator, load_config(), num_layers)
-    context = configurator.model_config.context_len + compat.CONTEXT_SLACK
-    capacity = plan.capacity_in(available_bytes, lambda tokens: compat.request_rows(configurator, tokens), context)
-    _sized = available_bytes, capacity
-    return original(self, capacity * self._cell_size, *args, **kwargs)
+def create_memory_pool_configurator(original: Any, configurator: Any) -> Any:
+    selected = is_selected(configurator.server_args)
+    return build.PoolConfigurator(configurator) if selected else original(configurator)
 
 
 def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
-    if not is_selected(self.server_args):
-        return original(self, **kwargs)
-    compat.decline_prefill_graphs(self.server_args)
-    check_server_args(self.server_args, load_config().gpu_ops)
-    check_model(self)
-    register_canary()
-    return DiffKVPool(
-        kwargs["max_total_num_tokens"],
-        self.kv_cache_dtype,
-        self.layer_info.num_effective_layers,
-        self.device,
-        False,
-        self.layer_info.start_layer,
-        self.layer_info.end_layer,
-    )
+    return build.build_pool(self, kwargs) if is_selected(self.server_args) else original(self, **kwargs)
 
 
-def build_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
+def build_token_to_kv_pool_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     pool = kwargs["token_to_kv_pool"]
-    if not isinstance(pool, DiffKVPool):
-        if is_selected(self.server_args):
-            raise UnsupportedError(
-                f"--attention-backend diffkv: SGLang built a {type(pool).__name__} for this model, which the "
-                "plugin does not replace. Use another --attention-backend for it."
-            )
-        return original(self, **kwargs)
-    config = load_config()
-    rows = kwargs["req_to_token_pool"]
-    plan = MemoryPlan.of(self, config, self.layer_info.num_effective_layers)
-    geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
-    ranks = compat.tensor_parallel_ranks()
-    sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
-    ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
-    policy = plan.policy(ranks.rank, ranks.size)
-    manager = PageManager(geometry, policy, dtype=self.kv_cache_dtype, device=self.device, ranks=ranks)
-    footprint = plan.footprint(geometry, pool.size)
-    ledger = PageLedger(manager, pool.size)
-    pool.bind(manager, ledger.names, footprint)
-    allocator = rows.diffkv_allocator = DiffKVAllocator(
-        ledger,
-        dtype=self.kv_cache_dtype,
-        device=self.device,
-        kvcache=pool,
-        need_sort=False,
-    )
-    SERVED[BACKEND] = allocator
-    logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
-    return allocator
-
-
-def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
-    if not isinstance(ctx.params.token_to_kv_pool_allocator, DiffKVAllocator):
-        return original(ctx)
-    if ctx.disable_radix_cache and not compat.disabled_prefix_cache_needs_tree():
-        return original(ctx)
-    return create_prefix_cache(ctx)
-
-
-def create_prefix_cache(ctx: Any) -> Any:
-    config = load_config()
-    exact = config.prefix_fidelity == "exact"
-    return compat.prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
+    if isinstance(pool, DiffKVPool):
+        return build.build_allocator(self, pool, kwargs["req_to_token_pool"])
+    build.refuse_pool(self, pool)
+    return original(self, **kwargs)
 
 
 def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
@@ -218,18 +89,257 @@ def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
     return not isinstance(get_token_to_kv_pool(), DiffKVPool) and original(forward_batch)
 
 
+# Admission
+
+
+def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Admit a prompt only if its pages fit, whatever SGLang's token arithmetic says; one that fits only if it is
+    compacted between chunks is."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, req, *args, **kwargs)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    ledger = requests.ledger
+    running = [] if self.running_batch is None else self.running_batch.reqs
+    with compat.node_locked(self, req.last_node):
+        admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
+    result, compacted = AddReqResult.NO_TOKEN, False
+    with compat.priced(req, ledger.growth_price()):
+        if admission.fits:
+            result = original(self, req, *args, **kwargs)
+        if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
+            compacted = True
+            with ledger.credited(admission.saved):
+                result = original(self, req, *args, **kwargs)
+    if _added(self, req):
+        requests.admit(req, admission, compacted=compacted)
+    elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
+        return AddReqResult.OTHER
+    return result
+
+
+def _added(adder: Any, req: Any) -> bool:
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
+
+def _whole_chunk(adder: Any) -> int:
+    """Tokens of a chunk that a pass has to itself."""
+    if not hasattr(adder, "diffkv_chunk"):
+        adder.diffkv_chunk = adder.rem_chunk_tokens or 1 << 62
+    return adder.diffkv_chunk
+
+
+def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
+    """A prompt's next chunk is as long as the pass allows: its pages are promised. One that is compacted between chunks
+    waits where its next chunk does not fit, and running requests are retracted for it."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, req)
+    fits = requests.next_chunk_fits(req, _whole_chunk(self))
+    if not fits and self.running_batch is not None and self.running_batch.reqs:
+        return req
+    with requests.ledger.unlimited():
+        return original(self, req)
+
+
+def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
+    """What a running request is expected to take yet, at the measured price of its tokens."""
+    offset, requests = original(self, req), requests_of(self)
+    return offset if requests is None else offset * requests.ledger.price_of(compat.row_of(req))
+
+
+# Batches
+
+
+def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attach the matched prefixes and plan the pass."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    try:
+        with requests.refusing(self.reqs), requests.ledger.prefilling():
+            result = original(self, *args, **kwargs)
+        requests.plan_prefill(self.reqs)
+    except BatchRefused as refused:
+        refused.batch = self
+        raise
+    return result
+
+
+def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Plan the decode step, without the requests that have no room in it."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    refuse_in_decode(self, requests)
+    if self.is_empty():
+        return None
+    result = original(self, *args, **kwargs)
+    requests.plan_decode(self.reqs, [length - 1 for length in self.seq_lens_cpu.tolist()])
+    return result
+
+
+def free_row(original: Any, self: Any, req: Any) -> Any:
+    """A request leaves its row: on finish, abort and retraction alike."""
+    allocator = getattr(self, "diffkv_allocator", None)
+    if allocator is not None:
+        allocator.requests.leave(req, compat.row_of(req), counted=compat.has_finished_well(req))
+    return original(self, req)
+
+
+# The scheduler's loop
+
+
+def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
+    """A batch that cannot be prepared ends the requests that are the cause; the others wait again."""
+    try:
+        return original(self, running_batch)
+    except BatchRefused as refused:
+        undo_prefill(self, refused)
+        running_batch.batch_is_full = False
+        return compat.no_prefill(running_batch)
+
+
+def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before anything is scheduled, ranks exchange what their devices have counted. Where nothing runs the batch is not
+    full, though SGLang marked it so for a request that was refused beside one that was about to end: nothing else would
+    make it look at its queue again."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    manager = requests.manager
+    if not manager.ranks.alone:
+        manager.counts.meet()
+    running = kwargs.get("running_batch", self.running_batch)
+    if not manager.rows and running.is_empty():
+        running.batch_is_full = False
+    plan = original(self, *args, **kwargs)
+    tell_refused(self, requests)
+    return plan
+
+
+def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked. Behind
+    them, see what the requests that left make possible."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, batch, *args, **kwargs)
+    if not batch.forward_mode.is_idle():
+        for req in requests.step_ended(batch.reqs):
+            compat.finish_with_error(
+                req,
+                "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
+                "Retry it, or give the server more memory.",
+            )
+        _check_sometimes(requests)
+    result = original(self, batch, *args, **kwargs)
+    requests.after_step(batch.reqs)
+    # SGLang by itself looks at its queue again only when a request ends.
+    if self.running_batch.batch_is_full and requests.ledger.room_for_refused(compat.expected_tokens(self)):
+        self.running_batch.batch_is_full = False
+    return result
+
+
+_STEPS = itertools.count(1)
+"""Steps with results, which are the same on all ranks."""
+
+
+def _check_sometimes(requests: Requests) -> None:
+    every = os.environ.get(CHECK_ENV, "")
+    if not every.isdecimal() or not int(every) or next(_STEPS) % int(every):
+        return
+    manager = requests.manager
+    check_bounds(manager)
+    check_integrity(manager)
+    manager.ranks.require_equal("what they decide on", [decision_digest(requests)])
+    if requests.tree is not None:
+        requests.tree.check_integrity()
+
+
+def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
+    """What is wrong with a request for beam search, which needs no option of the server."""
+    if requests_of(self) is None:
+        return original(self, req, recv_req)
+    return (
+        "Beam search is not supported with --attention-backend diffkv: beams share KV by slot, and pages have one "
+        "writer. Drop beam_width."
+    )
+
+
+# Reports
+
+
+def get_total_uncached_sizes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    requests = requests_of(self)
+    return original(self, *args, **kwargs) if requests is None else (requests.ledger.uncached(), 0)
+
+
+def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result, requests = original(self, *args, **kwargs), requests_of(self)
+    if requests is not None:
+        config, pool = load_config(), self.token_to_kv_pool_allocator.get_kvcache()
+        report = pool.usage.report()
+        report["config"] = config.model_dump(mode="json", exclude_none=True)
+        report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
+        report["admission"] = requests.ledger.report()
+        report["prompts"] = metrics.prompt_outcomes(requests)
+        result.internal_state["diffkv"] = report
+    return result
+
+
+def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
+    parts = original(self)
+    if BACKEND in SERVED:
+        s = SERVED[BACKEND].get_kvcache().usage.latest().live.summary()
+        parts.append(
+            f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
+            f"pruned {s['share_pruned']:.1%})"
+        )
+    return parts
+
+
+def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The plugin's metrics follow SGLang's."""
+    result = original(self, *args, **kwargs)
+    if BACKEND in SERVED:
+        metrics.update(self, SERVED[BACKEND])
+    return result
+
+
+SRT = "sglang.srt."
+ARGUMENTS = SRT + "server_args.ServerArgs."
+CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+ADDER = SRT + "managers.schedule_policy.PrefillAdder."
+BATCH = SRT + "managers.schedule_batch.ScheduleBatch."
+SCHEDULER = SRT + "managers.scheduler.Scheduler."
+COMPONENTS = SRT + "managers.scheduler_components."
+
 HOOKS = {
+    ARGUMENTS + "add_cli_args": add_cli_args,
+    ARGUMENTS + "from_cli_args": from_cli_args,
+    ARGUMENTS + "check_server_args": check_server_args,
     SRT + "utils.common.support_triton": support_triton,
     SRT + "models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
-    SRT + "server_args.ServerArgs.add_cli_args": add_cli_args,
-    SRT + "server_args.ServerArgs.from_cli_args": from_cli_args,
-    SRT + "server_args.ServerArgs.check_server_args": launch_check,
-    POOL_SIZES + "_compute_cell_size": compute_cell_size,
-    POOL_SIZES + "calculate_pool_sizes": calculate_pool_sizes,
+    SRT + "model_executor.pool_configurator.create_memory_pool_configurator": create_memory_pool_configurator,
     CONFIGURATOR + "_build_mha_kv_pool": build_mha_kv_pool,
-    CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_allocator,
-    SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
-    **SCHEDULER_HOOKS,
+    CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_token_to_kv_pool_allocator,
+    ADDER + "add_one_req": add_one_req,
+    ADDER + "add_chunked_req": add_chunked_req,
+    ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
+    BATCH + "prepare_for_extend": prepare_for_extend,
+    BATCH + "prepare_for_decode": prepare_for_decode,
+    SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
+    SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
+    SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,
+    SCHEDULER + "process_batch_result": process_batch_result,
+    SCHEDULER + "get_internal_state": get_internal_state,
+    COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": get_total_uncached_sizes,
+    COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
+    SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,
     **CANARY_HOOKS,
 }
 """Target in SGLang -> AROUND hook."""
+
+if compat.BEAM_SEARCH:
+    HOOKS[SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init"] = validate_beams

@@ -16,6 +16,8 @@ import torch
 from sglang_diffkv.srt.compat import CANARY_ON_CPU
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+from sglang_diffkv.srt.served import SERVED
+from sglang_diffkv.srt.validation import BACKEND
 
 
 def register_canary() -> None:
@@ -51,9 +53,6 @@ def attach(
 
 def launch_capacities(original: Any, cls: Any, **sizes: Any) -> Any:
     """Room for what compressed requests hold together: more tokens than the pool's nominal capacity."""
-    from sglang_diffkv.srt.scheduler_hooks import SERVED
-    from sglang_diffkv.srt.validation import BACKEND
-
     if BACKEND in SERVED:
         sizes["pool_slot_count"] = SERVED[BACKEND].ledger.names
     return original(cls, **sizes)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from sglang_diffkv.mem_pool.usage import Reading, Usage
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.requests import Requests
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +61,16 @@ FAMILIES = (
 )
 
 
-def prompt_outcomes(allocator: DiffKVAllocator) -> dict[str, int]:
+def prompt_outcomes(requests: Requests) -> dict[str, int]:
     """Prompts so far, by what was done with them when their last chunk had run."""
-    exact = allocator.exact
-    return allocator.ledger.manager.prompts.outcomes if exact is None else exact.outcomes
+    exact = requests.exact
+    return requests.manager.prompts.outcomes if exact is None else exact.outcomes
 
 
-def values_of(allocator: DiffKVAllocator, reading: Reading, finished: Usage) -> dict[str, Value]:
+def values_of(requests: Requests, reading: Reading, finished: Usage) -> dict[str, Value]:
     """The value of each family, or its values by label. Starts no exchange with other ranks and changes nothing that a
     scheduler decides on."""
-    ledger, manager = allocator.ledger, allocator.ledger.manager
+    ledger, manager = requests.ledger, requests.manager
     live, heads = reading.live.summary(), manager.geometry.heads
     tiers = ("high", "low", "pruned")
     return {
@@ -86,7 +87,7 @@ def values_of(allocator: DiffKVAllocator, reading: Reading, finished: Usage) -> 
         "diffkv_faults_total": manager.counts.faults,
         "diffkv_finished_requests_total": finished.requests,
         "diffkv_finished_tokens_total": {tier: getattr(finished, tier) / heads for tier in tiers},
-        "diffkv_prompts_total": {name.replace(" ", "_"): n for name, n in prompt_outcomes(allocator).items()},
+        "diffkv_prompts_total": {name.replace(" ", "_"): n for name, n in prompt_outcomes(requests).items()},
         "diffkv_admissions_total": {"waited": ledger.waited, "compacted_between_chunks": ledger.compacted},
     }
 
@@ -147,7 +148,7 @@ def update(collector: Any, allocator: DiffKVAllocator) -> None:
         meter = allocator.get_kvcache().usage
         reading = meter.latest()
         if reading is not collector.diffkv.seen:
-            collector.diffkv.update(values_of(allocator, reading, meter.finished))
+            collector.diffkv.update(values_of(allocator.requests, reading, meter.finished))
             collector.diffkv.seen = reading
     except Exception:
         logger.exception("DiffKV: metrics of the plugin are not exported any more")

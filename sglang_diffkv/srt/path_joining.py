@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment
-from sglang_diffkv.mem_pool.segment_store import MOST_READS
+from sglang_diffkv.mem_pool.segments import MOST_READS
 from sglang_diffkv.mem_pool.table_space import blocks_of
 
 if TYPE_CHECKING:
@@ -65,14 +65,16 @@ class PathJoiner:
     def _dense(self, segment: Segment, lo: int, hi: int) -> bool:
         if hi - lo < DENSE_TOKENS:
             return False
-        return sum(self.manager.space.part_entries(segment, lo, hi)) <= sum(self.manager.packer.room(hi - lo)) + 2
+        return (
+            sum(self.manager.space.part_entries(segment, lo, hi)) <= sum(self.manager.space.dense_entries(hi - lo)) + 2
+        )
 
     def _needs(self, parts: Path) -> tuple[int, int]:
         """Pages and table blocks, at most, that joining takes before it returns others: those of the copy, and those
         of the rest of a segment that is cut."""
         tokens = parts[-1][2] - parts[0][1]
         rest = max((self.manager.space.bound(segment.row) for segment, _, _ in parts), key=sum)
-        blocks = blocks_of(self.manager.packer.room(tokens)) + blocks_of(rest)
+        blocks = blocks_of(self.manager.space.dense_entries(tokens)) + blocks_of(rest)
         return self.manager.geometry.most_pages(tokens), blocks
 
     def _has_room(self, parts: Path) -> bool:
@@ -92,13 +94,13 @@ class PathJoiner:
     def _join(self, parts: Path, nodes: list[Any]) -> None:
         tree, manager = self.tree, self.manager
         lo, hi = parts[0][1], parts[-1][2]
-        if any(segment.row in manager.tracker.uncounted for segment, _, _ in parts):
-            manager.tracker.settle()
+        if any(segment.row in manager.counts.uncounted for segment, _, _ in parts):
+            manager.counts.settle()
         for segment, _, _ in parts:
             tree.uncount(segment)
         read = {segment for segment, _, _ in parts if tree.locked_nodes[segment]}
         reads = self._reads(parts)
-        joined = manager.packer.join(parts)
+        joined = manager.segments.join(parts)
         joined.reads.update(reads)
         tree.locked_nodes[joined] = 0
         at = 0
@@ -121,7 +123,7 @@ class PathJoiner:
         for segment, start, end in parts[:MOST_READS]:
             more_high, more_low = self.manager.space.part_entries(segment, start, end)
             high, low = high + more_high, low + more_low
-            dense = self.manager.packer.room(end - lo)
+            dense = self.manager.space.dense_entries(end - lo)
             reads[lo, end] = (min(high, dense[0]), min(low, dense[1]))
         return reads
 

@@ -24,17 +24,17 @@ def register() -> None:
         require_tested_version()
         from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-        from sglang_diffkv.srt import hooks
+        from sglang_diffkv.srt import build, hooks
     except Exception as error:
         _refuse(register_attention_backend, HookRegistry, HookType, error)
         return
 
     def create(runner: Any) -> Any:
         verify_hooks()
-        return hooks.create_backend(runner)
+        return build.create_backend(runner)
 
     register_attention_backend(BACKEND)(create)
-    register_radix_cache_backend(BACKEND, hooks.create_prefix_cache)
+    register_radix_cache_backend(BACKEND, build.create_prefix_cache)
     for target, hook in hooks.HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 

@@ -1,7 +1,7 @@
 """SGLang's radix tree over page segments: nodes name tokens, segments hold their pages.
 
 With ``compressed`` fidelity a prompt is compacted before it joins the tree; with ``exact`` it joins as it was computed,
-and its request runs on a compressed copy (``PromptCopies``). A node refers to the segment that stores its tokens; a
+and its request runs on a compressed copy (``Prompts``). A node refers to the segment that stores its tokens; a
 request that matches a path takes references to the pages of the path's segments, limited to the matched
 positions, so a node splits without moving a byte, and what a path takes of a row does not depend on it. A path of many
 small segments is joined to one (``PathJoiner``). Sizes are pages, in SGLang's unit (see ``PageLedger``).
@@ -13,9 +13,9 @@ import dataclasses
 from typing import Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
-from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.srt.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
+from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.tree_eviction import WORTH_WAITING, EvictingTree
 
 
@@ -25,16 +25,16 @@ class DiffKVPrefixCache(EvictingTree):
     inserting_row: int | None
 
     def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
-        self.ledger: PageLedger = params.token_to_kv_pool_allocator.ledger
-        self.manager = self.ledger.manager
+        self.requests: Requests = params.token_to_kv_pool_allocator.requests
+        self.ledger, self.manager = self.requests.ledger, self.requests.manager
         self.inserting_row = None
         self.locked_nodes: dict[Segment, int] = {}
         self.least_kept = self.least_kept_waiting = share_min_tokens
         if self.manager.state.pages.is_cuda:
             self.least_kept_waiting = max(share_min_tokens, WORTH_WAITING)
-        params.token_to_kv_pool_allocator.tree_cache = self
+        self.requests.tree = self
         super().__init__(params)
-        self.manager.tracker.on_counted = self._count
+        self.manager.counts.on_counted = self._count
         self.joiner = PathJoiner(self)
         self.exact: ExactPrompts | None = None
         if exact and self.manager.policy.compresses and not self.disable:
@@ -50,11 +50,6 @@ class DiffKVPrefixCache(EvictingTree):
 
     # Insertion
 
-    def worth_sharing(self, row: int, end: int) -> bool:
-        """Whether a running request's first ``end`` tokens join the tree now rather than when it ends."""
-        pending = self.manager.copies.pending.get(row)
-        return pending.hi == end if pending else self.manager.sealed.get(row) == end
-
     def make_segment_rows(self, count: int) -> bool:
         """Evict until ``count`` segment rows are free; False if that is not possible."""
         while self.manager.segments.rows_free < count:
@@ -64,24 +59,24 @@ class DiffKVPrefixCache(EvictingTree):
 
     def make_room_to_share(self, row: int) -> bool:
         """Evict until a segment can be made of the row's pages; False if that is not possible."""
-        while not self.manager.segments.can_share(row):
+        while not self.manager.prompts.can_publish(row):
             if not self._evict_leaf():
                 return False
         return True
 
     def pack_replies(self) -> None:
         """A row was released: the replies that joined from it move to dense pages, where there is room for them."""
-        waiting, self.manager.packer.spread = self.manager.packer.spread, []
+        waiting, self.manager.segments.spread = self.manager.segments.spread, []
         for segment in waiting:
-            needed = self.manager.packer.most_pages(segment)
+            needed = self.manager.segments.packed_pages(segment)
             if self.make_room(needed) and segment in self.manager.segments.cached:
                 self.uncount(segment)
-                if not self.manager.packer.pack(segment):
+                if not self.manager.segments.pack(segment):
                     segment.pages = 0
-                    self.manager.tracker.count_later(segment)
+                    self.manager.counts.count_later(segment)
 
     def _insert_helper(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
-        pending = None if self.inserting_row is None else self.manager.copies.pending.get(self.inserting_row)
+        pending = None if self.inserting_row is None else self.manager.prompts.pending.get(self.inserting_row)
         if pending is None or len(key) <= pending.hi:
             return self._insert(node, key, value, *args)
         # The request ended while its prompt waited: the prompt joins as it is, what was generated behind it.
@@ -95,8 +90,7 @@ class DiffKVPrefixCache(EvictingTree):
         if matched < length:
             if self.inserting_row is None:
                 raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
-            row, manager = self.inserting_row, self.manager
-            segment = manager.copies.take(row, matched, length) or manager.segments.share(row, matched, length)
+            segment = self.manager.prompts.publish(self.inserting_row, matched, length)
             if segment is None:
                 raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
             leaf.segment, leaf.left_by_readers = segment, []
@@ -195,8 +189,8 @@ class DiffKVPrefixCache(EvictingTree):
     def _delete_leaf(self, node: Any) -> None:
         super()._delete_leaf(node)
         segment = node.segment
-        if segment.row in self.manager.tracker.uncounted:
-            self.manager.tracker.settle()
+        if segment.row in self.manager.counts.uncounted:
+            self.manager.counts.settle()
         self.uncount(segment)
         segment.nodes -= 1
         if segment.nodes == 0:

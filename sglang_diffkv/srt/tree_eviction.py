@@ -57,7 +57,7 @@ class EvictingTree(RadixCache):
         goal = before + params.num_tokens
         self._evict_while(lambda: self.ledger.pages_of_tokens(goal - self.ledger.available()))
         if self.ledger.available() < goal:
-            self.manager.tracker.settle()
+            self.manager.counts.settle()
         gained = self.ledger.available() - before
         self.update_eviction_metrics(gained, start)
         return EvictResult(num_tokens_evicted=gained)

@@ -16,7 +16,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session
-from tests.helpers import faults, make_format, make_manager, page_bytes, visible
+from tests.helpers import begin_step, faults, make_format, make_manager, page_bytes, visible
 
 
 def make_state(pages: int = 13, rows: int = 4) -> PageState:
@@ -117,16 +117,16 @@ def test_new_pages_are_empty_whatever_they_held():
 
 def test_reserve_fills_holes_only_with_single_tokens():
     manager = make_manager(policy=UniformPolicy())
-    manager.begin_step([1, 2], [8, 8], [0, 0])
+    begin_step(manager, [1, 2], [8, 8], [0, 0])
     manager.state.hole[1:3] = torch.tensor([[3, -1], [0, 7]], dtype=torch.int32)
-    before = manager.free_pages()
+    before = manager.device.free_pages()
     reserve(manager.state, torch.tensor([2, 1]), torch.tensor([1, 2]), 2)
     assert manager.state.write_slot[2].tolist() == [[3, 8], [0, 7]]
     assert manager.state.own_tokens[2, :, :, 0].tolist() == [[8, 9], [8, 8]]
     assert (manager.state.hole[2] == -1).all()
     assert manager.state.write_slot[1].tolist() == [[8, 8], [8, 8]]
     assert manager.state.hole[1].tolist() == [[3, -1], [0, 7]]
-    assert before - manager.free_pages() == 1 + 4
+    assert before - manager.device.free_pages() == 1 + 4
 
 
 def test_exhaustion_in_extend_harms_nobody_else():
@@ -138,15 +138,15 @@ def test_exhaustion_in_extend_harms_nobody_else():
     session.extend({3: 33, 4: 5}, check=False, scores=False)
     assert faults(session.manager, [1, 2, 3, 4]) == [3, 4]
     for _ in range(2):
-        session.manager.tracker.take_snapshot()
-        session.manager.tracker.refresh()
+        session.manager.counts.take_snapshot()
+        session.manager.counts.refresh()
         assert session.manager.counts.faults == 2, "each faulted request counts once"
-    assert session.manager.free_pages() == 0
+    assert session.manager.device.free_pages() == 0
     assert page_bytes(session.state, pages) == before
     session.release(3)
     session.release(4)
     check_integrity(session.manager)
-    assert session.manager.free_pages() == 12 and not faults(session.manager, [3, 4])
+    assert session.manager.device.free_pages() == 12 and not faults(session.manager, [3, 4])
     session.extend({3: 20}, scores=False)
     for row in (1, 2, 3):
         check_row(session, row)
@@ -180,7 +180,7 @@ def test_exhaustion_in_decode_and_compaction_harms_nobody_else(pages):
         check_row(session, row)
     check_integrity(session.manager)
     session.manager.clear()
-    assert session.manager.free_pages() == pages
+    assert session.manager.device.free_pages() == pages
 
 
 def test_exhaustion_in_prompt_compaction_harms_nobody_else():
@@ -188,7 +188,7 @@ def test_exhaustion_in_prompt_compaction_harms_nobody_else():
     session = Session(make_manager(pages=12 + 16, policy=DiffKVPolicy(1.0, 0.0, window=7)), spread=4.0)
     session.extend({2: 20})
     session.extend({1: 30})
-    assert session.manager.free_pages() == 0
+    assert session.manager.device.free_pages() == 0
     others = sorted(set(visible(session.state, 2).page.tolist()))
     before = page_bytes(session.state, others)
     session.extend({4: 8}, check=False)

@@ -14,7 +14,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session, chunks_and_steps
-from tests.helpers import PAIR, POISONS, make_format, make_manager, tier_map, visible
+from tests.helpers import PAIR, POISONS, begin_step, make_format, make_manager, tier_map, visible
 
 FORMATS = [
     PAIR,
@@ -98,7 +98,7 @@ def test_chunks_give_what_one_extend_gives(cuts):
         q, k, v = (torch.randn(40, 2, 64, generator=random).bfloat16().float() for _ in range(3))
         parts, start = [], 0
         for count in chunks:
-            manager.begin_step([6], [count], [start])
+            begin_step(manager, [6], [count], [start])
             rows, new = torch.full((count,), 6), slice(start, start + count)
             for layer in range(2):
                 append(
@@ -191,7 +191,7 @@ def test_scores_over_many_steps_and_chunks():
     """``Session`` compares each own token's score with the dense mean after every call."""
     session = Session(make_manager(policy=DiffKVPolicy(2.0, 0.3, window=6)), group=4, spread=3.0)
     chunks_and_steps(session)
-    kinds = tier_map(session.state, 2, session.manager.lengths[2])
+    kinds = tier_map(session.state, 2, session.manager.rows.length(2))
     assert {0, 1, 2} == set(np.unique(kinds).tolist())
 
 
@@ -217,7 +217,7 @@ def test_raw_attention_agrees(counts, poison):
 
 def test_output_has_the_dtype_of_the_query():
     manager = make_manager(policy=UniformPolicy())
-    manager.begin_step([1], [4], [0])
+    begin_step(manager, [1], [4], [0])
     q, kv = torch.randn(4, 4, 64).bfloat16(), torch.randn(4, 2, 64).bfloat16()
     append(manager.state, 0, kv, kv, torch.full((4,), 1), torch.arange(4), torch.arange(4))
     lens = torch.tensor([1]), torch.tensor([4]), torch.tensor([0])

@@ -8,6 +8,7 @@ import torch
 from sglang_diffkv.kernels.append.reference import append as reference
 from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.table import own_slot_location
+from tests.helpers import begin_step
 from tests.kernels.triton_helpers import BF16, DEVICE, clone_state, make_format, make_manager, vectors
 
 
@@ -26,8 +27,8 @@ def test_matches_reference(tiers, dim, v_dim, dtype, count):
     raw = tiers.startswith("BF16")
     manager = make_manager(make_format(tiers, dim, v_dim), dtype=dtype if raw else BF16, pages=800)
     state, generator = manager.state, torch.Generator().manual_seed(count)
-    manager.begin_step([4], [5], [0])
-    manager.begin_step([4], [count], [5])
+    begin_step(manager, [4], [5], [0])
+    begin_step(manager, [4], [count], [5])
     key, value = (x.to(dtype) for x in vectors(state, count + 2, generator))
     key[0], value[1] = 3.0, 0.0  # vectors without a range
     key[1, :, 0] = 500.0

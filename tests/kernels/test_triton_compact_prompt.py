@@ -89,8 +89,8 @@ def test_a_second_chunk_joins_what_went_down():
 def test_without_spare_pages_nothing_is_demoted():
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=48, layers=2, heads=2)
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
-    assert manager.free_pages() == 0
+    assert manager.device.free_pages() == 0
     policy, state = DiffKVPolicy(9e9, 0.0, window=4), manager.state
     compact_prompt(state, 1, 48, PromptWorkspace.create(state), **prompt_rule(policy, head_scales(policy, state)))
-    assert manager.free_pages() == 0 and not manager.state.own_tokens[..., 1].any()
+    assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1].any()
     check_integrity(manager)

@@ -113,7 +113,7 @@ def test_steps_match_references(tiers, scales):
     for step in range(14):
         for row in (1, 3):
             manager.space.append(row, 1)
-            manager.lengths[row] += 1
+            manager.rows.grow(row, 1, in_prompt=False)
         manager.space.flush()
         new = torch.ones(3, dtype=torch.int64, device=DEVICE)
         reserve(state, rows, new, workspace.ticket, valid)

@@ -20,7 +20,7 @@ from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
-from tests.helpers import table_of
+from tests.helpers import begin_step, table_of
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
 from tests.pages.usage_oracle import page_owners
 
@@ -39,8 +39,8 @@ HORIZONS = [
 
 def decode_step(manager: PageManager, rows: list[int], generator: torch.Generator) -> None:
     """A token for each row, then a random token of most heads is demoted or dropped, which leaves a hole."""
-    state, start = manager.state, [manager.lengths[row] for row in rows]
-    manager.begin_step(rows, [1] * len(rows), start)
+    state, start = manager.state, [manager.rows.length(row) for row in rows]
+    begin_step(manager, rows, [1] * len(rows), start)
     index, position = torch.tensor(rows, device=DEVICE), torch.tensor(start, device=DEVICE)
     for layer in range(state.num_layers):
         append(state, layer, *vectors(state, len(rows), generator), index, torch.zeros_like(index), position)
@@ -76,15 +76,15 @@ def busy_manager(tiers: str) -> PageManager:
         decode_step(manager, [5, 2, 3], generator)
     check_integrity(manager)
     assert (manager.state.hole[2] >= 0).any() and (manager.state.hole[2] < 0).any()
-    assert manager.sealed[7] == 31 and not manager.state.own_tokens[7].any()
+    assert manager.rows.sealed(7) == 31 and not manager.state.own_tokens[7].any()
     return manager
 
 
 def starved_manager() -> PageManager:
     """Two rows for which the ring was empty, so that entries point at the scratch page, which looks used."""
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=41, layers=3, heads=2)
-    manager.begin_step([1, 2], [9, 3], [0, 0])
-    manager.begin_step([1, 2], [30, 1], [9, 3])
+    begin_step(manager, [1, 2], [9, 3], [0, 0])
+    begin_step(manager, [1, 2], [30, 1], [9, 3])
     state = manager.state
     for seg in state.segments:
         seg.positions[state.scratch_page] = 1
@@ -208,7 +208,7 @@ def test_counts_and_positions(tiers, block, monkeypatch):
     rows = [5, 1, 0, 2, 3, 15, 4, 7, 6]
     check_counts(manager.state, rows)
     check_counts(manager.state, [3])
-    lengths = [61 if row == 15 else manager.lengths.get(row, 0) for row in rows]
+    lengths = [61 if row == 15 else manager.rows.length(row) for row in rows]
     check_measure(manager.state, rows, [(0, n) for n in lengths])
     check_measure(
         manager.state, rows, [(5, 29), (0, 2**40), (0, 9), (9, 9), (37, 50), (18, 60), (0, 1), (30, 7), (2**33, 2**34)]
@@ -244,7 +244,7 @@ def test_owners(tiers, scratch, monkeypatch):
     manager.release(1)
     expected = list(page_owners(manager).values())[:3]
     assert all(expected)
-    for rows in (list(manager.lengths), [0, *manager.lengths]):
+    for rows in (list(manager.rows), [0, *manager.rows]):
         index = torch.tensor(rows, device=DEVICE)
         memory = torch.full((scratch,), 7, dtype=torch.int32, device=DEVICE)
         assert count_owners_reference(manager.state, index).tolist() == expected
@@ -268,16 +268,16 @@ def test_owners_without_requests_and_on_the_scratch_page():
 @pytest.mark.parametrize("tiers", FORMATS)
 def test_counts_are_full_heads_and_entries(tiers, low_grows):
     manager = busy_manager(tiers)
-    rows = list(manager.lengths)
+    rows = list(manager.rows)
     out = torch.full((len(rows) + 1, 6), -9, device=DEVICE)
     index = torch.tensor(rows, device=DEVICE)
     assert count_rows_reference(manager.state, index, steps=1, low_grows=low_grows, out=out) is out
     counts = out.tolist()
     for row, values in zip(rows, counts[:-1], strict=True):
         assert values[0] == full_heads(manager.state, row, low_grows)
-        assert values[3] == manager.pages_of(row)
+        assert values[3] == manager.device.pages_of(row)
     assert any(values[0] for values in counts[:-1])
-    assert counts[-1][1] - counts[-1][0] == manager.free_pages()
+    assert counts[-1][1] - counts[-1][0] == manager.device.free_pages()
 
 
 @pytest.mark.parametrize("tiers", FORMATS)
@@ -286,17 +286,17 @@ def test_demand_is_what_steps_take(tiers):
     rows = [2, 7, 3, 6]
     counts = count_rows_reference(manager.state, torch.tensor(rows, device=DEVICE), steps=11, low_grows=False)
     for row, demand in zip(rows, counts[:-1, 0].tolist(), strict=True):
-        before = manager.free_pages()
+        before = manager.device.free_pages()
         for _ in range(11):
-            manager.begin_step([row], [1], [manager.lengths[row]])
-        assert before - manager.free_pages() == demand > 0
+            begin_step(manager, [row], [1], [manager.rows.length(row)])
+        assert before - manager.device.free_pages() == demand > 0
 
 
 @pytest.mark.parametrize("make", [busy_manager, lambda _: starved_manager()])
 @pytest.mark.parametrize("tiers", FORMATS)
 def test_measure_is_a_rows_usage(tiers, make):
     manager = make(tiers)
-    ranges = {row: (manager.shared.get(row, 0), length) for row, length in manager.lengths.items()}
+    ranges = {row: (manager.rows.shared(row), length) for row, length in manager.rows.lengths().items()}
     ranges.update({segment.row: (segment.lo, segment.hi) for segment in manager.segments.cached})
     rows = torch.tensor(list(ranges), device=DEVICE)
     lo, hi = (torch.tensor(x, device=DEVICE) for x in zip(*ranges.values(), strict=True))

@@ -8,6 +8,7 @@ import torch
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention as reference
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
+from tests.helpers import begin_step
 from tests.kernels.triton_helpers import (
     BF16,
     DEVICE,
@@ -37,7 +38,7 @@ def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap):
     state, owners, layer = manager.state, [2, 6, 3], 0
     for row, count in zip(owners, prefix, strict=True):
         add_prompt(manager, row, count, generator, compact=row != 3)
-    manager.begin_step(owners, list(new), list(prefix))
+    begin_step(manager, owners, list(new), list(prefix))
     rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in (owners, new, prefix))
     starts = extend_lens.cumsum(0) - extend_lens
     count = sum(new)
@@ -69,7 +70,7 @@ def test_part_from_another_kernel():
     manager = make_manager(make_format("K8V4 K4V2"), window=4, heads=1, layers=1)
     generator = torch.Generator().manual_seed(0)
     add_prompt(manager, 1, 30, generator)
-    manager.begin_step([1], [6], [30])
+    begin_step(manager, [1], [6], [30])
     state, one = manager.state, torch.tensor([1], device=DEVICE)
     key, value = vectors(state, 6, generator)
     q = torch.randn(6, 2, 64, generator=generator).to(DEVICE, BF16)
@@ -85,7 +86,7 @@ def test_part_from_another_kernel_without_a_prefix():
     """It is the result, and what the scores are computed from."""
     manager = make_manager(make_format("K8V4 K4V2"), window=4, heads=1, layers=1)
     generator = torch.Generator().manual_seed(0)
-    manager.begin_step([1], [20], [0])
+    begin_step(manager, [1], [20], [0])
     state, one = manager.state, torch.tensor([1], device=DEVICE)
     key, value = vectors(state, 20, generator)
     q = torch.randn(20, 2, 64, generator=generator).to(DEVICE, BF16)
@@ -110,7 +111,7 @@ def test_pages_of_a_large_model(dim):
     manager = make_manager(make_format("K8V4 K4V2", dim, page_tokens=32), window=16, heads=2, layers=1)
     generator, new, prefix = torch.Generator().manual_seed(1), (70, 1), (300, 0)
     add_prompt(manager, 1, 300, generator)
-    manager.begin_step([1, 2], list(new), list(prefix))
+    begin_step(manager, [1, 2], list(new), list(prefix))
     state, twin = manager.state, clone_state(manager.state)
     rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in ((1, 2), new, prefix))
     key, value = vectors(state, 71, generator)
@@ -141,12 +142,12 @@ def test_shared_tokens_are_judged_for_a_copy(tiers):
     expected = {1: judged[1].clone()}
     at = 77
     for count in (9, 5):
-        manager.begin_step([3, 2], [4, count], [manager.lengths.get(3, 0), at])
+        begin_step(manager, [3, 2], [4, count], [manager.rows.length(3), at])
         state = manager.state
         key, value = vectors(state, 4 + count, generator)
         q = torch.randn(4 + count, 4, 64, generator=generator).to(DEVICE, BF16)
         rows, extend_lens, prefix_lens = (
-            torch.tensor(x, device=DEVICE) for x in ((3, 2), (4, count), (manager.lengths[3] - 4, at))
+            torch.tensor(x, device=DEVICE) for x in ((3, 2), (4, count), (manager.rows.length(3) - 4, at))
         )
         starts = extend_lens.cumsum(0) - extend_lens
         owner = rows.repeat_interleave(extend_lens)

@@ -20,6 +20,7 @@ from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.helpers import begin_step
 from tests.kernels.triton_helpers import BF16, DEVICE, clone_state, close, held_pages, make_format
 
 DIM, SCALE = 64, 0.125
@@ -43,7 +44,7 @@ def sink_and_others(tiers: str, std: float, count: int, dtype: torch.dtype, sink
     key[sink, :, 0] = 16.0
     value = (value * std).clamp(-65000.0, 65000.0)
     value[sink] = 0.0
-    manager.begin_step([1], [count], [0])
+    begin_step(manager, [1], [count], [0])
     index = torch.arange(count, device=DEVICE)
     append(manager.state, 0, key.to(DEVICE, dtype), value.to(DEVICE, dtype), torch.ones_like(index), index, index)
     scores = manager.state.segments[0].scores
@@ -131,7 +132,7 @@ def test_scores(std):
 def test_extend(tiers, std, count, sink, splits, dtype):
     """Three new tokens, without values of their own, after a prompt with a sink."""
     manager = sink_and_others(tiers, std, count, dtype, sink)
-    manager.begin_step([1], [3], [count])
+    begin_step(manager, [1], [3], [count])
     one, new = torch.tensor([1], device=DEVICE), torch.zeros(3, 1, DIM, dtype=dtype, device=DEVICE)
     q = queries(count, dtype, tokens=3)
     lens, prefix = one * 3, one * count

@@ -11,7 +11,7 @@ from sglang_diffkv.kernels.decode_attention.reference import decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from tests.helpers import new_scores
+from tests.helpers import begin_step, new_scores
 from tests.kernels.triton_helpers import BF16, DEVICE, add_prompt, close, make_format, make_manager, vectors
 
 GROUP, SCALE = 2, 0.1
@@ -32,7 +32,7 @@ def test_prompt_and_steps_match_references():
         mine.lengths[row] = count
     mine.space.flush()
     extend.plan(rows, lengths, start)
-    reference.begin_step(rows, lengths, start)
+    begin_step(reference, rows, lengths, start)
     key, value = vectors(state, 35, generator)
     q = queries(state, 35, generator)
     got = extend.run(0, q, key, value)
@@ -54,7 +54,7 @@ def test_prompt_and_steps_match_references():
             mine.space.append(row, 1)
             mine.lengths[row] = count
         mine.space.flush()
-        reference.begin_step(rows, [1, 1], [n - 1 for n in lengths])
+        begin_step(reference, rows, [1, 1], [n - 1 for n in lengths])
         key, value = vectors(state, 3, generator)
         q = queries(state, 3, generator)
         decode.plan(ids, seq_lens)
@@ -102,9 +102,9 @@ def test_step_replays_from_a_graph():
             rows = [1, 2] if number % 3 else [2]
             for row in rows:
                 manager.space.append(row, 1)
-                manager.lengths[row] += 1
+                manager.rows.grow(row, 1, in_prompt=False)
             manager.space.flush()
-            decode.plan(torch.tensor(rows), torch.tensor([manager.lengths[r] for r in rows]))
+            decode.plan(torch.tensor(rows), torch.tensor([manager.rows.length(r) for r in rows]))
             for x in static:
                 x.copy_(torch.randn(x.shape, generator=generator))
             run()

@@ -19,6 +19,7 @@ from sglang_diffkv.mem_pool.page_format import PageFormat, Tier  # noqa: E402
 from sglang_diffkv.mem_pool.page_manager import PageManager  # noqa: E402
 from sglang_diffkv.mem_pool.state import PageState  # noqa: E402
 from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
+from tests.helpers import begin_step  # noqa: E402
 
 BF16 = torch.bfloat16
 
@@ -57,10 +58,10 @@ def vectors(state: PageState, count: int, generator: torch.Generator) -> tuple[t
 
 def add_prompt(manager: PageManager, row: int, count: int, generator: torch.Generator, *, compact: bool = True) -> None:
     """Append ``count`` random tokens to a row with random scores, then sort them into tiers."""
-    state, start = manager.state, manager.lengths.get(row, 0)
+    state, start = manager.state, manager.rows.length(row)
     if not count:
         return
-    manager.begin_step([row], [count], [start])
+    begin_step(manager, [row], [count], [start])
     index = torch.arange(count, device=DEVICE)
     rows = torch.full((count,), row, device=DEVICE)
     for layer in range(state.num_layers):

@@ -134,7 +134,7 @@ class Model:
         ids, before = frozen
         still = self.state.refcount[ids] > 0
         assert torch.equal(self.state.pages[ids[still]], before[still]), "a page changed under its readers"
-        assert self.manager.lengths == {row: m.length for row, m in self.rows.items()}
+        assert self.manager.rows.lengths() == {row: m.length for row, m in self.rows.items()}
         assert faults(self.manager, [*self.request_rows]) == []
         for row, model in self.rows.items():
             assert np.array_equal(tier_map(self.state, row, model.length), model.tier), f"row {row}"

@@ -99,8 +99,8 @@ class DiffKVServer:
         geometry = Geometry(
             fmt, *high.shape, pages_for(capacity, fmt.high.tokens, high.size), rows + 1, 512, max_tokens=longest
         )
-        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, window))
-        self.manager.ops = self.ops = CountingOps(high, window, 0)
+        self.ops = CountingOps(high, window, 0)
+        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, window), make_ops=lambda state: self.ops)
         self.manager.prompts.share_min_tokens = share_min_tokens
         self.ledger = PageLedger(self.manager, capacity)
         self.capacity, self.compacts_chunks = capacity, compacts_chunks
@@ -132,38 +132,37 @@ class DiffKVServer:
         """Whether a prompt's next chunk has to wait."""
         if str(req.row) not in self.ledger.chunks or self.ledger.uncommitted_pages() >= 0:
             return False
-        self.manager.tracker.settle()
+        self.manager.counts.settle()
         return self.ledger.uncommitted_pages() < 0
 
     def prefill(self, batch: list[tuple[Request, int]]) -> None:
         manager = self.manager
-        rows, counts, starts = [], [], []
+        rows, counts, starts, ending, compacting = [], [], [], [], []
         for req, count in batch:
-            if req.done + count < req.fill and str(req.row) in self.ledger.chunks:
-                manager.prompts.chunking.add(req.row)
+            if req.done + count == req.fill:
+                ending.append(req.row)
+            elif str(req.row) in self.ledger.chunks:
+                compacting.append(req.row)
             self.ledger.promise(str(req.row), [], req.fill - req.done - count)
             rows.append(req.row)
             counts.append(count)
             starts.append(req.done)
-        manager.plan_step(rows, counts, starts)
-        manager.launch_step()
+        manager.plan_step(rows, counts, starts, ending=ending, compacting=compacting)
+        step = manager.launch_step()
+        assert step is not None
         manager.ops.reserve(manager.state, torch.tensor(rows), torch.tensor(counts), max(counts))
-        for req, count in batch:
-            if req.done + count == req.fill:
-                manager.prompts.end(req.row)
-        for row in manager.prompts.take_chunking(rows):
-            manager.prompts.end_chunk(row)
+        manager.end_prompts(step)
 
     def decode(self, reqs: list[Request]) -> None:
         manager, rows = self.manager, [req.row for req in reqs]
-        manager.plan_step(rows, [1] * len(rows), [manager.lengths[row] for row in rows])
+        manager.plan_step(rows, [1] * len(rows), [manager.rows.length(row) for row in rows])
         manager.launch_step()
         manager.ops.decode_step(manager.state, torch.tensor(rows), torch.tensor(rows), manager.policy)
-        manager.tracker.report()
+        manager.counts.report()
 
     def release(self, row: int) -> None:
         self.ledger.forget(str(row))
-        if row in self.manager.lengths:
+        if row in self.manager.rows:
             self.manager.release(row)
 
     def refuse(self, wanted: float) -> None:
@@ -178,6 +177,6 @@ class DiffKVServer:
     def ratio(self) -> float:
         """Bytes of the pages held over bf16 bytes of the tokens."""
         manager = self.manager
-        pages = int(manager.state.entries[list(manager.lengths)].sum())
-        tokens = sum(manager.lengths.values()) * manager.geometry.heads
+        pages = int(manager.state.entries[list(manager.rows)].sum())
+        tokens = sum(manager.rows.lengths().values()) * manager.geometry.heads
         return pages * manager.fmt.page_bytes / (tokens * manager.fmt.bf16_token_bytes)

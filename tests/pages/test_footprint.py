@@ -14,8 +14,9 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.srt import hooks
+from sglang_diffkv.srt import build
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.requests import Requests
 from tests.kernels.triton_helpers import DEVICE
 
 GIB = 1 << 30
@@ -52,15 +53,22 @@ def test_the_plan_is_what_the_objects_hold(text: str) -> None:
     plan = plan_of(text)
     capacity = 3000
     geometry = plan.geometry(capacity, num_rows=9, max_tokens=1000)
-    manager = PageManager(geometry, plan.policy(), device=DEVICE)
-    manager.ops = ops = build_ops(manager.state, manager.policy, geometry, plan.q_heads, "triton")
-    allocator = DiffKVAllocator(
-        PageLedger(manager, capacity), dtype=torch.bfloat16, device=DEVICE, kvcache=SimpleNamespace(), need_sort=False
+    policy = plan.policy()
+    manager = PageManager(
+        geometry,
+        policy,
+        device=DEVICE,
+        make_ops=lambda state: build_ops(state, policy, geometry, plan.q_heads, "triton"),
     )
+    allocator = DiffKVAllocator(
+        Requests(PageLedger(manager, capacity)),
+        dtype=torch.bfloat16, device=DEVICE, kvcache=SimpleNamespace(), need_sort=False,
+    )  # fmt: skip
     exact = plan.config.prefix_fidelity == "exact"
+    ops = manager.ops
     found = Footprint.of(manager.state, geometry, ops, names=allocator.size, exact=exact)
     held = sum(found.held.values())
-    counts = [manager.segment_counts.counts, UsageMeter(manager).ended_counts]
+    counts = [manager.segments.counts_of.counts, UsageMeter(manager).ended_counts]
     assert held == storages([manager.state, ops, allocator.free_pages, counts], {})
     planned = MemoryPlan.footprint(replace_prefill(plan), geometry, capacity)
     assert planned == found
@@ -113,16 +121,17 @@ def test_the_table_names_every_use() -> None:
 
 
 def test_a_budget_in_bytes_holds_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang's configurator is told to make of its bytes."""
+    """What SGLang's configurator makes of its bytes."""
     plan = plan_of("{}")
-    monkeypatch.setattr(hooks, "_sized", None)
+    monkeypatch.setattr(build, "_budget", None)
+    monkeypatch.setattr(build, "check_model", lambda configurator: None)
     monkeypatch.setattr(MemoryPlan, "of", classmethod(lambda cls, *args: plan))
-    kvc = SimpleNamespace(model_config=SimpleNamespace(context_len=1000), resolve_max_num_reqs=lambda tokens: 8)
-    sizes = SimpleNamespace(diffkv=(kvc, 2), _cell_size=plan.token_bytes)
-    original = lambda self, available, page_size: available // self._cell_size  # noqa: E731
+    kvc = SimpleNamespace(
+        model_config=SimpleNamespace(context_len=1000), resolve_max_num_reqs=lambda tokens: 8,
+        layer_info=SimpleNamespace(num_effective_layers=2),
+    )  # fmt: skip
     budget = 32 << 20
-    capacity = hooks.calculate_pool_sizes(original, sizes, budget, 1)
+    capacity = build.PoolConfigurator(kvc).calculate_pool_sizes(budget, 1).max_total_num_tokens
     assert plan.footprint(plan.geometry(capacity, 9, 1004), capacity).total <= budget
     assert plan.footprint(plan.geometry(capacity + 32, 9, 1004), capacity + 32).total > budget
-    assert hooks._sized == (budget, capacity)
-    assert hooks.calculate_pool_sizes(original, SimpleNamespace(_cell_size=10), 1000, 1) == 100, "not DiffKV's"
+    assert build._budget == (budget, capacity)

@@ -98,7 +98,7 @@ class PageManagerMachine(RuleBasedStateMachine):
 
     def extend_rows(self, rows: list[int]) -> None:
         """Next chunk of each row, as far as pages are safe. A new row for which there is no room goes."""
-        models, free, counts = self.model.rows, self.manager.free_pages(), {}
+        models, free, counts = self.model.rows, self.manager.device.free_pages(), {}
         for row in rows:
             need = self.model.pages_for(models[row].chunks[0])
             if need <= free:
@@ -131,7 +131,7 @@ class PageManagerMachine(RuleBasedStateMachine):
         models = self.model.rows
         rows = data.draw(st.lists(st.sampled_from(self.model.decoding()), min_size=1, unique=True))
         for _ in range(min(steps, *(LONGEST - models[r].length for r in rows))):
-            before, safe = self.manager.free_pages(), self.manager.headroom()
+            before, safe = self.manager.device.free_pages(), self.manager.headroom()
             if safe > before:
                 return self.release(data)
             frozen = self.model.freeze(rows)
@@ -144,7 +144,7 @@ class PageManagerMachine(RuleBasedStateMachine):
                 models[row].grow(1)
                 models[row].end_decode(visible(self.state, row), self.model.policy, self.model.tiers)
             self.session.end_decode(rows, found)
-            assert before - self.manager.free_pages() <= safe
+            assert before - self.manager.device.free_pages() <= safe
             self.model.check(frozen, rows)
         return None
 
@@ -162,11 +162,11 @@ class PageManagerMachine(RuleBasedStateMachine):
         if others and data.draw(st.booleans()):  # another request has put a part of it in the tree before
             other = data.draw(st.sampled_from(others))
             path, lo = self.model.path_to(other, other.hi), other.hi
-        sealed = self.manager.sealed.get(row, 0)
+        sealed = self.manager.rows.sealed(row) or 0
         hi = data.draw(st.integers(lo + 1, model.length)) if kind == "part" else model.length
         hi = sealed if kind == "sealed" and sealed > lo else hi
         frozen = self.model.freeze([])
-        may = self.manager.segments.can_share(row)
+        may = self.manager.prompts.can_publish(row)
         if not may and data.draw(st.booleans()):
             return self.evict(data)
         segment = self.session.share(row, lo, hi)
@@ -229,7 +229,7 @@ class PageManagerMachine(RuleBasedStateMachine):
             self.manager.clear()
             check_settled(self.manager)
             check_integrity(self.manager)
-            assert self.manager.free_pages() == self.manager.geometry.num_pages
+            assert self.manager.device.free_pages() == self.manager.geometry.num_pages
             assert len(self.manager.space.free_blocks) == self.manager.space.num_blocks
 
 

@@ -13,7 +13,7 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.helpers import PAIR, make_format, make_manager, new_scores, tier_map, visible
+from tests.helpers import PAIR, begin_step, make_format, make_manager, new_scores, tier_map, visible
 from tests.pages.paper import Caches, algorithm_1, classify_prompt
 
 ALPHAS = [(1.0, 0.0), (1.0, 0.02), (3.0, 0.5), (1.0, 1.0), (0.0, 0.0), (5.0, 0.1), (1e9, 0.3), (1e9, 1e9)]
@@ -115,7 +115,7 @@ def test_plan_at_the_thresholds(candidate, least, worst, expected):
 def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int = 2) -> PageManager:
     """A manager whose one row has ``length`` tokens with random scores, not yet compacted."""
     manager = make_manager(make_format(tiers, 64, 96), policy=policy)
-    manager.begin_step([row], [length], [0])
+    begin_step(manager, [row], [length], [0])
     generator = torch.Generator().manual_seed(length)
     for layer in range(2):
         key, value = (torch.randn(length, 2, dim, generator=generator) for dim in (64, 96))
@@ -177,7 +177,7 @@ def test_all_of_a_head_may_leave(alphas, kinds):
 
 def test_uniform_policy_keeps_all():
     manager = make_manager(policy=UniformPolicy())
-    manager.begin_step([1], [20], [0])
+    begin_step(manager, [1], [20], [0])
     manager.prompts.end(1)
     assert new_scores(manager, 3) is None
     assert manager.state.own_tokens[1, :, :, 0].unique().tolist() == [20]

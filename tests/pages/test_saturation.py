@@ -67,10 +67,10 @@ def test_long_prompts_are_admitted_for_what_they_need(capacity: int) -> None:
 def drain(server: DiffKVServer, requests: list[Request], chunk: int, on_step: Callable[[int], None]) -> Seen:
     """Run all requests to their end, and find the pool as it was."""
     seen = Scheduler(server, requests, 60, chunk=chunk, on_step=on_step).run()
-    server.manager.tracker.settle()
+    server.manager.counts.settle()
     assert all(req.made >= req.reply for req in requests)
-    assert server.manager.tracker.free_bound() == server.manager.geometry.num_pages
-    assert not server.ledger.promised and not server.ledger.chunks and not server.manager.prompts.chunking
+    assert server.manager.counts.free_bound() == server.manager.geometry.num_pages
+    assert not server.ledger.promised and not server.ledger.chunks
     return seen
 
 

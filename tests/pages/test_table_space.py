@@ -15,17 +15,17 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session
-from tests.helpers import make_format, make_manager, tier_map, visible
+from tests.helpers import begin_step, make_format, make_manager, tier_map, visible
 
 
 def snapshot(manager: PageManager) -> list[object]:
     """All that an operation could change, tensors by their bytes; not what stands in free table blocks."""
     space = manager.space
-    manager.tracker.settle()
+    manager.counts.settle()
     manager.launch_step()
     fields = vars(manager.state).keys() - {"page_table", "range_lo", "range_hi", "fmt", "dtype", "segments"}
     tensors = [getattr(manager.state, name).numpy().tobytes() for name in sorted(fields)]
-    host = [dict(manager.lengths), dict(manager.shared), dict(manager.sealed), set(manager.segments.cached)]
+    host = [manager.rows.digest(), set(manager.segments.cached)]
     bounds = [space.bound(row) for row in range(manager.state.entries.shape[0])]
     return [*tensors, *host, bounds, sorted(space.free_blocks)]
 
@@ -37,7 +37,7 @@ def test_a_refused_step_changes_nothing(loose_bounds):
     session.extend({1: 20})
     before = snapshot(manager)
     with pytest.raises(TableFull, match="free blocks"):
-        manager.begin_step([2, 1, 3], [10, 1, 500], [0, 20, 0])
+        begin_step(manager, [2, 1, 3], [10, 1, 500], [0, 20, 0])
     assert snapshot(manager) == before
     check_integrity(manager)
     session.extend({2: 10, 1: 3})
@@ -51,7 +51,7 @@ def test_a_step_at_the_wrong_place_is_refused():
     before = snapshot(manager)
     for start in (0, 19, 21):
         with pytest.raises(ValueError, match="row 1 holds 20 tokens"):
-            manager.begin_step([2, 1], [3, 1], [0, start])
+            begin_step(manager, [2, 1], [3, 1], [0, start])
     assert snapshot(manager) == before
 
 
@@ -59,8 +59,8 @@ def test_a_row_is_limited_to_its_columns():
     manager = make_manager(make_format(page_tokens=4), max_tokens=60, pages=900)
     limit = manager.space.max_blocks * TABLE_BLOCK * 4
     with pytest.raises(TableFull, match="at most"):
-        manager.begin_step([1], [limit], [0])
-    assert manager.space.blocks[1] == ([], []) and not manager.lengths
+        begin_step(manager, [1], [limit], [0])
+    assert manager.space.blocks[1] == ([], []) and not manager.rows
 
 
 @pytest.mark.parametrize("loose_bounds", [False, True])
@@ -88,11 +88,11 @@ def test_an_attach_without_blocks_leaves_the_row_empty():
     session = Session(make_manager(make_format(page_tokens=4), blocks=6, policy=UniformPolicy()))
     session.extend({1: 100}, scores=False)
     segment = session.share(1, 0, 100)
-    assert segment is None and not session.manager.segments.can_share(1)
+    assert segment is None and not session.manager.prompts.can_publish(1)
     session.release(1)
     session.extend({1: 60}, scores=False)
     segment = session.share(1, 0, 60)
-    session.manager.tracker.settle()
+    session.manager.counts.settle()
     session.manager.space.append(2, 1)  # takes what the counted segment gave back
     before = snapshot(session.manager)
     with pytest.raises(TableFull, match="0 free blocks"):
@@ -140,7 +140,7 @@ def test_a_prompt_is_sealed_from_the_given_length(min_tokens):
     session.extend({1: 30})
     session.end_prompt(1)
     sealed = min_tokens is not None and min_tokens <= 30
-    assert session.manager.sealed == ({1: 30} if sealed else {})
+    assert session.manager.rows.sealed(1) == (30 if sealed else None)
     prompt = tier_map(session.state, 1, 30)
     for _ in range(8):
         session.step([1])
@@ -154,10 +154,10 @@ def test_headroom_is_what_the_next_step_takes():
     assert session.manager.headroom() == 0
     session.extend({1: 15, 2: 16, 3: 1}, scores=False)
     for expected in (4, 4, 0):  # row 2 needs a page in each of four heads, then row 1, then nobody
-        before = session.manager.free_pages()
+        before = session.manager.device.free_pages()
         assert session.manager.headroom() == expected
         session.step([1, 2, 3])
-        assert before - session.manager.free_pages() == expected
+        assert before - session.manager.device.free_pages() == expected
 
 
 def test_a_hole_needs_no_page():
@@ -168,9 +168,9 @@ def test_a_hole_needs_no_page():
     session.step([1])
     for _ in range(5):
         assert session.manager.headroom() == 0
-        before = session.manager.free_pages()
+        before = session.manager.device.free_pages()
         session.step([1])
-        assert session.manager.free_pages() == before
+        assert session.manager.device.free_pages() == before
         check_integrity(session.manager)
 
 
@@ -182,10 +182,10 @@ def test_counts_that_arrive_together_are_not_applied_twice():
     session.end_prompt(1)
     session.end_prompt(2)
     session.step([1, 2])
-    manager.tracker.take_snapshot()
-    manager.tracker.take_snapshot()
+    manager.counts.take_snapshot()
+    manager.counts.take_snapshot()
     manager.plan_step([1], [1], [22])
-    manager.tracker.settle()
+    manager.counts.settle()
     counts = session.state.entries[1].amax((0, 1)).tolist()
     assert manager.space.bound(1) == (counts[0] + 1, counts[1] + 1)
     assert manager.space.bound(2) == tuple(session.state.entries[2].amax((0, 1)).tolist())
@@ -203,7 +203,7 @@ def test_a_last_chunk_of_one_token_is_counted():
     manager.ops.reserve(manager.state, index, manager.to_device([1] * 5), 1)
     for row in rows:
         manager.prompts.end(row)
-    assert manager.tracker.free_bound() <= manager.free_pages()
+    assert manager.counts.free_bound() <= manager.device.free_pages()
 
 
 @pytest.mark.parametrize("blocks", [0, 6, 9, 14])
@@ -236,7 +236,7 @@ def test_a_counted_segment_keeps_the_blocks_of_its_entries():
     segment = session.share(1, 0, 100)
     assert segment is not None
     session.release(1)
-    manager.tracker.settle()
+    manager.counts.settle()
     assert [len(side) for side in manager.space.blocks[segment.row]] == [2, 0]
     check_integrity(manager)
     session.attach(2, [(segment, 0, 100)])

@@ -16,7 +16,7 @@ from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.helpers import make_manager, needs_requests
+from tests.helpers import begin_step, make_manager, needs_requests
 from tests.pages.usage_oracle import check_reading
 from tests.tree.tree_world import World
 
@@ -43,8 +43,8 @@ class Work(TorchDispatchMode):
 
 def prompt(manager: PageManager, row: int, count: int) -> None:
     """A row of ``count`` tokens."""
-    start = manager.lengths.get(row, 0)
-    manager.begin_step([row], [count], [start])
+    start = manager.rows.length(row)
+    begin_step(manager, [row], [count], [start])
     at = torch.arange(start, start + count)
     geometry = manager.geometry
     key = torch.ones(count, geometry.num_heads, geometry.fmt.head_dim)
@@ -112,7 +112,7 @@ def test_totals_follow_the_tree(exact: bool, together: int, monkeypatch: pytest.
             world.leave(running.pop(world.random.randrange(len(running))), insert=world.random.random() < 0.8)
         else:
             world.tree.evict(EvictParams(num_tokens=world.random.randrange(1, 60)))
-        world.manager.tracker.settle()
+        world.manager.counts.settle()
         if i % 4 == 0:
             check_reading(world.manager, meter.read())
             seen += 1
@@ -134,7 +134,7 @@ def test_a_prompt_on_its_way_to_the_tree_and_a_packed_reply() -> None:
     req = world.start(world.tokens(100))
     world.plan(req)
     world.launch(req)
-    assert manager.copies.pending
+    assert manager.prompts.pending
     pending = meter.read()
     check_reading(manager, pending)
     assert pending.live.tokens == 200, "as computed for the tree, and the request's copy"
@@ -142,14 +142,14 @@ def test_a_prompt_on_its_way_to_the_tree_and_a_packed_reply() -> None:
     for _ in range(30):
         world.decode(req)
     spread: list[int] = []
-    pack = manager.packer.pack
+    pack = manager.segments.pack
 
     def packed(segment: Segment) -> bool:
         check_reading(manager, meter.read())
         spread.append(segment.row)
         return pack(segment)
 
-    manager.packer.pack = packed  # type: ignore[method-assign]
+    manager.segments.pack = packed  # type: ignore[method-assign]
     world.leave(req)
     reply = world.segments()[1]
     assert spread and spread != [reply.row], "no reply was packed"

@@ -13,8 +13,8 @@ from sglang_diffkv.mem_pool.usage import Reading
 def live_parts(manager: PageManager) -> list[tuple[int, int, int]]:
     """Row, first position and position after the last of each request's tokens that no segment holds, and of each
     segment."""
-    parts = [(row, manager.shared.get(row, 0), length) for row, length in manager.lengths.items()]
-    return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.segments.held]
+    parts = [(row, manager.rows.shared(row), length) for row, length in manager.rows.lengths().items()]
+    return parts + [(segment.row, segment.lo, segment.hi) for segment in manager.held_segments]
 
 
 def held_by_head(manager: PageManager) -> list[list[list[int]]]:
@@ -37,9 +37,9 @@ def pages_of(manager: PageManager, rows: list[int]) -> set[int]:
 
 def page_owners(manager: PageManager) -> dict[str, int]:
     """Pages of each owner."""
-    requests = pages_of(manager, [*manager.lengths])
-    cache = pages_of(manager, [segment.row for segment in manager.segments.held])
-    counts = (len(requests - cache), len(requests & cache), len(cache - requests), manager.free_pages())
+    requests = pages_of(manager, [*manager.rows])
+    cache = pages_of(manager, [segment.row for segment in manager.held_segments])
+    counts = (len(requests - cache), len(requests & cache), len(cache - requests), manager.device.free_pages())
     return dict(zip(OWNERS, counts, strict=True))
 
 
@@ -48,5 +48,5 @@ def check_reading(manager: PageManager, reading: Reading) -> None:
     assert reading.by_head == held_by_head(manager), "running totals are not what the rows hold"
     assert reading.owners == page_owners(manager), "pages are ascribed to the wrong owner"
     assert reading.live.tokens == sum(hi - lo for _, lo, hi in live_parts(manager))
-    assert reading.live.requests == len(manager.lengths)
-    assert reading.free_pages == manager.free_pages()
+    assert reading.live.requests == len(manager.rows)
+    assert reading.free_pages == manager.device.free_pages()

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_diffkv.srt.scheduler_hooks import CHECK_ENV
+from sglang_diffkv.srt.hooks import CHECK_ENV
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.testing.server import Server
 

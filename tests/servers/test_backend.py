@@ -12,8 +12,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_diffkv.kernels import device
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.pool import DiffKVPool
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
@@ -39,8 +42,15 @@ class Twin:
     ):  # fmt: skip
         self.heads, self.group, self.dim = heads, group, dim
         fmt = make_format(tiers, dim, page_tokens=page_tokens)
-        self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, window=window)
-        self.manager.policy = replace(self.manager.policy, **policy)
+        ragged = None
+        if flashinfer:
+            ragged = RaggedPrefill(heads * group, heads, dim, dim, BF16, torch.device(DEVICE), 0.1)
+
+        def make_ops(state: PageState) -> Ops:
+            return TritonOps(state, rule, heads * group, 400, ragged) if triton else ReferenceOps()
+
+        rule = replace(DiffKVPolicy(1.0, 0.1, window), **policy)
+        self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, policy=rule, make_ops=make_ops)
         pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
         pool.bind(self.manager)
         args = SimpleNamespace(disable_overlap_schedule=True)
@@ -48,11 +58,6 @@ class Twin:
         runner = SimpleNamespace(token_to_kv_pool=pool, server_args=args, model_config=model, dtype=BF16)
         self.backend = DiffKVAttnBackend(runner)
         if triton:
-            state = self.manager.state
-            ragged = None
-            if flashinfer:
-                ragged = RaggedPrefill(heads * group, heads, dim, dim, BF16, state.device, 0.1)
-            self.manager.ops = TritonOps(state, self.manager.policy, heads * group, 400, ragged)
             self.backend.init_cuda_graph_state(4, 4)
         self.triton = triton
 
@@ -73,8 +78,7 @@ class Twin:
         return torch.stack(outs)
 
     def extend(self, rows: list[int], counts: list[int], starts: list[int], seed: int) -> torch.Tensor:
-        self.manager.plan_step(rows, counts, starts)
-        self.manager.prompts.finishing.update(rows)
+        self.manager.plan_step(rows, counts, starts, ending=rows)
         batch: Any = SimpleNamespace(
             forward_mode=ForwardMode.EXTEND,
             req_pool_indices=torch.tensor(rows, device=DEVICE),
@@ -87,7 +91,7 @@ class Twin:
         return self.layers(False, sum(counts), sum(counts), torch.Generator().manual_seed(seed))
 
     def decode(self, rows: list[int], padding: int, seed: int) -> torch.Tensor:
-        lens = [self.manager.lengths[row] for row in rows]
+        lens = [self.manager.rows.length(row) for row in rows]
         self.manager.plan_step(rows, [1] * len(rows), lens)
         drawn = len(rows) + padding
         padding = padding if self.triton else 0

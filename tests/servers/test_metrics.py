@@ -41,7 +41,6 @@ class Collector:
 def served(world: World) -> Any:
     """A world's allocator with a meter, as in a server."""
     world.allocator._kvcache = SimpleNamespace(usage=UsageMeter(world.manager), renamed=lambda old, new: None)
-    world.allocator.tree_cache = world.tree
     return world.allocator
 
 

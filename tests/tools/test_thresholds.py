@@ -14,7 +14,7 @@ from sglang_diffkv.calibration import FILE_NAME, ModelGeometry, lookup
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.configuration import parse_configuration
-from sglang_diffkv.srt import hooks
+from sglang_diffkv.srt import hooks, launch
 from sglang_diffkv.testing.paths import NANO
 from sglang_diffkv.thresholds import resolve
 
@@ -159,8 +159,8 @@ def start(given: str | None, path: str) -> None:
 
 
 def test_the_server_looks_up_once_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
-    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(launch.compat, "decline_prefill_graphs", lambda args: None)
     with caplog.at_level(logging.INFO):
         start(None, "Qwen/QwQ-32B")
     assert alphas(load_config(os.environ[CONFIG_ENV])) == (3.0, 0.0, 64)
@@ -174,41 +174,41 @@ def test_the_server_looks_up_once_and_says_so(monkeypatch, caplog):
 
 def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
     """``sglang.Engine`` takes no ``--diffkv-config``: a launch configures what parsing has not."""
-    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
-    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(launch.compat, "decline_prefill_graphs", lambda args: None)
     server_args = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
     with caplog.at_level(logging.INFO):
-        hooks.launch_check(lambda self: None, server_args)
+        hooks.check_server_args(lambda self: None, server_args)
         assert alphas(load_config(os.environ[CONFIG_ENV])) == (3.0, 0.0, 64)
-        hooks.launch_check(lambda self: None, server_args)
+        hooks.check_server_args(lambda self: None, server_args)
     assert caplog.text.count("DiffKV thresholds") == 1
     monkeypatch.setenv(CONFIG_ENV, '{"thresholds": "calibrated"}')
     with pytest.raises(ConfigError, match="none are on file for nano"):
-        hooks.launch_check(lambda self: None, SimpleNamespace(attention_backend="diffkv", model_path=str(NANO)))
+        hooks.check_server_args(lambda self: None, SimpleNamespace(attention_backend="diffkv", model_path=str(NANO)))
     monkeypatch.delenv(CONFIG_ENV)
-    hooks.launch_check(lambda self: None, SimpleNamespace(attention_backend="triton", model_path=str(NANO)))
+    hooks.check_server_args(lambda self: None, SimpleNamespace(attention_backend="triton", model_path=str(NANO)))
     assert CONFIG_ENV not in os.environ
 
 
 def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch):
     """Each launch of a process takes its own arguments, the user's environment, or its model's thresholds."""
-    monkeypatch.setattr(hooks, "check_server_args", lambda args, gpu_ops: None)
-    monkeypatch.setattr(hooks.compat, "decline_prefill_graphs", lambda args: None)
-    monkeypatch.setattr(hooks, "_launched", None)
+    monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
+    monkeypatch.setattr(launch.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(launch, "_launched", None)
     monkeypatch.delenv(CONFIG_ENV, raising=False)
     calibrated = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
     other = SimpleNamespace(attention_backend="diffkv", model_path=str(NANO))
     for server_args, expected in ((calibrated, 3.0), (other, 1.0), (calibrated, 3.0)):
-        hooks.launch_check(lambda self: None, server_args)
+        hooks.check_server_args(lambda self: None, server_args)
         assert load_config().build_policy().alpha_high == expected
     start('{"page_tokens": 16}', str(NANO))
-    hooks.launch_check(lambda self: None, other)
+    hooks.check_server_args(lambda self: None, other)
     assert load_config().page_tokens == 16, "the launch keeps what its command line gave"
     start(None, str(NANO))
     assert load_config() == DiffKVConfig(policy=load_config().policy), "the next one does not"
     monkeypatch.setenv(CONFIG_ENV, '{"page_tokens": 8}')
     start('{"page_tokens": 16}', str(NANO))
-    hooks.launch_check(lambda self: None, calibrated)
+    hooks.check_server_args(lambda self: None, calibrated)
     assert load_config().page_tokens == 8, "the user's environment comes back"
 
 

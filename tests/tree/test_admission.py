@@ -11,9 +11,9 @@ import torch
 from sglang_diffkv.mem_pool.ledger import PRICE_MARGIN, PRICE_TOKENS, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from sglang_diffkv.srt import compat, scheduler_hooks
-from sglang_diffkv.srt.admission import add_chunked_req
+from sglang_diffkv.srt import compat, hooks
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.requests import Requests
 from tests.dense import Session
 from tests.helpers import make_format, make_manager
 
@@ -32,8 +32,8 @@ def test_price_is_what_running_requests_hold() -> None:
     for row in (1, 2):
         session.end_prompt(row)
     session.step([1, 2])
-    manager.tracker.settle()
-    held = sum(manager.pages_of(row) for row in (1, 2)) * manager.fmt.high.tokens / manager.geometry.heads
+    manager.counts.settle()
+    held = sum(manager.device.pages_of(row) for row in (1, 2)) * manager.fmt.high.tokens / manager.geometry.heads
     assert ledger.growth_price() == pytest.approx(PRICE_MARGIN * held / 602)
     assert ledger.growth_price() < 0.75
     price = ledger.growth_price()
@@ -46,7 +46,7 @@ def test_price_of_a_single_tier_is_one() -> None:
     session.extend({1: 300, 2: 299}, scores=False)
     for row in (1, 2):
         session.end_prompt(row)
-    session.manager.tracker.settle()
+    session.manager.counts.settle()
     assert ledger.growth_price() == 1.0
 
 
@@ -72,7 +72,7 @@ def test_a_refused_request_waits_for_room() -> None:
     session.extend({1: 160})
     assert not ledger.room_for_refused([])
     session.release(1)
-    session.manager.tracker.settle()
+    session.manager.counts.settle()
     assert ledger.room_for_refused([(None, 99.0)])
 
 
@@ -81,12 +81,12 @@ def test_a_long_request_has_a_price_of_its_own() -> None:
     manager = session.manager
     session.extend({1: 300, 2: 300, 3: 20})
     assert ledger.price_of(1) == ledger.growth_price() == 1.0, "prompts say nothing"
-    manager.copies.untouched.add(2)
+    manager.prompts.untouched.add(2)
     for row in (1, 2, 3):
         session.end_prompt(row)
     session.step([1, 2, 3])
-    manager.tracker.settle()
-    held = manager.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
+    manager.counts.settle()
+    held = manager.device.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
     assert ledger.price_of(1) == pytest.approx(PRICE_MARGIN * held / 301)
     assert ledger.price_of(1) < ledger.growth_price()
     assert ledger.price_of(2) == 1.0, "all of it stayed in the high tier"
@@ -99,7 +99,7 @@ class Adder(SimpleNamespace):
 
 def chunked(ledger: PageLedger, running: int) -> tuple[Adder, SimpleNamespace]:
     allocator = DiffKVAllocator.__new__(DiffKVAllocator)
-    allocator.ledger, allocator.tree_cache = ledger, None
+    allocator.requests = Requests(ledger)
     adder = Adder(
         token_to_kv_pool_allocator=allocator,
         rem_chunk_tokens=100,
@@ -119,24 +119,24 @@ def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
         taken.append(ledger.available())
 
     adder, req = chunked(ledger, running=1)
-    add_chunked_req(original, adder, req)
+    hooks.add_chunked_req(original, adder, req)
     assert taken.pop() > 10**9, "a chunk whose pages are promised is not cut short"
     ledger.chunks["r"] = 50
-    add_chunked_req(original, adder, req)
+    hooks.add_chunked_req(original, adder, req)
     assert taken and ledger.chunks["r"] == 100 and ledger.promised["r"].pages == ledger.prompt_pages(100)
     taken.clear()
     ledger.promised["other"] = Promise(session.manager.geometry.num_pages - ledger.prompt_pages(60), 0, 0)
-    assert add_chunked_req(original, adder, req) is req and not taken
+    assert hooks.add_chunked_req(original, adder, req) is req and not taken
     assert ledger.uncommitted_pages() < 0, "so the next decode step retracts"
     adder, req = chunked(ledger, running=0)
-    add_chunked_req(original, adder, req)
+    hooks.add_chunked_req(original, adder, req)
     assert taken, "nobody would make room"
 
 
 def test_what_a_compacted_prompt_is_expected_to_take() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     assert ledger.compacting_tokens(1000, 100) == 1000, "nothing is known yet"
-    ledger._price, ledger._priced_at = 0.55, (session.manager.version, session.manager.tracker.counted_step)
+    ledger._price, ledger._priced_at = 0.55, (session.manager.counts.tick, session.manager.counts.counted_step)
     assert ledger.compacting_tokens(1000, 100) == 100 + math.ceil(900 * 0.55 * PROMPT_MARGIN / PRICE_MARGIN)
     assert ledger.compacting_tokens(80, 100) == 80
     pages, heads = session.manager.geometry.num_pages, session.manager.geometry.heads
@@ -144,39 +144,43 @@ def test_what_a_compacted_prompt_is_expected_to_take() -> None:
     assert ledger.may_compact([], 100, 0) and not ledger.may_compact([], tokens, ledger.most_pages([], 400))
 
 
+def allocator_of(ledger: PageLedger) -> DiffKVAllocator:
+    return DiffKVAllocator(Requests(ledger), dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+
+
 def test_where_nothing_runs_the_batch_is_not_full() -> None:
     """SGLang marks it so when a request is refused beside one that is about to end, and then looks at no other."""
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
-    allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+    allocator = allocator_of(ledger)
     running = SimpleNamespace(batch_is_full=True, reqs=[], is_empty=lambda: not running.reqs)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, running_batch=running)
     session.extend({1: 16})
-    scheduler_hooks.get_next_batch_to_run(lambda self: None, scheduler)
+    hooks.get_next_batch_to_run(lambda self: None, scheduler)
     assert running.batch_is_full, "the row of a request that ended is still held"
     session.release(1)
-    scheduler_hooks.get_next_batch_to_run(lambda self, running_batch: None, scheduler, running_batch=running)
+    hooks.get_next_batch_to_run(lambda self, running_batch: None, scheduler, running_batch=running)
     assert not running.batch_is_full
     running.reqs, running.batch_is_full = [request(1, 0)], True
-    scheduler_hooks.get_next_batch_to_run(lambda self: None, scheduler)
+    hooks.get_next_batch_to_run(lambda self: None, scheduler)
     assert running.batch_is_full
 
 
 @pytest.mark.parametrize(("every", "checks"), [("1", 6), ("3", 2), ("0", 0), ("", 0), ("no", 0)])
 def test_structures_are_checked_after_every_kth_step(monkeypatch: pytest.MonkeyPatch, every: str, checks: int) -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
-    allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+    allocator = allocator_of(ledger)
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=allocator, running_batch=SimpleNamespace(batch_is_full=False, reqs=[])
     )
     batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_idle=lambda: False))
-    monkeypatch.setenv(scheduler_hooks.CHECK_ENV, every)
+    monkeypatch.setenv(hooks.CHECK_ENV, every)
     session.extend({1: 16})
-    scheduler_hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
+    hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
     session.state.refcount[3] += 1
     failed = 0
     for _ in range(6):
         try:
-            scheduler_hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
+            hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
         except AssertionError:
             failed += 1
     assert failed == checks

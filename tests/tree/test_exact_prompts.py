@@ -33,7 +33,7 @@ def test_room_for_a_copy_is_judged_with_the_prompt_counted() -> None:
     first = world.tokens(100)
     for tokens in (first, first[:60] + world.tokens(40), world.tokens(60)):
         world.leave(world.prompt(tokens), insert=False)
-    world.manager.tracker.settle()
+    world.manager.counts.settle()
     world.leave(world.prompt(world.tokens(60)), insert=False)
     req = world.start(world.tokens(120))
     world.allocator.ledger.promise(req.rid, [], 120)
@@ -49,7 +49,7 @@ def test_a_long_prompt_after_a_long_prefix_joins(longest: int, shared: int, new:
     world = World(3 * longest, longest=longest, page_tokens=8 if longest < 10000 else 32)
     prefix = world.tokens(shared)
     world.leave(world.prompt([*prefix, 1]), insert=False)
-    world.manager.tracker.settle()
+    world.manager.counts.settle()
     req = world.prompt(prefix + world.tokens(new))
     assert sum(x.hi - x.lo for x in world.segments()) == shared + new + 1
     world.leave(req)
@@ -103,10 +103,10 @@ def test_pages_by_owner_are_those_that_tables_list() -> None:
                 pages.update(page[0, 0, 0, :count].tolist())
         return pages
 
-    requests, tree = listed([*manager.lengths]), listed([x.row for x in manager.segments.held])
+    requests, tree = listed([*manager.rows]), listed([x.row for x in manager.held_segments])
     expected = {"private": len(requests - tree), "shared": len(requests & tree), "cached": len(tree - requests)}
     assert all(expected.values())
-    assert UsageMeter(manager).read().owners == {**expected, "free": manager.free_pages()}
+    assert UsageMeter(manager).read().owners == {**expected, "free": manager.device.free_pages()}
     for req in running:
         world.leave(req)
 
@@ -117,10 +117,10 @@ def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
     world.leave(world.prompt([*prefix, 1]), insert=False)
     world.allocator.ledger.promise("other", [], 860)  # no room for a copy
     req = world.start(prefix + world.tokens(30))
-    assert world.manager.copies.judged
+    assert world.manager.prompts.judged
     world.plan(req)
     world.launch(req)
-    assert not world.manager.copies.judged
+    assert not world.manager.prompts.judged
     assert world.tree.exact.outcomes["no room"] == 1
     assert not world.tree.exact.joins(req.kv.req_pool_idx)
 
@@ -131,7 +131,7 @@ def test_scores_of_a_long_prefix_are_not_kept() -> None:
     assert world.manager.geometry.judged_tokens < len(prefix)
     world.leave(world.prompt([*prefix, 1]), insert=False)
     req = world.start(prefix + world.tokens(30))
-    assert not world.manager.copies.judged
+    assert not world.manager.prompts.judged
     world.plan(req)
     world.launch(req)
     assert world.tree.exact.outcomes["copied"] == 2, "the copy goes by what is known of the prefix"
@@ -145,15 +145,15 @@ def test_a_reply_leaves_the_pages_of_its_prompt_s_copy() -> None:
         world.decode(req)
     row, state = req.kv.req_pool_idx, world.manager.state
     world.decode(req)
-    free = world.manager.free_pages()
+    free = world.manager.device.free_pages()
     private = int(state.entries[row].sum())
     world.leave(req)
     reply = world.segments()[1]
     assert (reply.lo, reply.hi) == (100, 111)
-    world.manager.tracker.settle()
+    world.manager.counts.settle()
     assert reply.pages == 2, "11 tokens of 8 a page"
-    assert world.manager.free_pages() == free + private - 2
-    assert not world.manager.packer.spread
+    assert world.manager.device.free_pages() == free + private - 2
+    assert not world.manager.segments.spread
 
 
 def two_readers(world: World, prefix: list[int], own: int) -> list[Any]:
@@ -174,7 +174,7 @@ def test_the_last_reader_copies_what_it_shared() -> None:
     world.leave(world.prompt([*prefix, 1]))
     stays, goes = two_readers(world, prefix, 40)
     row, evictable = stays.kv.req_pool_idx, world.allocator.ledger.evictable_pages
-    assert world.manager.shared[row] == 104
+    assert world.manager.rows.shared(row) == 104
     for _ in range(5):
         world.decode(stays)
     world.tree.exact.copy_alone([stays])
@@ -182,8 +182,8 @@ def test_the_last_reader_copies_what_it_shared() -> None:
     world.leave(goes)
     world.tree.exact.copy_alone([stays])
     assert world.tree.exact.outcomes["copied later"] == 1
-    assert row not in world.manager.shared and stays.kv.cache_protected_len == 0
-    world.manager.tracker.settle()
+    assert not world.manager.rows.shared(row) and stays.kv.cache_protected_len == 0
+    world.manager.counts.settle()
     assert world.allocator.ledger.protected() == 0
     assert world.allocator.ledger.evictable_pages > evictable
     held = world.manager.ops.measure(world.manager.state, *(torch.tensor([x]) for x in (row, 0, 149)))[0, 0, 0]
@@ -203,6 +203,6 @@ def test_a_last_reader_without_room_reads_on() -> None:
     world.allocator.ledger.promise("other", [], 150)
     world.tree.exact.copy_alone([stays])
     assert world.tree.exact.outcomes["copied later"] == 0
-    assert world.manager.shared[stays.kv.req_pool_idx] == 104
+    assert world.manager.rows.shared(stays.kv.req_pool_idx) == 104
     world.allocator.ledger.promise("other", [], 0)
     world.leave(stays)

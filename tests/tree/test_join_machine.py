@@ -37,7 +37,7 @@ class JoiningMachine(TreeMachine):
 
         def settled(path: Path, new_tokens: int) -> bool:
             """Waiting for the device while pages are evicted must not look a step further than admission did."""
-            self.manager.tracker.settle()
+            self.manager.counts.settle()
             return admits(path, new_tokens)
 
         ledger.admits = settled  # type: ignore[method-assign]

@@ -34,7 +34,8 @@ from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import DiffKVAllocator
-from tests.helpers import faults, needs_requests, new_scores
+from sglang_diffkv.srt.requests import Requests
+from tests.helpers import begin_step, faults, needs_requests, new_scores
 from tests.pages.usage_oracle import check_reading
 
 pytestmark = needs_requests
@@ -62,15 +63,16 @@ class TreeMachine(RuleBasedStateMachine):
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300)
         self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, WINDOW), ranks=ranks)
         self.pool = ReqToTokenPool(ROWS, 300, "cpu", False)
+        self.requests = Requests(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
-            PageLedger(self.manager, CAPACITY), dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
+            self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
         params = CacheInitParams(False, self.pool, self.allocator, 1)
         self.tree = compat.prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
         self.running: list[Any] = []
         self.random = random.Random(0)
         self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)
-        self.requests = itertools.count()
+        self.names = itertools.count()
         self.meter = UsageMeter(self.manager)
 
     def _write(self, req: Any, start: int, end: int) -> None:
@@ -94,7 +96,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 5), length=st.integers(1, 70), tail=st.integers(0, 3))
     def admit(self, seed: int, length: int, tail: int) -> None:
         """A new request; equal seeds share a prefix."""
-        ledger, rid = self.allocator.ledger, str(next(self.requests))
+        ledger, rid = self.allocator.ledger, str(next(self.names))
         source = random.Random(seed)
         tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
         if len(self.running) == ROWS:
@@ -103,27 +105,24 @@ class TreeMachine(RuleBasedStateMachine):
         prefix = len(match.device_indices)
         node = match.last_device_node
         self.tree.inc_lock_ref(node)
-        path = self.tree.path(node)
-        self.tree.evict_table_blocks(path, len(tokens) - prefix)
-        if not ledger.admits(path, len(tokens) - prefix):
-            self.tree.dec_lock_ref(node)
-            return
-        ledger.promise(rid, path, len(tokens) - prefix)
-        self.tree.evict_uncovered()
-        assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
-        row = self.pool.alloc_rows(1)[0]
-        kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix)
+        kv = SimpleNamespace(req_pool_idx=None, cache_protected_len=prefix)
         req = SimpleNamespace(
             rid=rid, tokens=tokens, kv=kv, origin_input_ids=tokens[:], output_ids=array("q"),
             extra_key=None, cache_salt=None, priority=0, last_node=node, prefix_indices=match.device_indices,
             extend_range=SimpleNamespace(end=prefix), prefilling=True,
-            sampling_params=SimpleNamespace(max_new_tokens=250),
+            sampling_params=SimpleNamespace(max_new_tokens=250), full_untruncated_fill_ids=tokens,
+            finished=lambda: False,
         )  # fmt: skip
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
+        admission = self.requests.judge(req, len(tokens), self.running)
+        if not admission.fits:
+            self.tree.dec_lock_ref(node)
+            return
+        self.requests.admit(req, admission)
+        assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
+        row = kv.req_pool_idx = self.pool.alloc_rows(1)[0]
         if prefix:
-            self.manager.attach_prefix(row, path)
-            if self.tree.exact:
-                self.tree.exact.attached(row, node)
+            self.requests.begin_prompt(req)
         self.pool.write((row, slice(0, prefix)), match.device_indices.int())
         self.running.append(req)
 
@@ -142,19 +141,19 @@ class TreeMachine(RuleBasedStateMachine):
         end = min(start + chunk, len(req.tokens))
         self.pool.write((row, slice(start, end)), self.allocator.alloc(end - start).int())
         last = end == len(req.tokens)
-        self.manager.plan_step([row], [end - start], [start])
-        self.allocator.ledger.promise(req.rid, [], len(req.tokens) - end)
-        if last and self.tree.exact:
-            self.tree.exact.plan(row, req.last_node, brief=chunk % 5 == 0)
-        self.manager.launch_step()
+        req.extend_range.end = end
+        if chunk % 5 == 0:
+            req.sampling_params.max_new_tokens = 1  # nothing is gained by compressing its prompt
+        self.requests.plan_prefill([req])
+        req.sampling_params.max_new_tokens = 250
+        step = self.manager.launch_step()
         self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([end - start]), end - start)
         self._write(req, start, end)
         self._judge(row)
-        req.extend_range.end = end
-        if row in self.manager.copies.judged:
-            self.manager.copies.judged[row].uniform_(0, 0.05, generator=self.scores)
+        if row in self.manager.prompts.judged:
+            self.manager.prompts.judged[row].uniform_(0, 0.05, generator=self.scores)
+        self.manager.end_prompts(step)
         if last:
-            self.manager.prompts.end(row)
             assert not faults(self.manager, [row]), "a prompt or its copy found the ring empty"
             req.prefilling = False
         self.tree.cache_unfinished_req(req, chunked=not last)
@@ -163,7 +162,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12))
     def decode(self, steps: int) -> None:
         for _ in range(steps):
-            self.manager.tracker.meet()
+            self.manager.counts.meet()
             batch = [r for r in self.running if not r.prefilling and len(r.tokens) < 250]
             ledger = self.allocator.ledger
             while batch and ledger.available() < len(batch):
@@ -179,7 +178,7 @@ class TreeMachine(RuleBasedStateMachine):
                 self.pool.write((req.kv.req_pool_idx, len(req.tokens)), name)
                 req.output_ids.append(self.random.randrange(3))
                 req.tokens.append(req.output_ids[-1])
-            self.manager.begin_step(rows, [1] * len(rows), starts)
+            begin_step(self.manager, rows, [1] * len(rows), starts)
             for req, start in zip(batch, starts, strict=True):
                 self._write(req, start, start + 1)
             index, lens = torch.tensor(rows), torch.tensor(starts) + 1
@@ -191,22 +190,17 @@ class TreeMachine(RuleBasedStateMachine):
             assert not faults(self.manager, rows), "the ledger let the ring run empty"
 
     def _leave(self, req: Any, *, insert: bool) -> None:
-        row, end = req.kv.req_pool_idx, self.manager.lengths.get(req.kv.req_pool_idx, 0)
+        row, end = req.kv.req_pool_idx, self.manager.rows.length(req.kv.req_pool_idx)
         if insert:
             self.tree.insert_req(req, up_to=end)
         slots = self.pool.req_to_token[row, req.kv.cache_protected_len : end].long()
         self.allocator.free(slots)
         self.tree.dec_lock_ref(req.last_node)
-        self.manager.release(row)
-        self.tree.pack_replies()
-        if self.tree.exact:
-            self.tree.exact.forget(row)
-        self.allocator.ledger.promise(req.rid, [], 0)
+        self.requests.leave(req, row, counted=False)
         self.pool.free_rows([row])
         self.running.remove(req)
-        if self.tree.exact:
-            self.tree.exact.copy_alone([r for r in self.running if not r.prefilling])
-            assert not any(faults(self.manager, [r.kv.req_pool_idx]) for r in self.running), "a late copy lost tokens"
+        self.requests.after_step([r for r in self.running if not r.prefilling])
+        assert not any(faults(self.manager, [r.kv.req_pool_idx]) for r in self.running), "a late copy lost tokens"
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 7), insert=st.booleans())
@@ -220,7 +214,7 @@ class TreeMachine(RuleBasedStateMachine):
         ledger = self.allocator.ledger
         settled = tokens % 2 == 0
         if settled:
-            self.manager.tracker.settle()
+            self.manager.counts.settle()
         available, obtainable = ledger.available(), ledger.uncommitted_pages() + ledger.evictable_pages
         gained = self.tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
         # In a shortage the host asks the device, whose counts cover one step more than what is left of older ones.
@@ -236,7 +230,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.pool.clear()
         self.allocator.clear()
         check_settled(self.manager)
-        assert self.manager.free_pages() == self.manager.geometry.num_pages
+        assert self.manager.device.free_pages() == self.manager.geometry.num_pages
         assert self.allocator.available_size() == CAPACITY
 
     @rule()
@@ -255,8 +249,8 @@ class TreeMachine(RuleBasedStateMachine):
         check_integrity(self.manager)
         self.tree.check_integrity()
         ledger = self.allocator.ledger
-        segments = self.manager.segments.held
-        assert self.manager.segment_counts.tokens == sum(segment.hi - segment.lo for segment in segments)
+        segments = self.manager.held_segments
+        assert self.manager.segments.counts_of.tokens == sum(segment.hi - segment.lo for segment in segments)
         sizes = (ledger.available(), ledger.evictable(), ledger.protected(), ledger.uncached())
         assert sum(sizes) == CAPACITY
         assert min(sizes) >= 0
@@ -267,7 +261,7 @@ class TreeMachine(RuleBasedStateMachine):
     def every_row_reads_its_own_tokens(self) -> None:
         state = self.manager.state
         for req in self.running:
-            length = self.manager.lengths.get(req.kv.req_pool_idx, 0)
+            length = self.manager.rows.length(req.kv.req_pool_idx)
             expected = torch.tensor([name_of(req.tokens[: i + 1]) for i in range(length)])
             seen = torch.zeros(LAYERS, HEADS, max(length, 1), dtype=torch.int64)
             rows = torch.tensor([req.kv.req_pool_idx])
@@ -284,7 +278,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def exact_segments_hold_every_token_high(self) -> None:
-        segments = [s for s in self.manager.segments.held if s.exact]
+        segments = [s for s in self.manager.held_segments if s.exact]
         if segments:
             columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
             held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))

@@ -112,9 +112,9 @@ class RanksMachine(RuleBasedStateMachine):
 
     def both(self, act: Callable[[TreeMachine], None]) -> None:
         def run(machine: TreeMachine) -> int:
-            machine.manager.tracker.meet()
+            machine.manager.counts.meet()
             act(machine)
-            machine.manager.tracker.meet()
+            machine.manager.counts.meet()
             machine.structures_are_consistent()
             machine.every_row_reads_its_own_tokens()
             machine.exact_segments_hold_every_token_high()
@@ -175,9 +175,9 @@ def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:
     machine.pair.members[1].manager.state.fault[row] = 1
 
     def faulted(member: TreeMachine) -> bool:
-        member.manager.tracker.clear()
-        member.manager.version += 1
-        member.manager.tracker.settle()
+        member.manager.counts.clear()
+        member.manager.counts.tick += 1
+        member.manager.counts.settle()
         return row in member.manager.counts.faulted
 
     assert machine.pair.each(faulted) == [True, True]
@@ -191,13 +191,13 @@ def test_a_page_lost_on_one_rank_shows_on_all() -> None:
     machine.extend(chunk=50)
     machine.decode(steps=12)
     machine.leave(which=0, insert=True)
-    held = machine.pair.each(lambda m: sum(m.manager.pages_of(s.row) for s in m.manager.segments.cached))
-    slack = machine.pair.each(lambda m: m.manager.tracker.ranks.slack)
+    held = machine.pair.each(lambda m: sum(m.manager.device.pages_of(s.row) for s in m.manager.segments.cached))
+    slack = machine.pair.each(lambda m: m.manager.counts.ranks.slack)
     assert held[0] != held[1] and held[0] + slack[0] == held[1] + slack[1]
 
     def settled(member: TreeMachine) -> tuple[int, int]:
-        member.manager.version += 1
-        member.manager.tracker.meet()
+        member.manager.counts.tick += 1
+        member.manager.counts.meet()
         ledger = member.allocator.ledger
         return ledger.uncached(), sum((ledger.available(), ledger.evictable(), ledger.protected()))
 

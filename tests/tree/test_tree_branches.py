@@ -94,12 +94,12 @@ def test_a_join_keeps_the_tokens_of_running_requests():
         chat = chat + world.tokens(3)
         run(world, [chat])
     reader = world.prompt(chat[:40] + world.tokens(30))
-    before = world.manager.free_pages()
+    before = world.manager.device.free_pages()
     node = world.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", chat), None))).last_device_node
     assert world.tree.joiner.join(node, evict=True)
     world.check()
     assert len(world.tree.path(node)) == 1
-    assert world.manager.free_pages() < before
+    assert world.manager.device.free_pages() < before
     again = world.start(chat[:50] + world.tokens(20))
     assert again.kv.cache_protected_len == 50
     world.plan(again)
@@ -110,7 +110,7 @@ def test_a_join_keeps_the_tokens_of_running_requests():
     world.leave(reader)
     world.leave(again)
     world.tree.evict_pages(world.manager.geometry.num_pages)
-    assert world.manager.free_pages() == world.manager.geometry.num_pages, "a page is lost"
+    assert world.manager.device.free_pages() == world.manager.geometry.num_pages, "a page is lost"
 
 
 def test_a_join_makes_no_other_prefix_dearer():

@@ -18,7 +18,7 @@ def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
     first, second = world.tokens(203), world.tokens(90)
     for tokens in (first, second):
         world.leave(world.prompt(tokens), insert=False)
-    world.manager.tracker.settle()
+    world.manager.counts.settle()
     used, before = world.leaf(first).last_access_time, world.allocator.ledger.available()
     evicted = world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted
     assert world.allocator.ledger.available() == before + evicted
@@ -32,7 +32,7 @@ def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
     assert len(world.leaf(second).key) == 90
     world.tree.evict(EvictParams(num_tokens=400))
     world.check()
-    world.manager.tracker.settle()
+    world.manager.counts.settle()
     assert world.allocator.ledger.available() >= 400
     req = world.prompt(first)
     world.leave(req)
@@ -41,7 +41,7 @@ def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
 def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
     world = World(800)
     world.leave(world.prompt(world.tokens(40)), insert=False)
-    world.manager.tracker.settle()
+    world.manager.counts.settle()
     world.tree.evict(EvictParams(num_tokens=20))
     assert not world.segments()
     world.check()
@@ -63,7 +63,7 @@ def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, ex
         world.launch(req)
         world.tree.cache_unfinished_req(req)
         world.leave(req, insert=False)
-    world.manager.tracker.settle()
+    world.manager.counts.settle()
 
     def left() -> dict[str, int]:
         found = dict.fromkeys("abc", 0)

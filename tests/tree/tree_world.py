@@ -22,6 +22,8 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.requests import Requests
+from tests.helpers import begin_step
 
 
 class World:
@@ -45,7 +47,10 @@ class World:
         self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
         self.pool = ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
-        self.allocator = DiffKVAllocator(ledger, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+        self.requests = Requests(ledger)
+        self.allocator = DiffKVAllocator(
+            self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
+        )
         self.tree: Any = compat.prefix_cache_class()(
             CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), share_min, exact=exact
         )
@@ -71,7 +76,8 @@ class World:
             rid=str(row), tokens=prompt, kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix),
             origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=priority,
             last_node=node, prefix_indices=match.device_indices, extend_range=SimpleNamespace(end=len(prompt)),
-            sampling_params=SimpleNamespace(max_new_tokens=100),
+            sampling_params=SimpleNamespace(max_new_tokens=100), full_untruncated_fill_ids=prompt,
+            finished=lambda: False,
         )  # fmt: skip
         req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
         self.pool.write((row, slice(0, prefix)), match.device_indices.int())
@@ -80,25 +86,20 @@ class World:
 
     def attach(self, req: Any) -> None:
         """Give the request's row its prefix."""
-        row, node = req.kv.req_pool_idx, req.last_node
         if req.kv.cache_protected_len:
-            self.manager.attach_prefix(row, self.tree.path(node))
-            if self.tree.exact:
-                self.tree.exact.attached(row, node)
+            self.requests.begin_prompt(req)
 
     def plan(self, req: Any) -> None:
-        row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
-        self.manager.plan_step([row], [len(req.tokens) - prefix], [prefix])
-        if self.tree.exact:
-            self.tree.exact.plan(row, req.last_node, brief=False)
+        """The pass that computes the rest of its prompt."""
+        self.requests.plan_prefill([req])
 
     def launch(self, req: Any) -> None:
         row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
         count = len(req.tokens) - prefix
-        self.manager.launch_step()
+        step = self.manager.launch_step()
         self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([count]), count)
         self._write(row, prefix, count)
-        self.manager.prompts.end(row)
+        self.manager.end_prompts(step)
 
     def _write(self, row: int, start: int, count: int) -> None:
         at = torch.arange(start, start + count)
@@ -111,20 +112,17 @@ class World:
         req.output_ids.append(5)
         req.tokens.append(5)
         self.pool.write((row, start), self.allocator.alloc(1).int()[0])
-        self.manager.begin_step([row], [1], [start])
+        begin_step(self.manager, [row], [1], [start])
         self._write(row, start, 1)
 
     def leave(self, req: Any, *, insert: bool = True) -> None:
         row = req.kv.req_pool_idx
-        end = self.manager.lengths[row]
+        end = self.manager.rows.length(row)
         if insert:
             self.tree.insert_req(req, up_to=end)
         self.allocator.free(self.pool.req_to_token[row, req.kv.cache_protected_len : end].long())
         self.tree.dec_lock_ref(req.last_node)
-        self.manager.release(row)
-        self.tree.pack_replies()
-        if self.tree.exact:
-            self.tree.exact.forget(row)
+        self.requests.leave(req, row, counted=False)
         self.pool.free_rows([row])
         self.check()
 

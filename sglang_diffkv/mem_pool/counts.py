@@ -1,0 +1,315 @@
+"""What the host knows of the device's page counts, without either waiting for the other: bounds, never optimistic.
+
+A snapshot of the counts is taken in stream order before each step and read before the next one is scheduled, so what it
+misses is at most one launched step and the one to be scheduled. It says how many pages those two can take at most;
+operations recorded after it are added as bounds. Several ranks exchange each snapshot, so that all decide on the same
+numbers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.geometry import Segment
+from sglang_diffkv.mem_pool.ranks import RankError, Ranks
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.steps import PlannedStep
+from sglang_diffkv.mem_pool.transfer import to_host
+
+LOOKAHEAD = 2
+"""Decode steps that a snapshot has to cover: the one launched after it and the one scheduled while that runs."""
+
+PAGES, PRIVATE = 3, 4
+"""Columns of ``kernels/count_rows`` that are named here."""
+
+
+@dataclass
+class Snapshot:
+    """Counts on their way to the host; ``kernels/count_rows`` names the columns of ``values``."""
+
+    tick: int
+    step: int  # all steps up to this one are counted
+    rows: np.ndarray  # [n] int64
+    total: np.ndarray  # [n] int64, tokens ever appended to each row
+    steady: np.ndarray  # [n] bool, rows past their prompt's compaction: a step moves one token of a head at most
+    slack: int  # pages that this rank counts as used for ranks that hold more, see ``RankCounts``
+    values: torch.Tensor  # [n + 1, 6] int64 on the host
+    event: Any  # device event that marks ``values`` as written, or None
+
+    def wait(self) -> np.ndarray:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values.numpy()
+
+
+class RankCounts:
+    """Page counts of all ranks as those of one that has, for every row, as little room as any.
+
+    A segment counts with the pages that it takes on the rank where it takes most, in the prefix cache's totals and in
+    the ring's alike: a rank where it takes less counts the difference (its *slack*) as used. So evicting a segment
+    frees what it counted, and ring and segments still add up: a page lost on any rank shows on all.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.slack = 0
+        """Pages that counted segments take less on this rank than they count."""
+        self._slack_of: dict[int, int] = {}  # row of a segment -> its part of the slack
+
+    def worst(self, mine: np.ndarray, rows: np.ndarray, new: np.ndarray, slack: int) -> np.ndarray:
+        """Exchange a snapshot.
+
+        Args:
+            mine: [n + 1, 6], what ``kernels/count_rows`` gave on this rank.
+            rows: [n], what it counted.
+            new: [n] bool, segments that count from now on.
+            slack: when the snapshot was taken.
+
+        Returns:
+            [n + 1, 6], the same for all ranks together; its last row gives 0 pages taken and the free pages as put.
+        """
+        if self.ranks.alone:
+            return mine
+        tag = zlib.crc32(rows.tobytes())
+        packed = mine.copy()
+        packed[:-1, PRIVATE] *= -1
+        used = mine[-1, 0] - mine[-1, 1] + slack - mine[:-1, PAGES][new].sum()
+        packed[-1] = (used, tag, -tag, 0, 0, 0)
+        worst = self.ranks.largest(packed.ravel()).reshape(packed.shape)
+        if worst[-1, 1] != -worst[-1, 2]:
+            raise RankError(f"diffkv: ranks count different rows; rank {self.ranks.rank} {rows.tolist()}")
+        worst[:-1, PRIVATE] *= -1
+        worst[-1] = (0, -worst[-1, 0] - worst[:-1, PAGES][new].sum(), 0, 0, 0, 0)
+        return worst
+
+    def count(self, row: int, pages: int, mine: int) -> None:
+        """A segment counts with ``pages`` from now on, of which this rank holds ``mine``."""
+        self._slack_of[row] = pages - mine
+        self.slack += pages - mine
+
+    def drop(self, row: int) -> None:
+        """A segment does not count any more."""
+        self.slack -= self._slack_of.pop(row, 0)
+
+    def held(self, row: int, pages: int) -> int:
+        """What this rank holds of a segment that counts with ``pages``."""
+        return pages - self._slack_of.get(row, 0)
+
+
+class PageCounts:
+    """Bounds of the pages of the ring and of every row, the pages of segments, and faults.
+
+    Args:
+        low_grows: whether a decode step may take a page of the low tier too.
+
+    Attributes:
+        tick: grows with every change of who owns pages. faulted: rows that found the ring empty.
+        faults: requests that ever did. pages: [rows] those that a row referred to when it was last counted.
+        private: [rows] those that leave with it, at least. uncounted: row -> segment whose pages are not known yet.
+        upcoming: the planned step while its kernels are not launched.
+    """
+
+    def __init__(self, device: PageDevice, rows: RequestRows, ranks: Ranks, *, low_grows: bool):
+        geometry = device.geometry
+        count = geometry.num_rows + geometry.num_segments
+        self.device, self.rows, self.low_grows = device, rows, low_grows
+        self.ranks = RankCounts(ranks)
+        self.unknown = geometry.heads * (2 if low_grows else 1)
+        """Pages that a row may take in ``LOOKAHEAD`` decode steps when nothing is known of it."""
+        self.tick = 0
+        self.known_free = geometry.num_pages
+        self.log: deque[tuple[int, int]] = deque()  # (tick, pages given or taken since the last snapshot)
+        self.demand = np.zeros(count, dtype=np.int64)
+        self.private = np.zeros(count, dtype=np.int64)
+        self.pages = np.zeros(count, dtype=np.int64)
+        self.changed = np.zeros(count, dtype=np.int64)  # tick from which on a snapshot says something of a row
+        self.faulted: set[int] = set()
+        self.faults = 0
+        self.uncounted: dict[int, Segment] = {}
+        self.upcoming: PlannedStep | None = None
+        self.steps = 0  # planned so far
+        self.counted_step = 0  # all steps up to this one are known
+        self.on_counted: Callable[[Segment], None] = lambda segment: None
+        """Called when the pages of a segment become known."""
+        self._snapshots: deque[Snapshot] = deque()
+        self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
+        self._settled = -1
+        self._snapshot_rows: tuple[np.ndarray, torch.Tensor] = (np.array([-1]), torch.empty(0))
+
+    # Operations of the host
+
+    def record(self, pages: int) -> None:
+        """An operation that returns at least ``pages``, or takes at most ``-pages``."""
+        self.tick += 1
+        if pages:
+            self.log.append((self.tick, pages))
+
+    def touch(self, row: int, *, grows: bool = True, decoded: bool = False) -> None:
+        """A row's pages change otherwise than by a decode step: older snapshots say nothing of it.
+
+        Args:
+            grows: False for a segment, which takes no pages by itself.
+            decoded: a decode step of the row may be launched and not counted.
+        """
+        self.record(-int(self.demand[row]) if decoded else 0)
+        self.changed[row] = self.tick
+        self.demand[row] = self.unknown if grows else 0
+        self.private[row] = self.pages[row] = 0
+
+    def forget(self, row: int, *, private: int | None = None) -> None:
+        """A row is released; its private pages, or as many as given, are free from now on."""
+        self.record(int(self.private[row]) if private is None else private)
+        self.changed[row] = self.tick
+        self.demand[row] = self.private[row] = self.pages[row] = 0
+        self.faulted.discard(row)
+
+    def count_later(self, segment: Segment) -> None:
+        """The next snapshot counts the segment's pages."""
+        self.touch(segment.row, grows=False)
+        self.ranks.drop(segment.row)
+        self.uncounted[segment.row] = segment
+
+    def dropped(self, segment: Segment) -> None:
+        """The segment is about to be released."""
+        self.uncounted.pop(segment.row, None)
+        self.ranks.drop(segment.row)
+
+    # Steps
+
+    def plan(self, step: PlannedStep) -> None:
+        """A step is planned, behind the snapshot that was taken for it; its results are reported later."""
+        self.record(-step.pages)
+        self.steps = step.number
+        self.upcoming = step
+        self._unreported.append(step.number)
+
+    def launched(self) -> None:
+        """The planned step's kernels follow all that are launched so far."""
+        self.upcoming = None
+
+    def cancelled(self) -> None:
+        """The planned step has no results; its rows are released next."""
+        self.upcoming = None
+        if self._unreported:
+            self._unreported.pop()
+
+    def clear(self) -> None:
+        """No results are to come."""
+        self._unreported.clear()
+
+    # Snapshots
+
+    def take_snapshot(self) -> None:
+        """Enqueue a count of all request rows and of the segments not yet counted, after the last launched step."""
+        device, upcoming = self.device, self.upcoming
+        rows = np.array([*self.rows, *self.uncounted], dtype=np.int64)
+        with device.launching():
+            if not np.array_equal(rows, self._snapshot_rows[0]):
+                self._snapshot_rows = (rows, device.to_device(rows))
+            values = device.ops.count_rows(
+                device.state, self._snapshot_rows[1], steps=LOOKAHEAD, low_grows=self.low_grows
+            )
+            values, event = to_host(values)
+        total = device.space.total.copy()
+        if upcoming is not None:
+            total[upcoming.rows] -= upcoming.new_tokens
+        steady = np.array([not self.rows.in_prompt(row) for row in rows.tolist()], dtype=bool)
+        self._snapshots.append(
+            Snapshot(self.tick, self.steps, rows, total[rows], steady, self.ranks.slack, values, event)
+        )
+        if upcoming is not None:
+            self.record(-upcoming.pages)  # the snapshot does not see them
+
+    def refresh(self) -> None:
+        """Take over the snapshots on their way. They were enqueued before the last planned step.
+
+        With several ranks each snapshot is exchanged, so all of them have to call this with the same ones on their way.
+        """
+        while self._snapshots:
+            snapshot = self._snapshots.popleft()
+            mine = snapshot.wait()
+            requests = snapshot.rows < self.device.geometry.num_rows
+            current = self.changed[snapshot.rows] <= snapshot.tick  # rows that changed by decode steps only
+            new = current & ~requests
+            values = self.ranks.worst(mine, snapshot.rows, new, snapshot.slack)
+            self._apply(snapshot, values, current & requests)
+            bounded = current & snapshot.steady
+            self.device.space.tighten(snapshot.rows[bounded], values[:-1, 1:3][bounded], snapshot.total[bounded])
+            held = zip(*(x[:-1, PAGES][new].tolist() for x in (values, mine)), strict=True)
+            for row, (pages, here) in zip(snapshot.rows[new].tolist(), held, strict=True):
+                if segment := self.uncounted.pop(row, None):
+                    segment.pages = pages
+                    self.device.space.shrink(row)
+                    self.ranks.count(row, pages, here)
+                    self.on_counted(segment)
+            self.counted_step = snapshot.step
+
+    def _apply(self, snapshot: Snapshot, values: np.ndarray, told: np.ndarray) -> None:
+        """Take over what a snapshot says of the ring and of the request rows ``told`` ([n] bool)."""
+        self.known_free = int(values[-1, 1] - values[-1, 0])
+        while self.log and self.log[0][0] <= snapshot.tick:
+            self.log.popleft()
+        rows, counts = snapshot.rows[told], values[:-1][told]
+        self.demand[rows] = counts[:, 0]
+        self.private[rows] = counts[:, 4]
+        self.pages[rows] = counts[:, 3]
+        found = set(rows[counts[:, 5] != 0].tolist()) - self.faulted
+        self.faults += len(found)
+        self.faulted |= found
+
+    def settle(self) -> None:
+        """Make the host's counts exact. Waits for the device."""
+        if self._settled != self.tick or self._snapshots:
+            self.take_snapshot()
+            self.refresh()
+            self._settled = self.tick
+
+    def report(self) -> None:
+        """The results of the oldest planned step are about to be processed: know its faults. Waits for that step only,
+        if the next one is planned."""
+        step = self._unreported.popleft() if self._unreported else self.steps
+        self.refresh()
+        if self.counted_step < step:
+            self.take_snapshot()
+            self.refresh()
+
+    def meet(self) -> None:
+        """Take over what the device has counted, exactly if nothing runs.
+
+        One rank alone does so whenever it reads a bound. Several exchange their counts, so reading a bound must not,
+        and all of them call this before a step is scheduled.
+        """
+        if not self.rows:
+            self.settle()
+        self.refresh()
+
+    # Bounds
+
+    def free(self) -> int:
+        """Lower bound of the free pages by what the host knows; decode steps not counted yet take from them up to
+        ``headroom``."""
+        return self.known_free + sum(pages for _, pages in self.log)
+
+    def headroom(self) -> int:
+        """Upper bound, by what the host knows, of the pages that decode steps not counted yet and the next one take."""
+        return int(self.demand.sum())
+
+    def free_bound(self) -> int:
+        """``free``, by what the device has counted by now too."""
+        if self.ranks.ranks.alone:
+            self.meet()
+        return self.free()
+
+    def headroom_bound(self) -> int:
+        """``headroom``, by what the device has counted by now too."""
+        if self.ranks.ranks.alone:
+            self.refresh()
+        return self.headroom()

@@ -1,0 +1,108 @@
+"""Pages, tables and rows on the device: whatever changes them goes through here, in launch order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sglang_diffkv.kernels.copy_compact.reference import Part
+from sglang_diffkv.mem_pool.geometry import Geometry, Segment
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.table_space import TableSpace
+from sglang_diffkv.mem_pool.transfer import to_device
+from sglang_diffkv.ops.base import Ops
+from sglang_diffkv.policies.base import Policy
+
+
+class PageDevice:
+    """The device state of a server, the ops that change it, and the host's side of the page table.
+
+    All calls are made by one thread and take effect in call order: they launch on one stream, and none waits for it
+    except where its docstring says so.
+
+    Attributes:
+        space: table blocks of every row. stream: where forward passes run; None for the current stream.
+    """
+
+    def __init__(self, geometry: Geometry, state: PageState, ops: Ops):
+        self.geometry, self.fmt, self.state, self.ops = geometry, geometry.fmt, state, ops
+        self.space = TableSpace(state)
+        self.stream: torch.cuda.Stream | None = None
+
+    def to_device(self, numbers: Any) -> torch.Tensor:
+        """[n] int64 on the device, without waiting for it."""
+        return to_device(numbers, self.state.device)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Kernels launched inside run in order with the forward passes and see the host's table blocks."""
+        with torch.cuda.stream(self.stream):
+            self.space.flush()
+            yield
+
+    def attach(self, row: int, segment: Segment, lo: int, hi: int) -> None:
+        """Append references to a segment's pages to a row's table. Raises TableFull, changing nothing."""
+        self.space.extend(row, *self.space.path_entries([(segment, lo, hi)]))
+        with self.launching():
+            self.ops.attach(self.state, row, segment.row, lo, hi)
+
+    def share(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
+        """References to the pages of a row for another one, which has room for them: ``kernels/attach``."""
+        with self.launching():
+            self.ops.attach(self.state, target, source, lo, hi, kept_only=kept_only)
+
+    def copy(
+        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None = None
+    ) -> None:
+        """Copy-on-compress into a row that has room for it: ``kernels/copy_compact``."""
+        with self.launching():
+            self.ops.copy_compact(self.state, target, parts, seq_len, policy, judged)
+
+    def seal(self, row: int) -> None:
+        """The row's next token starts a page of its own."""
+        with self.launching():
+            self.ops.seal(self.state, row)
+        self.space.seal(row)
+
+    def keep(self, row: int) -> None:
+        """A segment holds all of a row's entries before those that it may write."""
+        with self.launching():
+            self.ops.keep(self.state, row)
+
+    def release(self, row: int, *, keep_fault: bool = False) -> None:
+        """Drop all pages and blocks of a row."""
+        with self.launching():
+            fault = self.state.fault[row].clone() if keep_fault else None
+            self.ops.release(self.state, row)
+            if fault is not None:
+                self.state.fault[row] = fault
+        self.space.release(row)
+
+    def trim(self, row: int, end: int) -> None:
+        """Return the pages of a segment's row that hold nothing before position ``end``."""
+        with self.launching():
+            self.ops.trim(self.state, row, end)
+
+    def measure(self, parts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Tokens of each tier and pages, [n, L, H, T + 1] int32, of (row, first position, position after the last)."""
+        with self.launching():
+            columns = self.to_device(parts or torch.empty(0, 3)).unbind(1)
+            return self.ops.measure(self.state, *(x.contiguous() for x in columns))
+
+    def free_pages(self) -> int:
+        """Pages in the ring. Waits for the device."""
+        with self.launching():
+            taken, put = self.state.counters.tolist()
+        return put - taken
+
+    def pages_of(self, row: int) -> int:
+        """Table entries of a row. Waits for the device."""
+        with self.launching():
+            return int(self.state.entries[row].sum())
+
+
+OpsOf = Callable[[PageState], Ops]
+"""Makes the ops for a state."""

@@ -1,0 +1,237 @@
+"""What happens behind a pass that ends a prompt, or a chunk of one: compaction, copies, and seals for the prefix cache.
+
+With exact prefix fidelity the tree keeps a prompt as it was computed, and the request runs on a compressed copy of its
+own. When a prompt's last chunk has run, its new pages become a *pending* segment, immutable, which the prefix cache
+takes over when SGLang inserts the prompt. The row drops all references but those to the part of its prefix that it
+shares with other running requests (the *kept* path), and the rest, from the tree's pages and the new ones, is copied
+into pages of the row's own, compressed by the policy. All of it is launched behind the prompt's pass and before the
+next token is written.
+
+A copy is judged by its own request: while the prompt runs, the attention that shared tokens receive is folded into
+scores of the row (``judged``), never into pages that others read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_diffkv.mem_pool.counts import PageCounts
+from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.segments import SegmentStore
+from sglang_diffkv.mem_pool.table_space import blocks_of
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import KEEP
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What a row refers to when its prompt has run: ``kept`` stays shared, ``copied`` is copied with its new tokens."""
+
+    kept: Path
+    copied: Path
+    publish: bool  # whether the new tokens' pages wait for the prefix cache
+    segment_row: int
+    pages: int  # at most
+    blocks: int  # of the page table, at most
+
+
+class Prompts:
+    """Prompts of running requests, from their last chunk on.
+
+    Attributes:
+        share_min_tokens: a prompt with this many own tokens is sealed at its end, ready for the prefix cache; None:
+            never.
+        plans: row -> copy, carried out at the end of the pass that is planned. pending: row -> its prompt's new pages.
+        untouched: rows whose prompt stays as it is, for a request that ends with it.
+        judged: row -> [L, H, shared tokens] float32, NaN where not judged yet.
+        outcomes: prompts so far: compressed in place; left as they are, by the policy or as shorter than its window.
+    """
+
+    def __init__(
+        self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, policy: Policy
+    ):
+        self.device, self.rows, self.counts, self.segments, self.policy = device, rows, counts, segments, policy
+        self.share_min_tokens: int | None = None
+        self.plans: dict[int, CopyPlan] = {}
+        self.pending: dict[int, Segment] = {}
+        self.untouched: set[int] = set()
+        self.judged: dict[int, torch.Tensor] = {}
+        self.outcomes = {"compressed": 0, "as computed": 0}
+
+    # Behind a pass
+
+    def end_chunk(self, row: int) -> None:
+        """Compaction of a row whose prompt is not through: tokens that its own attention so far finds unimportant go
+        down for good."""
+        if self._compact(row):
+            self.counts.touch(row)
+
+    def end(self, row: int) -> None:
+        """Compaction of a row whose last chunk has run.
+
+        With overlap scheduling the next step's token is written before the prefix cache asks for the prompt,
+        so a prompt that is worth sharing is sealed here and that token starts a page of its own.
+        """
+        if row in self.plans:
+            self._carry_out(row)
+        elif row not in self.untouched:
+            self.outcomes["compressed" if self._compact(row) else "as computed"] += 1
+        own = self.rows.length(row) - self.rows.shared(row)
+        least = 1 if row in self.untouched else self.share_min_tokens
+        if row not in self.pending and least is not None and own >= least:
+            self.device.seal(row)
+            self.rows.seal(row)
+        self.judged.pop(row, None)
+        self.counts.touch(row)
+        self.rows.end_prompt(row)
+
+    def _compact(self, row: int) -> bool:
+        """Prompt-phase compaction where the policy has something to decide."""
+        device, length = self.device, self.rows.length(row)
+        if not self.policy.compresses or length <= self.policy.window:
+            return False
+        with device.launching():
+            device.ops.compact_prompt(device.state, row, length, self.policy)
+        if self.counts.low_grows:
+            self.counts.record(-device.geometry.heads)
+        return True
+
+    # Copies
+
+    def judge(self, row: int) -> None:
+        """From now on, the row's passes judge the shared tokens for its copy, if there is room for their scores.
+        Otherwise the copy goes by what is known of them."""
+        geometry, shared = self.device.geometry, self.rows.shared(row)
+        if sum(x.shape[2] for x in self.judged.values()) + shared > geometry.judged_tokens:
+            return
+        with self.device.launching():
+            self.judged[row] = torch.full(
+                (geometry.num_layers, geometry.num_heads, shared), float("nan"), device=self.device.state.device
+            )
+
+    def planned_pages(self) -> int:
+        """Pages that the planned copies take, at most."""
+        return sum(plan.pages for plan in self.plans.values())
+
+    def planned_blocks(self) -> int:
+        """Table blocks that they take, at most."""
+        return sum(plan.blocks for plan in self.plans.values())
+
+    def blocks_for(self, row: int, kept: Path, tokens: int) -> int:
+        """Table blocks, at most, of a segment of the row's new pages and of the row with ``tokens`` copied."""
+        space = self.device.space
+        return blocks_of(space.bound(row)) + space.blocks_for(kept, tokens)
+
+    def plan_copy(self, row: int, kept: Path, copied: Path, *, publish: bool) -> bool:
+        """Copy at the end of the planned pass, which ends the row's prompt. The caller has made sure of the pages.
+
+        Returns False, changing nothing, if no segment row or table block is left.
+        """
+        geometry, length = self.device.geometry, self.rows.length(row)
+        tokens = length - path_end(kept)
+        blocks = self.blocks_for(row, kept, tokens)
+        own = length - self.rows.shared(row)
+        segment_row = self.segments.take_row(-(-own // geometry.fmt.high.tokens), 0)
+        if segment_row is None:
+            return False
+        self.plans[row] = CopyPlan(kept, copied, publish, segment_row, geometry.most_pages(tokens), blocks)
+        return True
+
+    def _carry_out(self, row: int) -> None:
+        """Behind the pass: part with the prompt's pages and copy."""
+        plan, judged = self.plans.pop(row), self.judged.pop(row, None)
+        length, shared = self.rows.length(row), self.rows.shared(row)
+        self.device.share(plan.segment_row, row, shared, length, kept_only=True)
+        pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True, first=shared)
+        self.segments.counts_of.changed(pending)
+        self._restart(row, plan.kept, length)
+        parts = rows_of([*plan.copied, (pending, shared, length)])
+        self.device.copy(row, parts, length, self.policy, judged)
+        self.counts.record(-plan.pages)
+        if not plan.publish:
+            self.drop_pending(row)
+
+    def copy_running(self, row: int, kept: Path, copied: Path) -> bool:
+        """A row past its prompt copies the ``copied`` part of its prefix, compressed by the policy, and its own tokens
+        as they are, to new pages behind ``kept``. Between steps; the caller has made sure of the pages.
+
+        Returns False, changing nothing, if no segment row or table block is left.
+        """
+        device, length, shared = self.device, self.rows.length(row), self.rows.shared(row)
+        old = self.segments.take_row(*device.space.bound(row))
+        if old is None:
+            return False
+        device.share(old, row, shared, length, kept_only=True)
+        self._restart(row, kept, length)
+        device.copy(row, rows_of(copied), length, self.policy)
+        device.copy(row, [(old, shared, length)], length, KEEP)
+        device.release(old)
+        self.segments.return_row(old)
+        self.counts.record(-device.geometry.most_pages(length - path_end(kept)))
+        self.counts.touch(row, decoded=True)
+        return True
+
+    def _restart(self, row: int, kept: Path, length: int) -> None:
+        """Let a row go of all but ``kept``, with room for the copies of the rest of its ``length`` tokens."""
+        self.device.release(row, keep_fault=True)
+        for part in kept:
+            self.device.attach(row, *part)
+        start = path_end(kept)
+        space = self.device.space
+        space.extend(row, *space.dense_entries(length - start))
+        self.rows.share(row, start)
+
+    # For the prefix cache
+
+    def publishable_to(self, row: int) -> int | None:
+        """Position up to which a running row's tokens may join the prefix cache now."""
+        pending = self.pending.get(row)
+        return pending.hi if pending else self.rows.sealed(row)
+
+    def can_publish(self, row: int) -> bool:
+        """Whether a segment row and table blocks are left to make a segment of the row's own pages, or of a part of its
+        pending one."""
+        return self.segments.has_room([row, self.pending[row].row] if row in self.pending else [row])
+
+    def publish(self, row: int, lo: int, hi: int) -> Segment | None:
+        """A segment of the prefix cache for positions [lo, hi) of the row: its pending one, or one of its own pages.
+        None, changing nothing, if no segment row or table block is left."""
+        return self._take_pending(row, lo, hi) or self.segments.share(row, lo, hi, as_computed=row in self.untouched)
+
+    def _take_pending(self, row: int, lo: int, hi: int) -> Segment | None:
+        """The pending segment of a row, limited to [lo, hi), for the prefix cache; None if it does not hold that."""
+        pending = self.pending.get(row)
+        if pending is None or not pending.lo <= lo < hi <= pending.hi:
+            return None
+        if (lo, hi) != (pending.lo, pending.hi):
+            narrow = self.segments.take_row(*self.device.space.bound(pending.row))
+            if narrow is None:
+                return None
+            self.device.share(narrow, pending.row, lo, hi)
+            self._drop(pending)
+            pending = Segment(narrow, lo, hi, exact=True, first=pending.first)
+        del self.pending[row]
+        self.segments.add(pending)
+        return pending
+
+    def drop_pending(self, row: int) -> None:
+        """The prefix cache does not want the row's pending segment, or not any more."""
+        if pending := self.pending.pop(row, None):
+            self._drop(pending)
+
+    def _drop(self, pending: Segment) -> None:
+        self.device.release(pending.row)
+        self.segments.return_row(pending.row)
+        self.counts.record(0)
+
+    def forget(self, row: int) -> None:
+        """The row is released: give up what was not carried out or taken."""
+        self.judged.pop(row, None)
+        self.untouched.discard(row)
+        if plan := self.plans.pop(row, None):
+            self.segments.return_row(plan.segment_row)
+        self.drop_pending(row)

@@ -1,0 +1,88 @@
+"""What the host knows of the rows that requests have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass
+class RequestRow:
+    """A request's row.
+
+    Attributes:
+        length: tokens of its sequence that are stored or pruned. shared: of these, the first that segments hold for it.
+        sealed: of these, the first that lie in pages which it may not write any more, where it was sealed.
+        in_prompt: its prompt may still be compacted.
+    """
+
+    length: int = 0
+    shared: int = 0
+    sealed: int | None = None
+    in_prompt: bool = False
+
+
+class RequestRows:
+    """The rows that hold something, in the order in which they began to; their numbers are SGLang's."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, RequestRow] = {}
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(self._rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def length(self, row: int) -> int:
+        """Tokens of a row; 0 for one that holds nothing."""
+        return self._rows[row].length if row in self._rows else 0
+
+    def shared(self, row: int) -> int:
+        """Tokens that segments hold for a row."""
+        return self._rows[row].shared if row in self._rows else 0
+
+    def sealed(self, row: int) -> int | None:
+        """Where a row was sealed last; None if it was not."""
+        return self._rows[row].sealed if row in self._rows else None
+
+    def in_prompt(self, row: int) -> bool:
+        """Whether a row's prompt may still be compacted."""
+        return row in self._rows and self._rows[row].in_prompt
+
+    def lengths(self) -> dict[int, int]:
+        """Tokens of each row."""
+        return {row: known.length for row, known in self._rows.items()}
+
+    def grow(self, row: int, count: int, *, in_prompt: bool) -> None:
+        """``count`` tokens more; ``in_prompt`` if they are a prompt's."""
+        known = self._rows.setdefault(row, RequestRow())
+        known.length += count
+        known.in_prompt = known.in_prompt or in_prompt
+
+    def attach(self, row: int, end: int) -> None:
+        """A row that holds shared pages only, now up to position ``end``; its prompt begins behind them."""
+        self._rows[row] = RequestRow(length=end, shared=end, in_prompt=True)
+
+    def share(self, row: int, end: int) -> None:
+        """Segments hold the row's first ``end`` tokens."""
+        self._rows[row].shared = end
+
+    def seal(self, row: int) -> None:
+        """The row's next token starts a page of its own."""
+        self._rows[row].sealed = self._rows[row].length
+
+    def end_prompt(self, row: int) -> None:
+        """The row's prompt is compacted, or is to stay as it is."""
+        self._rows[row].in_prompt = False
+
+    def drop(self, row: int) -> None:
+        """The row holds nothing any more."""
+        self._rows.pop(row, None)
+
+    def digest(self) -> list[tuple[int, int, int, int | None]]:
+        """All that ranks have to agree on."""
+        return [(row, x.length, x.shared, x.sealed) for row, x in self._rows.items()]

@@ -1,0 +1,233 @@
+"""Segments of the prefix cache: rows of their own behind those of requests, from a request's pages to their release."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from sglang_diffkv.mem_pool.counts import PageCounts
+from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.geometry import Path, Segment, rows_of
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
+from sglang_diffkv.mem_pool.table_space import TableFull, blocks_of
+from sglang_diffkv.policies.diffkv import KEEP
+
+MOST_READS = 64
+"""Ranges of a segment whose entries are remembered."""
+
+
+class SegmentStore:
+    """Makes segments of rows' pages, cuts them, copies them to dense pages and gives them back.
+
+    Attributes:
+        cached: segments of the prefix cache. counts_of: tokens that they and pending ones hold, by head.
+        spread: replies among them that lie between tokens of their request's copy of its prompt, until its row is
+            released.
+    """
+
+    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts):
+        self.device, self.rows, self.counts = device, rows, counts
+        self.cached: set[Segment] = set()
+        self.spread: list[Segment] = []
+        self.counts_of = SegmentCounts(device)
+        geometry = device.geometry
+        self._free_rows = list(range(geometry.num_rows + geometry.num_segments - 1, geometry.num_rows - 1, -1))
+
+    # Rows
+
+    @property
+    def rows_free(self) -> int:
+        """Rows for further segments."""
+        return len(self._free_rows)
+
+    def take_row(self, high: int, low: int) -> int | None:
+        """A free row for a segment, with room for ``high`` and ``low`` entries; None, changing nothing, if no row or no
+        table block is left."""
+        if not self._free_rows:
+            return None
+        try:
+            self.device.space.extend(self._free_rows[-1], high, low)
+        except TableFull:
+            return None
+        return self._free_rows.pop()
+
+    def return_row(self, row: int) -> None:
+        """The segment row holds nothing any more."""
+        self.counts_of.gone(row)
+        self.device.space.release(row)
+        self._free_rows.append(row)
+
+    def has_room(self, rows: list[int]) -> bool:
+        """Whether a segment row and table blocks are left for the pages of any of ``rows``."""
+        space = self.device.space
+        return bool(self._free_rows) and max(blocks_of(space.bound(x)) for x in rows) <= len(space.free_blocks)
+
+    # From a request's pages
+
+    def share(self, row: int, lo: int, hi: int, *, as_computed: bool = False) -> Segment | None:
+        """Make the pages that no segment holds yet a segment for positions [lo, hi), immutable from now on.
+
+        A running row is shared up to where it was sealed; a row that ends, up to any position. ``as_computed``: the
+        row's prompt was left as it is.
+        Returns None, changing nothing, if no segment row or table block is left.
+        """
+        device = self.device
+        segment_row = self.take_row(*device.space.bound(row))
+        if segment_row is None:
+            return None
+        device.share(segment_row, row, lo, hi, kept_only=True)
+        ends, first = self.rows.sealed(row) != hi, self.rows.shared(row)
+        if ends:
+            device.seal(row)
+            self.rows.seal(row)
+        device.keep(row)
+        self.rows.share(row, hi)
+        self.counts.touch(row, decoded=True)
+        segment = Segment(segment_row, lo, hi, exact=as_computed and not ends, first=first)
+        self.add(segment)
+        if ends and lo > first:  # its pages hold tokens below lo too
+            self.spread.append(segment)
+        return segment
+
+    def add(self, segment: Segment) -> None:
+        """The prefix cache has the segment from now on."""
+        self.cached.add(segment)
+        self.counts_of.changed(segment)
+        self.counts.count_later(segment)
+
+    # Release
+
+    def _empty(self, row: int, *, private: int | None = None) -> None:
+        """Give up a segment's row, with ``private`` pages that no other row refers to, at least."""
+        self.device.release(row)
+        self.counts.forget(row, private=private)
+        self.return_row(row)
+
+    def release(self, segment: Segment, *, exclusive: bool = False) -> None:
+        """Drop a segment. Rows that refer to its pages keep them.
+
+        Its pages count as free at once if ``exclusive``: if no row refers to them.
+        """
+        self.cached.remove(segment)
+        self.counts.dropped(segment)
+        self._empty(segment.row, private=segment.pages if exclusive else 0)
+        segment.pages = 0
+
+    def release_all(self) -> None:
+        """Drop all segments of the prefix cache, in an order that is the same on all ranks."""
+        for segment in sorted(self.cached, key=lambda segment: segment.row):
+            self.release(segment)
+
+    def trim(self, segment: Segment, hi: int) -> None:
+        """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device, unless
+        the segment is exact."""
+        self.device.trim(segment.row, hi)
+        segment.hi = hi
+        self.counts_of.changed(segment)
+        if segment.exact:
+            held, segment.pages = segment.pages, self.exact_pages(segment)
+            self.counts.record(held - segment.pages)
+            self.counts.on_counted(segment)
+        else:
+            self.counts.count_later(segment)
+            self.counts.settle()
+
+    def cut_front(self, segment: Segment, lo: int) -> None:
+        """Forget positions below ``lo`` and return the pages that held nothing else and no row refers to. The caller
+        has made sure of a segment row and of table blocks."""
+        row = self.take_row(*self.device.space.bound(segment.row))
+        assert row is not None, "no room to cut a segment"
+        self.device.share(row, segment.row, lo, segment.hi)
+        self._move(segment, row, lo)
+
+    def _move(self, segment: Segment, row: int, lo: int) -> None:
+        """The segment begins at ``lo`` and its pages are those of ``row`` from now on."""
+        self.counts.dropped(segment)
+        self._empty(segment.row)
+        segment.row, segment.lo, segment.pages = row, lo, 0
+        self.counts_of.changed(segment)
+        self.counts.count_later(segment)
+
+    # Dense copies
+
+    def _copy(self, row: int, parts: Path) -> None:
+        """Fill an empty segment row with the tokens of ``parts`` as they are."""
+        self.device.copy(row, rows_of(parts), parts[-1][2], KEEP)
+        self.device.seal(row)
+        self.device.keep(row)
+        self.counts.record(-self.device.geometry.most_pages(parts[-1][2] - parts[0][1]))
+
+    def join(self, parts: Path) -> Segment:
+        """A segment of the tokens of consecutive parts, copied as they are to dense pages, that no node names yet. The
+        caller has made sure of pages, a segment row and table blocks."""
+        lo, hi = parts[0][1], parts[-1][2]
+        row = self.take_row(*self.device.space.dense_entries(hi - lo))
+        assert row is not None, "no room to join segments"
+        self._copy(row, parts)
+        exact = all(segment.exact for segment, _, _ in parts)
+        joined = Segment(row, lo, hi, nodes=0, exact=exact, first=lo)
+        self.add(joined)
+        return joined
+
+    def packed_pages(self, segment: Segment) -> int:
+        """Upper bound of the pages that the packed segment takes."""
+        return self.device.geometry.most_pages(segment.hi - segment.lo)
+
+    def pack(self, segment: Segment) -> bool:
+        """Copy a segment's tokens to dense pages and drop the old ones. The caller has made sure of the pages.
+
+        A reply needs it: with exact fidelity a request runs on a private copy of its prompt, and generated tokens take
+        the slots that compressed ones left there. The prefix cache has the prompt already and takes the reply only,
+        spread over pages full of prompt tokens that nobody reads there any more.
+
+        Only for a segment whose pages no other row refers to and the prefix cache does not count. Returns False,
+        changing nothing, if no segment row or table block is left.
+        """
+        row = self.take_row(*self.device.space.dense_entries(segment.hi - segment.lo))
+        if row is None:
+            return False
+        self._copy(row, [(segment, segment.lo, segment.hi)])
+        segment.reads.clear()
+        self._move(segment, row, segment.lo)
+        return True
+
+    # Sizes
+
+    def count_reads(self, path: Path) -> None:
+        """Have the device count the table entries that parts of segments take, where the bound is far from what their
+        tokens fill. Waits for the device; with several ranks all have to call it."""
+        space = self.device.space
+        dense, bound = space.dense_entries, space.part_entries
+        parts = [(s, lo, hi) for s, lo, hi in path if sum(bound(s, lo, hi)) > sum(dense(hi - lo)) + 2]
+        parts = [(s, lo, hi) for s, lo, hi in parts if (lo, hi) not in s.reads]
+        if not parts:
+            return
+        measured = self.device.measure(rows_of(parts))  # [n, L, H, T + 1]
+        with self.device.launching():
+            most = torch.minimum(measured[..., :-1], measured[..., -1:])  # a page holds a token at least
+            counts = most.amax((1, 2)).cpu().numpy().astype(np.int64)  # [n, T]
+        ranks = self.counts.ranks.ranks
+        entries: list[list[int]] = ranks.largest(counts.ravel()).reshape(counts.shape).tolist()
+        for (segment, lo, hi), of_tiers in zip(parts, entries, strict=True):
+            if len(segment.reads) >= MOST_READS:
+                del segment.reads[next(iter(segment.reads))]
+            segment.reads[lo, hi] = (of_tiers[0], of_tiers[1] if len(of_tiers) > 1 else 0)
+
+    def exact_pages(self, segment: Segment) -> int:
+        """Pages of an exact segment."""
+        tokens = self.device.fmt.high.tokens
+        first, end = (segment.lo - segment.first) // tokens, -(-(segment.hi - segment.first) // tokens)
+        return self.device.geometry.heads * (end - first)
+
+    def tokens_for(self, segment: Segment, pages: float) -> float:
+        """Tokens to trim from a segment's end so that about ``pages`` return; infinity where that is not known."""
+        heads, tokens = self.device.geometry.heads, self.device.fmt.high.tokens
+        if math.isinf(pages) or not segment.pages:
+            return math.inf
+        if segment.exact:
+            end = -(-(segment.hi - segment.first) // tokens) - -(-pages // heads)
+            return segment.hi - segment.first - end * tokens
+        return math.ceil((pages + heads) * (segment.hi - segment.lo) / segment.pages)

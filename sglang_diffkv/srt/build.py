@@ -1,0 +1,130 @@
+"""What a server builds at its start: sizes, pool, allocator, attention backend and prefix cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
+
+from sglang_diffkv.config import load_config
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.backend import DiffKVAttnBackend
+from sglang_diffkv.srt.kv_canary import register_canary
+from sglang_diffkv.srt.pool import DiffKVPool
+from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.scaling import layer_scalings
+from sglang_diffkv.srt.served import SERVED
+from sglang_diffkv.srt.validation import BACKEND, check_layers, check_model, check_server_args, is_selected
+
+logger = logging.getLogger(__name__)
+
+_budget: tuple[int, int] | None = None
+"""Bytes that SGLang had for the last pool, and how many tokens fit."""
+
+
+class PoolConfigurator(MemoryPoolConfigurator):
+    """As many tokens as fit with all else that the plugin puts on the device. ``configurator`` is SGLang's
+    KVCacheConfigurator."""
+
+    def __init__(self, configurator: Any):
+        check_model(configurator)
+        self.configurator = configurator
+
+    def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
+        global _budget
+        configurator = self.configurator
+        plan = MemoryPlan.of(configurator, load_config(), configurator.layer_info.num_effective_layers)
+        context = configurator.model_config.context_len + compat.CONTEXT_SLACK
+        capacity = plan.capacity_in(available_bytes, lambda tokens: compat.request_rows(configurator, tokens), context)
+        _budget = available_bytes, capacity
+        return self.calculate_pool_sizes_from_max_tokens(capacity, page_size)
+
+    def calculate_pool_sizes_from_max_tokens(self, max_total_num_tokens: int, page_size: int) -> MemoryPoolConfig:
+        return MemoryPoolConfig(max_total_num_tokens=max_total_num_tokens // page_size * page_size)
+
+
+def build_pool(configurator: Any, sizes: Any) -> DiffKVPool:
+    """SGLang's pool, which gets its memory with the allocator. ``sizes``: the arguments of SGLang's builder."""
+    compat.decline_prefill_graphs(configurator.server_args)
+    check_server_args(configurator.server_args, load_config().gpu_ops)
+    check_model(configurator)
+    register_canary()
+    layers = configurator.layer_info
+    return DiffKVPool(
+        sizes["max_total_num_tokens"],
+        configurator.kv_cache_dtype,
+        layers.num_effective_layers,
+        configurator.device,
+        False,
+        layers.start_layer,
+        layers.end_layer,
+    )
+
+
+def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAllocator:
+    """The page manager with its ops, and the allocator over it. ``rows``: SGLang's table of requests."""
+    plan = MemoryPlan.of(configurator, load_config(), configurator.layer_info.num_effective_layers)
+    geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
+    ranks = compat.tensor_parallel_ranks()
+    sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
+    ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
+    policy = plan.policy(ranks.rank, ranks.size)
+    manager = PageManager(
+        geometry,
+        policy,
+        dtype=configurator.kv_cache_dtype,
+        device=configurator.device,
+        ranks=ranks,
+        make_ops=lambda state: plan.ops(state, geometry, policy),
+    )
+    ledger = PageLedger(manager, pool.size)
+    pool.bind(manager, ledger.names, plan.footprint(geometry, pool.size))
+    allocator = rows.diffkv_allocator = DiffKVAllocator(
+        Requests(ledger, pool.usage),
+        dtype=configurator.kv_cache_dtype,
+        device=configurator.device,
+        kvcache=pool,
+        need_sort=False,
+    )
+    SERVED[BACKEND] = allocator
+    logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
+    return allocator
+
+
+def refuse_pool(configurator: Any, pool: Any) -> None:
+    """Raise UnsupportedError if diffkv is selected but SGLang built a pool that the plugin does not replace."""
+    if is_selected(configurator.server_args):
+        raise UnsupportedError(
+            f"--attention-backend diffkv: SGLang built a {type(pool).__name__} for this model, which the "
+            "plugin does not replace. Use another --attention-backend for it."
+        )
+
+
+def create_backend(runner: Any) -> DiffKVAttnBackend:
+    """The attention backend of SGLang's model runner."""
+    check_layers(runner.model)
+    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model))
+    pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
+    budget = _budget[0] if _budget is not None and _budget[1] == pool.size else None
+    logger.info("%s", pool.footprint(exact=exact).describe(budget))
+    return backend
+
+
+def create_prefix_cache(ctx: Any) -> Any:
+    """The prefix cache of ``--radix-cache-backend diffkv``, which a launch sets; where it is switched off, what SGLang
+    builds instead."""
+    if not isinstance(ctx.params.token_to_kv_pool_allocator, DiffKVAllocator):
+        raise UnsupportedError("--radix-cache-backend diffkv: it comes with --attention-backend diffkv; drop it")
+    if ctx.disable_radix_cache and not compat.disabled_prefix_cache_needs_tree():
+        from sglang.srt.mem_cache.registry import default_radix_cache_factory
+
+        return default_radix_cache_factory(ctx)
+    config = load_config()
+    exact = config.prefix_fidelity == "exact"
+    return compat.prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)

@@ -1,0 +1,308 @@
+"""A request's life: admitted, its prompt begun, steps planned, its prompt ended and published, and its row given up.
+
+SGLang's hooks call this, and tests drive it without a server. A page has one owner at a time:
+
+- the *ring*: nobody reads it; its next owner gets it empty;
+- a *request's row*: from the pass that computes or copies its tokens until they are shared or the row is released
+  (finish, retraction and abort alike). It alone writes these pages;
+- a *pending segment*: a prompt's new pages between its last pass and the insertion, where the request goes on with a
+  copy (exact fidelity). Nobody writes them;
+- a *segment of the prefix cache*: what was inserted, until it is evicted. Rows that matched it hold references, and the
+  page returns to the ring with the last of these. Nobody writes it.
+
+Pages that an admitted prompt may still take are *promised*: they are in the ring, and the ledger counts them as used.
+Locks on the tree are SGLang's; the one of a request is moved only where it lets go of what it has copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_diffkv.mem_pool.geometry import Path, path_end
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.steps import PlannedStep
+from sglang_diffkv.mem_pool.table_space import TableFull
+from sglang_diffkv.mem_pool.usage import UsageMeter
+from sglang_diffkv.srt import compat
+
+if TYPE_CHECKING:
+    from sglang_diffkv.srt.exact_prompts import ExactPrompts
+    from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+
+logger = logging.getLogger(__name__)
+
+FATAL: tuple[type[Exception], ...] = tuple(
+    x for x in (getattr(torch, "AcceleratorError", None), getattr(torch.cuda, "CudaError", None)) if x is not None
+)
+"""Errors after which the device is of no more use."""
+
+
+class BatchRefused(RuntimeError):
+    """A prefill batch cannot be prepared because of some of its requests, the ``causes``."""
+
+    def __init__(self, causes: list[Any], reason: str):
+        super().__init__(reason)
+        self.causes, self.reason = causes, reason
+        self.batch: Any = None
+        """SGLang's batch, set by who prepares it."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Whether a prompt of ``needed`` tokens behind a matched ``path`` has room.
+
+    Attributes:
+        fits: with nothing compressed. fits_compacted: if it is compacted after each chunk of ``chunk`` tokens, by
+            which it is expected to take ``saved`` tokens less; 0 if it may not be.
+    """
+
+    path: Path
+    needed: int
+    fits: bool
+    fits_compacted: bool
+    chunk: int
+    saved: int
+
+
+class Requests:
+    """What becomes of requests, over a ledger of pages. ``tree`` is set when SGLang has made its prefix cache."""
+
+    def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None):
+        self.ledger, self.manager, self.usage = ledger, ledger.manager, usage
+        self.tree: DiffKVPrefixCache | None = None
+        self.refused: list[Any] = []
+        """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
+
+    @property
+    def exact(self) -> ExactPrompts | None:
+        """Who decides on prompts that the prefix cache keeps exactly; None if it keeps none so."""
+        return None if self.tree is None else self.tree.exact
+
+    def path(self, req: Any) -> Path:
+        """What the request has matched in the prefix cache."""
+        return [] if self.tree is None else self.tree.path(req.last_node)
+
+    # Admission
+
+    def judge(self, req: Any, chunk: int, running: Iterable[Any]) -> Admission:
+        """Whether a request's prompt has room, evicting what may go. Its matched path must be locked.
+
+        Args:
+            chunk: tokens of a chunk that a pass has to itself. running: requests that run or are admitted already.
+        """
+        ledger, path = self.ledger, self.path(req)
+        ledger.refused = None
+        needed = compat.prompt_len(req) - compat.prefix_len(req)
+        if self.tree is not None:
+            self.tree.evict_table_blocks(path, needed)
+            self.tree.evict_names(needed)
+        compacts = chunk < needed and self._may_compact(path, needed, running)
+        return Admission(
+            path,
+            needed,
+            fits=ledger.admits(path, needed),
+            fits_compacted=compacts and ledger.admits_compacting(needed, chunk),
+            chunk=chunk,
+            saved=needed - ledger.compacting_tokens(needed, chunk) if compacts else 0,
+        )
+
+    def _may_compact(self, path: Path, needed: int, running: Iterable[Any]) -> bool:
+        """Whether a prompt may be compacted between chunks. Not where its exact form is wanted, nor where tokens would
+        be pruned for good before all of the prompt has seen them."""
+        ledger, policy = self.ledger, self.manager.policy
+        if not policy.compresses or policy.judges_low or self.exact is not None:
+            return False
+        most = 0
+        for req in running:
+            if req.finished():
+                continue  # its place in the tree may be gone
+            held = self.path(req)
+            most = max(most, ledger.most_pages(held, compat.longest_len(req) - path_end(held)))
+        return ledger.may_compact(path, needed, most)
+
+    def admit(self, req: Any, admission: Admission, *, compacted: bool = False) -> None:
+        """The request runs: set aside what its prompt may take. ``compacted``: it is compacted between chunks."""
+        if compacted:
+            self.ledger.chunks[req.rid] = admission.chunk
+            self.ledger.compacted += 1
+        self.ledger.promise(req.rid, admission.path, admission.needed)
+        if self.tree is not None:
+            self.tree.evict_uncovered()
+
+    def turn_away(self, req: Any, admission: Admission) -> bool:
+        """The request waits for room. True if there may be some now: with nothing running, only the segments that its
+        own prefix locks as a whole can make it, and these were evicted."""
+        ledger, tree = self.ledger, self.tree
+        ledger.refused = compat.tokens_wanted(req, ledger.growth_price()) - admission.saved
+        if not getattr(req, "diffkv_waited", False):
+            req.diffkv_waited = True
+            ledger.waited += 1
+        if tree is None or not admission.path or self.manager.rows or ledger.promised:
+            return False
+        prompt = compat.prompt_len(req)
+        wanted = math.ceil(ledger.refused) + compat.prefix_len(req) + self.manager.fmt.high.tokens
+        tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))
+        tree.evict_pages(ledger.prompt_pages(prompt))
+        tree.evict_table_blocks([], prompt)
+        tree.evict_names(prompt)
+        return True
+
+    def next_chunk_fits(self, req: Any, chunk: int) -> bool:
+        """Whether an admitted prompt's next chunk has room. Always where all of its pages are promised; one that is
+        compacted between chunks may have to wait."""
+        ledger = self.ledger
+        if req.rid not in ledger.chunks:
+            return True
+        ledger.chunks[req.rid] = max(ledger.chunks[req.rid], chunk)
+        ledger.promise(req.rid, [], compat.prompt_len(req) - compat.prefix_len(req))
+        if ledger.uncommitted_pages() < 0:
+            self.manager.counts.settle()  # the last chunk's compaction may have made room
+            if self.tree is not None:
+                self.tree.evict_uncovered()
+        return ledger.uncommitted_pages() >= 0
+
+    # Steps
+
+    def plan_prefill(self, reqs: list[Any]) -> PlannedStep:
+        """The next pass computes the requests' next chunks: attach the prefixes they have matched, and make room.
+
+        Raises BatchRefused.
+        """
+        rows, starts, counts, ending, compacting = [], [], [], [], []
+        for req in reqs:
+            row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
+            prompt = compat.prompt_len(req)
+            if start and row not in self.manager.rows:
+                with self.refusing(reqs, req):
+                    self.begin_prompt(req)
+            if end == prompt:
+                ending.append(row)
+            elif req.rid in self.ledger.chunks:
+                compacting.append(row)
+            self.ledger.promise(req.rid, [], prompt - end)
+            rows.append(row)
+            starts.append(start)
+            counts.append(end - start)
+        with self.refusing(reqs):
+            step = self.manager.plan_step(rows, counts, starts, ending=ending, compacting=compacting)
+        if self.exact is not None:
+            for row, req in zip(rows, reqs, strict=True):
+                if row in ending:
+                    insertable = not getattr(req, "skip_radix_cache_insert", False)
+                    with self.refusing(reqs, req):
+                        self.exact.plan(row, req.last_node, brief=brief_reply(req), insertable=insertable)
+        return step
+
+    def begin_prompt(self, req: Any) -> None:
+        """The request's row refers to the pages of its matched prefix from now on. Raises TableFull."""
+        row = compat.allocated_row_of(req)
+        self.manager.attach_prefix(row, self.path(req))
+        if self.exact is not None:
+            self.exact.attached(row, req.last_node)
+
+    def without_room(self, reqs: list[Any]) -> dict[int, str]:
+        """Indices of the requests whose next token has no table block or name, and why."""
+        rows = {compat.allocated_row_of(req): index for index, req in enumerate(reqs)}
+        found = self.manager.space.refused(list(rows), 1)
+        if len(rows) - len(found) > self.ledger.names_free() and self.tree is not None:
+            self.tree.evict_names(len(rows) - len(found))
+        short = len(rows) - len(found) - self.ledger.names_free()
+        if short > 0:
+            found.update(dict.fromkeys([row for row in rows if row not in found][-short:], "no name is free"))
+        return {rows[row]: reason for row, reason in found.items()}
+
+    def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
+        """The next pass computes one token of each request, at positions ``starts``."""
+        rows = [compat.allocated_row_of(req) for req in reqs]
+        return self.manager.plan_step(rows, [1] * len(rows), starts)
+
+    def step_ended(self, reqs: list[Any]) -> list[Any]:
+        """A pass's results are about to go out. Those of its requests that lost tokens to an empty ring."""
+        self.manager.counts.report()
+        return [req for req in reqs if compat.row_of(req) in self.manager.counts.faulted]
+
+    def after_step(self, reqs: list[Any]) -> None:
+        """The results are out: see what the requests that left make possible for the others."""
+        if self.exact is not None:
+            self.exact.copy_alone([req for req in reqs if not req.finished()])
+
+    # Publication
+
+    def publish(self, req: Any, insertion: Any, *, running: bool) -> bool:
+        """Run SGLang's ``insertion`` of a request's tokens into the prefix cache, with pages of its row; False, running
+        nothing, where they do not join now: a prompt too short to be shared alone, no room, a row with a fault."""
+        tree, row = self.tree, compat.row_of(req)
+        assert tree is not None
+        if row is None or (running and self.manager.prompts.publishable_to(row) != compat.extend_end(req)):
+            return False
+        if row in self.manager.counts.faulted or not self._joins(row, running):
+            return False
+        if not tree.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
+            return False
+        tree.inserting_row = row
+        try:
+            insertion()
+        finally:
+            tree.inserting_row = None
+        return True
+
+    def _joins(self, row: int, running: bool) -> bool:
+        return running or self.exact is None or self.exact.joins(row)
+
+    def prompt_published(self, req: Any) -> None:
+        """SGLang has had its chance to insert the prompt: the request lets go of what it has copied."""
+        if self.exact is not None:
+            self.exact.prompt_ended(req)
+
+    # The end
+
+    def leave(self, req: Any, row: int, *, counted: bool) -> None:
+        """The request gives up its row: it has finished, or was retracted or aborted.
+
+        Args:
+            counted: whether it counts among the requests served.
+        """
+        self.ledger.forget(req.rid)
+        if row in self.manager.rows:
+            if counted and self.usage is not None:
+                self.usage.finish(row)
+            self.manager.release(row)
+            if self.tree is not None:
+                self.tree.pack_replies()
+        if self.exact is not None:
+            self.exact.forget(row)
+
+    # Errors
+
+    @contextmanager
+    def refusing(self, reqs: list[Any], req: Any = None) -> Iterator[None]:
+        """An error inside becomes BatchRefused: because of ``req``, of the request whose row has no table blocks, or,
+        where neither is known, of all. With several ranks only an error that all of them meet may, or they would
+        part."""
+        try:
+            yield
+        except BatchRefused:
+            raise
+        except FATAL:
+            raise
+        except Exception as error:
+            if not self.manager.ranks.alone and isinstance(error, torch.OutOfMemoryError):
+                raise
+            logger.exception("DiffKV: a prefill batch cannot be prepared")
+            causes = [req] if req is not None else list(reqs)
+            if req is None and isinstance(error, TableFull):
+                causes = [x for x in reqs if compat.row_of(x) == error.row] or causes
+            raise BatchRefused(causes, str(error)) from error
+
+
+def brief_reply(req: Any) -> bool:
+    """Whether the request ends with its first token."""
+    return req.sampling_params.max_new_tokens <= 1
