@@ -14,6 +14,8 @@ from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.table_space import TableSpace
+from sglang_diffkv.ops import Scaling
+from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 ROW, LAYERS, HEADS, Q_HEADS, DIM = 1, 1, 2, 8, 64
@@ -38,22 +40,25 @@ def main() -> None:
     space, policy = TableSpace(state), DiffKVPolicy(alpha_high=1.0, alpha_low=0.02, window=16)
     key, value, q = (torch.randn(prompt + steps, n, DIM, device=device).bfloat16() for n in (HEADS, HEADS, Q_HEADS))
 
-    extend = ExtendWrapper(state, sm_scale=SCALE, policy=policy)
+    ops = TritonOps(state, policy, Q_HEADS, max_tokens=prompt + steps)
+    row, scaling = torch.tensor([ROW], device=device), Scaling(SCALE)
+    extend = ExtendWrapper(state, ops, policy)
     space.append(ROW, prompt)
     space.flush()
-    extend.plan([ROW], [prompt], [0])
-    extend.run(0, q[:prompt], key[:prompt], value[:prompt])
+    extend.plan(row, torch.zeros_like(row), torch.full_like(row, prompt), [0], [prompt])
+    extend.begin()
+    extend.run(0, q[:prompt], key[:prompt], value[:prompt], scaling)
     extend.end_prompt(ROW, prompt)
 
-    decode = DecodeWrapper(state, Q_HEADS, 4, sm_scale=SCALE, policy=policy, max_tokens=prompt + steps)
+    decode = DecodeWrapper(state, ops, policy)
     for length in range(prompt + 1, prompt + steps + 1):
         space.append(ROW, 1)
         space.flush()
-        decode.plan(torch.tensor([ROW]), torch.tensor([length]))
-        decode.begin_step()
+        decode.plan(row, torch.full_like(row, length))
+        decode.begin()
         at = slice(length - 1, length)
-        out = decode.run(0, q[at], key[at], value[at])
-        decode.end_step()
+        out = decode.run(0, q[at], key[at], value[at], scaling)
+        decode.end()
     reference = exact(q[-1], key, value)
     error = (out[0].float() - reference).norm() / reference.norm()
     high, low = state.own_tokens[ROW, 0].sum(0).tolist()

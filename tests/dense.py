@@ -14,7 +14,7 @@ from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.page_format import Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from tests.checks import check_scores, check_searches
-from tests.helpers import Visible, begin_step, new_scores, visible
+from tests.helpers import Visible, begin_step, end_decode, new_scores, visible
 
 
 def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -161,7 +161,7 @@ class Session:
     def end_decode(self, rows: list[int], found: StepScores | None) -> None:
         """Generation-phase compaction."""
         seq_lens = torch.tensor([self.manager.rows.length(r) for r in rows])
-        self.manager.end_decode(torch.tensor(rows), seq_lens, found)
+        end_decode(self.manager, torch.tensor(rows), seq_lens, found)
 
     def step(self, rows: list[int], *, check: bool = True) -> None:
         """A whole decode step."""

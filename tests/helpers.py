@@ -175,6 +175,12 @@ def begin_step(manager: PageManager, rows: list[int], new_tokens: list[int], sta
     return step
 
 
+def end_decode(manager: PageManager, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any) -> None:
+    """Generation-phase compaction after a decode step over rows [B]; ``scores`` as ``new_scores`` gives them."""
+    if scores is not None:
+        manager.ops.compact_step(manager.state, rows, seq_lens, scores, manager.policy)
+
+
 def faults(manager: PageManager, rows: list[int]) -> list[int]:
     """Those of ``rows`` that found the ring empty and lost tokens."""
     with manager.launching():

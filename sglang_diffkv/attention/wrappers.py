@@ -1,193 +1,111 @@
-"""Plan/run wrappers over the GPU kernels, usable without SGLang.
+"""Attention over compressed pages in plan/run form, as in FlashInfer: ``plan`` once a pass, ``run`` once a layer.
 
-As in FlashInfer, ``plan`` takes what a step knows once and ``run`` is called once a layer. Both wrappers work on
-a :class:`PageState`; the caller keeps a :class:`TableSpace` for it and calls ``space.append(row, tokens)`` for each
-row and ``space.flush()`` before a step, so that every table entry has its block.
+SGLang's backend and programs without SGLang use the same two wrappers, over the same ops: Triton's (with FlashInfer for
+new tokens where they have it), or the references. They work on a ``PageState``; the caller keeps a ``TableSpace``
+for it and calls ``space.append(row, tokens)`` for each row and ``space.flush()`` before a pass, so that every table
+entry has its block (``PageManager.plan_step`` and ``launch_step`` do).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from sglang_diffkv.kernels.allocate.triton import reserve
-from sglang_diffkv.kernels.append.triton import append
-from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
-from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
-from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
-from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.rule import head_scales, prompt_rule, thresholds
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.ops.base import Ops, Scaling, Step
+from sglang_diffkv.policies.base import Policy
 
 
-class DecodeWrapper:
-    """Decode steps of up to ``max_batch`` requests.
+class _Wrapper:
+    """What decode and extend passes share.
 
-    ``plan`` copies a step's rows and lengths into static buffers. ``begin_step``, ``run`` for each layer and
-    ``end_step`` launch kernels only, on static addresses: a CUDA graph can hold them, and replays after each new
-    plan. Requests past those of the plan are padding, and get zeros.
+    Args:
+        rotates: whether queries and keys are rotated before keys are stored.
     """
 
-    def __init__(
-        self,
-        state: PageState,
-        q_heads: int,
-        max_batch: int,
-        *,
-        sm_scale: float,
-        policy: DiffKVPolicy | None = None,
-        max_tokens: int = 0,
-        logit_cap: float = 0.0,
-        splits: int = 0,
-        config: DecodeConfig | None = None,
-    ):
-        """``policy`` None keeps every token; else ``max_tokens`` is the longest sequence."""
-        assert policy is None or max_tokens > 0, "a policy needs max_tokens"
-        self.state, self.policy = state, policy
-        self.sm_scale, self.logit_cap = sm_scale, logit_cap
-        kept = max_tokens if policy else 0
-        self.workspace = DecodeWorkspace.create(
-            state, max_batch, q_heads, splits=splits, max_tokens=kept, config=config
-        )
-        self.found = None
-        if policy is not None:
-            settings = self.workspace.config
-            self.found = FoundTokens.create(state, max_batch, settings, judge_low=policy.judges_low)
-        self.compaction = CompactWorkspace.create(state, max_batch)
-        self.head_scale = head_scales(policy, state)
-        device = state.device
-        self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.seq_lens = torch.ones(max_batch, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.num_valid = torch.zeros(1, dtype=torch.int32, device=device)
-        self._one = torch.ones(max_batch, dtype=torch.int64, device=device)
-        self._zero = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        shape = (max_batch, q_heads, state.fmt.v_head_dim)
-        self.lse = torch.empty(shape[:2], dtype=torch.float32, device=device)
-        self.out = torch.empty(shape, dtype=state.dtype, device=device)
+    decodes: bool
 
-    def plan(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """rows, seq_lens: [n] integers on any device, n at most ``max_batch``; the new token is counted."""
-        count = rows.shape[0]
-        self.rows.zero_()
-        self.rows[:count].copy_(rows, non_blocking=True)
-        self.seq_lens[:count].copy_(seq_lens, non_blocking=True)
-        torch.sub(self.seq_lens, 1, out=self.positions)
-        self.num_valid.fill_(count)
+    def __init__(self, state: PageState, ops: Ops, policy: Policy, *, rotates: bool = False):
+        self.state, self.ops, self.policy, self.rotates = state, ops, policy, rotates
+        self.step: Step | None = None
 
-    def begin_step(self) -> None:
+    def begin(self) -> None:
         """Slots and pages for the new tokens of all layers."""
-        reserve(self.state, self.rows, self._one, self.compaction.ticket, self.num_valid)
-        if self.found is not None:
-            self.workspace.plan(self.state, self.rows, self.num_valid, judge_low=self.found.judge_low)
+        assert self.step is not None, "plan comes first"
+        self.ops.begin(self.state, self.step, self.decodes)
 
-    def run(self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Store one layer's new tokens and attend from them.
+    def run(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling
+    ) -> torch.Tensor:
+        """Store one layer's new tokens and attend from them, requests in the plan's order.
 
         Args:
-            q: [B, Hq, head_dim] in the state's dtype. key: [B, H, head_dim]. value: [B, H, v_head_dim]; B is at
-                most ``max_batch``.
+            q: [tokens, Hq, head_dim] in the state's dtype; query head ``h`` belongs to KV head ``h // (Hq / H)``.
+            key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
 
         Returns:
-            [B, Hq, v_head_dim], a buffer that the next call overwrites.
+            [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
         """
-        batch = q.shape[0]
-        rows = self.rows[:batch]
-        append(self.state, layer, key, value, rows, self._zero[:batch], self.positions[:batch], self.num_valid)
-        out, _ = decode_attention(
-            self.state,
-            layer,
-            q,
-            rows,
-            self.seq_lens[:batch],
-            self.sm_scale,
-            self.workspace,
-            self.num_valid,
-            out=self.out[:batch],
-            lse=self.lse[:batch],
-            found=self.found,
-            window=self.policy.window if self.policy else 0,
-            sinks=self.policy.sinks if self.policy else 0,
-            horizon=self.policy.horizon if self.policy else 0,
-            logit_cap=self.logit_cap,
+        assert self.step is not None, "plan comes first"
+        if self.rotates:
+            q, key = self.ops.rotate(q, key)
+        self.ops.append(self.state, layer, key, value, self.step)
+        return self._attend(self.step, layer, q, key, value, scaling)
+
+    def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class DecodeWrapper(_Wrapper):
+    """Decode steps: one new token a request.
+
+    ``begin``, ``run`` for each layer and ``end`` launch kernels only, so that a CUDA graph can hold them, after
+    ``Ops.prepare_graphs``. Replays read the tensors that were given to ``plan`` when it was captured.
+    """
+
+    decodes = True
+
+    def plan(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """rows, seq_lens: [B] integers on the device, the new token counted; row 0 is padding, and gets zeros."""
+        self.step = self.ops.decode_step(self.state, rows, seq_lens, self.policy)
+
+    def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
+        return self.ops.decode(self.state, layer, q, step, scaling.scale, self.policy, scaling.cap)
+
+    def end(self) -> None:
+        """Compaction of all layers, where the policy wants any."""
+        step = self.step
+        assert step is not None, "plan comes first"
+        if step.found is not None:
+            self.ops.compact_step(self.state, step.rows, step.seq_lens, step.found, self.policy, step.num_rows)
+
+
+class ExtendWrapper(_Wrapper):
+    """Prompts, whole or in chunks. Not for graphs: shapes follow the plan."""
+
+    decodes = False
+
+    def plan(
+        self,
+        rows: torch.Tensor,
+        prefix_lens: torch.Tensor,
+        extend_lens: torch.Tensor,
+        prefixes: list[int],
+        counts: list[int],
+        judged: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        """rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are the latter two on
+        the host. ``judged``: as in ``Step``."""
+        self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts)
+        self.step.judged = judged or {}
+
+    def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
+        return self.ops.extend(
+            self.state, layer, q, key, value, step, scaling.scale, scaling.cap, self.policy.compresses
         )
-        return out
-
-    def end_step(self) -> None:
-        """Compaction of all layers, where there is a policy."""
-        if self.policy is not None and self.found is not None:
-            compact_step(
-                self.state,
-                self.rows,
-                self.seq_lens,
-                self.found,
-                self.compaction,
-                self.num_valid,
-                **thresholds(self.policy, self.head_scale),
-            )
-
-
-class ExtendWrapper:
-    """Prompts, whole or in chunks. Not for graph capture: shapes follow the plan."""
-
-    def __init__(
-        self, state: PageState, *, sm_scale: float, policy: DiffKVPolicy | None = None, logit_cap: float = 0.0
-    ):
-        self.state, self.policy = state, policy
-        self.sm_scale, self.logit_cap = sm_scale, logit_cap
-        self.workspace = PromptWorkspace.create(state)
-        self.head_scale = head_scales(policy, state)
-
-    def plan(self, rows: list[int], extend_lens: list[int], prefix_lens: list[int]) -> None:
-        """New tokens of each row and the tokens before them; takes slots and pages for all layers."""
-        device = self.state.device
-        self.max_extend, self.max_prefix = max(extend_lens), max(prefix_lens)
-        self.rows = torch.tensor(rows, device=device)
-        self.extend_lens = torch.tensor(extend_lens, device=device)
-        self.prefix_lens = torch.tensor(prefix_lens, device=device)
-        self.starts = self.extend_lens.cumsum(0) - self.extend_lens
-        count = sum(extend_lens)
-        owner = torch.repeat_interleave(self.extend_lens, output_size=count)
-        self.owners = self.rows[owner]
-        self.offsets = torch.arange(count, device=device) - self.starts[owner]
-        self.positions = self.offsets + self.prefix_lens[owner]
-        self.num_tokens = torch.tensor([count], dtype=torch.int32, device=device)
-        batch = torch.tensor([len(rows)], dtype=torch.int32, device=device)
-        reserve(self.state, self.rows, self.extend_lens, self.workspace.ticket, batch)
-
-    def run(self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Store one layer's new tokens and attend from them; all [tokens, heads, dim], requests in the plan's order.
-
-        Returns:
-            [tokens, Hq, v_head_dim] in q's dtype.
-        """
-        append(self.state, layer, key, value, self.owners, self.offsets, self.positions, self.num_tokens)
-        out, _ = extend_attention(
-            self.state,
-            layer,
-            q,
-            key,
-            value,
-            self.rows,
-            self.starts,
-            self.extend_lens,
-            self.prefix_lens,
-            self.max_extend,
-            self.max_prefix,
-            self.sm_scale,
-            update_scores=self.policy is not None,
-            logit_cap=self.logit_cap,
-        )
-        return out
 
     def end_prompt(self, row: int, seq_len: int) -> None:
-        """Sort a row's prompt of ``seq_len`` tokens into tiers, where there is a policy."""
-        if self.policy is not None and seq_len > self.policy.window:
-            compact_prompt(
-                self.state,
-                row,
-                seq_len,
-                self.workspace,
-                **prompt_rule(self.policy, self.head_scale),
-            )
+        """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it."""
+        if self.policy.compresses and seq_len > self.policy.window:
+            self.ops.compact_prompt(self.state, row, seq_len, self.policy)

@@ -143,14 +143,6 @@ class PageManager:
         self.counts.launched()
         return None if step is None else step.launched()
 
-    def end_decode(
-        self, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any, num_rows: torch.Tensor | None = None
-    ) -> None:
-        """Generation-phase compaction after a decode step; rows and seq_lens are [B] integers, those past the first
-        ``num_rows`` [1] int32 padding."""
-        if scores is not None:
-            self.ops.compact_step(self.state, rows, seq_lens, scores, self.policy, num_rows)
-
     def end_prompts(self, step: LaunchedStep) -> None:
         """Behind the kernels of a step's last layer: compact what it says."""
         for row in step.rows:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.mem_pool.steps import LaunchedStep
-from sglang_diffkv.ops import Scaling, Step
+from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scaling import scaling_of
 
@@ -37,13 +38,15 @@ class DiffKVAttnBackend(AttentionBackend):
         self.first_layer = pool.start_layer
         self.last_layer = pool.start_layer + manager.geometry.num_layers - 1
         config = load_config()
-        self.rotates = config.rotate == "keys"
+        core = (self.state, manager.ops, manager.policy)
+        rotates = config.rotate == "keys"
+        self.decode = DecodeWrapper(*core, rotates=rotates)
+        self.extend = ExtendWrapper(*core, rotates=rotates)
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
                 self._make_ready(runner.dtype, config, scalings)
             if not runner.server_args.disable_overlap_schedule:
                 manager.device.stream = runner.forward_stream
-        self.step: Step | None = None
         self.launched: LaunchedStep | None = None
         """The pass that runs, as the host planned it: prompts only."""
 
@@ -58,7 +61,7 @@ class DiffKVAttnBackend(AttentionBackend):
         choose_prefill(ops, self.state, config.prefill, scalings)
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
-            ops, self.state, policy, dtype=dtype, scalings=scalings, rotates=self.rotates, copies=copies
+            ops, self.state, policy, dtype=dtype, scalings=scalings, rotates=self.extend.rotates, copies=copies
         )  # fmt: skip
 
     # What SGLang's graph runner asks
@@ -82,69 +85,55 @@ class DiffKVAttnBackend(AttentionBackend):
             self.manager.launch_step()
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        if self.step is not None:
-            self.manager.ops.begin(self.state, self.step, forward_batch.forward_mode.is_decode())
+        mode = forward_batch.forward_mode
+        if not mode.is_idle():
+            (self.decode if mode.is_decode() else self.extend).begin()
 
     def _prepare(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
-        self.step = self.launched = None
+        self.launched = None
         if mode.is_idle():
             return
         launched = self.manager.launch_step()
-        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        rows = forward_batch.req_pool_indices
         if mode.is_decode():
-            self.step = self.manager.ops.decode_step(self.state, rows, seq_lens, self.manager.policy)
+            self.decode.plan(rows, forward_batch.seq_lens)
             return
         if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
         lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
-        self.step = Step.extend(rows, *lens, launched.start, launched.new_tokens)
         judged = self.manager.prompts.judged
-        self.step.judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}
+        judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}
+        self.extend.plan(rows, *lens, launched.start, launched.new_tokens, judged)
         self.launched = launched
 
     # Layers
 
-    def _run(self, q: torch.Tensor, k: Any, v: Any, layer: Any, decode: bool) -> torch.Tensor:
-        step, state, index = self.step, self.state, layer.layer_id - self.first_layer
-        ops, policy = self.manager.ops, self.manager.policy
-        assert step is not None
+    def _run(self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any) -> torch.Tensor:
         if k is None or v is None:
             raise NotImplementedError("diffkv does not serve models that share one layer's KV with another")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        if self.rotates:
-            q, k = ops.rotate(q, k)
-        ops.append(state, index, k, v, step)
-        scale, cap = scaling_of(layer)
-        if decode:
-            out = ops.decode(state, index, q, step, scale, policy, cap)
-        else:
-            out = ops.extend(state, index, q, k, v, step, scale, cap, policy.compresses)
+        out = wrapper.run(layer.layer_id - self.first_layer, q, k, v, scaling_of(layer))
         if layer.layer_id == self.last_layer:
-            self._end(decode)
+            if wrapper is self.decode:
+                self.decode.end()
+            elif self.launched is not None:
+                self.manager.end_prompts(self.launched)
         return out.reshape(out.shape[0], -1)
-
-    def _end(self, decode: bool) -> None:
-        step = self.step
-        assert step is not None
-        if decode:
-            self.manager.end_decode(step.rows, step.seq_lens, step.found, step.num_rows)
-        elif self.launched is not None:
-            self.manager.end_prompts(self.launched)
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         _refuse(more)
-        return self._run(q, k, v, layer, decode=False)
+        return self._run(self.extend, q, k, v, layer)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         _refuse(more)
-        return self._run(q, k, v, layer, decode=True)
+        return self._run(self.decode, q, k, v, layer)
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda

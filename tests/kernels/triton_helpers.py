@@ -14,10 +14,12 @@ if DEVICE == "cpu":
 
 from sglang_diffkv.kernels.append.reference import append  # noqa: E402
 from sglang_diffkv.kernels.table import max_entries, row_table  # noqa: E402
+from sglang_diffkv.mem_pool.device import OpsOf  # noqa: E402
 from sglang_diffkv.mem_pool.geometry import Geometry  # noqa: E402
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier  # noqa: E402
 from sglang_diffkv.mem_pool.page_manager import PageManager  # noqa: E402
 from sglang_diffkv.mem_pool.state import PageState  # noqa: E402
+from sglang_diffkv.policies.base import Policy  # noqa: E402
 from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
 from tests.helpers import begin_step  # noqa: E402
 
@@ -31,11 +33,13 @@ def make_format(tiers: str, head_dim: int = 64, v_head_dim: int = 0, page_tokens
 
 
 def make_manager(
-    fmt: PageFormat, *, layers: int = 2, heads: int = 2, pages: int = 400, window: int = 8, dtype=BF16
-) -> PageManager:
+    fmt: PageFormat, *, layers: int = 2, heads: int = 2, pages: int = 400, window: int = 8, dtype=BF16,
+    policy: Policy | None = None, make_ops: OpsOf | None = None,
+) -> PageManager:  # fmt: skip
     """An empty manager whose page memory is all NaN, and whose positions look like real ones."""
     geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)
-    manager = PageManager(geometry, DiffKVPolicy(1.0, 0.2, window), dtype=dtype, device=DEVICE)
+    rule = policy or DiffKVPolicy(1.0, 0.2, window)
+    manager = PageManager(geometry, rule, dtype=dtype, device=DEVICE, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
     return manager
 

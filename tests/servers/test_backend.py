@@ -49,7 +49,7 @@ class Twin:
         def make_ops(state: PageState) -> Ops:
             return TritonOps(state, rule, heads * group, 400, ragged) if triton else ReferenceOps()
 
-        rule = replace(DiffKVPolicy(1.0, 0.1, window), **policy)
+        rule = replace(DiffKVPolicy(1.0, 0.2, window), **policy)
         self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, policy=rule, make_ops=make_ops)
         pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
         pool.bind(self.manager)

@@ -35,7 +35,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.requests import Requests
-from tests.helpers import begin_step, faults, needs_requests, new_scores
+from tests.helpers import begin_step, end_decode, faults, needs_requests, new_scores
 from tests.pages.usage_oracle import check_reading
 
 pytestmark = needs_requests
@@ -186,7 +186,7 @@ class TreeMachine(RuleBasedStateMachine):
             for layer in range(LAYERS):
                 q = torch.randn(len(rows), 2 * HEADS, DIM, generator=self.scores) * 0.01
                 decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
-            self.manager.end_decode(index, lens, scores)
+            end_decode(self.manager, index, lens, scores)
             assert not faults(self.manager, rows), "the ledger let the ring run empty"
 
     def _leave(self, req: Any, *, insert: bool) -> None:
