@@ -216,9 +216,11 @@ class TreeMachine(RuleBasedStateMachine):
         if settled:
             self.manager.counts.settle()
         available, obtainable = ledger.available(), ledger.uncommitted_pages() + ledger.evictable_pages
+        counted = self.manager.counts.counted_step
         gained = self.tree.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted
-        # In a shortage the host asks the device, whose counts cover one step more than what is left of older ones.
-        if settled or gained >= tokens:
+        # In a shortage, or for a segment not counted yet, the host asks the device, whose counts cover one step more
+        # than what is left of older ones.
+        if settled or (gained >= tokens and self.manager.counts.counted_step == counted):
             assert ledger.uncommitted_pages() + ledger.evictable_pages >= obtainable, "an evicted page is not free"
         assert ledger.available() == available + gained
         assert gained >= tokens or not self.tree.evictable_leaves
