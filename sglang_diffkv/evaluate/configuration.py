@@ -10,8 +10,8 @@ from typing import Any
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
-from sglang_diffkv.testing.report import version
-from sglang_diffkv.testing.server import Server, has_gpu, stock_backend
+from sglang_diffkv.evaluate.report import version
+from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
 from sglang_diffkv.thresholds import resolve
 
 STOCK, FP8 = "stock", "fp8"

@@ -11,6 +11,7 @@ from threading import Barrier
 
 import pytest
 
+from benchmarks.paths import NANO
 from sglang_diffkv.calibrate import cli
 from sglang_diffkv.calibrate.heads import fitted
 from sglang_diffkv.calibrate.heads.result import HeadScaleFile
@@ -18,8 +19,7 @@ from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, p
 from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.thresholds import resolve
 from tests.tools.fake_server import FakeServer
 
@@ -171,10 +171,10 @@ def test_names_tell_settings_apart():
 @pytest.fixture
 def servers(monkeypatch):
     """A stand-in for every server: the lower the tier, the more questions it gets wrong."""
-    tokenizer = tasks.load_tokenizer(NANO)
+    tokenizer = load_tokenizer(NANO)
     with (DATA / "reference.jsonl").open(encoding="utf-8") as lines:
         items = [json.loads(line) for line in lines]
-    answers = {tuple(tasks.chat_ids(tokenizer, x["prompt"])): x["answer"] for x in items}
+    answers = {tuple(chat_ids(tokenizer, x["prompt"])): x["answer"] for x in items}
     started: list[str] = []
 
     @contextmanager

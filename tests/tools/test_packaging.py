@@ -7,7 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from sglang_diffkv.testing.paths import REPOSITORY
+from benchmarks.paths import REPOSITORY
 
 FIND = "import importlib.util as u; found = u.find_spec('kernels'); print(found and found.origin)"
 

@@ -24,11 +24,11 @@ from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.tasks import TaskFileError
-from sglang_diffkv.testing import report
-from sglang_diffkv.testing.tasks import load_tokenizer
 
 DEFAULT = DiffKVPolicyConfig()
 

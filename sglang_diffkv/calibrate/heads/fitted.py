@@ -19,10 +19,10 @@ from sglang_diffkv.calibrate.heads.result import HeadProvenance, HeadScaleFile
 from sglang_diffkv.calibration import HeadScale, ModelGeometry, model_name
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.configuration import device_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.task import Task
-from sglang_diffkv.testing import report
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
 from sglang_diffkv.evaluate.tasks.generation import GenerationTask, Options, build
-from sglang_diffkv.evaluate.tasks.reference import judge, read
-from sglang_diffkv.testing.tasks import groups, select
+from sglang_diffkv.evaluate.tasks.reference import groups, judge, read, select
 
 
 def load(path: Path, options: Options) -> GenerationTask:
