@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.calibration import resolve
 from sglang_diffkv.config import CONFIG_ENV, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.mem_pool.ledger import PageLedger
@@ -24,7 +25,6 @@ from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scaling import layer_scalings
 from sglang_diffkv.srt.scheduler_hooks import SCHEDULER_HOOKS, SERVED, SRT
 from sglang_diffkv.srt.validation import BACKEND, check_layers, check_model, check_server_args, is_selected
-from sglang_diffkv.thresholds import resolve
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,10 @@ from sglang_diffkv.calibrate import cli
 from sglang_diffkv.calibrate.heads import fitted
 from sglang_diffkv.calibrate.heads.result import HeadScaleFile
 from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
-from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file
+from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file, resolve
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
-from sglang_diffkv.thresholds import resolve
 from tests.tools.fake_server import FakeServer
 
 DATA = Path(__file__).parents[1] / "data" / "evaluate"
