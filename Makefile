@@ -86,10 +86,12 @@ sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
 	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/kernels \
 		tests/servers/test_backend.py --deselect tests/kernels/test_triton_rotate.py::test_in_a_cuda_graph $(PYTEST_ARGS)
 
-lint: venv ## check style, format and types
+lint: venv ## check style, format, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -rL sglang_diffkv pyproject.toml "$$copy" && \
+		touch "$$copy/sglang_diffkv/kernels/__init__.py" && cd "$$copy" && $(abspath $(BIN))/lint-imports --no-cache
 
 format: venv ## fix what ruff can fix
 	$(BIN)/ruff check --fix .

@@ -20,6 +20,7 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
+from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.kv_canary import CANARY_HOOKS, register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scaling import layer_scalings
@@ -207,7 +208,7 @@ def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
 def create_prefix_cache(ctx: Any) -> Any:
     config = load_config()
     exact = config.prefix_fidelity == "exact"
-    return compat.prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
+    return prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
 
 
 def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
