@@ -22,7 +22,7 @@ from functools import cached_property, partial
 import requests
 
 from sglang_diffkv.calibrate.arguments import load_calibration, parse_args, read_head_scale, selection
-from sglang_diffkv.calibrate.heads.fitted import Source, fit_all
+from sglang_diffkv.calibrate.heads.fit import Source, fit_all
 from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
 from sglang_diffkv.calibration import (
     CalibratedThresholds,

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.paths import NANO
 from sglang_diffkv.calibrate import cli
-from sglang_diffkv.calibrate.heads import fitted
+from sglang_diffkv.calibrate.heads import fit
 from sglang_diffkv.calibrate.heads.result import HeadScaleFile
 from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
 from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file, resolve
@@ -303,7 +303,7 @@ def test_factors_are_fitted_at_every_setting(tmp_path, servers, capsys, monkeypa
     about = written[plain[0]].provenance
     assert (about.n, about.rule["policy"]["alpha_high"], about.rule["policy"]["window"]) == (2, 1, 16)
 
-    monkeypatch.setattr(fitted, "load_model", lambda path: pytest.fail("fitted again"))
+    monkeypatch.setattr(fit, "load_model", lambda path: pytest.fail("fitted again"))
     del servers[:]
     assert cli.main(command(tmp_path, *args)) == 0 and not servers
     capsys.readouterr()

@@ -13,9 +13,9 @@ from benchmarks.paths import DATA as SPLITS_FOLDER
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.tasks import Options, TaskFileError, gsm8k, load_task, math_problems, needle, reference
-from sglang_diffkv.evaluate.tasks.boxed import last_boxed
 from sglang_diffkv.evaluate.tasks.files import sha256
 from sglang_diffkv.evaluate.tasks.generation import GenerationTask
+from sglang_diffkv.evaluate.tasks.math_problems import last_boxed
 from sglang_diffkv.evaluate.tasks.wikitext import PerplexityTask
 
 DATA = Path(__file__).parents[1] / "data" / "evaluate"

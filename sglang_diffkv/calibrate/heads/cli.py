@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection, tier_names
 from sglang_diffkv.calibrate.heads.capture import load_model
-from sglang_diffkv.calibrate.heads.fitted import Source, fit_factors, rule_of
+from sglang_diffkv.calibrate.heads.fit import Source, fit_factors, rule_of
 from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
