@@ -17,8 +17,12 @@ PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
 OTHER_SGLANG := 0.5.17 0.5.23
-VERSION_TESTS := tests/tree tests/servers/test_refusals.py \
-	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed
+# Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer.
+VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/tree \
+	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed \
+	tests/servers/test_server_requests.py::test_cancelled_stream_returns_its_pages \
+	tests/servers/test_server_exact.py::test_the_tree_keeps_prompts_high_and_requests_run_compressed \
+	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt
 # How tests are spread over the processes: tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
@@ -60,7 +64,7 @@ test: venv ## run the CPU tests: every promise, on the variants that cover the o
 test-all: venv ## run all CPU tests: all variants and examples, servers that check themselves after every step
 	$(CPU_ENV) $(PYTEST) --durations=20 -m "not gpu" $(PYTEST_ARGS)
 
-test-versions: $(OTHER_SGLANG:%=$(VENV)/sglang-%/.installed) ## run hook, request and tree tests and one served answer on the other SGLang versions
+test-versions: $(OTHER_SGLANG:%=$(VENV)/sglang-%/.installed) ## run hook, option, request and tree tests and served answers on the other SGLang versions
 	@set -e; for version in $(OTHER_SGLANG); do echo "SGLang $$version"; \
 		$(CPU_ENV) HYPOTHESIS_PROFILE=quick PYTHONPATH=$(abspath $(VENV))/sglang-$$version $(PYTEST) $(VERSION_TESTS) \
 			-m "not gpu and not full" $(PYTEST_ARGS); done
@@ -86,10 +90,12 @@ sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
 	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/kernels \
 		tests/servers/test_backend.py --deselect tests/kernels/test_triton_rotate.py::test_in_a_cuda_graph $(PYTEST_ARGS)
 
-lint: venv ## check style, format and types
+lint: venv ## check style, format, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -rL sglang_diffkv pyproject.toml "$$copy" && \
+		touch "$$copy/sglang_diffkv/kernels/__init__.py" && cd "$$copy" && $(abspath $(BIN))/lint-imports --no-cache
 
 format: venv ## fix what ruff can fix
 	$(BIN)/ruff check --fix .

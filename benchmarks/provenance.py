@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from sglang_diffkv.testing import report
-from sglang_diffkv.testing.paths import REPOSITORY
+from benchmarks.paths import REPOSITORY
+from sglang_diffkv.evaluate import report
 
 PACKAGES = ("flashinfer-python", "transformers")
 

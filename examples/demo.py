@@ -15,15 +15,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from sglang_diffkv.testing import report, tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate import report
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
+NANO = Path(__file__).parent / "models" / "nano"
+QUESTIONS = Path(__file__).parents[1] / "benchmarks" / "data" / "dev.jsonl.xz"
 WORKED_STEPS = ("dev-mul-easy-0", "dev-mul-medium-0", "dev-mul-medium-1", "dev-dp-easy-0", "dev-dp-medium-0")
 NEEDLE = "dev-needle-medium-30"
 SHARED_PREFIX = ("dev-fewshot_shared-medium-1-0", "dev-fewshot_shared-medium-1-1")
@@ -33,7 +37,7 @@ SHARED_PREFIX = ("dev-fewshot_shared-medium-1-0", "dev-fewshot_shared-medium-1-1
 class Answer:
     """What came back for one question."""
 
-    item: tasks.Item
+    item: Example
     text: str
     prompt_tokens: int
     reply_tokens: int
@@ -42,10 +46,10 @@ class Answer:
     @property
     def right(self) -> bool:
         """Whether the final answer is the right one."""
-        return tasks.is_right(self.text, self.item.answer)
+        return reference.judge(self.text, self.item.answers)
 
 
-def ask(client: OpenAI, item: tasks.Item) -> Answer:
+def ask(client: OpenAI, item: Example) -> Answer:
     """One question through ``/v1/chat/completions``, greedy."""
     reply = client.chat.completions.create(
         model="default",
@@ -77,7 +81,7 @@ def show(console: Console, title: str, answers: Sequence[Answer]) -> None:
     for name in ("prompt tokens", "cached", "reply tokens"):
         table.add_column(name, justify="right", max_width=6)
     for answer in answers:
-        mark = "[green]right[/]" if answer.right else f"[red]wrong[/], expected {answer.item.answer}"
+        mark = "[green]right[/]" if answer.right else f"[red]wrong[/], expected {answer.item.answers[0]}"
         counts = (answer.prompt_tokens, answer.cached_tokens, answer.reply_tokens)
         question, reply = shorten(answer.item.prompt, 120), shorten(answer.text, 160)
         table.add_row(question, reply, mark, *map(str, counts))
@@ -115,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     if not console.is_terminal:
         console = Console(width=110)
-    items = {item.id: item for item in tasks.load("dev")}
+    items = {item.id: item for item in reference.read(QUESTIONS)}
     console.print(f"starting SGLang with --attention-backend {args.backend}, model {args.model} ...")
     start = time.perf_counter()
     arguments = ["--enable-cache-report", *args.server_args]

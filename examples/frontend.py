@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import sglang as sgl
 from rich.console import Console
 from rich.table import Table
 
-from sglang_diffkv.testing import tasks
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
+QUESTIONS = Path(__file__).parents[1] / "benchmarks" / "data" / "dev.jsonl.xz"
 USER, ASSISTANT, END = "<|user|>", "<|assistant|>", "<|end|>"
 """The nano model's turns."""
 
@@ -38,19 +41,19 @@ def ask_in_parallel(s, prefix: str, questions: list[str], follow_up: str):
     s += sgl.gen("second", max_tokens=400, temperature=0, stop=END)
 
 
-def questions_over_one_prefix(group: str, count: int) -> tuple[str, list[tasks.Item]]:
+def questions_over_one_prefix(group: str, count: int) -> tuple[str, list[Example]]:
     """The first questions of a group of ``fewshot_shared`` and the prefix that they share."""
-    items = [item for item in tasks.load("dev") if item.group == group][:count]
+    items = [item for item in reference.read(QUESTIONS) if item.group == group][:count]
     prompts = [item.prompt for item in items]
     shared = next(i for i, letters in enumerate(zip(*prompts, strict=False)) if len(set(letters)) > 1)
     return prompts[0][:shared], items
 
 
-def run(url: str, group: str, count: int) -> tuple[list[tuple[tasks.Item, str]], str]:
+def run(url: str, group: str, count: int) -> tuple[list[tuple[Example, str]], str]:
     """The program against a server: each question with its reply, and the reply of the second turn."""
     sgl.set_default_backend(sgl.RuntimeEndpoint(url))
     prefix, items = questions_over_one_prefix(group, count)
-    follow_up = next(item for item in tasks.load("dev") if item.task == "mul" and item.level == "easy")
+    follow_up = next(item for item in reference.read(QUESTIONS) if item.task == "mul" and item.level == "easy")
     state = ask_in_parallel.run(prefix, [item.prompt[len(prefix) :] for item in items], follow_up.prompt)
     return list(zip(items, state["replies"], strict=True)), state["second"]
 
@@ -65,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table("question", "reply", "right")
     for item, reply in replies:
         table.add_row(
-            item.prompt.splitlines()[-1], reply.strip(), "yes" if tasks.is_right(reply, item.answer) else "no"
+            item.prompt.splitlines()[-1], reply.strip(), "yes" if reference.judge(reply, item.answers) else "no"
         )
     console = Console()
     console.print(table)

@@ -1,12 +1,15 @@
-"""Calibrated thresholds of models: where they are kept, and how a model finds its own.
+"""Calibrated thresholds of models: where they are kept, how a model finds its own, and when a server runs them.
 
 A file of them is JSON: what ``python -m sglang_diffkv.calibrate`` writes. ``lookup`` reads
-``diffkv_calibration.json`` in the model's folder, then the files in ``sglang_diffkv/calibrated``, by the model's name.
+``diffkv_calibration.json`` in the model's folder, then the files in ``sglang_diffkv/calibrate/calibrated``, by the
+model's name. ``resolve`` is the configuration that a server runs: the user's, or the thresholds found.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -14,9 +17,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, read_config
+from sglang_diffkv.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "diffkv_calibration.json"
+ASK = '--diffkv-config \'{"thresholds": "calibrated"}\''
+PROVENANCE = {"measured": "measured with this package", "published": "published, not measured here"}
 
 
 class CalibrationError(ValueError):
@@ -186,7 +194,7 @@ def read_file(path: Any) -> CalibrationFile:
 
 def shipped_files() -> Iterator[Any]:
     """The files that come with the package, in the order of their names."""
-    folder = resources.files("sglang_diffkv") / "calibrated"
+    folder = resources.files("sglang_diffkv") / "calibrate" / "calibrated"
     yield from sorted((x for x in folder.iterdir() if x.name.endswith(".json")), key=lambda x: x.name)
 
 
@@ -246,3 +254,53 @@ def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[Ca
             if name in (x.casefold() for x in entry.models) and fits(entry):
                 return entry, path
     return None
+
+
+def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, str]:
+    """The configuration for a model, and where its thresholds come from, in words.
+
+    Args:
+        source: as for ``load_config``. Calibrated thresholds are looked up if it asks for them, or if there is no
+            configuration in the environment either; then those that prune are not taken, since pruned tokens are lost.
+        model_path: a folder or a Hugging Face id; nothing is downloaded.
+
+    Raises ConfigError, also if a configuration asks for calibrated thresholds and there are none.
+    """
+    text = source if source is not None else os.environ.get(CONFIG_ENV)
+    given = bool(text and text.strip())
+    config = read_config(text or "")
+    if given and config.thresholds == "default":
+        return config, "those of the configuration given"
+    try:
+        found = find(model_path)
+    except CalibrationError as error:
+        raise ConfigError(
+            f'{error}; repair it, or start with --diffkv-config \'{{"thresholds": "default"}}\''
+        ) from None
+    name = model_name(model_path)
+    if found is not None:
+        entry, path = found
+        if not given and entry.alpha_low > 0:
+            logger.warning(
+                "DiffKV: the thresholds calibrated for %s (%s) prune tokens (alpha_low %g), which costs accuracy, and "
+                "are not applied. To serve with them start with %s.",
+                name,
+                path,
+                entry.alpha_low,
+                ASK,
+            )
+            return config, f"the built-in defaults, since those calibrated for {name} prune and were not asked for"
+        return apply(config, entry), f"calibrated for {name}, {PROVENANCE[entry.source]} ({path})"
+    if given:
+        raise ConfigError(
+            f'"thresholds": "calibrated": none are on file for {name}. Measure them with '
+            f"python -m sglang_diffkv.calibrate and put {FILE_NAME} into the model's folder, or leave the field out"
+        )
+    return config, f"the built-in defaults, since none are calibrated for {name}"
+
+
+def apply(config: DiffKVConfig, entry: CalibratedThresholds) -> DiffKVConfig:
+    """``config`` with the tiers, the policy and the rotation of calibrated thresholds."""
+    calibrated = {"tiers", "policy", "rotate"}
+    kept = config.model_dump(exclude=calibrated)
+    return DiffKVConfig.model_validate({**kept, **entry.config().model_dump(include=calibrated)})

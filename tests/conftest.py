@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 if TYPE_CHECKING:
-    from sglang_diffkv.testing.server import Server
+    from sglang_diffkv.evaluate.server import Server
     from tests.servers.shared import SharedServer
 
 settings.register_profile("repeatable", derandomize=True, print_blob=True)

@@ -29,19 +29,20 @@ from benchmarks.figures import breakdown, critical_tokens, pareto, precision, sp
 from benchmarks.figures.critical_tokens import CriticalTokens
 from benchmarks.figures.data import FigureData, Point, Ratio
 from benchmarks.figures.session import Session
+from benchmarks.paths import DATA, NANO
 from benchmarks.provenance import provenance
+from benchmarks.splits import SPLITS
 from sglang_diffkv.calibration import CalibrationError
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
+from sglang_diffkv.evaluate.client import RequestError
 from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.runner import Suite
+from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.tasks import LOADERS, TaskFileError, load_task
 from sglang_diffkv.mem_pool.page_format import Tier
-from sglang_diffkv.testing.client import RequestError
-from sglang_diffkv.testing.paths import DATA, NANO
-from sglang_diffkv.testing.server import ServerError
-from sglang_diffkv.testing.tasks import SPLITS, load_tokenizer
 
 
 @dataclass(frozen=True)

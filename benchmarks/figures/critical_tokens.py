@@ -24,7 +24,7 @@ from benchmarks.figures import style
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.runner import Suite
-from sglang_diffkv.testing.server import has_gpu
+from sglang_diffkv.evaluate.server import has_gpu
 
 FIGURES = ("fig4", "fig5")
 

@@ -16,11 +16,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from benchmarks import splits
+from benchmarks.paths import NANO
 from benchmarks.provenance import headline, provenance
 from benchmarks.quality.sharing import chats
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.evaluate.prompts import load_tokenizer
 
 OWNERS = ("private", "shared", "cached", "free")
 COLOURS = ("#0072B2", "#009E73", "#E69F00", "#DDDDDD")
@@ -29,7 +30,7 @@ COLOURS = ("#0072B2", "#009E73", "#E69F00", "#DDDDDD")
 def record(configuration: Configuration, args: argparse.Namespace) -> dict[str, Any]:
     """The pages of each owner every ``args.interval`` seconds while the chats run."""
     server = configuration.server(args.model, ["--max-total-tokens", str(args.pool)])
-    tokenizer = tasks.load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.model)
     samples: list[dict[str, float]] = []
     stats: dict[str, Any] | None = None
     with server, ThreadPoolExecutor(args.concurrency) as threads:
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", required=True, metavar="NAME=JSON")
     parser.add_argument("--model", default=str(NANO))
-    parser.add_argument("--split", choices=tasks.SPLITS, default="calib")
+    parser.add_argument("--split", choices=splits.SPLITS, default="calib")
     parser.add_argument("--pool", type=int, default=8000, help="tokens of the pool at the high tier")
     parser.add_argument("--chats", type=int, default=24)
     parser.add_argument("--turns", type=int, default=3)

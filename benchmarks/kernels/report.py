@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.kernels import charts as kernel_charts
 from benchmarks.provenance import headline
-from sglang_diffkv.testing.report import markdown
+from sglang_diffkv.evaluate.report import markdown
 
 ATTENTION = {
     "case": "case",

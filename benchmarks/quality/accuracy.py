@@ -14,16 +14,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import splits
+from benchmarks.paths import DATA, NANO
 from sglang_diffkv.evaluate import cli
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import DATA, NANO
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", required=True, metavar="NAME=JSON")
-    parser.add_argument("--split", choices=tasks.SPLITS, default="calib")
+    parser.add_argument("--split", choices=splits.SPLITS, default="calib")
     cli.add_question_arguments(parser)
     parser.set_defaults(n=250, levels=["easy", "medium"])
     parser.add_argument("--model", default=str(NANO), help="default: the nano model of the repository")

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang_diffkv.testing.tasks import Item
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 _IN, _OUT, _LAST = "in: ", " out: ", "\nNow you.\nin: "
 
@@ -36,7 +36,7 @@ def apply_rule(rule: dict[str, str], words: Sequence[str]) -> str:
     return " ".join(rule[word] for word in words)
 
 
-def enlarge(items: Sequence[Item], count: int, seed: int = 0) -> list[Item]:
+def enlarge(items: Sequence[Example], count: int, seed: int = 0) -> list[Example]:
     """The questions of one group, then new ones over the same examples until there are ``count``.
 
     New questions are as long as those given and made of words that the examples show. The rule is checked against
@@ -51,7 +51,7 @@ def enlarge(items: Sequence[Item], count: int, seed: int = 0) -> list[Item]:
     for item in items:
         examples, _, last = item.prompt.partition(_LAST)
         words = last.split()
-        if examples != head or apply_rule(rule, words) != item.answer:
+        if examples != head or apply_rule(rule, words) != item.answers[0]:
             raise ValueError(f"{item.id} does not follow the rule of its group")
         asked.append(tuple(words))
     draw = random.Random(f"{seed} {items[0].group}")
@@ -67,8 +67,8 @@ def enlarge(items: Sequence[Item], count: int, seed: int = 0) -> list[Item]:
                 items[0],
                 id=f"{items[0].group}+{len(result)}",
                 prompt=head + mark + " ".join(words),
-                reference=f"Answer: {answer}",
-                answer=answer,
+                reply=f"Answer: {answer}",
+                answers=(answer,),
             )
         )
     return result

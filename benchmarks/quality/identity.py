@@ -22,9 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_diffkv.testing import client, report, tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server, stock_backend
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client, report
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 LOSSLESS = '{"tiers": ["BF16"]}'
 
@@ -55,8 +59,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="BACKEND",
         help="stock SGLang on other attention backends too: what other kernels' rounding alone does to the tokens",
     )
-    parser.add_argument("--split", choices=tasks.SPLITS, default="dev")
-    parser.add_argument("--levels", nargs="+", choices=tasks.LEVELS, default=["easy", "medium"])
+    parser.add_argument("--split", choices=splits.SPLITS, default="dev")
+    parser.add_argument("--levels", nargs="+", choices=reference.LEVELS, default=["easy", "medium"])
     parser.add_argument("--n", type=int, default=60, help="number of questions (default: %(default)s)")
     parser.add_argument("--shared", type=int, default=8, help="of them over one shared prefix")
     parser.add_argument("--seed", type=int, default=0)
@@ -70,13 +74,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def choose(args: argparse.Namespace) -> list[tasks.Item]:
+def choose(args: argparse.Namespace) -> list[Example]:
     """A random sample, with ``--shared`` questions of one group so that prefixes repeat."""
-    items = tasks.load(args.split)
-    candidates = tasks.groups(item for item in items if item.level in args.levels)
+    items = splits.load(args.split)
+    candidates = reference.groups(item for item in items if item.level in args.levels)
     shared = next(iter(candidates.values()))[: args.shared]
     n = args.n - len(shared)
-    return shared + tasks.select(items, levels=args.levels, exclude=["fewshot_shared"], n=n, seed=args.seed)
+    return shared + reference.select(items, levels=args.levels, exclude=["fewshot_shared"], n=n, seed=args.seed)
 
 
 def collect(
@@ -109,7 +113,7 @@ def ask(server: Server, args: argparse.Namespace, prompts: Sequence[Sequence[int
 def compare(
     server: str,
     variant: str,
-    items: Sequence[tasks.Item],
+    items: Sequence[Example],
     reference: Sequence[client.Record],
     replies: Sequence[client.Record],
     tie: float,
@@ -162,8 +166,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and the differences; 1 if any of the tested server's is no rounding tie."""
     args = parse_args(argv)
     items = choose(args)
-    tokenizer = tasks.load_tokenizer(args.model)
-    prompts = [tasks.chat_ids(tokenizer, item.prompt) for item in items]
+    tokenizer = load_tokenizer(args.model)
+    prompts = [chat_ids(tokenizer, item.prompt) for item in items]
     config = args.diffkv_config if args.backend == "diffkv" else None
     servers = {
         "stock": collect(args, stock_backend(), None, prompts),

@@ -26,13 +26,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import splits
+from benchmarks.paths import NANO
 from benchmarks.provenance import provenance
 from benchmarks.quality.identity import LOSSLESS, Difference, compare, print_differences
 from benchmarks.serving.log import parse_log
-from sglang_diffkv.testing import client, tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.report import markdown
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 CHECKS = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_DIFFKV_CHECK_INTEGRITY": "1"}
 ROOM = 40_000
@@ -43,7 +47,7 @@ ROOM = 40_000
 class Question:
     """A prompt with the reply that it has alone."""
 
-    item: tasks.Item
+    item: Example
     ids: list[int]
     reference: client.Record
 
@@ -60,28 +64,32 @@ class Order:
 
 def ask_alone(args: argparse.Namespace) -> list[Question]:
     """All questions: groups over a prefix, such with long replies, and chats over replies or parts of them."""
-    draw, tokenizer = random.Random(args.seed), tasks.load_tokenizer(args.model)
-    items = tasks.load("dev")
-    groups = list(tasks.groups(items).values())
+    draw, tokenizer = random.Random(args.seed), load_tokenizer(args.model)
+    items = splits.load("dev")
+    groups = list(reference.groups(items).values())
     chosen = [x for group in draw.sample(groups, 2) for x in draw.sample(group, args.questions // 6)]
-    chosen += tasks.select(items, levels=["hard"], exclude=["fewshot_shared"], n=args.questions // 3, seed=args.seed)
-    prompts = [(x, tasks.chat_ids(tokenizer, x.prompt)) for x in chosen]
+    chosen += reference.select(
+        items, levels=["hard"], exclude=["fewshot_shared"], n=args.questions // 3, seed=args.seed
+    )
+    prompts = [(x, chat_ids(tokenizer, x.prompt)) for x in chosen]
     longest = args.pool - 8 - args.max_new_tokens
     prompts = [(x, ids) for x, ids in prompts if len(ids) < longest]
     prompts += [(x, ids[:-8] + ids[-4:]) for x, ids in draw.sample(prompts, min(len(prompts), args.questions // 6))]
     room = ["--max-total-tokens", str(ROOM), "--disable-radix-cache", *args.server_args]
     with Server(args.model, "diffkv", room, diffkv_config=LOSSLESS) as server:
 
-        def ask(item: tasks.Item, ids: list[int]) -> Question:
+        def ask(item: Example, ids: list[int]) -> Question:
             return Question(item, ids, client.ask(server.url, ids, args.max_new_tokens, top_logprobs=2))
 
         questions = [ask(*x) for x in prompts]
-        easy = tasks.select(items, levels=["easy"], exclude=["fewshot_shared"], n=args.questions // 6, seed=args.seed)
+        easy = reference.select(
+            items, levels=["easy"], exclude=["fewshot_shared"], n=args.questions // 6, seed=args.seed
+        )
         for item in easy:
             before = draw.choice(questions)
             reply = before.reference.output_ids
             said = before.ids + reply[: draw.choice((len(reply), draw.randrange(1, len(reply) + 1)))]
-            ids = said + tasks.chat_ids(tokenizer, item.prompt)
+            ids = said + chat_ids(tokenizer, item.prompt)
             if len(ids) < longest:
                 questions.append(ask(replace(item, id=f"{before.item.id}+{item.id}"), ids))
     return questions

@@ -24,12 +24,16 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks import splits
+from benchmarks.paths import NANO
 from benchmarks.provenance import provenance
 from benchmarks.quality.fewshot import enlarge
+from sglang_diffkv.evaluate import client, report
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
-from sglang_diffkv.testing import client, report, tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 
 @dataclass
@@ -43,21 +47,21 @@ class Answer:
     cached_tokens: int
 
 
-def ask(url: str, load: str, item: tasks.Item, ids: Sequence[int], longest: int) -> tuple[Answer, list[int]]:
+def ask(url: str, load: str, item: Example, ids: Sequence[int], longest: int) -> tuple[Answer, list[int]]:
     """The answer, and the ids of the reply."""
     record = client.ask(url, ids, longest)
-    right = tasks.is_right(record.text, item.answer)
+    right = reference.judge(record.text, item.answers)
     return Answer(load, item.id, right, record.prompt_tokens, record.cached_tokens), record.output_ids
 
 
 def few_shot(url: str, tokenizer: Any, split: str, per_group: int, longest: int) -> list[Callable[[], list[Answer]]]:
     """One call a question, group by group; ``per_group`` 0 asks those of the file."""
-    groups = tasks.groups(tasks.load(split))
+    groups = reference.groups(splits.load(split))
     if per_group:
         groups = {name: enlarge(items, per_group) for name, items in groups.items()}
 
-    def call(item: tasks.Item) -> list[Answer]:
-        return [ask(url, "few-shot", item, tasks.chat_ids(tokenizer, item.prompt), longest)[0]]
+    def call(item: Example) -> list[Answer]:
+        return [ask(url, "few-shot", item, chat_ids(tokenizer, item.prompt), longest)[0]]
 
     return [partial(call, item) for items in groups.values() for item in items]
 
@@ -66,15 +70,15 @@ def chats(
     url: str, tokenizer: Any, split: str, count: int, turns: int, longest: int
 ) -> list[Callable[[], list[Answer]]]:
     """One call a chat of ``turns`` easy questions."""
-    items = tasks.select(
-        tasks.load(split), levels=["easy"], exclude=["chain", "vars", "fewshot_shared"], n=count * turns, seed=1
+    items = reference.select(
+        splits.load(split), levels=["easy"], exclude=["chain", "vars", "fewshot_shared"], n=count * turns, seed=1
     )
 
     def call(number: int) -> list[Answer]:
         ids: list[int] = []
         answers = []
         for turn, item in enumerate(items[number * turns : (number + 1) * turns]):
-            said = tasks.chat_ids(tokenizer, item.prompt)
+            said = chat_ids(tokenizer, item.prompt)
             ids += said[1:] if ids and said[0] == tokenizer.bos_token_id else said
             answer, reply = ask(url, f"chat, turn {turn + 1}", item, ids, longest)
             answers.append(answer)
@@ -87,7 +91,7 @@ def chats(
 def serve(configuration: Configuration, alone: bool, args: argparse.Namespace) -> dict[str, Any]:
     """All answers of one server, and what it reports of its cache."""
     server = configuration.server(args.model, [*args.server_args, *(["--disable-radix-cache"] if alone else [])])
-    tokenizer = tasks.load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.model)
     with server:
         calls = few_shot(server.url, tokenizer, args.split, args.few_shot, args.longest)
         calls += chats(server.url, tokenizer, args.split, args.chats, args.turns, args.longest)
@@ -121,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", required=True, metavar="NAME=JSON", help="or stock, or fp8")
     parser.add_argument("--model", default=str(NANO))
-    parser.add_argument("--split", choices=tasks.SPLITS, default="calib")
+    parser.add_argument("--split", choices=splits.SPLITS, default="calib")
     parser.add_argument("--few-shot", type=int, default=0, metavar="N", help="questions a group, new ones added")
     parser.add_argument("--chats", type=int, default=100)
     parser.add_argument("--turns", type=int, default=3)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.serving.memory import DTYPE_BYTES, GIB, KVShape, diffkv_tokens, stock_tokens
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.testing.server import has_gpu
+from sglang_diffkv.evaluate.server import has_gpu
 
 GPU_BACKENDS = ("flashinfer:bf16", "flashinfer:fp8_e4m3", "triton:bf16")
 CPU_BACKENDS = ("torch_native:bf16",)

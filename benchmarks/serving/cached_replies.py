@@ -21,26 +21,30 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks import splits
+from benchmarks.paths import NANO
 from benchmarks.provenance import provenance
+from sglang_diffkv.evaluate import client, report
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
-from sglang_diffkv.testing import client, report, tasks
-from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 PASSES = ("computed", "cached")
 
 
-def serve(configuration: Configuration, items: Sequence[tasks.Item], args: argparse.Namespace) -> dict[str, Any]:
+def serve(configuration: Configuration, items: Sequence[Example], args: argparse.Namespace) -> dict[str, Any]:
     """Both replies to every question."""
-    tokenizer = tasks.load_tokenizer(args.model)
+    tokenizer = load_tokenizer(args.model)
     context = json.loads((Path(args.model) / "config.json").read_text())["max_position_embeddings"]
 
-    def twice(item: tasks.Item) -> dict[str, Any]:
-        ids = tasks.chat_ids(tokenizer, item.prompt)
+    def twice(item: Example) -> dict[str, Any]:
+        ids = chat_ids(tokenizer, item.prompt)
         found: dict[str, Any] = {"question": item.id, "prompt_tokens": len(ids)}
         replies: list[list[int]] = []
         for name in PASSES:
             record = client.ask(server.url, ids, min(args.longest, context - len(ids) - 1))
-            right = tasks.is_right(record.text, item.answer)
+            right = reference.judge(record.text, item.answers)
             found[name] = {"tokens": len(record.output_ids), "right": right, "cached_tokens": record.cached_tokens}
             replies.append(record.output_ids)
         found["first_difference"] = first_difference(*replies)
@@ -79,14 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", required=True, metavar="NAME=JSON", help="or stock, or fp8")
     parser.add_argument("--model", default=str(NANO))
-    parser.add_argument("--split", choices=tasks.SPLITS, default="calib")
+    parser.add_argument("--split", choices=splits.SPLITS, default="calib")
     parser.add_argument("--n", type=int, default=200)
     parser.add_argument("--longest", type=int, default=512, help="tokens of a reply")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more server arguments, one string")
     parser.add_argument("--output", type=Path, help="JSON with every reply")
     args = parser.parse_args(argv)
-    items = tasks.select(tasks.load(args.split), exclude=["fewshot_shared"], n=args.n, seed=1)
+    items = reference.select(splits.load(args.split), exclude=["fewshot_shared"], n=args.n, seed=1)
     about, runs = provenance("cached_replies", argv), []
     table = Table("configuration", "n", "cached", "same reply", "right % computed", "cached", "changed verdicts")
     for text in args.config:

@@ -38,7 +38,7 @@ from benchmarks.serving.loads import LOADS, parse_load
 from benchmarks.serving.memory import GIB, KVShape
 from benchmarks.serving.report import document, tables, with_ratios
 from benchmarks.serving.session import FAILED, GUESSES, OK, Record, Setup, run_backend, run_together
-from sglang_diffkv.testing.server import has_gpu
+from sglang_diffkv.evaluate.server import has_gpu
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

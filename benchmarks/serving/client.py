@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.serving.loads import Point
 from benchmarks.serving.process import run_module
-from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV, Server, has_gpu
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server, has_gpu
 
 MODULES = ("sglang.benchmark.serving", "sglang.bench_serving")
 METRICS = (

@@ -19,7 +19,7 @@ from benchmarks.serving.backends import Backend, parse_backend, parse_diffkv
 from benchmarks.serving.cli import add_model_arguments, prepare
 from benchmarks.serving.client import BenchmarkError
 from benchmarks.serving.session import FAILED, GUESSES, OK, Record, Setup, all_running, running, short
-from sglang_diffkv.testing.server import Server, ServerError
+from sglang_diffkv.evaluate.server import Server, ServerError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

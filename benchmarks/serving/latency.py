@@ -31,8 +31,8 @@ from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each
 from benchmarks.serving.session import OK, Record, Setup
-from sglang_diffkv.testing.report import markdown
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.server import Server
 
 Decode = tuple[int, int]
 """Requests, and tokens of each prompt."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from sglang_diffkv.calibration import ModelGeometry
 from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.evaluate.server import has_gpu
 from sglang_diffkv.mem_pool.footprint import Footprint
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt.compat import CONTEXT_SLACK
-from sglang_diffkv.testing.server import has_gpu
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}

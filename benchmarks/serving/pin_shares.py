@@ -30,7 +30,7 @@ from benchmarks.serving.loads import Batch
 from benchmarks.serving.session import GUESSES, OK, Record, Setup, run_backend, run_together
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.testing.report import markdown
+from sglang_diffkv.evaluate.report import markdown
 
 LOWEST, HIGHEST = 2.0**-10, 2.0**10
 SHARES = ("share_high", "share_low", "share_pruned", "ratio_pages", "ratio_tokens")

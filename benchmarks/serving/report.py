@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.provenance import headline
 from benchmarks.serving.session import OK, Record
-from sglang_diffkv.testing.report import markdown
+from sglang_diffkv.evaluate.report import markdown
 
 HEADER = (
     "backend",

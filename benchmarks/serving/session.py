@@ -20,8 +20,8 @@ from benchmarks.serving.client import BenchmarkError, run_point, warm_up
 from benchmarks.serving.loads import Point
 from benchmarks.serving.log import parse_log
 from benchmarks.serving.memory import KVShape, check_bytes
-from sglang_diffkv.testing import report
-from sglang_diffkv.testing.server import Server, ServerError, stop_servers_on_sigterm
+from sglang_diffkv.evaluate import report
+from sglang_diffkv.evaluate.server import Server, ServerError, stop_servers_on_sigterm
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 START = "server start"

@@ -33,8 +33,8 @@ from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each
 from benchmarks.serving.session import OK, Record, Setup
-from sglang_diffkv.testing.report import markdown
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.server import Server
 
 PARTS = {
     "attention": r"split_kernel|decode|paged_?kv|flash_|fmha|batch_?prefill",

@@ -26,8 +26,8 @@ from benchmarks.serving.client import BenchmarkError
 from benchmarks.serving.each_backend import add_arguments, measure_each
 from benchmarks.serving.memory import stock_tokens
 from benchmarks.serving.session import OK, Record, Setup
-from sglang_diffkv.testing.report import markdown
-from sglang_diffkv.testing.server import Server, stock_backend
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.server import Server, stock_backend
 
 FIDELITIES = ('exact={"prefix_fidelity": "exact"}', "compressed={}")
 

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import splits
+from benchmarks.paths import NANO
 from benchmarks.provenance import provenance, without_paths
 from benchmarks.serving.log import parse_log
 from benchmarks.soak.chart import draw
@@ -30,9 +32,9 @@ from benchmarks.soak.load import Limits, Load, choose
 from benchmarks.soak.report import accuracy, problems
 from benchmarks.soak.run import Plan, Soak
 from benchmarks.soak.watch import growth, wrong_lines
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server, has_gpu, stock_backend
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 BOUNDED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 """On a CPU PyTorch keeps a kernel for every shape it has seen, 1024 of a kind, which looks like a leak for an hour."""
@@ -49,7 +51,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--diffkv-config", default="{}", metavar="JSON", help='e.g. {"tiers": ["BF16"]}')
     parser.add_argument("--stock", action="store_true", help="SGLang without the plugin's backend, for comparison")
-    parser.add_argument("--split", choices=tasks.SPLITS, default="calib", help="of the reference questions")
+    parser.add_argument("--split", choices=splits.SPLITS, default="calib", help="of the reference questions")
     parser.add_argument("--references", type=int, default=40, help="reference questions (default: %(default)s)")
     parser.add_argument("--abort-share", type=float, default=0.2, help="of the requests that may be aborted")
     parser.add_argument("--longest-reply", type=int, default=768, help="tokens of a filler's reply at most")
@@ -87,10 +89,10 @@ def make_server(args: argparse.Namespace) -> Server:
     return Server(args.model, "diffkv", flags, diffkv_config=args.diffkv_config, env=env, log_path=log)
 
 
-def make_load(args: argparse.Namespace, server: Server) -> tuple[Load, list[tasks.Item]]:
+def make_load(args: argparse.Namespace, server: Server) -> tuple[Load, list[Example]]:
     """The load for a running server, and its reference questions."""
-    tokenizer = tasks.load_tokenizer(args.model)
-    everything = tasks.load(args.split)
+    tokenizer = load_tokenizer(args.model)
+    everything = splits.load(args.split)
     items = choose(everything, args.references, args.seed)
     pool = int(server.server_info()["max_total_num_tokens"])
     models = server.get("/v1/models").json()["data"]
@@ -99,8 +101,8 @@ def make_load(args: argparse.Namespace, server: Server) -> tuple[Load, list[task
     load = Load(
         args.seed,
         limits,
-        [tasks.chat_ids(tokenizer, x.prompt) for x in items],
-        [tasks.chat_ids(tokenizer, x.prompt) for x in openings],
+        [chat_ids(tokenizer, x.prompt) for x in items],
+        [chat_ids(tokenizer, x.prompt) for x in openings],
         [token for x in everything[::4] for token in tokenizer.encode(x.prompt, add_special_tokens=False)],
         abort_share=args.abort_share,
     )

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_diffkv.testing import tasks
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 WEIGHTS = {"reference": 0.25, "filler": 0.3, "prefix": 0.15, "chat": 0.15, "samples": 0.1, "invalid": 0.05}
 DISCONNECT, ASK = "disconnect", "abort_request"
@@ -196,10 +197,10 @@ LONGEST_QUESTION, LONGEST_ANSWER = 2000, 500
 the pool."""
 
 
-def choose(items: Sequence[tasks.Item], count: int, seed: int) -> list[tasks.Item]:
+def choose(items: Sequence[Example], count: int, seed: int) -> list[Example]:
     """Reference questions: three quarters of single ones, the rest in groups of eight that share a prefix."""
-    items = [x for x in items if len(x.prompt) <= LONGEST_QUESTION and len(x.reference) <= LONGEST_ANSWER]
-    shared = [x for group in tasks.groups(items).values() for x in group[:8]][: count // 4 // 8 * 8 or count // 4]
+    items = [x for x in items if len(x.prompt) <= LONGEST_QUESTION and len(x.reply) <= LONGEST_ANSWER]
+    shared = [x for group in reference.groups(items).values() for x in group[:8]][: count // 4 // 8 * 8 or count // 4]
     levels, exclude = ["easy", "medium"], ["chain", "vars", "fewshot_shared"]
-    single = tasks.select(items, levels=levels, exclude=exclude, n=count - len(shared), seed=seed)
+    single = reference.select(items, levels=levels, exclude=exclude, n=count - len(shared), seed=seed)
     return single + shared

@@ -16,8 +16,9 @@ from benchmarks.soak.client import ANSWERED, ENDS, LOST, REFUSED, Client, Outcom
 from benchmarks.soak.load import Load, Order
 from benchmarks.soak.report import Answer, Question, Tally
 from benchmarks.soak.watch import Watch
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 ASIDE = 60.0
 """Seconds that anything but a request for tokens may take."""
@@ -44,7 +45,7 @@ class Soak:
     server: Server
     plan: Plan
     load: Load
-    items: Sequence[tasks.Item]
+    items: Sequence[Example]
     questions: list[Question] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     failures: list[str] = field(default_factory=list)
@@ -85,7 +86,7 @@ class Soak:
 
     def _answer(self, index: int, outcome: Outcome) -> Answer:
         (choice,) = outcome.choices
-        right = tasks.is_right(choice["text"], self.items[index].answer)
+        right = reference.judge(choice["text"], self.items[index].answers)
         meta = choice["meta_info"]
         return Answer(right, choice["text"], meta["cached_tokens"] / meta["prompt_tokens"])
 

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 import requests
 
 from sglang_diffkv.calibrate.arguments import load_calibration, parse_args, read_head_scale, selection
-from sglang_diffkv.calibrate.heads.fitted import Source, fit_all
+from sglang_diffkv.calibrate.heads.fit import Source, fit_all
 from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
 from sglang_diffkv.calibration import (
     CalibratedThresholds,
@@ -36,17 +36,16 @@ from sglang_diffkv.calibration import (
 )
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.evaluate import runner
+from sglang_diffkv.evaluate import report, runner
+from sglang_diffkv.evaluate.client import RequestError
 from sglang_diffkv.evaluate.configuration import STOCK, Configuration, device_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
+from sglang_diffkv.evaluate.prompts import load_tokenizer
+from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import Result, summarise
 from sglang_diffkv.evaluate.tasks import TaskFileError
-from sglang_diffkv.testing import report
-from sglang_diffkv.testing.client import RequestError
-from sglang_diffkv.testing.server import ServerError
-from sglang_diffkv.testing.tasks import load_tokenizer
 
 MAX_FITTED_TOKENS = 4096
 """Of a question that factors are fitted to, reply included."""

@@ -25,18 +25,18 @@ from typing import Any
 import requests
 
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.evaluate import runner
+from sglang_diffkv.evaluate import report, runner
+from sglang_diffkv.evaluate.client import RequestError
 from sglang_diffkv.evaluate.configuration import Configuration, fingerprint_of, parse_configuration, tokenizer_path
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
+from sglang_diffkv.evaluate.prompts import load_tokenizer
+from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import summarise
 from sglang_diffkv.evaluate.table import tables
 from sglang_diffkv.evaluate.tasks import LOADERS, Options, TaskFileError, load_task
-from sglang_diffkv.testing import report
-from sglang_diffkv.testing.client import RequestError
-from sglang_diffkv.testing.server import ServerError
-from sglang_diffkv.testing.tasks import LEVELS, load_tokenizer
+from sglang_diffkv.evaluate.tasks.reference import LEVELS
 
 DEFAULT_CONFIGS = ("stock", "fp8", "diffkv={}")
 

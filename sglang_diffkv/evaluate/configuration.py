@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang_diffkv.calibration import resolve
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
-from sglang_diffkv.testing.report import version
-from sglang_diffkv.testing.server import Server, has_gpu, stock_backend
-from sglang_diffkv.thresholds import resolve
+from sglang_diffkv.evaluate.report import version
+from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
 
 STOCK, FP8 = "stock", "fp8"
 FP8_DTYPE = "fp8_e4m3"

@@ -9,7 +9,7 @@ from typing import Any
 
 import requests
 
-from sglang_diffkv.testing import client, report
+from sglang_diffkv.evaluate import client, report
 
 LONG = "finished_1k"
 TOTALS = ("finished", LONG)

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.runner import Suite, evaluate, missing
+from sglang_diffkv.evaluate.server import stop_servers_on_sigterm
 from sglang_diffkv.evaluate.store import Store
-from sglang_diffkv.testing.server import stop_servers_on_sigterm
 
 Connect = Callable[[], AbstractContextManager[Endpoint]]
 """Starts a configuration's server."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
 
+from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.configuration import ELEMENT_RATIO
 from sglang_diffkv.evaluate.endpoint import LONG
 from sglang_diffkv.evaluate.runner import Suite
 from sglang_diffkv.evaluate.store import Answer, Store
 from sglang_diffkv.evaluate.task import Metric
-from sglang_diffkv.testing import report
 
 LONG_TOKENS = 1000
 

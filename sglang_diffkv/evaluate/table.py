@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.summary import CacheFigures, Difference, Estimate, Result
-from sglang_diffkv.testing.report import markdown
 
 CACHE_HEADER = ("ratio, pages", "ratio, tokens", "1,000+: pages", "1,000+: tokens", "high / low / pruned %")
 

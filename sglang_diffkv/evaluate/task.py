@@ -50,7 +50,7 @@ class Outcome:
 
 
 class Task(Protocol):
-    """A file of questions. Implementations are in ``evaluate/tasks``, one file each."""
+    """A file of questions. Implementations are in ``evaluate/tasks``."""
 
     @property
     def name(self) -> str:

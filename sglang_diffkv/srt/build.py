@@ -15,6 +15,7 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
+from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
@@ -127,4 +128,4 @@ def create_prefix_cache(ctx: Any) -> Any:
         return default_radix_cache_factory(ctx)
     config = load_config()
     exact = config.prefix_fidelity == "exact"
-    return compat.prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
+    return prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.calibration import resolve
 from sglang_diffkv.config import CONFIG_ENV
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.validation import BACKEND, check_server_args, is_selected
-from sglang_diffkv.thresholds import resolve
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from sglang_diffkv.srt.tree_eviction import WORTH_WAITING, EvictingTree
 
 
 class DiffKVPrefixCache(EvictingTree):
-    """The parts that do not depend on the SGLang version; ``compat.prefix_cache_class`` adds the rest."""
+    """The parts that do not depend on the SGLang version; ``compat_tree.prefix_cache_class`` adds the rest."""
 
     inserting_row: int | None
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.server import Server
 from tests.servers.shared import EVERY_STEP, START_TIMEOUT, check_idle
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_diffkv.testing.client import Record
+from sglang_diffkv.evaluate.client import Record
 
 UNDECIDED = 0.25
 """Nats between the two best tokens up to which rounding may choose: two steps of each logit between 8 and 16."""

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.hooks import CHECK_ENV
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
 
 EVERY_STEP = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", CHECK_ENV: "1"}
 """All structures are checked after every step."""

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from benchmarks.paths import REPOSITORY
 from sglang_diffkv.config import CONFIG_ENV
-from sglang_diffkv.testing.paths import REPOSITORY
-from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV, has_gpu
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, has_gpu
 
 pytestmark = pytest.mark.server
 

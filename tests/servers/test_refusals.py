@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.paths import NANO
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.evaluate.ports import Port
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.compat import release
 from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.ports import Port
-from sglang_diffkv.testing.server import CPU_ENV, OFFLINE_ENV
 
 
 @pytest.mark.parametrize(

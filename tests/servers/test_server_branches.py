@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.server import Server
 from tests.servers.shared import tokens
 
 pytestmark = pytest.mark.server

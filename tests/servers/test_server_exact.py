@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang_diffkv.testing import client, tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 from tests.servers.shared import STRICT, stats_of
 
 pytestmark = pytest.mark.server
@@ -23,14 +27,14 @@ def server(server_of: Callable[..., Server]) -> Server:
     return server_of("diffkv", ["--max-total-tokens", "9000"], config=EXACT, env=STRICT)
 
 
-def _group(name: str, count: int) -> tuple[list[tasks.Item], list[list[int]]]:
-    items = [x for x in tasks.load("dev") if x.group == name][:count]
-    return items, [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in items]
+def _group(name: str, count: int) -> tuple[list[Example], list[list[int]]]:
+    items = [x for x in splits.load("dev") if x.group == name][:count]
+    return items, [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
 
 
 def test_the_tree_keeps_prompts_high_and_requests_run_compressed(server: Server) -> None:
-    item = next(x for x in tasks.load("dev") if x.task == "mul" and x.level == "medium")
-    long = tasks.chat_ids(tasks.load_tokenizer(NANO), "Remember. " * 300 + item.prompt)
+    item = next(x for x in splits.load("dev") if x.task == "mul" and x.level == "medium")
+    long = chat_ids(load_tokenizer(NANO), "Remember. " * 300 + item.prompt)
     server.flush_cache()
     before = stats_of(server)["finished"]
     client.ask(server.url, long, 300)
@@ -50,7 +54,7 @@ def test_shared_questions_are_right_and_cached(server: Server) -> None:
     others = client.run(server.url, ids[1:], 160, concurrency=4)
     assert first.cached_tokens == 0
     assert all(record.cached_tokens >= shared for record in others)
-    right = sum(tasks.is_right(r.text, x.answer) for r, x in zip([first, *others], items, strict=True))
+    right = sum(reference.judge(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
     assert right >= 6
 
 
@@ -73,7 +77,7 @@ def test_a_program_that_forks(server: Server) -> None:
     spec.loader.exec_module(frontend)
     server.flush_cache()
     replies, second = frontend.run(server.url, "easy-1", 4)
-    right = sum(tasks.is_right(reply, item.answer) for item, reply in replies)
+    right = sum(reference.judge(reply, item.answers) for item, reply in replies)
     assert right >= 3
     assert second.strip()
 
@@ -82,7 +86,7 @@ def test_a_program_that_forks(server: Server) -> None:
 def test_a_small_pool_completes_all(server_of: Callable[..., Server]) -> None:
     """Copies are made only where pages are left; the others are compressed in place or read the tree's pages."""
     _, ids = _group("medium-0", 3)
-    more = [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in tasks.load("dev") if x.task == "recur"][:6]
+    more = [chat_ids(load_tokenizer(NANO), x.prompt) for x in splits.load("dev") if x.task == "recur"][:6]
     args = ["--max-total-tokens", "1600", "--schedule-conservativeness", "0.2"]
     server = server_of("diffkv", args, config=EXACT, env=STRICT)
     records = client.run(server.url, [*ids, *more, *ids], 120, concurrency=8)

@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_diffkv.testing import client, tasks
-from sglang_diffkv.testing.client import Record
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server, stock_backend
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.evaluate.tasks import reference
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer
 
@@ -24,9 +27,9 @@ CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=20, seed=3)
-    items += [x for x in tasks.load("dev") if x.task == "fewshot_shared"][:4]
-    return [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in items]
+    items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=20, seed=3)
+    items += [x for x in splits.load("dev") if x.task == "fewshot_shared"][:4]
+    return [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
 
 
 @pytest.fixture(scope="module", params=["chunks of 128", pytest.param("whole", marks=pytest.mark.full)])

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.mem_pool.ledger import SPARE_PAGES
 from sglang_diffkv.srt.metrics import FAMILIES
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
 from tests.servers.prometheus_text import by_label, samples
 
 pytestmark = pytest.mark.server

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 

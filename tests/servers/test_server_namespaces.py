@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.server import Server
 from tests.servers.shared import STRICT
 
 pytestmark = pytest.mark.server

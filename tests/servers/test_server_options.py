@@ -19,10 +19,10 @@ import torch
 import zmq
 from safetensors.torch import save_file
 
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.ports import Port
+from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.compat import CANARY_ON_CPU
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.ports import Port
-from sglang_diffkv.testing.server import Server
 
 pytestmark = [
     pytest.mark.server,

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from sglang_diffkv.testing import client, tasks
-from sglang_diffkv.testing.client import Record
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server
 from tests.servers.identity import check_tokens
 from tests.servers.shared import EVERY_STEP, STRICT, check_idle, stats_of
 
@@ -30,8 +32,8 @@ EXACT = {"prefix_fidelity": "exact"}
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     """Questions with long replies, in pairs that share all but their last tokens."""
-    items = [x for x in tasks.load("dev") if x.task == "recur" and x.level == "hard"][: REQUESTS // 2]
-    ids = [tasks.chat_ids(tasks.load_tokenizer(NANO), x.prompt) for x in items]
+    items = [x for x in splits.load("dev") if x.task == "recur" and x.level == "hard"][: REQUESTS // 2]
+    ids = [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
     return [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
 
 

@@ -14,10 +14,14 @@ from typing import Any
 
 import pytest
 
-from sglang_diffkv.testing import client, tasks
-from sglang_diffkv.testing.client import Record
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server, stock_backend
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
 from tests.servers.shared import STRICT, check_idle, stats_of
@@ -42,14 +46,14 @@ def serve(server_of: Callable[..., Server]) -> Callable[..., Server]:
     return start
 
 
-def _ids(items: list[tasks.Item]) -> list[list[int]]:
-    return [tasks.chat_ids(tasks.load_tokenizer(NANO), item.prompt) for item in items]
+def _ids(items: list[Example]) -> list[list[int]]:
+    return [chat_ids(load_tokenizer(NANO), item.prompt) for item in items]
 
 
 def test_two_ranks_give_the_tokens_of_stock_s_two(serve: Callable[..., Server]) -> None:
     """Not of one rank: the sums of two are rounded otherwise, and on some CPUs stock's own two leave its one."""
-    items = tasks.select(tasks.load("dev"), levels=["easy", "medium"], n=20, seed=3)
-    prompts = _ids([*items, *[x for x in tasks.load("dev") if x.task == "fewshot_shared"][:4]])
+    items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=20, seed=3)
+    prompts = _ids([*items, *[x for x in splits.load("dev") if x.task == "fewshot_shared"][:4]])
 
     def ask(server: Server, concurrency: int) -> list[Record]:
         return client.run(server.url, prompts, 48, concurrency=concurrency, top_logprobs=2)
@@ -66,7 +70,7 @@ def test_two_ranks_give_the_tokens_of_stock_s_two(serve: Callable[..., Server]) 
 
 def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
     """Questions with long replies that come one after the other, in pairs that share all but their last tokens."""
-    ids = _ids([x for x in tasks.load("dev") if x.task == "recur" and x.level == "hard"][: count // 2])
+    ids = _ids([x for x in splits.load("dev") if x.task == "recur" and x.level == "hard"][: count // 2])
     prompts = [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
 
     def ask(index: int) -> Record:
@@ -122,7 +126,7 @@ def test_ranks_decide_alike_in_a_small_pool(
 @pytest.mark.full
 def test_each_rank_takes_the_factors_of_its_heads(serve: Callable[..., Server]) -> None:
     """Of three layers the first head keeps all tokens high, of three the second. Figures are those of rank 0."""
-    prompts = _ids([x for x in tasks.load("calib") if x.task == "recur"][:2])
+    prompts = _ids([x for x in splits.load("calib") if x.task == "recur"][:2])
     policy = {"name": "diffkv", "window": 32, "head_scale": [[KEPT, GONE]] * 3 + [[GONE, KEPT]] * 3}
     server = serve(2, {"policy": policy}, *ROOM)
     client.run(server.url, prompts, 48, concurrency=1)

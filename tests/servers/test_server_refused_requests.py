@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.server import Server
 from tests.servers.failing_plugin import failing_server
 from tests.servers.shared import tokens
 

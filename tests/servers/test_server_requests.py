@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 
-from sglang_diffkv.testing import client, tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import Server
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
 from tests.servers.shared import STRICT
 
 pytestmark = pytest.mark.server
@@ -34,9 +37,9 @@ def _chat(server: Server, **fields: object) -> dict:
 
 
 def test_shared_prefix_is_attached_not_computed(server: Server) -> None:
-    group = [x for x in tasks.load("dev") if x.task == "fewshot_shared" and x.level == "medium"][:2]
-    tokenizer = tasks.load_tokenizer(NANO)
-    ids = [tasks.chat_ids(tokenizer, x.prompt) for x in group]
+    group = [x for x in splits.load("dev") if x.task == "fewshot_shared" and x.level == "medium"][:2]
+    tokenizer = load_tokenizer(NANO)
+    ids = [chat_ids(tokenizer, x.prompt) for x in group]
     shared = next(i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b)
     server.flush_cache()
     first = client.ask(server.url, ids[0], 64)
@@ -47,14 +50,14 @@ def test_shared_prefix_is_attached_not_computed(server: Server) -> None:
     assert after is not None
     assert first.cached_tokens == 0
     assert second.cached_tokens == shared
-    assert all(tasks.is_right(r.text, x.answer) for r, x in zip((first, second), group, strict=True))
+    assert all(reference.judge(r.text, x.answers) for r, x in zip((first, second), group, strict=True))
     private = after["pages_used"] - before["pages_used"]
     assert private < before["pages_used"] / 2, "the second question took pages for the shared prefix"
 
 
 def test_ratio_and_shares_are_reported(server: Server) -> None:
-    long = next(x for x in tasks.load("dev") if x.task == "fewshot_shared" and x.level == "medium")
-    client.ask(server.url, tasks.chat_ids(tasks.load_tokenizer(NANO), long.prompt), 64)
+    long = next(x for x in splits.load("dev") if x.task == "fewshot_shared" and x.level == "medium")
+    client.ask(server.url, chat_ids(load_tokenizer(NANO), long.prompt), 64)
     _chat(server, max_tokens=200)
     stats = server.stats()
     assert stats is not None
@@ -141,13 +144,13 @@ def test_bad_requests_fail_alone(server: Server) -> None:
 
 
 def test_rotated_keys_answer_over_chunks_and_prefix_hits(server_of: Callable[..., Server]) -> None:
-    items = tasks.select(tasks.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=12)
-    tokenizer = tasks.load_tokenizer(NANO)
-    prompts = [tasks.chat_ids(tokenizer, x.prompt) for x in items]
+    items = reference.select(splits.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=12)
+    tokenizer = load_tokenizer(NANO)
+    prompts = [chat_ids(tokenizer, x.prompt) for x in items]
     config = {"rotate": "keys", "policy": {"name": "diffkv", "alpha_high": 5, "window": 32}}
     server = server_of("diffkv", ["--chunked-prefill-size", "64"], config=config)
     for _ in range(2):
         replies = client.run(server.url, prompts, 400, concurrency=6)
-        assert sum(tasks.is_right(r.text, x.answer) for r, x in zip(replies, items, strict=True)) >= 11
+        assert sum(reference.judge(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 11
     assert all(r.cached_tokens for r in replies)
     assert "rotation keys" in server.log_text()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.server import Server
 from tests.servers.failing_plugin import failing_server
 from tests.servers.shared import tokens
 from tests.servers.test_server_refused_requests import ask

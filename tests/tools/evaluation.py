@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.paths import NANO
 from sglang_diffkv.evaluate import cli
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from tests.tools.fake_server import FakeServer
 
 DATA = Path(__file__).parents[1] / "data" / "evaluate"
@@ -20,7 +20,7 @@ REFERENCE = f"reference={DATA / 'reference.jsonl'}"
 @functools.cache
 def tokenizer() -> Any:
     """The nano model's. Loading it for every command would take most of the time of these tests."""
-    return tasks.load_tokenizer(NANO)
+    return load_tokenizer(NANO)
 
 
 def tokenizer_of(path: str) -> Any:
@@ -34,7 +34,7 @@ def answers() -> dict[tuple[int, ...], tuple[str, str]]:
     """Prompt ids of the reference questions to their ids and answers."""
     with (DATA / "reference.jsonl").open(encoding="utf-8") as lines:
         items = [json.loads(line) for line in lines]
-    return {tuple(tasks.chat_ids(tokenizer(), x["prompt"])): (x["id"], x["answer"]) for x in items}
+    return {tuple(chat_ids(tokenizer(), x["prompt"])): (x["id"], x["answer"]) for x in items}
 
 
 def replies(wrong: Sequence[str] = (), aborted: Sequence[str] = ()) -> Callable[[Sequence[int]], str]:

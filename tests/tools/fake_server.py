@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-from sglang_diffkv.testing.report import TOTALS
+from sglang_diffkv.evaluate.report import TOTALS
 
 BF16_BYTES = 100
 """Bytes of a token in bf16, as the fake counts them."""

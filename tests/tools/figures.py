@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.figures import cases, cli
 from benchmarks.figures.data import FigureData, Point
+from benchmarks.paths import NANO
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
-from sglang_diffkv.testing.paths import NANO
 from tests.tools.evaluation import REFERENCE, replies, tokenizer_of
 from tests.tools.fake_server import FakeServer
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.figures import cli, critical_tokens
 from benchmarks.figures.critical_tokens import CriticalTokens, critical_counts, significance
-from sglang_diffkv.testing.paths import NANO
+from benchmarks.paths import NANO
 from tests.tools.evaluation import tokenizer, tokenizer_of
 from tests.tools.figures import BASE
 

@@ -13,10 +13,10 @@ from benchmarks import redraw
 from benchmarks.figures import breakdown, cases, cli, pareto, precision, style, thresholds
 from benchmarks.figures.cases import Thresholds, diffkv, uniform
 from benchmarks.figures.data import FigureData
+from benchmarks.paths import NANO
 from sglang_diffkv.evaluate import runner
+from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.server import ServerError
 from tests.tools.evaluation import REFERENCE
 from tests.tools.figures import BASE, figure, point, servers
 

@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks import redraw
 from benchmarks.figures import evaluated
+from benchmarks.paths import NANO, REPOSITORY
 from benchmarks.serving import each_backend, latency, step_profile
 from benchmarks.serving import session as serving_session
 from benchmarks.serving.client import BenchmarkError
-from sglang_diffkv.testing.paths import NANO, REPOSITORY
-from sglang_diffkv.testing.server import ServerError
+from sglang_diffkv.evaluate.server import ServerError
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.figures import cases, cli, session, sparsity
+from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.store import Answer, Store, UsageRecord
 from sglang_diffkv.evaluate.task import Outcome
-from sglang_diffkv.testing.paths import NANO
 from tests.tools.figures import BASE, figure, servers
 
 

@@ -11,7 +11,7 @@ from benchmarks.serving.backends import Backend, parse_backend, parse_diffkv
 from benchmarks.serving.loads import LOADS, parse_load
 from benchmarks.serving.memory import GIB, KVShape
 from benchmarks.serving.report import HEADER, row, tables, with_ratios
-from sglang_diffkv.testing.server import ServerError
+from sglang_diffkv.evaluate.server import ServerError
 
 LLAMA = KVShape(32, 8, 128, 32768, 128256, 32)
 POINT = LOADS["batch"].points()[0]

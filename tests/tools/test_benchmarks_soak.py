@@ -10,10 +10,10 @@ from collections import Counter
 import aiohttp
 import pytest
 
+from benchmarks import splits
 from benchmarks.soak import cli as soak
 from benchmarks.soak.client import ABORTED, ANSWERED, LOST, REFUSED, Client, Reply, judge
 from benchmarks.soak.load import ASK, DISCONNECT, WEIGHTS, Abort, Limits, Load, choose
-from sglang_diffkv.testing import tasks
 from tests.tools.fake_server import FakeServer, HangUp, Refusal
 from tests.tools.soak import order, reply
 
@@ -69,7 +69,7 @@ def test_a_chat_repeats_what_was_said():
 
 
 def test_chosen_questions_are_single_ones_and_a_group():
-    chosen = choose(tasks.load("calib"), 40, 0)
+    chosen = choose(splits.load("calib"), 40, 0)
     assert len(chosen) == len({x.id for x in chosen}) == 40
     assert Counter(x.group for x in chosen if x.group).most_common(1)[0][1] == 8
 

@@ -7,12 +7,12 @@ import os
 
 import pytest
 
+from benchmarks import splits
 from benchmarks.soak.client import ABORTED, ANSWERED, LOST, REFUSED
 from benchmarks.soak.load import Limits, Load
 from benchmarks.soak.report import Answer, Question, Tally, accuracy, problems
 from benchmarks.soak.run import Plan, Soak
 from benchmarks.soak.watch import growth, resident, slope, wrong_lines
-from sglang_diffkv.testing import tasks
 from tests.tools.fake_server import FakeServer, Refusal
 from tests.tools.soak import outcome
 
@@ -93,7 +93,7 @@ class Stand:
 
 
 def soak_on(fake, minutes=0.05):
-    items = tasks.load("calib")[:2]
+    items = splits.load("calib")[:2]
     limits = Limits.of(context=512, room=512)
     load = Load(0, limits, [[1, 2, 3], [4, 5, 6]], [[6, 7]], range(300), abort_share=0.0)
     found = Soak(Stand(fake), Plan(60 * minutes, 2, 4, 5.0, 0.1), load, items)

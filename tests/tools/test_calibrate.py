@@ -11,16 +11,15 @@ from threading import Barrier
 
 import pytest
 
+from benchmarks.paths import NANO
 from sglang_diffkv.calibrate import cli
-from sglang_diffkv.calibrate.heads import fitted
+from sglang_diffkv.calibrate.heads import fit
 from sglang_diffkv.calibrate.heads.result import HeadScaleFile
 from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
-from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file
+from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file, resolve
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.thresholds import resolve
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from tests.tools.fake_server import FakeServer
 
 DATA = Path(__file__).parents[1] / "data" / "evaluate"
@@ -171,10 +170,10 @@ def test_names_tell_settings_apart():
 @pytest.fixture
 def servers(monkeypatch):
     """A stand-in for every server: the lower the tier, the more questions it gets wrong."""
-    tokenizer = tasks.load_tokenizer(NANO)
+    tokenizer = load_tokenizer(NANO)
     with (DATA / "reference.jsonl").open(encoding="utf-8") as lines:
         items = [json.loads(line) for line in lines]
-    answers = {tuple(tasks.chat_ids(tokenizer, x["prompt"])): x["answer"] for x in items}
+    answers = {tuple(chat_ids(tokenizer, x["prompt"])): x["answer"] for x in items}
     started: list[str] = []
 
     @contextmanager
@@ -304,7 +303,7 @@ def test_factors_are_fitted_at_every_setting(tmp_path, servers, capsys, monkeypa
     about = written[plain[0]].provenance
     assert (about.n, about.rule["policy"]["alpha_high"], about.rule["policy"]["window"]) == (2, 1, 16)
 
-    monkeypatch.setattr(fitted, "load_model", lambda path: pytest.fail("fitted again"))
+    monkeypatch.setattr(fit, "load_model", lambda path: pytest.fail("fitted again"))
     del servers[:]
     assert cli.main(command(tmp_path, *args)) == 0 and not servers
     capsys.readouterr()

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.paths import DATA as SPLITS
+from benchmarks.paths import NANO
 from sglang_diffkv.calibrate.arguments import read_head_scale
 from sglang_diffkv.calibrate.heads import capture, cli, curves
 from sglang_diffkv.calibrate.heads.allocate import allocate, priced
@@ -18,12 +20,10 @@ from sglang_diffkv.calibrate.heads.fit import FACTORS, Curves, Text, choose, rea
 from sglang_diffkv.calibrate.heads.result import HeadScaleFile
 from sglang_diffkv.config import load_config
 from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
 from sglang_diffkv.evaluate.tasks.generation import Options
 from sglang_diffkv.mem_pool.page_format import Tier
-from sglang_diffkv.testing.paths import DATA as SPLITS
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.tasks import load_tokenizer
 from tests.tools.test_calibrate import DATA
 
 PAIR = (Tier.parse("K8V4"), Tier.parse("K4V2"))

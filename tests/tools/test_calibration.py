@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.paths import NANO
 from sglang_diffkv.calibration import (
     FILE_NAME,
     CalibratedThresholds,
@@ -19,7 +20,6 @@ from sglang_diffkv.calibration import (
     shipped_files,
 )
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.testing.paths import NANO
 
 PAIR = ("K8V4", "K4V2")
 

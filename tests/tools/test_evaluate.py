@@ -9,12 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_diffkv.evaluate import cli
+from sglang_diffkv.evaluate import cli, report
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.store import Answer, Store
 from sglang_diffkv.evaluate.summary import difference, nats
 from sglang_diffkv.evaluate.task import Outcome
-from sglang_diffkv.testing import report
 from tests.tools.evaluation import DATA, REFERENCE, answers, replies, results, run, tokenizer_of
 from tests.tools.fake_server import FakeServer
 

@@ -8,15 +8,15 @@ from threading import Barrier, Event, Thread, Timer
 
 import pytest
 
+from benchmarks.paths import NANO
 from sglang_diffkv.evaluate import cli, runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
+from sglang_diffkv.evaluate.report import TOTALS
+from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Answer, Store, UsageRecord
 from sglang_diffkv.evaluate.summary import summarise
 from sglang_diffkv.evaluate.task import Outcome
 from sglang_diffkv.evaluate.tasks import Options, load_task
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.report import TOTALS
-from sglang_diffkv.testing.server import ServerError
 from tests.tools.evaluation import REFERENCE, replies, results, tokenizer, tokenizer_of
 from tests.tools.fake_server import FakeServer
 

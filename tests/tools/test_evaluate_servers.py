@@ -7,15 +7,16 @@ from contextlib import contextmanager
 
 import pytest
 
+from benchmarks import splits
+from benchmarks.paths import NANO
 from benchmarks.quality import accuracy
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import cli, runner
+from sglang_diffkv.evaluate import server as server_module
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
 from sglang_diffkv.evaluate.endpoint import Endpoint
-from sglang_diffkv.testing import server as server_module
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import NANO
+from sglang_diffkv.evaluate.prompts import chat_ids
 from tests.tools.evaluation import REFERENCE, replies, results, tokenizer, tokenizer_of
 from tests.tools.fake_server import FakeServer
 
@@ -94,12 +95,12 @@ def test_unusable_command_lines(tmp_path, capsys, args, message):
 
 
 def test_the_benchmark_asks_a_split(tmp_path, monkeypatch, capsys):
-    known = {tuple(tasks.chat_ids(tokenizer(), x.prompt)): x for x in tasks.load("calib")}
+    known = {tuple(chat_ids(tokenizer(), x.prompt)): x for x in splits.load("calib")}
 
     @contextmanager
     def start(configuration, model, args):
         def reply(ids):
-            return known[tuple(ids)].reference if configuration.diffkv is None else "Answer: no"
+            return known[tuple(ids)].reply if configuration.diffkv is None else "Answer: no"
 
         with FakeServer(reply, context=9000) as fake:
             yield Endpoint.connect(fake.url, owned=True)

@@ -8,20 +8,22 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import splits
+from benchmarks.paths import DATA as SPLITS_FOLDER
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.tasks import Options, TaskFileError, gsm8k, load_task, math_problems, needle, reference
-from sglang_diffkv.evaluate.tasks.boxed import last_boxed
 from sglang_diffkv.evaluate.tasks.files import sha256
 from sglang_diffkv.evaluate.tasks.generation import GenerationTask
+from sglang_diffkv.evaluate.tasks.math_problems import last_boxed
 from sglang_diffkv.evaluate.tasks.wikitext import PerplexityTask
-from sglang_diffkv.testing import tasks
-from sglang_diffkv.testing.paths import NANO
 
 DATA = Path(__file__).parents[1] / "data" / "evaluate"
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tasks.load_tokenizer(NANO)
+    return load_tokenizer(NANO)
 
 
 def load(spec: str, **options: object) -> GenerationTask:
@@ -45,16 +47,16 @@ def test_reference_selection():
 
 
 def test_reference_selection_is_that_of_the_splits():
-    path = tasks.DATA / "calib.jsonl.xz"
+    path = SPLITS_FOLDER / "calib.jsonl.xz"
     task = load_task(f"reference={path}", Options(n=30, levels=["easy"], exclude=["vars"], seed=2))
-    expected = tasks.select(tasks.load("calib"), levels=["easy"], exclude=["vars"], n=30, seed=2)
+    expected = reference.select(splits.load("calib"), levels=["easy"], exclude=["vars"], n=30, seed=2)
     assert isinstance(task, GenerationTask) and task.name == "reference/calib"
     assert ids(task) == [item.id for item in expected]
 
 
 def test_a_prompt_is_the_chat_template_s(tokenizer):
     question = load("reference=reference.jsonl", only=["sort"]).questions(tokenizer)[0]
-    assert list(question.prompt_ids) == tasks.chat_ids(tokenizer, "Sort: 3 1 2.")
+    assert list(question.prompt_ids) == chat_ids(tokenizer, "Sort: 3 1 2.")
     assert (question.task, question.answers) == ("sort", ("1 2 3",))
 
 

@@ -32,8 +32,8 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step, end_decode, faults, needs_requests, new_scores
 from tests.pages.usage_oracle import check_reading
@@ -68,7 +68,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
         params = CacheInitParams(False, self.pool, self.allocator, 1)
-        self.tree = compat.prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
+        self.tree = prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
         self.running: list[Any] = []
         self.random = random.Random(0)
         self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)

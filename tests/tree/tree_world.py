@@ -20,8 +20,8 @@ from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step
 
@@ -51,7 +51,7 @@ class World:
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
-        self.tree: Any = compat.prefix_cache_class()(
+        self.tree: Any = prefix_cache_class()(
             CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), share_min, exact=exact
         )
         self.random = random.Random(1)

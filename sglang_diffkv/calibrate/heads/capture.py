@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_diffkv.evaluate.endpoint import EvaluationError
-from sglang_diffkv.testing.server import has_gpu
+from sglang_diffkv.evaluate.server import has_gpu
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """Decoders whose layers are ``x += o_proj(attention)``, then ``x += mlp(post_attention_layernorm(x))``."""

@@ -19,16 +19,16 @@ from pathlib import Path
 
 from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection, tier_names
 from sglang_diffkv.calibrate.heads.capture import load_model
-from sglang_diffkv.calibrate.heads.fitted import Source, fit_factors, rule_of
+from sglang_diffkv.calibrate.heads.fit import Source, fit_factors, rule_of
 from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.tasks import TaskFileError
-from sglang_diffkv.testing import report
-from sglang_diffkv.testing.tasks import load_tokenizer
 
 DEFAULT = DiffKVPolicyConfig()
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_diffkv.evaluate.task import Task
-from sglang_diffkv.evaluate.tasks import gsm8k, math_problems, needle, reference, shared_prefix, wikitext
+from sglang_diffkv.evaluate.tasks import gsm8k, math_problems, needle, reference, wikitext
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
 from sglang_diffkv.evaluate.tasks.generation import Options
 
 LOADERS: dict[str, Callable[[Path, Options], Task]] = {
     "reference": reference.load,
-    "shared": shared_prefix.load,
+    "shared": reference.load_shared,
     "gsm8k": gsm8k.load,
     "math": math_problems.load,
     "needle": needle.load,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from sglang_diffkv.evaluate.client import RequestError
 from sglang_diffkv.evaluate.endpoint import Endpoint
+from sglang_diffkv.evaluate.prompts import prompt_ids
 from sglang_diffkv.evaluate.task import Metric, Outcome, Question
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, sha256, stem
-from sglang_diffkv.testing.client import RequestError
-from sglang_diffkv.testing.tasks import prompt_ids
 
 
 @dataclass(frozen=True)

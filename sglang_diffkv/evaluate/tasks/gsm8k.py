@@ -10,9 +10,9 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
-from sglang_diffkv.evaluate.tasks.boxed import last_boxed
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, read_lines
 from sglang_diffkv.evaluate.tasks.generation import Example, GenerationTask, Options, build, sample
+from sglang_diffkv.evaluate.tasks.math_problems import last_boxed
 
 PROMPT = "{question}\nReason step by step and write the final answer on the last line as: #### number"
 MARK = "####"

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_diffkv.evaluate.tasks.boxed import last_boxed
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, check_fields, json_files, read_lines
 from sglang_diffkv.evaluate.tasks.generation import Example, GenerationTask, Options, build, sample
 
 PROMPT = "{problem}\nReason step by step and put the final answer within \\boxed{{}}."
 FIELDS = ("problem", "solution")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 _REWRITES: tuple[tuple[str, str], ...] = (
     (r"\\left(?![a-zA-Z])|\\right(?![a-zA-Z])", ""),
@@ -42,6 +42,17 @@ _REWRITES: tuple[tuple[str, str], ...] = (
     (r"(\.\d*?)0+$", r"\1"),
     (r"\.$", ""),
 )
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last ``\boxed{}`` or ``\fbox{}`` whose braces close; None without one."""
+    for match in reversed(list(_BOX.finditer(text))):
+        depth = 1
+        for end in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[match.end() : end]
+    return None
 
 
 def normalize(answer: str) -> str:

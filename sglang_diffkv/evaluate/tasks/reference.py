@@ -2,18 +2,25 @@
 ``reference``, a whole right reply.
 
 A reply is right if the text after its last ``Answer:`` equals ``answer``.
+
+The questions of a ``group`` share one long prefix. The kind ``shared`` asks those of a group together, so all but the
+first to arrive should find it in the prefix cache, compressed by the question that cached it. The share of prompt
+tokens that came from there is part of the result.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, read_lines
 from sglang_diffkv.evaluate.tasks.generation import Example, GenerationTask, Options, build
-from sglang_diffkv.testing.tasks import is_right, select
 
 FIELDS = ("id", "task", "level", "prompt", "answer")
+LEVELS = ("easy", "medium", "hard")
+_MARK = "Answer:"
 
 
 def read(path: Path) -> list[Example]:
@@ -33,8 +40,50 @@ def read(path: Path) -> list[Example]:
 
 
 def judge(text: str, answers: tuple[str, ...]) -> bool:
-    """Whether a reply ends with the answer."""
-    return is_right(text, answers[0])
+    """Whether the text after the last ``Answer:`` of a reply equals the right answer."""
+    _, mark, given = text.rpartition(_MARK)
+    return bool(mark) and given.strip() == answers[0].strip()
+
+
+def select(
+    items: Iterable[Example],
+    *,
+    tasks: Collection[str] | None = None,
+    levels: Collection[str] | None = None,
+    exclude: Collection[str] = (),
+    n: int | None = None,
+    seed: int = 0,
+) -> list[Example]:
+    """A fixed random sample: the questions of ``tasks`` and ``levels`` without ``exclude``, at most ``n``.
+
+    The order depends on ``seed`` and the filters only, so a smaller ``n`` takes the head of a larger one's.
+    Raises ValueError for a task or level that there is none of.
+    """
+    items = list(items)
+    known = {item.task for item in items}
+    unknown = sorted((set(tasks or ()) | set(exclude)) - known)
+    if unknown:
+        raise ValueError(f"unknown tasks: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    if levels is not None and (unknown := sorted(set(levels) - set(LEVELS))):
+        raise ValueError(f"unknown levels: {', '.join(unknown)}; known: {', '.join(LEVELS)}")
+    chosen = [
+        item
+        for item in items
+        if (tasks is None or item.task in tasks)
+        and (levels is None or item.level in levels)
+        and item.task not in exclude
+    ]
+    random.Random(seed).shuffle(chosen)
+    return chosen[:n]
+
+
+def groups(items: Iterable[Example]) -> dict[str, list[Example]]:
+    """The questions that share a long prefix, by group."""
+    result: dict[str, list[Example]] = {}
+    for item in items:
+        if item.group is not None:
+            result.setdefault(item.group, []).append(item)
+    return result
 
 
 def load(path: Path, options: Options) -> GenerationTask:
@@ -52,3 +101,21 @@ def load(path: Path, options: Options) -> GenerationTask:
     except ValueError as error:
         raise TaskFileError(f"{path.name}: {error}") from None
     return replace(task, examples=tuple(chosen))
+
+
+def load_shared(path: Path, options: Options) -> GenerationTask:
+    """Groups in a fixed random order, each with its questions in file order, cut after ``options.n`` questions."""
+    grouped = [example for example in read(path) if example.group is not None]
+    if not grouped:
+        raise TaskFileError(f"{path.name}: no question has a group, so none share a prefix")
+    try:
+        chosen = select(grouped, tasks=options.only, levels=options.levels)
+    except ValueError as error:
+        raise TaskFileError(f"{path.name}: {error}") from None
+    kept = set(chosen)
+    together = groups(example for example in grouped if example in kept)
+    names = sorted(together)
+    random.Random(options.seed).shuffle(names)
+    ordered = [example for name in names for example in together[name]]
+    task = build("shared", path, ordered, judge, options)
+    return replace(task, examples=task.examples[: options.n])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 PROGRAM = """
 import sys
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate.server import Server
 
-server = Server()
+server = Server("a model")
 server.command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(120)"]
 print(server.log_path, flush=True)
 server.start()

@@ -18,8 +18,7 @@ from typing import Any
 
 import requests
 
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.testing.ports import Port
+from sglang_diffkv.evaluate.ports import Port
 
 READY = "fired up and ready to roll"
 CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
@@ -64,7 +63,7 @@ class Server:
 
     def __init__(
         self,
-        model: str | Path = NANO,
+        model: str | Path,
         backend: str = "diffkv",
         args: Sequence[str] = (),
         *,

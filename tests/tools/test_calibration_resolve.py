@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_diffkv.calibration import FILE_NAME, ModelGeometry, lookup
+from benchmarks.paths import NANO
+from sglang_diffkv.calibration import FILE_NAME, ModelGeometry, lookup, resolve
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.configuration import parse_configuration
 from sglang_diffkv.srt import hooks, launch
-from sglang_diffkv.testing.paths import NANO
-from sglang_diffkv.thresholds import resolve
 
 SHAPE = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
 MEASURED = {

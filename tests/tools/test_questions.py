@@ -1,37 +1,41 @@
-"""The helpers that tests and benchmarks share: task files, grading, selection and table figures."""
+"""The reference questions: splits, grading, selection and prompts; figures of tables."""
 
 import math
 
 import pytest
 
-from sglang_diffkv.testing import report, tasks
-from sglang_diffkv.testing.paths import NANO
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import report
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.evaluate.tasks.generation import Example
 
 
 @pytest.fixture(scope="module")
-def calib() -> list[tasks.Item]:
-    return tasks.load("calib")
+def calib() -> list[Example]:
+    return splits.load("calib")
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tasks.load_tokenizer(NANO)
+    return load_tokenizer(NANO)
 
 
 def test_splits_are_complete_and_disjoint(calib):
-    dev = tasks.load("dev")
+    dev = splits.load("dev")
     assert (len(calib), len(dev)) == (1008, 2016)
     assert not {item.id for item in calib} & {item.id for item in dev}
-    assert {item.level for item in calib} == set(tasks.LEVELS)
+    assert {item.level for item in calib} == set(reference.LEVELS)
 
 
 def test_unknown_split_is_refused():
     with pytest.raises(ValueError, match="unknown split 'train'"):
-        tasks.load("train")
+        splits.load("train")
 
 
 def test_every_reference_is_graded_right(calib):
-    assert all(tasks.is_right(item.reference, item.answer) for item in calib)
+    assert all(reference.judge(item.reply, item.answers) for item in calib)
 
 
 @pytest.mark.parametrize(
@@ -47,33 +51,33 @@ def test_every_reference_is_graded_right(calib):
         ("", False),
     ],
 )
-def test_is_right_reads_the_last_answer(text, right):
-    assert tasks.is_right(text, "72") is right
+def test_judge_reads_the_last_answer(text, right):
+    assert reference.judge(text, ("72",)) is right
 
 
 def test_selection_is_fixed_and_filtered(calib):
-    chosen = tasks.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=250, seed=3)
+    chosen = reference.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=250, seed=3)
     assert len(chosen) == len({item.id for item in chosen}) == 250
     assert {item.level for item in chosen} == {"easy", "medium"}
     assert not {item.task for item in chosen} & {"chain", "vars"}
-    again = tasks.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=20, seed=3)
+    again = reference.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=20, seed=3)
     assert again == chosen[:20]
-    other = tasks.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=20, seed=4)
+    other = reference.select(calib, levels=["easy", "medium"], exclude=["chain", "vars"], n=20, seed=4)
     assert other != again
 
 
 def test_selection_without_n_takes_all(calib):
-    assert len(tasks.select(calib, tasks=["mul"])) == 48
+    assert len(reference.select(calib, tasks=["mul"])) == 48
 
 
 @pytest.mark.parametrize("kwargs", [{"tasks": ["nope"]}, {"exclude": ["nope"]}, {"levels": ["nope"]}])
 def test_selection_refuses_unknown_names(calib, kwargs):
     with pytest.raises(ValueError, match="nope"):
-        tasks.select(calib, **kwargs)
+        reference.select(calib, **kwargs)
 
 
 def test_groups_share_a_long_prefix(calib):
-    for members in tasks.groups(calib).values():
+    for members in reference.groups(calib).values():
         assert len(members) == 16
         prompts = [item.prompt for item in members]
         common = next(i for i, letters in enumerate(zip(*prompts)) if len(set(letters)) > 1)
@@ -81,7 +85,7 @@ def test_groups_share_a_long_prefix(calib):
 
 
 def test_chat_ids_follow_the_template(tokenizer):
-    ids = tasks.chat_ids(tokenizer, "Multiply 24 by 3.")
+    ids = chat_ids(tokenizer, "Multiply 24 by 3.")
     assert tokenizer.decode(ids) == "<|bos|><|user|>Multiply 24 by 3.<|assistant|>"
     assert ids.count(tokenizer.bos_token_id) == 1
 

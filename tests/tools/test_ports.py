@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_diffkv.testing import ports
-from sglang_diffkv.testing import server as server_module
-from sglang_diffkv.testing.ports import Port
-from sglang_diffkv.testing.server import Server
+from sglang_diffkv.evaluate import ports
+from sglang_diffkv.evaluate import server as server_module
+from sglang_diffkv.evaluate.ports import Port
+from sglang_diffkv.evaluate.server import Server
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_no_port_is_held_twice(few):
 
 def test_another_process_gets_another_port(few):
     held = [Port() for _ in range(3)]
-    code = f"from sglang_diffkv.testing import ports; ports.RANGE = {few!r}; print(ports.Port().number)"
+    code = f"from sglang_diffkv.evaluate import ports; ports.RANGE = {few!r}; print(ports.Port().number)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(output) == (set(few) - {port.number for port in held}).pop()
 

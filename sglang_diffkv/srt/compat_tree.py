@@ -1,0 +1,66 @@
+"""The prefix cache with the insertion methods of the installed SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_diffkv.srt.compat import extend_end, prompt_len, release, row_of
+from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+
+
+def prefix_cache_class() -> type:
+    """The prefix cache with the insertion methods of the installed SGLang."""
+
+    class _Inserting(DiffKVPrefixCache):
+        def _keep_private(self, req: Any) -> None:
+            """What stock SGLang does for a running request that is not inserted."""
+            slots = self.req_to_token_pool.req_to_token[row_of(req), : extend_end(req)]
+            req.prefix_indices = slots.to(dtype=self._empty_match_result.device_indices.dtype, copy=True)
+
+        def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
+            if self.disable:
+                return
+            stock = super().cache_unfinished_req
+            if chunked or not self.requests.publish(req, lambda: stock(req, chunked=chunked), running=True):
+                self._keep_private(req)
+            if not chunked:
+                self.requests.prompt_published(req)
+
+    class V17(_Inserting):
+        def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
+            stock = super().cache_finished_req
+
+            def insertion() -> None:
+                stock(req, is_insert=True, kv_len_to_handle=kv_len_to_handle)
+
+            if not (is_insert and not self.disable and self.requests.publish(req, insertion, running=False)):
+                stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
+
+        def record_removal(self, leaf: Any) -> None:
+            self._record_remove_event(leaf)
+
+    class V21(_Inserting):
+        def insert_req(self, req: Any, *, up_to: int) -> None:
+            stock = super().insert_req
+            if not self.disable:
+                self.requests.publish(req, lambda: stock(req, up_to=up_to), running=False)
+
+        def record_removal(self, leaf: Any) -> None:
+            self.kv_events.record_remove(leaf)
+
+    class V23(_Inserting):
+        def checkpoint(self, req: Any, *, up_to: int) -> None:
+            stock = super().checkpoint
+            running = not req.finished()
+            if self.disable or (running and up_to < prompt_len(req)):
+                return
+            self.requests.publish(req, lambda: stock(req, up_to=up_to), running=running)
+            if running:
+                self.requests.prompt_published(req)
+
+        def record_removal(self, leaf: Any) -> None:
+            self.kv_events.record_remove(leaf)
+
+    if release() < (0, 5, 18):
+        return V17
+    return V21 if release() < (0, 5, 22) else V23
