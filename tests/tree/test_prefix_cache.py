@@ -9,17 +9,15 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
@@ -34,10 +32,9 @@ from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
-from tests.helpers import faults, needs_requests, new_scores
+from tests.helpers import faults, new_scores
 from tests.pages.usage_oracle import check_reading
-
-pytestmark = needs_requests
+from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
 CAPACITY, ROWS, LAYERS, HEADS, DIM, WINDOW, SHARE_MIN = 400, 8, 2, 2, 64, 8, 24
 
@@ -99,32 +96,23 @@ class TreeMachine(RuleBasedStateMachine):
         tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
         if len(self.running) == ROWS:
             return
-        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:-1], None)))
-        prefix = len(match.device_indices)
-        node = match.last_device_node
-        self.tree.inc_lock_ref(node)
+        match = Match(self.tree, tokens)
+        prefix, node = len(match), match.node
         path = self.tree.path(node)
         self.tree.evict_table_blocks(path, len(tokens) - prefix)
         if not ledger.admits(path, len(tokens) - prefix):
-            self.tree.dec_lock_ref(node)
+            match.unlock(self.tree)
             return
         ledger.promise(rid, path, len(tokens) - prefix)
         self.tree.evict_uncovered()
         assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
-        row = self.pool.alloc_rows(1)[0]
-        kv = SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix)
-        req = SimpleNamespace(
-            rid=rid, tokens=tokens, kv=kv, origin_input_ids=tokens[:], output_ids=array("q"),
-            extra_key=None, cache_salt=None, priority=0, last_node=node, prefix_indices=match.device_indices,
-            extend_range=SimpleNamespace(end=prefix), prefilling=True,
-            sampling_params=SimpleNamespace(max_new_tokens=250),
-        )  # fmt: skip
-        req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
+        row = take_row(self.pool)
+        req = StandIn(tokens, row, match, prefix, rid=rid)
         if prefix:
             self.manager.attach_prefix(row, path)
             if self.tree.exact:
                 self.tree.exact.attached(row, node)
-        self.pool.write((row, slice(0, prefix)), match.device_indices.int())
+        self.pool.write((row, slice(0, prefix)), match.names)
         self.running.append(req)
 
     @rule(seed=st.integers(0, 2), length=st.integers(20, 70), tail=st.integers(0, 3))
@@ -157,7 +145,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.manager.prompts.end(row)
             assert not faults(self.manager, [row]), "a prompt or its copy found the ring empty"
             req.prefilling = False
-        self.tree.cache_unfinished_req(req, chunked=not last)
+        offer(self.tree, req, chunked=not last)
 
     @precondition(lambda self: any(not r.prefilling for r in self.running))
     @rule(steps=st.integers(1, 12))
@@ -192,17 +180,13 @@ class TreeMachine(RuleBasedStateMachine):
 
     def _leave(self, req: Any, *, insert: bool) -> None:
         row, end = req.kv.req_pool_idx, self.manager.lengths.get(req.kv.req_pool_idx, 0)
-        if insert:
-            self.tree.insert_req(req, up_to=end)
-        slots = self.pool.req_to_token[row, req.kv.cache_protected_len : end].long()
-        self.allocator.free(slots)
-        self.tree.dec_lock_ref(req.last_node)
+        leave(self.tree, req, end, insert=insert)
         self.manager.release(row)
         self.tree.pack_replies()
         if self.tree.exact:
             self.tree.exact.forget(row)
         self.allocator.ledger.promise(req.rid, [], 0)
-        self.pool.free_rows([row])
+        give_row(self.pool, row)
         self.running.remove(req)
         if self.tree.exact:
             self.tree.exact.copy_alone([r for r in self.running if not r.prefilling])
