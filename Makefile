@@ -18,7 +18,8 @@ SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
 OTHER_SGLANG := 0.5.17 0.5.23
 # Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer.
-VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/tree \
+VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_metrics.py \
+	tests/tree/test_admission.py tests/tree/test_exact_prompts.py tests/tree/test_tree_eviction.py tests/tree/test_prefix_cache.py \
 	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed \
 	tests/servers/test_server_requests.py::test_cancelled_stream_returns_its_pages \
 	tests/servers/test_server_exact.py::test_the_tree_keeps_prompts_high_and_requests_run_compressed \

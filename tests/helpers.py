@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from sglang_diffkv.mem_pool.device import OpsOf
@@ -17,13 +16,8 @@ from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt import compat
 
 PAIR = ("K8V4", "K4V2")
-
-needs_requests = pytest.mark.skipif(
-    compat.release() != (0, 5, 21), reason="the stand-in for a request has the fields of SGLang 0.5.21"
-)
 
 POISONS = {"ones": -1, "nan": 0x7FFF}
 """Two-byte words for unused memory. All ones reads as NaN, and as position -1; 0x7FFF reads as NaN in

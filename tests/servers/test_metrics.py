@@ -18,7 +18,6 @@ from sglang.srt.observability import metrics_collector
 from sglang_diffkv.mem_pool import usage
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.srt import metrics
-from tests.helpers import needs_requests
 from tests.servers.prometheus_text import Sample, by_label, samples
 from tests.tree.tree_world import World
 
@@ -49,7 +48,6 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage, "REFRESH_SECONDS", 0.0)
 
 
-@needs_requests
 @pytest.mark.parametrize("exact", [True, False])
 def test_every_family_says_what_is_held(exact: bool) -> None:
     world, collector = World(2000, exact=exact), Collector()
@@ -76,7 +74,6 @@ def test_every_family_says_what_is_held(exact: bool) -> None:
     world.leave(running)
 
 
-@needs_requests
 def test_counters_grow_by_what_is_new() -> None:
     world, collector = World(2000, exact=False), Collector()
     allocator = served(world)
@@ -95,7 +92,6 @@ def test_counters_grow_by_what_is_new() -> None:
     assert by_label(found["diffkv_prompts_total"], "outcome") == {"compressed": 3, "as_computed": 0}
 
 
-@needs_requests
 def test_reading_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It happens on the first of several ranks alone: no exchange, no new price, nothing taken over from the device."""
     world, collector = World(2000, exact=False), Collector()
@@ -115,7 +111,6 @@ def test_reading_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world.leave(req)
 
 
-@needs_requests
 def test_an_error_ends_the_metrics_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     world, collector = World(2000, exact=False), Collector()
     allocator = served(world)
@@ -127,7 +122,6 @@ def test_an_error_ends_the_metrics_and_nothing_else(caplog: pytest.LogCaptureFix
     assert [record.message for record in caplog.records] == ["DiffKV: metrics of the plugin are not exported any more"]
 
 
-@needs_requests
 def test_one_reading_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     world, collector = World(2000, exact=False), Collector()
     allocator = served(world)

@@ -9,10 +9,9 @@ import torch
 
 from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.mem_pool.usage import UsageMeter
-from tests.helpers import faults, needs_requests
+from tests.helpers import faults
+from tests.tree.stand_in import offer
 from tests.tree.tree_world import World
-
-pytestmark = needs_requests
 
 
 def test_a_request_that_ends_at_once_leaves_its_prompt_exact() -> None:
@@ -63,7 +62,7 @@ def test_of_two_equal_prompts_both_replies_join() -> None:
         world.plan(req)
         world.launch(req)
     for req in both:
-        world.tree.cache_unfinished_req(req)
+        offer(world.tree, req)
     assert [world.tree.exact.joins(req.kv.req_pool_idx) for req in both] == [True, True]
     for req in both:
         world.decode(req)
@@ -78,7 +77,7 @@ def test_without_names_a_request_keeps_its_lock_and_nothing_is_evicted() -> None
     world.plan(req)
     world.launch(req)
     world.allocator.free_pages = world.allocator.free_pages[:50]
-    world.tree.cache_unfinished_req(req)
+    offer(world.tree, req)
     assert len(world.tree.evictable_leaves) == 5
     assert req.kv.cache_protected_len == 100
 
@@ -91,7 +90,7 @@ def test_pages_by_owner_are_those_that_tables_list() -> None:
     for req in running:
         world.plan(req)
         world.launch(req)
-        world.tree.cache_unfinished_req(req)
+        offer(world.tree, req)
     manager, state = world.manager, world.manager.state
 
     def listed(rows: list[int]) -> set[int]:
@@ -162,7 +161,7 @@ def two_readers(world: World, prefix: list[int], own: int) -> list[Any]:
     for req in both:
         world.plan(req)
         world.launch(req)
-        world.tree.cache_unfinished_req(req)
+        offer(world.tree, req)
     return both
 
 

@@ -9,10 +9,7 @@ from hypothesis.stateful import invariant, rule
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.state import PageState
-from tests.helpers import needs_requests
 from tests.tree.test_prefix_cache import ExactTreeMachine, TreeMachine, machine_settings
-
-pytestmark = needs_requests
 
 
 def entries_taken(state: PageState, row: int, lo: int, hi: int) -> list[int]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
@@ -35,10 +33,9 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
-from tests.helpers import begin_step, end_decode, faults, needs_requests, new_scores
+from tests.helpers import begin_step, end_decode, faults, new_scores
 from tests.pages.usage_oracle import check_reading
-
-pytestmark = needs_requests
+from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
 CAPACITY, ROWS, LAYERS, HEADS, DIM, WINDOW, SHARE_MIN = 400, 8, 2, 2, 64, 8, 24
 
@@ -101,29 +98,18 @@ class TreeMachine(RuleBasedStateMachine):
         tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
         if len(self.running) == ROWS:
             return
-        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(tokens[:-1], None)))
-        prefix = len(match.device_indices)
-        node = match.last_device_node
-        self.tree.inc_lock_ref(node)
-        kv = SimpleNamespace(req_pool_idx=None, cache_protected_len=prefix)
-        req = SimpleNamespace(
-            rid=rid, tokens=tokens, kv=kv, origin_input_ids=tokens[:], output_ids=array("q"),
-            extra_key=None, cache_salt=None, priority=0, last_node=node, prefix_indices=match.device_indices,
-            extend_range=SimpleNamespace(end=prefix), prefilling=True,
-            sampling_params=SimpleNamespace(max_new_tokens=250), full_untruncated_fill_ids=tokens,
-            finished=lambda: False,
-        )  # fmt: skip
-        req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
+        match = Match(self.tree, tokens)
+        req = StandIn(tokens, None, match, len(match), rid=rid)
         admission = self.requests.judge(req, len(tokens), self.running)
         if not admission.fits:
-            self.tree.dec_lock_ref(node)
+            match.unlock(self.tree)
             return
         self.requests.admit(req, admission)
         assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
-        row = kv.req_pool_idx = self.pool.alloc_rows(1)[0]
-        if prefix:
+        row = req.kv.req_pool_idx = take_row(self.pool)
+        if len(match):
             self.requests.begin_prompt(req)
-        self.pool.write((row, slice(0, prefix)), match.device_indices.int())
+        self.pool.write((row, slice(0, len(match))), match.names)
         self.running.append(req)
 
     @rule(seed=st.integers(0, 2), length=st.integers(20, 70), tail=st.integers(0, 3))
@@ -156,7 +142,7 @@ class TreeMachine(RuleBasedStateMachine):
         if last:
             assert not faults(self.manager, [row]), "a prompt or its copy found the ring empty"
             req.prefilling = False
-        self.tree.cache_unfinished_req(req, chunked=not last)
+        offer(self.tree, req, chunked=not last)
 
     @precondition(lambda self: any(not r.prefilling for r in self.running))
     @rule(steps=st.integers(1, 12))
@@ -191,13 +177,9 @@ class TreeMachine(RuleBasedStateMachine):
 
     def _leave(self, req: Any, *, insert: bool) -> None:
         row, end = req.kv.req_pool_idx, self.manager.rows.length(req.kv.req_pool_idx)
-        if insert:
-            self.tree.insert_req(req, up_to=end)
-        slots = self.pool.req_to_token[row, req.kv.cache_protected_len : end].long()
-        self.allocator.free(slots)
-        self.tree.dec_lock_ref(req.last_node)
+        leave(self.tree, req, end, insert=insert)
         self.requests.leave(req, row, counted=False)
-        self.pool.free_rows([row])
+        give_row(self.pool, row)
         self.running.remove(req)
         self.requests.after_step([r for r in self.running if not r.prefilling])
         assert not any(faults(self.manager, [r.kv.req_pool_idx]) for r in self.running), "a late copy lost tokens"

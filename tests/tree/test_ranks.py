@@ -18,7 +18,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from sglang_diffkv.mem_pool.integrity import decision_digest
 from sglang_diffkv.mem_pool.ranks import RankCounts, RankError, Ranks
-from tests.helpers import needs_requests
 from tests.tree.test_prefix_cache import CAPACITY, ExactTreeMachine, TreeMachine, machine_settings
 
 
@@ -161,11 +160,10 @@ class ExactRanksMachine(RanksMachine):
 
 
 RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = machine_settings(50)
-TestRanks = needs_requests(RanksMachine.TestCase)
-TestExactRanks = needs_requests(ExactRanksMachine.TestCase)
+TestRanks = RanksMachine.TestCase
+TestExactRanks = ExactRanksMachine.TestCase
 
 
-@needs_requests
 def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:
     machine = RanksMachine()
     machine.admit(seed=1, length=40, tail=0)
@@ -183,7 +181,6 @@ def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:
     assert machine.pair.each(faulted) == [True, True]
 
 
-@needs_requests
 def test_a_page_lost_on_one_rank_shows_on_all() -> None:
     machine = RanksMachine()
     machine.admit(seed=1, length=70, tail=0)

@@ -12,10 +12,8 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from tests.helpers import needs_requests
+from tests.tree.stand_in import offer
 from tests.tree.tree_world import World
-
-pytestmark = needs_requests
 
 FIDELITIES = pytest.mark.parametrize("exact", [False, True], ids=["compressed", "exact"])
 
@@ -29,7 +27,7 @@ def run(world: World, requests: list[list[int]], replies: int = 0) -> list[int]:
     for req in batch:
         world.plan(req)
         world.launch(req)
-        world.tree.cache_unfinished_req(req)
+        offer(world.tree, req)
     for req in batch:
         for _ in range(replies):
             world.decode(req)
@@ -104,7 +102,7 @@ def test_a_join_keeps_the_tokens_of_running_requests():
     assert again.kv.cache_protected_len == 50
     world.plan(again)
     world.launch(again)
-    world.tree.cache_unfinished_req(again)
+    offer(world.tree, again)
     for _ in range(4):
         world.decode(reader)
     world.leave(reader)

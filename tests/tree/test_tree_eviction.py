@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from tests.helpers import needs_requests
+from tests.tree.stand_in import offer
 from tests.tree.tree_world import World
-
-pytestmark = needs_requests
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -61,7 +59,7 @@ def test_every_eviction_policy_chooses_by_its_rule(eviction: str, first: str, ex
         req = world.start(prompts[name], priority=3 if name == "a" else 0)
         world.plan(req)
         world.launch(req)
-        world.tree.cache_unfinished_req(req)
+        offer(world.tree, req)
         world.leave(req, insert=False)
     world.manager.counts.settle()
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import random
 from array import array
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool.geometry import Geometry, Segment
@@ -24,6 +21,7 @@ from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step
+from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
 
 class World:
@@ -68,19 +66,10 @@ class World:
     def admit(self, tokens: list[int], priority: int = 0) -> Any:
         """A request that has matched and locked its prefix, as others of its batch do before any of them attaches."""
         prompt = array("q", tokens)
-        match = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
-        prefix, node = len(match.device_indices), match.last_device_node
-        self.tree.inc_lock_ref(node)
-        row = self.pool.alloc_rows(1)[0]
-        req = SimpleNamespace(
-            rid=str(row), tokens=prompt, kv=SimpleNamespace(req_pool_idx=row, cache_protected_len=prefix),
-            origin_input_ids=prompt[:], output_ids=array("q"), extra_key=None, cache_salt=None, priority=priority,
-            last_node=node, prefix_indices=match.device_indices, extend_range=SimpleNamespace(end=len(prompt)),
-            sampling_params=SimpleNamespace(max_new_tokens=100), full_untruncated_fill_ids=prompt,
-            finished=lambda: False,
-        )  # fmt: skip
-        req.get_fill_ids = lambda: req.tokens[: req.extend_range.end]
-        self.pool.write((row, slice(0, prefix)), match.device_indices.int())
+        match, row = Match(self.tree, prompt), take_row(self.pool)
+        prefix = len(match)
+        req = StandIn(prompt, row, match, len(prompt), rid=str(row), priority=priority)
+        self.pool.write((row, slice(0, prefix)), match.names)
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
 
@@ -117,13 +106,9 @@ class World:
 
     def leave(self, req: Any, *, insert: bool = True) -> None:
         row = req.kv.req_pool_idx
-        end = self.manager.rows.length(row)
-        if insert:
-            self.tree.insert_req(req, up_to=end)
-        self.allocator.free(self.pool.req_to_token[row, req.kv.cache_protected_len : end].long())
-        self.tree.dec_lock_ref(req.last_node)
+        leave(self.tree, req, self.manager.rows.length(row), insert=insert)
         self.requests.leave(req, row, counted=False)
-        self.pool.free_rows([row])
+        give_row(self.pool, row)
         self.check()
 
     def check(self) -> None:
@@ -139,7 +124,7 @@ class World:
         req = self.start(tokens)
         self.plan(req)
         self.launch(req)
-        self.tree.cache_unfinished_req(req)
+        offer(self.tree, req)
         return req
 
     def segments(self) -> list[Segment]:
