@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_diffkv.mem_pool.geometry import token_names
-from tests.helpers import make_format, needs_requests
+from tests.helpers import make_format
 from tests.tree.tree_world import World
 
 
@@ -20,7 +20,6 @@ def test_there_are_twice_the_names_that_unpruned_tokens_need(tiers, page_tokens,
     assert token_names(1000, fmt, prunes=True) >= names
 
 
-@needs_requests
 def test_a_step_without_names_evicts_or_retracts():
     world = World(400, exact=False)
     allocator, ledger = world.allocator, world.allocator.ledger
@@ -42,7 +41,6 @@ def test_a_step_without_names_evicts_or_retracts():
     world.leave(running)
 
 
-@needs_requests
 def test_names_of_admitted_prompts_are_set_aside():
     world = World(400, exact=False)
     allocator, ledger = world.allocator, world.allocator.ledger

@@ -16,7 +16,7 @@ from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.helpers import begin_step, make_manager, needs_requests
+from tests.helpers import begin_step, make_manager
 from tests.pages.usage_oracle import check_reading
 from tests.tree.tree_world import World
 
@@ -90,7 +90,6 @@ def test_the_cost_of_a_report_does_not_grow_with_segments(monkeypatch: pytest.Mo
     assert first[0] == first[1]
 
 
-@needs_requests
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("together", [1, 3, 32])
 def test_totals_follow_the_tree(exact: bool, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +125,6 @@ def test_totals_follow_the_tree(exact: bool, together: int, monkeypatch: pytest.
     assert reading.live == usage.Usage() and reading.owners["free"] == world.manager.geometry.num_pages
 
 
-@needs_requests
 def test_a_prompt_on_its_way_to_the_tree_and_a_packed_reply() -> None:
     """With exact prefixes a prompt's pages wait for the tree, and a reply moves to pages of its own."""
     world = World(1500, exact=True)

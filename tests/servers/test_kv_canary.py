@@ -6,10 +6,7 @@ import torch
 
 from sglang_diffkv.srt.kv_canary import attach, walk_prefix_cache
 from sglang_diffkv.srt.pool import DiffKVPool
-from tests.helpers import needs_requests
 from tests.tree.tree_world import World
-
-pytestmark = needs_requests
 
 
 def _walk(world: World, **flags: bool) -> list[tuple[int, int, int]]:

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from sglang_diffkv.mem_pool.counts import RankCounts
 from sglang_diffkv.mem_pool.integrity import decision_digest
-from sglang_diffkv.mem_pool.ranks import RankCounts, RankError, Ranks
+from sglang_diffkv.mem_pool.ranks import RankError, Ranks
 from tests.tree.test_prefix_cache import CAPACITY, ExactTreeMachine, TreeMachine, machine_settings
 
 
@@ -117,7 +118,7 @@ class RanksMachine(RuleBasedStateMachine):
             machine.structures_are_consistent()
             machine.every_row_reads_its_own_tokens()
             machine.exact_segments_hold_every_token_high()
-            return decision_digest(machine.allocator)
+            return decision_digest(machine.requests)
 
         digests = self.pair.each(run)
         assert digests[0] == digests[1], "ranks decide on different numbers"
