@@ -16,6 +16,7 @@ from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
+from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.rule import head_scales, prompt_rule, thresholds
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
@@ -78,7 +79,7 @@ class DecodeWrapper:
 
     def begin_step(self) -> None:
         """Slots and pages for the new tokens of all layers."""
-        reserve(self.state, self.rows, self._one, self.compaction.ticket, self.num_valid)
+        reserve(self.state, self.rows, self._one, self.compaction.spans, self.num_valid)
         if self.found is not None:
             self.workspace.plan(self.state, self.rows, self.num_valid, judge_low=self.found.judge_low)
 
@@ -154,7 +155,7 @@ class ExtendWrapper:
         self.positions = self.offsets + self.prefix_lens[owner]
         self.num_tokens = torch.tensor([count], dtype=torch.int32, device=device)
         batch = torch.tensor([len(rows)], dtype=torch.int32, device=device)
-        reserve(self.state, self.rows, self.extend_lens, self.workspace.ticket, batch)
+        reserve(self.state, self.rows, self.extend_lens, Spans.create(self.state, len(rows)), batch)
 
     def run(self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Store one layer's new tokens and attend from them; all [tokens, heads, dim], requests in the plan's order.

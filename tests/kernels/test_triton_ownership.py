@@ -10,6 +10,7 @@ from sglang_diffkv.kernels.attach.triton import attach, seal
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.kernels.triton_ring import Spans
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
 
 TENSORS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "refcount", "counters")
@@ -37,6 +38,7 @@ def test_rows_share_and_return_pages(tiers):
     add_prompt(manager, 1, 83, generator)
     add_prompt(manager, 2, 21, generator)
     twin = clone_state(state)
+    spans = Spans.create(state, 1)
     for target in (9, 10, 3):
         blocks = [b for b in state.block_table[1].tolist() if b]
         manager.space.extend(target, *manager.space.bound(1))
@@ -51,11 +53,11 @@ def test_rows_share_and_return_pages(tiers):
             run(one, 3, 9, 0, 37)
     assert_same(state, twin)
     for row, end in ((9, 20), (10, 50)):
-        trim(state, row, end)
+        trim(state, row, end, spans)
         release_reference.trim(twin, row, end)
         assert_same(state, twin)
     for row in (1, 3, 2, 9, 10):
-        release(state, row)
+        release(state, row, spans)
         release_reference.release(twin, row)
         assert_same(state, twin)
     assert not state.refcount.any()
