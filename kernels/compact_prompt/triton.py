@@ -46,7 +46,8 @@ def compact_prompt(
 ) -> None:
     """``reference.compact_prompt`` with ``DiffKVPolicy``: sort the own tokens of ``row``, all high, into tiers.
 
-    It borrows one page a head from the ring; a head that gets none keeps in the high tier what would go low.
+    It borrows one page a head from the ring; a head that gets none keeps in the high tier what would go low. The
+    other new pages are the row's own, so they are as many as the reference's, but not the same ones.
     ``head_scale`` [L, H] float32 multiplies both thresholds.
     """
     assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()

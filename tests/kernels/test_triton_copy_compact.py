@@ -16,7 +16,7 @@ from sglang_diffkv.ops.rule import head_scales, prompt_rule
 from sglang_diffkv.policies.diffkv import KEEP
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
 
-COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "counters")
+COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "counters", "refcount", "page_table")
 TARGET = 5
 
 
