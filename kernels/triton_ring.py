@@ -1,77 +1,69 @@
-"""Device functions of the circular free page list: spans for many heads at once, with one atomic a program.
+"""The circular free page list on the GPU: count, prefix sum, then take or return, each a launch of its own.
 
-The order of pages within the ring is free, so programs take spans in the order in which they arrive. An
-attempt to take more than the ring holds leaves the counter too high; the last program to finish puts it
-right (:func:`settle`), before any page returns.
+Programs first say how many pages they take or return. The prefix sum (``kernels/prefix_sum``) gives each its span of
+the ring and advances the ring's counter. Then each takes the pages of its span or puts pages there. So which pages a
+head gets follows from the numbers, never from the order in which programs run.
 """
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_table import BLOCK, padded
+from sglang_diffkv.mem_pool.state import PageState
 
 EMPTY = tl.constexpr(-1)
 NO_LIMIT = tl.constexpr(2**31 - 1)
+HEADS = 128
+"""Heads of a program that asks for pages or takes them."""
 
 
-@triton.jit
-def add_own_pages(
-    demand, row, layer, head, start, pages, ring, counters, refcount, block_table, page_table, range_lo, range_hi,
-    fault, num_pages,
-    HIGH: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Append ``demand`` fresh pages to each head's table from entry ``start`` on, all slots empty.
+@dataclass
+class Spans:
+    """What programs tell one another between the launches of one operation: static addresses for graph capture.
 
-    All of demand, row, layer, head, start are [R]. What the ring cannot give becomes the scratch page with an
-    empty range, and raises the row's fault.
+    Operations follow one another on one stream, so any of them may use the same.
     """
-    total = tl.sum(demand, 0)
-    if total > 0:
-        ahead = tl.cumsum(demand, 0) - demand  # [R]
-        first = tl.atomic_add(counters, total.to(tl.int64))
-        limit = tl.load(counters + 1)
-        token = tl.arange(0, padded(TOKENS))
-        for step in range(tl.max(demand, 0)):
-            wanted = step < demand
-            place = first + (ahead + step).to(tl.int64)
-            granted = wanted & (place < limit)
-            page = tl.load(ring + place % num_pages, mask=granted, other=0)
-            page = tl.where(granted, page, num_pages)  # the scratch page lies behind the ring's
-            entry = start + step
-            column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-            block = tl.load(block_table + row * MAX_BLOCKS + column // BLOCK, mask=wanted, other=0)
-            at = ((block.to(tl.int64) * L + layer) * H + head) * BLOCK + column % BLOCK
-            tl.store(page_table + at, page, mask=wanted)
-            tl.store(range_lo + at, tl.zeros([R], tl.int32), mask=wanted)
-            tl.store(range_hi + at, tl.where(granted, NO_LIMIT, 0), mask=wanted)
-            tl.store(refcount + page, tl.full([R], 1, tl.int32), mask=granted)
-            tl.store(fault + row, tl.full([R], 1, tl.int32), mask=wanted & (place >= limit))
-            numbers = (pages + page.to(tl.int64) * PAGE_BYTES + POSITIONS).to(tl.pointer_type(tl.int32))
-            tl.store(
-                numbers[:, None] + token[None, :],
-                tl.full([R, padded(TOKENS)], EMPTY, tl.int32),
-                mask=wanted[:, None] & (token[None, :] < TOKENS),
-            )
+
+    requests: int  # at most
+    demand: torch.Tensor  # [max(requests, T) * L * H] int32: pages of each head
+    totals: torch.Tensor  # [programs] int32: pages of each program's heads together
+    places: torch.Tensor  # [programs + 1] int64: where in the ring a program's span begins, and the end of all
+
+    @classmethod
+    def create(cls, state: PageState, requests: int) -> Spans:
+        """For ``requests`` requests' heads, or both tiers of one row."""
+        heads, tiers = state.num_layers * state.num_heads, len(state.fmt.tiers)
+        programs = max(triton.cdiv(requests * heads, HEADS), tiers * heads)  # a row's pages return by head
+        return cls(
+            requests,
+            torch.zeros(max(requests, tiers) * heads, dtype=torch.int32, device=state.device),
+            torch.zeros(programs, dtype=torch.int32, device=state.device),
+            torch.zeros(programs + 1, dtype=torch.int64, device=state.device),
+        )
 
 
 @triton.jit
-def settle(counters, ticket):
-    """Last of a launch's programs: take back what was taken beyond the ring's content, reset the ticket."""
-    if tl.atomic_add(ticket, 1) == tl.num_programs(0) - 1:
-        tl.store(ticket, 0)
-        excess = tl.atomic_add(counters, tl.full([], 0, tl.int64)) - tl.load(counters + 1)
-        if excess > 0:
-            tl.atomic_add(counters, -excess)
+def record_demand(wanted, flat, live, program, demand, totals):
+    """Say that the heads ``flat`` [R] of a program want ``wanted`` [R] pages each, 0 where they are not ``live``."""
+    tl.store(demand + flat, wanted, mask=live)
+    tl.store(totals + program, tl.sum(wanted, 0))
 
 
 @triton.jit
-def drop_references(page, mask, ring, counters, refcount, num_pages):
-    """Drop one reference of each of [R] pages where ``mask``; pages without references enter the ring."""
-    before = tl.atomic_add(refcount + tl.where(mask, page, 0), tl.where(mask, -1, 0))
-    freed = (mask & (before == 1)).to(tl.int32)
-    total = tl.sum(freed, 0)
-    if total > 0:
-        first = tl.atomic_add(counters + 1, total.to(tl.int64))
-        place = first + (tl.cumsum(freed, 0) - freed).to(tl.int64)
-        tl.store(ring + place % num_pages, page, mask=freed > 0)
+def drop_references(page, mask, refcount):
+    """Drop one reference of each of [R] pages where ``mask``; returns which of them nobody refers to now."""
+    before = tl.atomic_add(refcount + tl.where(mask, page, 0), -1, mask=mask)
+    return mask & (before == 1)
+
+
+@triton.jit
+def place_pages(page, freed, place, ring, num_pages):
+    """Put those of [R] pages that are ``freed`` into the ring from ``place`` on; returns the place behind them."""
+    count = freed.to(tl.int32)
+    at = place + (tl.cumsum(count, 0) - count).to(tl.int64)
+    tl.store(ring + at % num_pages, page, mask=freed)
+    return place + tl.sum(count, 0)

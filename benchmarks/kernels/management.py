@@ -70,7 +70,7 @@ def gpu_step(state: PageState, batch: int) -> Step:
     rule = thresholds(POLICY, head_scales(POLICY, state))
 
     def reserve_only() -> None:
-        reserve(state, rows, one, workspace.ticket, valid)
+        reserve(state, rows, one, workspace.spans, valid)
 
     def both() -> None:
         reserve_only()

@@ -32,21 +32,21 @@ def take(state: PageState, demand: torch.Tensor, width: int) -> tuple[torch.Tens
 
 
 def recycle(state: PageState, pages: torch.Tensor, mask: torch.Tensor) -> None:
-    """Drop one reference of each page of ``pages`` where ``mask``; pages without references enter the ring.
+    """Drop one reference of each page of ``pages`` where ``mask``; pages without references enter the ring, in order.
 
     Args:
         pages: [N] int64. The scratch page and EMPTY are skipped.
         mask: [N] bool.
     """
-    mask = mask & (pages >= 0) & (pages != state.scratch_page)
-    state.refcount.index_add_(0, pages.clamp(min=0), -mask.int())
-    freed = torch.zeros(state.num_pages + 1, dtype=torch.bool, device=pages.device)
-    freed[pages[mask]] = True
-    freed &= state.refcount == 0
-    ids = freed.nonzero().squeeze(1)
-    place = (state.counters[1] + torch.arange(ids.numel(), device=ids.device)) % state.num_pages
-    state.ring[place] = ids.int()
-    state.counters[1] += ids.numel()
+    pages = pages[mask & (pages >= 0) & (pages != state.scratch_page)]
+    state.refcount.index_add_(0, pages, torch.full_like(pages, -1, dtype=torch.int32))
+    number = torch.arange(pages.numel(), device=pages.device)
+    first = torch.full((state.num_pages,), pages.numel(), device=pages.device)
+    first.scatter_reduce_(0, pages, number, "amin")  # a page that is named twice enters once
+    freed = pages[(state.refcount[pages] == 0) & (first[pages] == number)]
+    place = (state.counters[1] + torch.arange(freed.numel(), device=pages.device)) % state.num_pages
+    state.ring[place] = freed.int()
+    state.counters[1] += freed.numel()
 
 
 def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch.Tensor, width: int) -> None:
@@ -72,6 +72,15 @@ def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch
     state.fault[rows] |= short.view(*demand.shape).flatten(1).any(1).int()
 
 
+def make_room(state: PageState, row: int, tier: int, count: torch.Tensor) -> None:
+    """Take the own pages that ``count`` ([L, H] int64) tokens behind a row's own tokens need."""
+    total = state.own_tokens[row, :, :, tier] + count
+    have = (state.entries[row, :, :, tier] - state.own_entry[row, :, :, tier]).long()
+    demand = (-(-total // state.fmt.layouts[tier].tokens) - have).clamp(min=0)
+    rows = torch.tensor([row], device=state.device)
+    add_own_pages(state, rows, tier, demand.unsqueeze(0), int(demand.max()))
+
+
 def append_slots(state: PageState, row: int, tier: int, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Own slots of ``tier`` behind a row's own tokens, and the pages that they need, for new tokens.
 
@@ -83,11 +92,9 @@ def append_slots(state: PageState, row: int, tier: int, chosen: torch.Tensor) ->
     """
     rows = torch.tensor([row], device=state.device)
     used = state.own_tokens[row, :, :, tier].long()
-    total = used + chosen.sum(2)
-    have = (state.entries[row, :, :, tier] - state.own_entry[row, :, :, tier]).long()
-    demand = (-(-total // state.fmt.layouts[tier].tokens) - have).clamp(min=0)
-    add_own_pages(state, rows, tier, demand.unsqueeze(0), int(demand.max()))
-    state.own_tokens[row, :, :, tier] = total.int()
+    count = chosen.sum(2)
+    make_room(state, row, tier, count)
+    state.own_tokens[row, :, :, tier] = (used + count).int()
     slot = torch.where(chosen, used.unsqueeze(2) + chosen.long().cumsum(2) - 1, 0)
     page, place = own_slot_location(state, rows, tier, slot.unsqueeze(0))
     return page[0][chosen], place[0][chosen]

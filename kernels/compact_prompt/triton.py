@@ -1,30 +1,34 @@
-"""Prompt-phase compaction on the GPU with DiffKV's thresholds; two launches, no host synchronisation."""
+"""Prompt-phase compaction on the GPU with DiffKV's thresholds; no host synchronisation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-import triton
 
-from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, spare_kernel
+from sglang_diffkv.kernels.attach.triton import ENTRIES
+from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, return_kernel, spare_kernel
+from sglang_diffkv.kernels.prefix_sum.triton import return_spans
+from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.mem_pool.state import PageState
 
 
 @dataclass
 class PromptWorkspace:
-    """Pages that compaction may need beyond a row's own, and the launch ticket."""
+    """Pages that compaction may need beyond a row's own, and those that it leaves over."""
 
     spare: torch.Tensor  # [L * H] int32
-    ticket: torch.Tensor  # [1] int32, zero between launches
+    surplus: torch.Tensor  # [L * H, 2] int32, high table entries from and to
+    spans: Spans
 
     @classmethod
     def create(cls, state: PageState) -> PromptWorkspace:
         count = state.num_layers * state.num_heads
         return cls(
             torch.zeros(count, dtype=torch.int32, device=state.device),
-            torch.zeros(1, dtype=torch.int32, device=state.device),
+            torch.zeros(count, 2, dtype=torch.int32, device=state.device),
+            Spans.create(state, 1),
         )
 
 
@@ -42,21 +46,29 @@ def compact_prompt(
 ) -> None:
     """``reference.compact_prompt`` with ``DiffKVPolicy``: sort the own tokens of ``row``, all high, into tiers.
 
-    It borrows one page a head from the ring; a head that gets none keeps in the high tier what would go low.
+    It borrows one page a head from the ring; a head that gets none keeps in the high tier what would go low. The
+    other new pages are the row's own, so they are as many as the reference's, but not the same ones.
     ``head_scale`` [L, H] float32 multiplies both thresholds.
     """
     assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
     fmt, count = state.fmt, state.num_layers * state.num_heads
+    freed = workspace.spans.totals[:count]
     if len(fmt.tiers) > 1:
-        spare_kernel[(triton.cdiv(count, 128),)](
-            workspace.spare, state.ring, state.counters, state.refcount, workspace.ticket, state.num_pages, count,
-            R=128, num_warps=4,
+        spare_kernel[(1,)](
+            workspace.spare, state.ring, state.counters, state.refcount, state.num_pages, count, R=256, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
-        row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, workspace.spare,
-        state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
+        row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, workspace.spare, workspace.surplus,
+        freed, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
         state.range_hi, state.block_table, state.entries, state.own_entry,
-        state.own_tokens, state.hole, state.fault, state.ring, state.counters, state.refcount, state.num_pages,
+        state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
         num_warps=4, **SAME_BITS,
+    )  # fmt: skip
+    return_spans(state.counters, freed, workspace.spans.places)
+    return_kernel[(count,)](
+        row, workspace.spare, workspace.surplus, workspace.spans.places, state.page_table, state.block_table,
+        state.ring, state.refcount, state.num_pages,
+        TIERS=len(fmt.tiers), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES,
+        num_warps=1,
     )  # fmt: skip

@@ -4,13 +4,13 @@ A page is read whole before anything is written. Tokens that stay move up to the
 ones are requantised into low pages. New pages of both tiers are the row's own pages that were read already,
 first come first served. High and low tokens together never need more than one page beyond those that were read:
 that one is taken from the ring beforehand (:func:`spare_kernel`), so that no program takes pages while
-others return some. What is left over returns to the ring.
+others return some. What is left over returns to the ring afterwards (:func:`return_kernel`), head after head.
 """
 
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_ring import EMPTY, NO_LIMIT, drop_references, settle
+from sglang_diffkv.kernels.triton_ring import EMPTY, NO_LIMIT, drop_references, place_pages
 from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
 from sglang_diffkv.kernels.triton_tokens import (
     load_codes,
@@ -22,19 +22,13 @@ from sglang_diffkv.kernels.triton_tokens import (
 )
 
 THREADS = tl.constexpr(128)
-"""Threads of a compaction program: pages are returned one a thread, so that no atomic is repeated."""
+"""Threads of a compaction program: references are dropped one a thread, so that no atomic is repeated."""
 
 
 @triton.jit
 def kept_pages(tokens, TOKENS: tl.constexpr):
     """Pages that hold ``tokens`` tokens."""
     return (tokens + TOKENS - 1) // TOKENS
-
-
-@triton.jit
-def return_page(page, thread, ring, counters, refcount, num_pages):
-    """Return one page to the ring; ``num_pages`` stands for none."""
-    drop_references(page + thread * 0, (thread == 0) & (page != num_pages), ring, counters, refcount, num_pages)
 
 
 @triton.jit
@@ -46,22 +40,50 @@ def open_page(page, pages, PAGE_BYTES: tl.constexpr, POSITIONS: tl.constexpr, TO
 
 
 @triton.jit
-def spare_kernel(spare, ring, counters, refcount, ticket, num_pages, count, R: tl.constexpr):
-    """Grid (ceil(count / R)): one page of the ring for each of [count] heads, ``num_pages`` where it has none."""
-    at = tl.program_id(0) * R + tl.arange(0, R)
-    wanted = at < count
-    place = tl.atomic_add(counters, tl.sum(wanted.to(tl.int64), 0)) + tl.arange(0, R).to(tl.int64)
-    granted = wanted & (place < tl.load(counters + 1))
-    page = tl.load(ring + place % num_pages, mask=granted, other=0)
-    tl.store(refcount + page, tl.full([R], 1, tl.int32), mask=granted)
-    tl.store(spare + at, tl.where(granted, page, num_pages), mask=wanted)
-    settle(counters, ticket)
+def spare_kernel(spare, ring, counters, refcount, num_pages, count, R: tl.constexpr):
+    """Grid (1): one page of the ring for each of [count] heads in order, ``num_pages`` where it has none."""
+    first = tl.load(counters)
+    limit = tl.load(counters + 1)
+    for begin in range(0, count, R):
+        at = begin + tl.arange(0, R)
+        wanted = at < count
+        place = first + at
+        granted = wanted & (place < limit)
+        page = tl.load(ring + place % num_pages, mask=granted, other=0)
+        tl.store(refcount + page, tl.full([R], 1, tl.int32), mask=granted)
+        tl.store(spare + at, tl.where(granted, page, num_pages), mask=wanted)
+    tl.debug_barrier()  # every thread has read the counter
+    tl.store(counters, tl.minimum(first + count, limit))
+
+
+@triton.jit(do_not_specialize=["row"])
+def return_kernel(
+    row, spare, surplus, places, page_table, block_table, ring, refcount, num_pages,
+    TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H): what a head has left goes to its span of the ring: the spare page, then high pages in order."""
+    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    place = tl.load(places + tl.program_id(0))
+    if TIERS == 2:
+        spare_page = tl.load(spare + tl.program_id(0))
+        if spare_page != num_pages:
+            tl.store(refcount + spare_page, 0)
+            tl.store(ring + place % num_pages, spare_page)
+            place += 1
+    end = tl.load(surplus + tl.program_id(0) * 2 + 1)
+    for begin in range(tl.load(surplus + tl.program_id(0) * 2), end, E):
+        entry = begin + tl.arange(0, E)
+        left = entry < end
+        at = table_index(block_table, row, layer, head, entry, left, MAX_BLOCKS, L, H)
+        page = tl.load(page_table + at, mask=left, other=0)
+        freed = left & (tl.load(refcount + page, mask=left, other=1) == 0)
+        place = place_pages(page, freed, place, ring, num_pages)
 
 
 @triton.jit(do_not_specialize=["row", "seq_len", "window", "sinks"])
 def compact_kernel(
-    row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, spare, raw_like, pages, page_table, range_lo,
-    range_hi, block_table, entries, own_entry, own_tokens, hole, fault, ring, counters, refcount, num_pages,
+    row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, spare, surplus, freed, raw_like, pages, page_table,
+    range_lo, range_hi, block_table, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -70,7 +92,10 @@ def compact_kernel(
     L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H). ``head_scale`` [L, H] multiplies both thresholds. Without a spare page a head demotes nothing. A
-    row with a fault, which is about to be aborted, stays as it is."""
+    row with a fault, which is about to be aborted, stays as it is.
+
+    Writes what is left over: ``spare``, surplus [L * H, 2] int32 the table entries from and to, freed [L * H] int32 the
+    number of pages."""
     layer, head = tl.program_id(0) // H, tl.program_id(0) % H
     scale = tl.load(head_scale + tl.program_id(0))
     alpha_high *= scale
@@ -85,7 +110,9 @@ def compact_kernel(
         spare_page = tl.load(spare + tl.program_id(0))
     thread = tl.arange(0, THREADS)
     if (tl.load(fault + row) != 0) | (used == 0):
-        return_page(spare_page, thread, ring, counters, refcount, num_pages)
+        tl.store(surplus + tl.program_id(0) * 2, 0)
+        tl.store(surplus + tl.program_id(0) * 2 + 1, 0)
+        tl.store(freed + tl.program_id(0), (spare_page != num_pages).to(tl.int32))
         return
     T: tl.constexpr = padded(H_TOKENS)
     KB: tl.constexpr = D * H_KB // 8
@@ -178,16 +205,20 @@ def compact_kernel(
             low_used += total
         tl.debug_barrier()
 
-    return_page(spare_page, thread, ring, counters, refcount, num_pages)
+    returned = (spare_page != num_pages).to(tl.int32)
     for begin in range(taken, count, THREADS):
-        surplus = begin + thread
-        left = surplus < count
-        at = table_index(block_table, row, layer, head, first + surplus, left, MAX_BLOCKS, L, H)
+        entry = first + begin + thread
+        left = entry < first + count
+        at = table_index(block_table, row, layer, head, entry, left, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=left, other=0)
-        drop_references(page, left, ring, counters, refcount, num_pages)
+        returned += tl.sum(drop_references(page, left, refcount).to(tl.int32), 0)
+    tl.store(surplus + tl.program_id(0) * 2, first + taken)
+    tl.store(surplus + tl.program_id(0) * 2 + 1, first + count)
+    tl.store(freed + tl.program_id(0), returned)
     tl.store(entries + high_at, first + kept_pages(kept, H_TOKENS))
     tl.store(own_tokens + high_at, kept)
     tl.store(hole + head_at, -1)
     if TIERS == 2:
+        tl.store(spare + tl.program_id(0), spare_page)
         tl.store(entries + high_at + 1, low_first + kept_pages(low_used, L_TOKENS))
         tl.store(own_tokens + high_at + 1, low_used)

@@ -1,4 +1,4 @@
-"""Generation-phase compaction on the GPU: decide, take pages, requantise; two launches, no host synchronisation."""
+"""Generation-phase compaction on the GPU: decide, take pages, requantise; no host synchronisation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.allocate.triton import add_own_pages
 from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
-from sglang_diffkv.kernels.triton_ring import EMPTY
+from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, Spans
 from sglang_diffkv.kernels.triton_table import BLOCK, SAME_BITS, check_rows, format_constants, table_index
 from sglang_diffkv.kernels.triton_tokens import number_at, requantized, store_codes, store_numbers
 from sglang_diffkv.mem_pool.state import PageState
-
-HEADS = 128
-"""Heads of a planning program."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -64,12 +62,12 @@ def move_kernel(
 
 @dataclass
 class CompactWorkspace:
-    """A step's plan, static addresses for graph capture: own slots, -1 for none."""
+    """A step's plan, static addresses for graph capture: own slots, -1 for none; and where its pages come from."""
 
     demote: torch.Tensor  # [B, L, H] int32
     leave: torch.Tensor  # [B, L, H] int32
     target: torch.Tensor  # [B, L, H] int32
-    ticket: torch.Tensor  # [1] int32, zero between launches
+    spans: Spans
 
     @classmethod
     def create(cls, state: PageState, batch: int) -> CompactWorkspace:
@@ -77,7 +75,7 @@ class CompactWorkspace:
             return torch.zeros(shape, dtype=torch.int32, device=state.device)
 
         heads = (batch, state.num_layers, state.num_heads)
-        return cls(ints(*heads), ints(*heads), ints(*heads), ints(1))
+        return cls(ints(*heads), ints(*heads), ints(*heads), Spans.create(state, batch))
 
 
 def compact_step(
@@ -102,18 +100,18 @@ def compact_step(
     """
     check_rows(rows, num_valid, state)
     assert seq_lens.shape == rows.shape and found.packed.shape[0] >= rows.shape[0] <= workspace.leave.shape[0]
+    assert rows.shape[0] <= workspace.spans.requests
     assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
     plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
         found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, alpha_high,
         alpha_low, head_scale, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
-        state.own_tokens, state.pages,
-        state.ring, state.counters, state.refcount, state.block_table, state.page_table, state.range_lo,
-        state.range_hi, state.fault, workspace.ticket, state.num_pages,
-        TOKENS=fmt.low.tokens, POSITIONS=fmt.low.position_offset, TIERS=len(fmt.tiers), R=HEADS,
-        **shape, num_warps=4,
+        state.own_tokens, workspace.spans.demand, workspace.spans.totals,
+        TOKENS=fmt.low.tokens, TIERS=len(fmt.tiers), L=layers, H=heads, R=HEADS, num_warps=4,
     )  # fmt: skip
+    if len(fmt.tiers) > 1:
+        add_own_pages(state, rows, 1, workspace.spans)
     move_kernel[(batch * layers * heads,)](
         workspace.demote, workspace.leave, workspace.target, rows, state.pages.view(state.dtype), state.pages,
         state.page_table, state.block_table, state.own_entry, state.hole,

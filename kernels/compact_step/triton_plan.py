@@ -1,10 +1,10 @@
-"""DiffKV's generation-phase decisions and the low-tier pages they need, for all heads in one launch."""
+"""DiffKV's generation-phase decisions and how many low-tier pages they need, for all heads in one launch."""
 
 import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING
-from sglang_diffkv.kernels.triton_ring import add_own_pages, settle
+from sglang_diffkv.kernels.triton_ring import record_demand
 
 
 @triton.jit
@@ -21,16 +21,14 @@ def best_found(found, at, live, parts):
 def plan_kernel(
     found, parts, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, head_scale, demote_out,
     leave_out, target_out,
-    entries, own_entry, own_tokens, pages, ring, counters, refcount, block_table, page_table, range_lo, range_hi,
-    fault, ticket, num_pages,
-    TOKENS: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    entries, own_entry, own_tokens, demand_out, totals,
+    TOKENS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). ``parts`` programs searched each
     head.
 
     Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
-    free, and the low slot that takes the token. ``TOKENS`` and ``POSITIONS`` are the low tier's.
+    free, and the low slot that takes the token. ``TOKENS`` is the low tier's.
     ``head_scale`` [L, H] multiplies both thresholds.
     """
     flat = tl.program_id(0) * R + tl.arange(0, R)
@@ -65,13 +63,8 @@ def plan_kernel(
         have = start - tl.load(own_entry + at * TIERS + 1, mask=live, other=0)
         demand = (appended & (used >= have * TOKENS)).to(tl.int32)
         tl.store(own_tokens + at * TIERS + 1, used + 1, mask=appended)
-        tl.store(entries + at * TIERS + 1, start + 1, mask=demand > 0)
         target = tl.where(replace, worst, used)
-        add_own_pages(
-            demand, row, layer, head, start, pages, ring, counters, refcount, block_table, page_table, range_lo,
-            range_hi, fault, num_pages, False, TOKENS, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, R,
-        )  # fmt: skip
+        record_demand(demand, flat, inside, tl.program_id(0), demand_out, totals)
     tl.store(demote_out + flat, tl.where(live, demote, -1), mask=inside)
     tl.store(leave_out + flat, tl.where(live, tl.maximum(demote, drop), -1), mask=inside)
     tl.store(target_out + flat, target, mask=inside)
-    settle(counters, ticket)

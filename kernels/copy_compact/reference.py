@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_diffkv.kernels.allocate.reference import append_slots
+from sglang_diffkv.kernels.allocate.reference import append_slots, make_room
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import PromptClassifier
 from sglang_diffkv.kernels.table import max_entries, row_table
@@ -45,16 +45,26 @@ def copy_compact(
     score = torch.cat([x.score.flatten(2) for x in found], 2)  # [L, H, N]
     position = torch.cat([x.position.masked_fill(~x.held, EMPTY).flatten(2) for x in found], 2)
     tier_of = policy.classify_prompt(score, position, seq_len, tiers)
-    for x, chosen in zip(found, tier_of.split([x.held[0, 0].numel() for x in found], 2), strict=True):
-        wanted = chosen.view(x.held.shape).clamp(min=x.tier)
-        for tier in range(x.tier, tiers):
-            _append(state, target, tier, x.tier, x.page, x.held & (wanted == tier), x.score)
+    chosen = tier_of.split([x.held[0, 0].numel() for x in found], 2)
+    wanted = [
+        torch.where(x.held, to.view(x.held.shape).clamp(min=x.tier), tiers) for x, to in zip(found, chosen, strict=True)
+    ]
+    for part in parts:
+        held = [(x, to) for x, to in zip(found, wanted, strict=True) if x.part == part]
+        for tier in range(tiers):  # pages for all tokens of a tier, whatever tier they come from
+            counts = [(to == tier).flatten(2).sum(2) for _, to in held]
+            if counts:
+                make_room(state, target, tier, torch.stack(counts).sum(0))
+        for x, to in held:
+            for tier in range(x.tier, tiers):
+                _append(state, target, tier, x.tier, x.page, to == tier, x.score)
 
 
 @dataclass(frozen=True)
 class _Held:
     """Slots of a part's pages in one tier."""
 
+    part: Part
     tier: int
     page: torch.Tensor  # [L, H, E] int64
     position: torch.Tensor  # [L, H, E, tokens] int32
@@ -71,7 +81,7 @@ def _held(state: PageState, part: Part, tier: int, judged: torch.Tensor | None) 
     page, page_lo, page_hi = (x[0] for x in row_table(state, rows, tier, width))  # [L, H, E]
     position = seg.positions[page]
     held = (position >= page_lo.clamp(min=lo).unsqueeze(3)) & (position < page_hi.clamp(max=hi).unsqueeze(3))
-    return _Held(tier, page, position, held, _scores(seg.scores[page], position, held, judged))
+    return _Held(part, tier, page, position, held, _scores(seg.scores[page], position, held, judged))
 
 
 def _scores(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 
+from sglang_diffkv.kernels.allocate.triton import grant_pages
 from sglang_diffkv.kernels.copy_compact.triton_copy import copy_kernel, count_kernel, take_kernel
+from sglang_diffkv.kernels.prefix_sum.triton import take_spans
+from sglang_diffkv.kernels.triton_ring import HEADS, Spans
 from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.mem_pool.state import PageState
-
-HEADS = 128
-"""Heads of a program that takes pages."""
 
 
 def copy_compact(
@@ -20,7 +20,7 @@ def copy_compact(
     lo: int,
     hi: int,
     seq_len: int,
-    ticket: torch.Tensor,
+    spans: Spans,
     *,
     alpha_high: float,
     alpha_low: float,
@@ -32,12 +32,11 @@ def copy_compact(
     """``reference.copy_compact`` of one part, with ``DiffKVPolicy``, which judges each token by itself.
 
     Args:
-        ticket: [1] int32, zero before the first launch and after each.
+        spans: of any number of requests.
         judged: [L, H, n] float32, contiguous. head_scale: [L, H] float32, contiguous.
     """
     assert target != source
     assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
-    assert ticket.shape == (1,) and ticket.dtype == torch.int32
     fmt, layers, heads = state.fmt, state.num_layers, state.num_heads
     count = layers * heads
     counts = torch.empty(count, 2, dtype=torch.int32, device=state.device)
@@ -57,14 +56,14 @@ def copy_compact(
         **{f"{tier}_{name}": every[f"{tier}_{name}"] for tier in "HL" for name in names}, TIERS=every["TIERS"],
         **shape, num_warps=1,
     )  # fmt: skip
-    for tier, layout in enumerate(fmt.layouts):
-        take_kernel[(triton.cdiv(count, HEADS),)](
-            target, counts, count, state.entries, state.own_entry, state.own_tokens, state.pages, state.ring,
-            state.counters, state.refcount, state.block_table, state.page_table, state.range_lo, state.range_hi,
-            state.fault, ticket, state.num_pages,
-            HIGH=tier == 0, TOKENS=layout.tokens, POSITIONS=layout.position_offset, TIERS=every["TIERS"], R=HEADS,
-            **shape, num_warps=4,
-        )  # fmt: skip
+    tiers, programs = every["TIERS"], triton.cdiv(count, HEADS)
+    take_kernel[(programs, tiers)](
+        target, counts, count, state.entries, state.own_entry, state.own_tokens, spans.demand, spans.totals,
+        H_TOKENS=fmt.high.tokens, L_TOKENS=fmt.low.tokens, TIERS=tiers, L=layers, H=heads, R=HEADS, num_warps=4,
+    )  # fmt: skip
+    take_spans(state.counters, spans.totals[: tiers * programs], spans.places)
+    for tier in range(tiers):
+        grant_pages(state, target, tier, count, spans.demand[tier * count :], spans.places[tier * programs :])
     copy_kernel[(count,)](
         target, source, lo, hi, *rule, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
         state.range_hi, state.block_table, state.entries, state.own_entry, state.own_tokens,

@@ -6,7 +6,7 @@ Both kernels walk over the source's pages and decide by the same function, so th
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_ring import add_own_pages, settle
+from sglang_diffkv.kernels.triton_ring import record_demand
 from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
 from sglang_diffkv.kernels.triton_tokens import (
     load_codes,
@@ -101,29 +101,25 @@ def count_kernel(
 
 @triton.jit(do_not_specialize=["target"])
 def take_kernel(
-    target, counts, heads, entries, own_entry, own_tokens, pages, ring, counters, refcount, block_table, page_table,
-    range_lo, range_hi, fault, ticket, num_pages,
-    HIGH: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    target, counts, heads, entries, own_entry, own_tokens, demand, totals,
+    H_TOKENS: tl.constexpr, L_TOKENS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(heads / R)): own pages of one tier for the counted tokens; they count as used from here on."""
-    tier: tl.constexpr = 0 if HIGH else 1
+    """Grid (ceil(heads / R), TIERS): own pages that the counted tokens of a tier need; they count as used from here on.
+
+    demand [TIERS, heads], totals [TIERS, programs of a tier].
+    """
+    tier = tl.program_id(1)
     flat = tl.program_id(0) * R + tl.arange(0, R)
     live = flat < heads
-    layer, head = flat // H, flat % H
-    row = target.to(tl.int64) + tl.zeros([R], tl.int64)
-    at = ((row * L + layer) * H + head) * TIERS + tier
+    at = (target.to(tl.int64) * (L * H) + flat) * TIERS + tier
     used = tl.load(own_tokens + at, mask=live, other=0) + tl.load(counts + flat * 2 + tier, mask=live, other=0)
     tl.store(own_tokens + at, used, mask=live)
-    start = tl.load(entries + at, mask=live, other=0)
-    have = start - tl.load(own_entry + at, mask=live, other=0)
-    demand = tl.where(live, tl.maximum(tl.cdiv(used, TOKENS) - have, 0), 0)
-    tl.store(entries + at, start + demand, mask=live & (demand > 0))
-    add_own_pages(
-        demand, row, layer, head, start, pages, ring, counters, refcount, block_table, page_table, range_lo,
-        range_hi, fault, num_pages, HIGH, TOKENS, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, R,
-    )  # fmt: skip
-    settle(counters, ticket)
+    have = tl.load(entries + at, mask=live, other=0) - tl.load(own_entry + at, mask=live, other=0)
+    pages = tl.where(tier == 0, tl.cdiv(used, H_TOKENS), tl.cdiv(used, L_TOKENS))
+    wanted = tl.where(live, tl.maximum(pages - have, 0), 0)
+    program = tier * tl.num_programs(0) + tl.program_id(0)
+    record_demand(wanted, flat, live, program, demand + tier * heads, totals)
 
 
 @triton.jit(do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks"])
@@ -137,7 +133,7 @@ def copy_kernel(
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H). The target's pages were taken by ``take_kernel``."""
+    """Grid (L * H). The target has the pages that ``take_kernel`` asked for."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS

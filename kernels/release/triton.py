@@ -1,4 +1,7 @@
-"""Return a row's pages, or those that hold nothing below a position, on the GPU without host synchronisation."""
+"""Return a row's pages, or those that hold nothing below a position, on the GPU without host synchronisation.
+
+Three launches: drop references and count what falls free, prefix sum, put pages into the ring and tidy the table.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,22 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.attach.triton import ENTRIES, holds
-from sglang_diffkv.kernels.triton_ring import drop_references
-from sglang_diffkv.kernels.triton_table import BLOCK, layout_constants, table_index
+from sglang_diffkv.kernels.prefix_sum.triton import return_spans
+from sglang_diffkv.kernels.triton_ring import Spans, drop_references, place_pages
+from sglang_diffkv.kernels.triton_table import BLOCK, format_constants, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 
-@triton.jit(do_not_specialize=["row", "end"])
-def release_kernel(
-    row, end, pages, page_table, range_lo, range_hi, block_table, entries, kept_entry, own_entry, own_tokens, hole,
-    fault, ring, counters, refcount, num_pages,
-    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, ALL: tl.constexpr, TOKENS: tl.constexpr,
-    POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-    E: tl.constexpr,
+@triton.jit
+def drop_pages(
+    row, layer, head, count, end, pages, page_table, range_lo, range_hi, block_table, refcount,
+    HIGH: tl.constexpr, ALL: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H): one (layer, head) of one tier. ``ALL`` drops every page, else those without a token below
-    ``end``, and the others close ranks in order."""
-    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
-    heads_at = (row.to(tl.int64) * L + layer) * H + head
-    row_at = heads_at * TIERS + TIER
-    count = tl.load(entries + row_at)
-    done = 0
+    """Drop a head's references of one tier, as ``release_kernel``; returns the number of pages that fall free.
+
+    Without ``ALL`` the kept entries end at ``end`` and the others get an empty range."""
+    freed = 0
     for begin in range(0, count, E):
         entry = begin + tl.arange(0, E)
         live = entry < count
@@ -33,15 +32,40 @@ def release_kernel(
         at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0)
         hi = tl.load(range_hi + at, mask=live, other=0)
-        used = live & (hi > 0)  # not the scratch page
-        if ALL:
-            drop_references(page, used, ring, counters, refcount, num_pages)
-        else:
+        dropped = live & (hi > 0)  # not the scratch page
+        if not ALL:
             lo = tl.load(range_lo + at, mask=live, other=0)
             hi = tl.minimum(hi, end)
-            keep = used & holds(page, lo, hi, used, pages, POSITIONS, TOKENS, PAGE_BYTES)
-            drop_references(page, used & (keep == 0), ring, counters, refcount, num_pages)
+            keep = dropped & holds(page, lo, hi, dropped, pages, POSITIONS, TOKENS, PAGE_BYTES)
+            tl.store(range_hi + at, tl.where(keep, hi, 0), mask=live)
+            dropped = dropped & (keep == 0)
+        freed += tl.sum(drop_references(page, dropped, refcount).to(tl.int32), 0)
+    return freed
+
+
+@triton.jit
+def tidy_table(
+    row, layer, head, count, place, page_table, range_lo, range_hi, block_table, ring, refcount, num_pages,
+    HIGH: tl.constexpr, ALL: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """Put a head's pages of one tier without references into the ring from ``place`` on; without ``ALL`` the kept
+    entries close ranks in order. Returns the number of these."""
+    done = 0
+    for begin in range(0, count, E):
+        entry = begin + tl.arange(0, E)
+        live = entry < count
+        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        page = tl.load(page_table + at, mask=live, other=num_pages)
+        live = live & (page != num_pages)
+        freed = live & (tl.load(refcount + page, mask=live, other=1) == 0)
+        place = place_pages(page, freed, place, ring, num_pages)
+        if not ALL:
+            lo = tl.load(range_lo + at, mask=live, other=0)
+            hi = tl.load(range_hi + at, mask=live, other=0)
             tl.debug_barrier()
+            keep = live & (hi > 0)
             entry = done + tl.cumsum(keep.to(tl.int32), 0) - 1
             column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
             at = table_index(block_table, row, layer, head, column, keep, MAX_BLOCKS, L, H)
@@ -49,33 +73,89 @@ def release_kernel(
             tl.store(range_lo + at, lo, mask=keep)
             tl.store(range_hi + at, hi, mask=keep)
             done += tl.sum(keep.to(tl.int32), 0)
-    tl.store(entries + row_at, done)
-    tl.store(kept_entry + row_at, done)
-    tl.store(own_entry + row_at, done)
+    return done
+
+
+@triton.jit(do_not_specialize=["row", "end"])
+def drop_kernel(
+    row, end, pages, page_table, range_lo, range_hi, block_table, entries, refcount, freed,
+    ALL: tl.constexpr, TIERS: tl.constexpr, H_TOKENS: tl.constexpr, H_POSITIONS: tl.constexpr,
+    L_TOKENS: tl.constexpr, L_POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H): one (layer, head). ``ALL`` drops every page, else those without a token below ``end``.
+
+    freed [TIERS, L * H] int32: pages that nobody refers to now.
+    """
+    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    row_at = ((row.to(tl.int64) * L + layer) * H + head) * TIERS
+    high = drop_pages(
+        row, layer, head, tl.load(entries + row_at), end, pages, page_table, range_lo, range_hi, block_table, refcount,
+        True, ALL, H_TOKENS, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+    )  # fmt: skip
+    tl.store(freed + tl.program_id(0), high)
+    if TIERS == 2:
+        low = drop_pages(
+            row, layer, head, tl.load(entries + row_at + 1), end, pages, page_table, range_lo, range_hi, block_table,
+            refcount, False, ALL, L_TOKENS, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+        )  # fmt: skip
+        tl.store(freed + L * H + tl.program_id(0), low)
+
+
+@triton.jit(do_not_specialize=["row"])
+def release_kernel(
+    row, places, page_table, range_lo, range_hi, block_table, entries, kept_entry, own_entry, own_tokens, hole, fault,
+    ring, refcount, num_pages,
+    ALL: tl.constexpr, TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H): one (layer, head). The freed pages go to their ``places`` [TIERS, L * H]; with ``ALL`` the row is
+    empty then."""
+    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    heads_at = (row.to(tl.int64) * L + layer) * H + head
+    for tier in tl.static_range(TIERS):
+        row_at = heads_at * TIERS + tier
+        done = tidy_table(
+            row, layer, head, tl.load(entries + row_at), tl.load(places + tier * L * H + tl.program_id(0)), page_table,
+            range_lo, range_hi, block_table, ring, refcount, num_pages, tier == 0, ALL, MAX_BLOCKS, L, H, E,
+        )  # fmt: skip
+        tl.store(entries + row_at, done)
+        tl.store(kept_entry + row_at, done)
+        tl.store(own_entry + row_at, done)
+        if ALL:
+            tl.store(own_tokens + row_at, 0)
     if ALL:
-        tl.store(own_tokens + row_at, 0)
         tl.store(hole + heads_at, -1)
         tl.store(fault + row, 0)
 
 
-def _launch(state: PageState, row: int, end: int, everything: bool) -> None:
-    for tier, layout in enumerate(state.fmt.layouts):
-        constants = layout_constants(layout, "")
-        release_kernel[(state.num_layers * state.num_heads,)](
-            row, end, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table,
-            state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault,
-            state.ring, state.counters, state.refcount, state.num_pages,
-            HIGH=tier == 0, TIER=tier, TIERS=len(state.fmt.tiers), ALL=everything, TOKENS=constants["TOKENS"],
-            POSITIONS=constants["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes,
-            MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES, num_warps=1,
-        )  # fmt: skip
+def _launch(state: PageState, row: int, end: int, spans: Spans, everything: bool) -> None:
+    every, heads = format_constants(state.fmt), state.num_layers * state.num_heads
+    tiers = len(state.fmt.tiers)
+    shape = {
+        "ALL": everything, "TIERS": tiers, "MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers,
+        "H": state.num_heads, "E": ENTRIES, "num_warps": 1,
+    }  # fmt: skip
+    freed = spans.totals[: tiers * heads]
+    drop_kernel[(heads,)](
+        row, end, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
+        state.refcount, freed,
+        H_TOKENS=every["H_TOKENS"], H_POSITIONS=every["H_POSITIONS"], L_TOKENS=every["L_TOKENS"],
+        L_POSITIONS=every["L_POSITIONS"], PAGE_BYTES=state.fmt.page_bytes, **shape,
+    )  # fmt: skip
+    return_spans(state.counters, freed, spans.places)
+    release_kernel[(heads,)](
+        row, spans.places, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
+        state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault, state.ring, state.refcount,
+        state.num_pages, **shape,
+    )  # fmt: skip
 
 
-def release(state: PageState, row: int) -> None:
+def release(state: PageState, row: int, spans: Spans) -> None:
     """Drop every reference the row holds and empty it."""
-    _launch(state, row, 0, True)
+    _launch(state, row, 0, spans, True)
 
 
-def trim(state: PageState, row: int, end: int) -> None:
+def trim(state: PageState, row: int, end: int, spans: Spans) -> None:
     """Forget the row's tokens at positions >= ``end``; for rows that own no writable page (tree segments)."""
-    _launch(state, row, end, False)
+    _launch(state, row, end, spans, False)

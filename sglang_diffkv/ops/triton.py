@@ -23,6 +23,7 @@ from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
+from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
@@ -57,7 +58,6 @@ class TritonOps:
         self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
         self.least_scratch = least_scratch
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=state.device)
         self.prompt = PromptWorkspace.create(state)
         self.head_scale = head_scales(policy, state)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
@@ -85,15 +85,20 @@ class TritonOps:
         for x in self.buffers:
             lines["attention scratch"] += tensor_bytes(x.scratch)
             lines["decode searches"] += tensor_bytes(x.found) if x.found is not None else 0
-            lines["decode decisions"] += tensor_bytes(x.compaction)
+            lines["decode decisions"] += tensor_bytes(x.compaction) + tensor_bytes(x.compaction.spans)
             lines["step constants"] += tensor_bytes(x)
-        lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt)
+        lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
         return {**lines, "FlashInfer's plans": self.ragged_plan_bytes}
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:
             self.prepare_graphs(state, 1 << (batch - 1).bit_length())
         return next(x for x in self.buffers if x.max_batch >= batch)
+
+    def _spans(self, state: PageState, batch: int) -> Spans:
+        """Where requests of a step take their pages. An extend step may have more requests than any decode step."""
+        held = (self.prompt.spans, *(x.compaction.spans for x in self.buffers))
+        return next((x for x in held if x.requests >= batch), None) or Spans.create(state, batch)
 
     def decode_batches(self, state: PageState, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
@@ -123,13 +128,13 @@ class TritonOps:
             step.num_rows.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
             self.ragged.plan(step)
-        reserve(state, step.rows, step.extend_lens, self.ticket, step.num_rows)
+        reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_rows)
         if decode and step.found is not None:
             step.scratch[0].plan(state, step.rows, step.num_rows, judge_low=step.found.judge_low)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        reserve(state, rows, new_tokens, self.ticket, count)
+        reserve(state, rows, new_tokens, self._spans(state, rows.shape[0]), count)
 
     def rotate(self, q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rotate(q, key)
@@ -226,7 +231,7 @@ class TritonOps:
     ) -> None:
         rule = prompt_rule(policy, self.head_scale)
         for source, lo, hi in parts:
-            copy_compact(state, target, source, lo, hi, seq_len, self.ticket, judged=judged, **rule)
+            copy_compact(state, target, source, lo, hi, seq_len, self.prompt.spans, judged=judged, **rule)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
@@ -238,10 +243,10 @@ class TritonOps:
         keep(state, row)
 
     def release(self, state: PageState, row: int) -> None:
-        release(state, row)
+        release(state, row, self.prompt.spans)
 
     def trim(self, state: PageState, row: int, end: int) -> None:
-        trim(state, row, end)
+        trim(state, row, end, self.prompt.spans)
 
     def count_rows(self, state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
         return count_rows(state, rows, steps=steps, low_grows=low_grows)

@@ -98,6 +98,7 @@ def test_recycle_waits_for_the_last_reference():
     recycle(state, torch.tensor([0, 1, 2, 3]), torch.tensor([True, True, True, False]))
     assert free_ids(state)[-1] == 0 and state.refcount[:4].tolist() == [0, 1, 2, 1]
     recycle(state, torch.tensor([2, 1, 2, 3]), torch.tensor([True] * 4))
+    assert free_ids(state)[-4:] == [0, 2, 1, 3], "in the order in which they are named"
     assert Counter(free_ids(state)) == Counter(range(13))
     assert not state.refcount.any()
 

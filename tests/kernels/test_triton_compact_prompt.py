@@ -59,7 +59,6 @@ def test_matches_reference(tiers, alphas, sinks, scales):
                 for a, b in zip(got[1:3], expected[1:3], strict=True):
                     # a GPU may round a scale or a zero point to the neighbouring fp16 number
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
-    assert int(workspace.ticket) == 0
 
 
 def test_a_second_chunk_joins_what_went_down():

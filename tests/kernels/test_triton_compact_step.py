@@ -32,7 +32,7 @@ COUNTS = ("entries", "own_tokens", "hole", "write_slot", "fault", "counters")
 
 
 def assert_same(state: PageState, twin: PageState, rows: torch.Tensor) -> None:
-    """Equal up to the order in which pages left the ring."""
+    """Equal, up to roundings of requantised tokens."""
     for name in COUNTS:
         assert torch.equal(
             getattr(state, name)[rows] if name != "counters" else state.counters,
@@ -44,7 +44,7 @@ def assert_same(state: PageState, twin: PageState, rows: torch.Tensor) -> None:
             row_table(state, rows, tier, width),
             row_table(twin, rows, tier, width),
         )
-        assert torch.equal(lo, ref_lo) and torch.equal(hi, ref_hi)
+        assert torch.equal(page, ref_page) and torch.equal(lo, ref_lo) and torch.equal(hi, ref_hi)
         seg, ref = state.segments[tier], twin.segments[tier]
         used = (hi > 0).unsqueeze(4)
         position = seg.positions[page]
@@ -116,7 +116,7 @@ def test_steps_match_references(tiers, scales):
             manager.rows.grow(row, 1, in_prompt=False)
         manager.space.flush()
         new = torch.ones(3, dtype=torch.int64, device=DEVICE)
-        reserve(state, rows, new, workspace.ticket, valid)
+        reserve(state, rows, new, workspace.spans, valid)
         reserve_reference(twin, rows[:2], new[:2], 1)
         seq_lens = torch.tensor([10 + step, 38 + step, 1], device=DEVICE)
         for layer in range(2):
@@ -131,7 +131,7 @@ def test_steps_match_references(tiers, scales):
         compact_reference(twin, rows[:2], policy.plan_step(scores, seq_lens[:2], len(state.segments)))
         assert_same(state, twin, rows[:2])
         check_integrity(manager)
-    assert int(workspace.ticket) == 0 and not state.fault.any()
+    assert not state.fault.any()
 
 
 def test_prompt_pages_and_an_empty_ring():
@@ -145,11 +145,13 @@ def test_prompt_pages_and_an_empty_ring():
         for row, count in zip((1, 2), counts, strict=True):
             manager.space.append(row, count)
         manager.space.flush()
+        twin.block_table.copy_(state.block_table)
         new = torch.tensor(counts, device=DEVICE)
-        reserve(state, rows, new, workspace.ticket, valid)
+        reserve(state, rows, new, workspace.spans, valid)
         reserve_reference(twin, rows, new, max(counts))
         assert torch.equal(state.counters, twin.counters)
-        assert torch.equal(state.entries, twin.entries) and torch.equal(state.write_slot, twin.write_slot)
+        for name in ("entries", "write_slot", "refcount", "page_table", "range_hi", "fault"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
     assert state.fault[1] == 1 and int(state.refcount[:-1].sum()) == 41
     ids = held_pages(state, rows, 0)
     assert ids.numel() == 41 and ids.max() < 41
