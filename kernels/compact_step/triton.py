@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
+from sglang_diffkv.kernels.cuts import StepBudget, StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.triton_ring import EMPTY
 from sglang_diffkv.kernels.triton_table import BLOCK, SAME_BITS, check_rows, format_constants, table_index
@@ -87,31 +88,30 @@ def compact_step(
     found: FoundTokens,
     workspace: CompactWorkspace,
     num_valid: torch.Tensor,
-    *,
-    alpha_high: float,
-    alpha_low: float,
-    head_scale: torch.Tensor,
+    rule: StepRule,
 ) -> None:
-    """DiffKV's Algorithm 1 after a decode step: ``DiffKVPolicy.plan_step``, then ``reference.compact_step``.
+    """After a decode step: ``reference.plan_step``, then ``reference.compact_step``.
 
     Args:
         rows, seq_lens: [B] integers, the new token counted.
         found: the step's searches, for at least B requests.
         workspace: for at least B requests.
-        head_scale: [L, H] float32, contiguous, factors of both thresholds.
+        rule: of [L, H] contiguous tensors.
     """
     check_rows(rows, num_valid, state)
     assert seq_lens.shape == rows.shape and found.packed.shape[0] >= rows.shape[0] <= workspace.leave.shape[0]
-    assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
+    budget = isinstance(rule, StepBudget)
+    first, second = (rule.tokens, rule.fraction) if isinstance(rule, StepBudget) else (rule.high, rule.low)
+    assert all(x.shape == (state.num_layers, state.num_heads) and x.is_contiguous() for x in (first, second))
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
     plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
-        found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, alpha_high,
-        alpha_low, head_scale, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
+        found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, first,
+        second, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
         state.own_tokens, state.pages,
         state.ring, state.counters, state.refcount, state.block_table, state.page_table, state.range_lo,
         state.range_hi, state.fault, workspace.ticket, state.num_pages,
-        TOKENS=fmt.low.tokens, POSITIONS=fmt.low.position_offset, TIERS=len(fmt.tiers), R=HEADS,
+        TOKENS=fmt.low.tokens, POSITIONS=fmt.low.position_offset, TIERS=len(fmt.tiers), R=HEADS, BUDGET=budget,
         **shape, num_warps=4,
     )  # fmt: skip
     move_kernel[(batch * layers * heads,)](

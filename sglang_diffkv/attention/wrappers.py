@@ -17,8 +17,9 @@ from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_at
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.rule import head_scales, prompt_rule, thresholds
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.ops.decisions import Decisions
+from sglang_diffkv.ops.triton import WHOLE_HEADS
+from sglang_diffkv.policies.base import Policy
 
 
 class DecodeWrapper:
@@ -36,7 +37,7 @@ class DecodeWrapper:
         max_batch: int,
         *,
         sm_scale: float,
-        policy: DiffKVPolicy | None = None,
+        policy: Policy | None = None,
         max_tokens: int = 0,
         logit_cap: float = 0.0,
         splits: int = 0,
@@ -55,7 +56,7 @@ class DecodeWrapper:
             settings = self.workspace.config
             self.found = FoundTokens.create(state, max_batch, settings, judge_low=policy.judges_low)
         self.compaction = CompactWorkspace.create(state, max_batch)
-        self.head_scale = head_scales(policy, state)
+        self.rule = None if policy is None else Decisions(WHOLE_HEADS).step(state, policy)
         device = state.device
         self.rows = torch.zeros(max_batch, dtype=torch.int64, device=device)
         self.seq_lens = torch.ones(max_batch, dtype=torch.int64, device=device)
@@ -111,42 +112,41 @@ class DecodeWrapper:
             sinks=self.policy.sinks if self.policy else 0,
             horizon=self.policy.horizon if self.policy else 0,
             logit_cap=self.logit_cap,
+            reduce=self.policy.observation.reduce if self.policy else "max",
         )
         return out
 
     def end_step(self) -> None:
         """Compaction of all layers, where there is a policy."""
-        if self.policy is not None and self.found is not None:
-            compact_step(
-                self.state,
-                self.rows,
-                self.seq_lens,
-                self.found,
-                self.compaction,
-                self.num_valid,
-                **thresholds(self.policy, self.head_scale),
-            )
+        if self.rule is not None and self.found is not None:
+            compact_step(self.state, self.rows, self.seq_lens, self.found, self.compaction, self.num_valid, self.rule)
 
 
 class ExtendWrapper:
     """Prompts, whole or in chunks. Not for graph capture: shapes follow the plan."""
 
-    def __init__(
-        self, state: PageState, *, sm_scale: float, policy: DiffKVPolicy | None = None, logit_cap: float = 0.0
-    ):
+    def __init__(self, state: PageState, *, sm_scale: float, policy: Policy | None = None, logit_cap: float = 0.0):
         self.state, self.policy = state, policy
         self.sm_scale, self.logit_cap = sm_scale, logit_cap
         self.workspace = PromptWorkspace.create(state)
-        self.head_scale = head_scales(policy, state)
+        self.decisions = Decisions(WHOLE_HEADS)
 
-    def plan(self, rows: list[int], extend_lens: list[int], prefix_lens: list[int]) -> None:
-        """New tokens of each row and the tokens before them; takes slots and pages for all layers."""
+    def plan(
+        self,
+        rows: list[int],
+        extend_lens: list[int],
+        prefix_lens: list[int],
+        observe_from: list[int] | None = None,
+    ) -> None:
+        """New tokens of each row and the tokens before them; takes slots and pages for all layers. ``observe_from``:
+        for a policy that observes the end of a prompt only, the first position of each that observes."""
         device = self.state.device
         self.max_extend, self.max_prefix = max(extend_lens), max(prefix_lens)
         self.rows = torch.tensor(rows, device=device)
         self.extend_lens = torch.tensor(extend_lens, device=device)
         self.prefix_lens = torch.tensor(prefix_lens, device=device)
         self.starts = self.extend_lens.cumsum(0) - self.extend_lens
+        self.observe_from = None if observe_from is None else torch.tensor(observe_from, device=device)
         count = sum(extend_lens)
         owner = torch.repeat_interleave(self.extend_lens, output_size=count)
         self.owners = self.rows[owner]
@@ -178,16 +178,14 @@ class ExtendWrapper:
             self.sm_scale,
             update_scores=self.policy is not None,
             logit_cap=self.logit_cap,
+            observe_from=self.observe_from,
+            reduce=self.policy.observation.reduce if self.policy else "max",
         )
         return out
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where there is a policy."""
         if self.policy is not None and seq_len > self.policy.window:
-            compact_prompt(
-                self.state,
-                row,
-                seq_len,
-                self.workspace,
-                **prompt_rule(self.policy, self.head_scale),
-            )
+            cuts = self.decisions.of_row(self.state, row, seq_len, self.policy)
+            if cuts is not None:
+                compact_prompt(self.state, row, seq_len, self.workspace, cuts)

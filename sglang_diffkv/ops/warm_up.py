@@ -80,7 +80,7 @@ def warm_up(
         ops.begin(state, step, decode=False)
         ops.append(state, 0, key[:1], value[:1], step)
         for scale, cap in scalings:
-            ops.extend(state, 0, q[:1], key[:1], value[:1], step, scale, cap, policy.compresses)
+            ops.extend(state, 0, q[:1], key[:1], value[:1], step, scale, policy, cap)
     append(state, 0, key, value, none, none, none, no_rows)
     _warm_up_decode(ops, state, policy, dtype, scalings)
     for tier_kept in (False, True):

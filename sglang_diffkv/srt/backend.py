@@ -120,7 +120,7 @@ class DiffKVAttnBackend(AttentionBackend):
         if decode:
             out = ops.decode(state, index, q, step, scale, policy, cap)
         else:
-            out = ops.extend(state, index, q, k, v, step, scale, cap, policy.compresses)
+            out = ops.extend(state, index, q, k, v, step, scale, policy, cap)
         if layer.layer_id == self.last_layer:
             self._end(decode)
         return out.reshape(out.shape[0], -1)

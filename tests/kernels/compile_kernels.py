@@ -93,7 +93,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         ops.begin(state, step, decode=False)
         ops.append(state, 1, key, value, step)
-        ops.extend(state, 1, q, key, value, step, *scaling, compresses)
+        ops.extend(state, 1, q, key, value, step, scaling.scale, policy, scaling.cap)
     ops.reserve(state, rows, lengths, 1)
     for number in (1, 16, 17):
         ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)

@@ -9,6 +9,7 @@ from sglang_diffkv.kernels.allocate.reference import reserve as reserve_referenc
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.compact_step.reference import compact_step as compact_reference
+from sglang_diffkv.kernels.compact_step.reference import plan_step
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
@@ -16,7 +17,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.rule import head_scales, thresholds
+from sglang_diffkv.ops.decisions import Decisions
 from tests.kernels.triton_helpers import (
     DEVICE,
     add_prompt,
@@ -109,7 +110,8 @@ def test_steps_match_references(tiers, scales):
     workspace = CompactWorkspace.create(state, 3)
     found = FoundTokens.create(state, 3, DecodeConfig(score_parts=5))
     policy = scaled(manager.policy, state, generator) if scales else manager.policy
-    rule = thresholds(policy, head_scales(policy, state))
+    rule = Decisions().step(state, policy)
+    assert rule is not None
     for step in range(14):
         for row in (1, 3):
             manager.space.append(row, 1)
@@ -127,8 +129,8 @@ def test_steps_match_references(tiers, scales):
         scores = searches(twin, rows[:2], int(seq_lens[1]), 4, generator)
         found.packed.fill_(2**63 - 1)
         pack(scores, found)
-        compact_step(state, rows, seq_lens, found, workspace, valid, **rule)
-        compact_reference(twin, rows[:2], policy.plan_step(scores, seq_lens[:2], len(state.segments)))
+        compact_step(state, rows, seq_lens, found, workspace, valid, rule)
+        compact_reference(twin, rows[:2], plan_step(rule, scores, seq_lens[:2], len(state.segments)))
         assert_same(state, twin, rows[:2])
         check_integrity(manager)
     assert int(workspace.ticket) == 0 and not state.fault.any()
