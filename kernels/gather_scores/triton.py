@@ -103,8 +103,7 @@ def smooth(values: torch.Tensor, width: int, out: torch.Tensor | None = None) ->
     out = torch.empty_like(values) if out is None else out
     assert values.is_contiguous() and out.is_contiguous() and out.shape == values.shape
     layers, heads, length = values.shape
-    if length:
-        smooth_kernel[(layers * heads, triton.cdiv(length, POSITIONS))](
-            values, out, length, WIDTH=width, N=POSITIONS, num_warps=4
-        )
+    smooth_kernel[(layers * heads, max(1, triton.cdiv(length, POSITIONS)))](
+        values, out, length, WIDTH=width, N=POSITIONS, num_warps=4
+    )
     return out

@@ -7,6 +7,8 @@ import torch
 WEIGHT_BITS = 24
 """A value's weight in a sum is an integer, relative to the largest of its head, so that sums do not depend on order."""
 SHARE_BITS = 16
+MOST_SCALE = 2.0**100
+"""Of weights, so that sums of values that are hardly numbers are sums all the same."""
 
 
 def share_of(total: torch.Tensor, share: float) -> torch.Tensor:
@@ -32,7 +34,7 @@ def select_mass(values: torch.Tensor, share: float) -> tuple[torch.Tensor, torch
     """The fewest largest finite values of each head that sum to ``share`` of all of them; as ``select_count``."""
     finite = values.isfinite()
     top = torch.where(finite, values, 0.0).amax(2, keepdim=True) if values.shape[2] else values.new_zeros(1)
-    scale = torch.where(top > 0, float(1 << WEIGHT_BITS) / top, 0.0)
+    scale = torch.where(top > 0, float(1 << WEIGHT_BITS) / top, 0.0).clamp(max=MOST_SCALE)
     weight = torch.where(finite, values * scale, 0.0).floor().long()
     return _select(values, weight, share_of(weight.sum(2), share))
 
@@ -40,6 +42,8 @@ def select_mass(values: torch.Tensor, share: float) -> tuple[torch.Tensor, torch
 def _select(values: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The first values whose weights sum to ``wanted``, or to all there is."""
     groups = wanted.numel()
+    if not values.shape[2]:
+        return values.new_full(values.shape[:2], float("inf")), wanted.new_full(values.shape[:2], -1).int()
     line = values.nan_to_num(nan=float("-inf"), posinf=float("inf")).reshape(groups, -1)
     order = line.argsort(dim=1, descending=True, stable=True)
     ranked, heavy = line.gather(1, order), weight.reshape(groups, -1).gather(1, order)

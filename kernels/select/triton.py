@@ -15,6 +15,7 @@ from sglang_diffkv.kernels.select import reference
 
 DIGIT = tl.constexpr(4)
 """Bits of a digit."""
+RADIX = tl.constexpr(16)
 DIGITS = 8
 """Of 32 bits, of which the sign's is 0."""
 VALUES = 512
@@ -23,6 +24,8 @@ CHUNK = 4096
 """Values of a program at least, while the head has as many."""
 MOST_CHUNKS = 16
 SHARE_BITS = tl.constexpr(reference.SHARE_BITS)
+SHARE_ONE = tl.constexpr(1 << reference.SHARE_BITS)
+MOST_SCALE = tl.constexpr(reference.MOST_SCALE)
 SCALE = tl.constexpr(float(1 << reference.WEIGHT_BITS))
 
 
@@ -31,7 +34,7 @@ def weight_of(value, top, MASS: tl.constexpr):
     """What a value adds to a sum, int64: its share of the head's largest finite one, or 1 for any token."""
     if MASS:
         finite = tl.abs(value) < float("inf")
-        scale = tl.where(top > 0, tl.div_rn(SCALE, tl.where(top > 0, top, 1.0)), 0.0)
+        scale = tl.minimum(tl.where(top > 0, tl.div_rn(SCALE, tl.where(top > 0, top, 1.0)), 0.0), MOST_SCALE)
         return tl.floor(tl.where(finite, value, 0.0) * scale).to(tl.int64)
     return (value == value).to(tl.int64)
 
@@ -61,20 +64,20 @@ def digit_kernel(
     sums [groups, 16] int64 by that digit. ``TOGETHER``: all heads are one group."""
     head = tl.program_id(0)
     group = 0 if TOGETHER else head
-    digit = tl.arange(0, 1 << DIGIT)
+    digit = tl.arange(0, RADIX)
     agreed = tl.load(prefix + group)
     largest = tl.load(top + head) if MASS else 0.0
     share = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), N) * N
-    total = tl.zeros([1 << DIGIT], tl.int64)
+    total = tl.zeros([RADIX], tl.int64)
     begin = tl.program_id(1) * share
     for first in range(begin, tl.minimum(begin + share, length), N):
         at = first + tl.arange(0, N)
         value = tl.load(values + head.to(tl.int64) * length + at, mask=at < length, other=float("nan"))
         bits = value_bits(value) >> (place * DIGIT)
         weight = tl.where((value == value) & (bits >> DIGIT == agreed), weight_of(value, largest, MASS), 0)
-        here = (bits & ((1 << DIGIT) - 1))[:, None] == digit[None, :]
+        here = (bits & (RADIX - 1))[:, None] == digit[None, :]
         total += tl.sum(tl.where(here, weight[:, None], 0), 0)
-    tl.atomic_add(sums + group * (1 << DIGIT) + digit, total)
+    tl.atomic_add(sums + group * RADIX + digit, total)
 
 
 @triton.jit(do_not_specialize=["share"])
@@ -83,19 +86,19 @@ def choose_kernel(prefix, wanted, sums, share, FIRST: tl.constexpr, MASS: tl.con
     to the cut so far. The first pass limits ``wanted`` to all there is, with ``MASS`` to ``share``, in units of
     2^-SHARE_BITS, of it."""
     group = tl.program_id(0)
-    digit = tl.arange(0, 1 << DIGIT)
-    sums_at = sums + group * (1 << DIGIT) + digit
+    digit = tl.arange(0, RADIX)
+    sums_at = sums + group * RADIX + digit
     each = tl.load(sums_at)
     total = tl.sum(each, 0)
     need = tl.load(wanted + group)
     if FIRST:
-        need = (total * share + ((1 << SHARE_BITS) - 1)) >> SHARE_BITS if MASS else tl.minimum(need, total)
+        need = (total * share + (SHARE_ONE - 1)) >> SHARE_BITS if MASS else tl.minimum(need, total)
     from_here = total - tl.cumsum(each, 0) + each  # the digit's and all larger ones'
     chosen = tl.max(tl.where((from_here >= need) & (each > 0), digit, 0), 0)
     above = tl.sum(tl.where(digit > chosen, each, 0), 0)
     tl.store(wanted + group, need - above)
     tl.store(prefix + group, (tl.load(prefix + group) << DIGIT) | chosen)
-    tl.store(sums_at, tl.zeros([1 << DIGIT], tl.int64))
+    tl.store(sums_at, tl.zeros([RADIX], tl.int64))
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -161,7 +164,7 @@ def _select(
     count, groups, device, mass = layers * heads, wanted.numel(), values.device, share is not None
     top = torch.zeros(count, device=device)
     prefix = torch.zeros(groups, dtype=torch.int32, device=device)
-    sums = torch.zeros(groups, 1 << DIGIT.value, dtype=torch.int64, device=device)
+    sums = torch.zeros(groups, RADIX.value, dtype=torch.int64, device=device)
     if mass:
         top_kernel[(count,)](values, top, length, N=VALUES, num_warps=4)
     chunks = max(1, min(MOST_CHUNKS, triton.cdiv(length, CHUNK)))

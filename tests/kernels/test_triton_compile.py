@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.kernel_configs import CONFIGS
+from tests.kernels.kernel_configs import CONFIGS, METHODS
 
 UNPACKING = {"paged_kernel", "page_scores_kernel", "split_kernel"}
 ALWAYS = {"reserve_kernel", "append_kernel", "ragged_kernel", "paged_kernel", "merge_kernel", "split_kernel"}
 COMPRESSING = {"compact_kernel", "plan_kernel", "move_kernel", "copy_kernel", "new_scores_kernel", *UNPACKING}
 
 
-QUICK = {"llama3-8b", "raw and low"}
+WHOLE_HEADS = {"gather_kernel", "digit_kernel", "choose_kernel", "tie_kernel", "compact_kernel", "copy_kernel"}
+
+QUICK = {"llama3-8b", "raw and low", "snapkv"}
 """What ``make test`` compiles. Triton keeps what it compiled, by the kernels' sources and options."""
 
 
@@ -40,6 +42,8 @@ def test_kernels_compile_for_hopper(config: str) -> None:
     assert names >= ALWAYS
     if config in ("llama3-8b", "wide"):
         assert names >= COMPRESSING
+    if config in METHODS:
+        assert names >= WHOLE_HEADS
     assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
     for kernel in kernels:
         if str(kernel["kernel"]).split()[0] in UNPACKING:

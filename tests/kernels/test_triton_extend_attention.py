@@ -140,8 +140,8 @@ def test_pages_of_a_large_model(dim):
 @pytest.mark.parametrize("since", [None, 70, 80, 88])
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
 def test_shared_tokens_are_judged_for_a_copy(tiers, since):
-    """Two chunks of a prompt after a shared prefix: scores go to the request's own, pages stay as they are. Who observes
-    begins in the shared part, the first chunk, or the second."""
+    """Two chunks of a prompt after a shared prefix: scores go to the request's own, pages stay as they are. Queries
+    observe from the shared part on, from the first chunk, or from the second."""
     manager = make_manager(make_format(tiers), window=4, heads=2, layers=1)
     generator = torch.Generator().manual_seed(2)
     add_prompt(manager, 1, 85, generator)
