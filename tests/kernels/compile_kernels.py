@@ -113,7 +113,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
             for judged in (None, torch.zeros(state.num_layers, heads, number)):
                 ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
     for steps in (1, 3):
-        ops.count_rows(state, rows, steps=steps, low_grows=compresses)
+        ops.count_rows(state, rows, steps=steps, low_grows=compresses and len(state.fmt.tiers) > 1)
     ops.measure(state, rows, prefix, lengths)
     ops.count_owners(state, rows)
     if compresses:
