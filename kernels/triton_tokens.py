@@ -1,11 +1,24 @@
 """Device functions over the tokens of pages: move them as they are or into a lower tier, and judge a prompt's."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.quantize.triton import plane_elements, quantize_planes
 from sglang_diffkv.kernels.triton_codec import meta_pair
-from sglang_diffkv.kernels.triton_table import padded
+from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
+
+
+def cut_arguments(cuts: Cuts) -> tuple[Any, ...]:
+    """``high_cut``, ``low_cut``, ``tie_high``, ``tie_low``, ``values`` and ``values_len`` of kernels; where heads were
+    not judged as a whole, the last four are not read."""
+    if cuts.values is None:
+        return cuts.high, cuts.low, cuts.high, cuts.low, cuts.high, 0
+    return cuts.high, cuts.low, cuts.tie_high, cuts.tie_low, cuts.values, cuts.values.shape[2]
 
 
 @triton.jit
@@ -15,17 +28,61 @@ def number_at(page, OFFSET: tl.constexpr, slot):
 
 
 @triton.jit
-def prompt_decision(score, position, live, seq_len, window, sinks, alpha_high, alpha_low, LOWER: tl.constexpr):
-    """DiffKV's prompt thresholds for [T] tokens: whether each stays in its tier, and whether it goes down one, which
-    none does without a ``LOWER`` tier."""
-    mean = tl.div_rn(tl.full(position.shape, 1.0, tl.float32), tl.maximum(position + 1, 1).to(tl.float32))
+def load_cuts(high_cut, low_cut, tie_high, tie_low, flat, WHOLE: tl.constexpr):
+    """A head's cuts and their ties; without ``WHOLE`` there are no ties."""
+    tie_of_high = 0
+    tie_of_low = 0
+    if WHOLE:
+        tie_of_high = tl.load(tie_high + flat)
+        tie_of_low = tl.load(tie_low + flat)
+    return tl.load(high_cut + flat), tl.load(low_cut + flat), tie_of_high, tie_of_low
+
+
+@triton.jit
+def prompt_decision(
+    score, position, live, seq_len, window, sinks, high_cut, low_cut, tie_high, tie_low, values, values_len,
+    LOWER: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``cuts.prompt_tiers`` for [T] tokens: whether each stays in its tier, and whether it goes down one, which none
+    does without a ``LOWER`` tier. ``WHOLE``: heads were judged as a whole; ``values`` points to those of this head."""
     lasting = (position >= seq_len - window) | (position < sinks)
-    low_enough = score >= alpha_low * mean
+    if WHOLE:
+        value = tl.load(values + position, mask=live & (position < values_len), other=float("nan"))
+        low_enough = (value > low_cut) | ((value == low_cut) & (position <= tie_low))
+        high_enough = (value > high_cut) | ((value == high_cut) & (position <= tie_high))
+    else:
+        mean = tl.div_rn(tl.full(position.shape, 1.0, tl.float32), tl.maximum(position + 1, 1).to(tl.float32))
+        low_enough = score >= low_cut * mean
+        high_enough = score >= high_cut * mean
     if LOWER:
-        stays = live & (lasting | (score >= alpha_high * mean))
+        stays = live & (lasting | high_enough)
     else:
         stays = live & (lasting | low_enough)
     return stays, live & (stays == 0) & low_enough
+
+
+@triton.jit
+def held_page(
+    entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, block_table,
+    TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """A page of a row, and for its [T] slots: scores, positions, and whether the page's range and [lo, hi) hold them.
+    ``judged`` points to this head's scores by position for positions below ``judged_len``, which count where they are
+    numbers."""
+    column = entry if TIER == 0 else MAX_BLOCKS * BLOCK - 1 - entry
+    at = table_index(block_table, source, layer, head, column, True, MAX_BLOCKS, L, H)
+    page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
+    first = tl.maximum(tl.load(range_lo + at), lo)
+    last = tl.minimum(tl.load(range_hi + at), hi)
+    slot = tl.arange(0, padded(TOKENS))
+    live = slot < TOKENS
+    position = tl.load(number_at(page, POSITIONS, slot), mask=live, other=-1)
+    held = live & (position >= first) & (position < last)
+    score = tl.load(number_at(page, SCORES, slot), mask=held, other=0).to(tl.float32, bitcast=True)
+    known = held & (position < judged_len)
+    own = tl.load(judged + tl.where(known, position, 0), mask=known, other=0.0)
+    return page, tl.where(known & (own == own), own, score), position, held
 
 
 @triton.jit

@@ -5,125 +5,28 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.budget import Budget
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.policies.h2o import H2OPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
+from sglang_diffkv.policies.options import Strict
+from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicy
 
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class UniformPolicyConfig(_Strict):
-    """Every token at one tier."""
-
-    name: Literal["uniform"] = "uniform"
-
-    def build(self) -> Policy:
-        return UniformPolicy()
-
-
-class DiffKVPolicyConfig(_Strict):
-    """DiffKV's thresholds, in units of the mean attention of a sequence."""
-
-    name: Literal["diffkv"] = "diffkv"
-    alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
-    alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
-    window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
-    sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
-    horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
-    head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
-        default=None, min_length=1, description="[layers][KV heads] factors of both thresholds"
-    )
-
-    @field_validator("head_scale", mode="before")
-    @classmethod
-    def _of_file(cls, given: Any) -> Any:
-        """The list itself, or what ``sglang_diffkv.calibrate.heads`` writes."""
-        return given["head_scale"] if isinstance(given, dict) and "head_scale" in given else given
-
-    @model_validator(mode="after")
-    def _ordered(self) -> DiffKVPolicyConfig:
-        if self.alpha_low > self.alpha_high:
-            raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
-        return self
-
-    @field_validator("head_scale")
-    @classmethod
-    def _rectangular(cls, scale: tuple[tuple[float, ...], ...] | None) -> tuple[tuple[float, ...], ...] | None:
-        if scale is not None and (not scale[0] or len({len(layer) for layer in scale}) > 1):
-            raise ValueError("every layer needs a factor for each KV head, so all lists have one length above 0")
-        return scale
-
-    def build(self) -> DiffKVPolicy:
-        rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
-        return DiffKVPolicy(*rule, head_scale=self.head_scale)
-
-
-class _BudgetPolicyConfig(_Strict):
-    """The same number of tokens for every head: ``fraction`` of the sequence, but at least ``budget`` tokens."""
-
-    budget: int = Field(default=0, ge=0, description="tokens that a head keeps in any case")
-    fraction: float = Field(default=0.0, ge=0, le=1, description="share of its tokens that a head keeps")
-    window: int = Field(default=64, ge=1, le=4096, description="newest tokens that always stay, within the budget")
-
-    @model_validator(mode="after")
-    def _sensible(self) -> _BudgetPolicyConfig:
-        if not self.budget and not self.fraction:
-            raise ValueError("give budget (tokens) or fraction (of the sequence)")
-        if 0 < self.budget <= self.window:
-            raise ValueError(f"budget {self.budget} must be above window {self.window}")
-        return self
-
-
-class SnapKVPolicyConfig(_BudgetPolicyConfig):
-    """A static budget for each head, applied once at the end of the prompt."""
-
-    name: Literal["snapkv"] = "snapkv"
-    window: int = Field(default=32, ge=1, le=4096, description="newest prompt tokens that always stay")
-    pool: int = Field(default=7, ge=1, le=63, description="width of the max-pooling of scores, odd")
-
-    @field_validator("pool")
-    @classmethod
-    def _odd(cls, pool: int) -> int:
-        if pool % 2 == 0:
-            raise ValueError(f"pool {pool} is even: a neighbourhood has the token in its middle")
-        return pool
-
-    def build(self) -> Policy:
-        return SnapKVPolicy(Budget(self.budget, self.fraction), self.window, self.pool)
-
-
-class H2OPolicyConfig(_BudgetPolicyConfig):
-    """Heavy hitters and the newest tokens, kept to a budget at every step."""
-
-    name: Literal["h2o"] = "h2o"
-
-    def build(self) -> Policy:
-        return H2OPolicy(Budget(self.budget, self.fraction), self.window)
-
-
-PolicyConfig = DiffKVPolicyConfig | UniformPolicyConfig | SnapKVPolicyConfig | H2OPolicyConfig
-
-
-class DiffKVConfig(_Strict):
+class DiffKVConfig(Strict):
     """Everything a user can set.
 
     Attributes:
         tiers: high tier first, for example ``["K8V4", "K4V2"]``, ``["K8V4"]`` or ``["BF16"]``.
-        policy: ``{"name": "diffkv", ...}`` or ``{"name": "uniform"}``; by default DiffKV with two tiers,
-            uniform with one. ``snapkv`` and ``h2o`` are baselines that keep what they keep at one tier.
+        policy: ``{"name": "diffkv", ...}`` or another method of ``policies/registry.py``; by default DiffKV with two
+            tiers, uniform with one. The others keep what they keep at one tier.
         page_tokens: high-tier tokens of a page.
         prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share, or
             ``exact``, all of it in the high tier, of which a running request takes a compressed copy of its own.
@@ -161,7 +64,7 @@ class DiffKVConfig(_Strict):
     @model_validator(mode="after")
     def _consistent(self) -> DiffKVConfig:
         PageFormat(128, 128, self.parsed_tiers, self.page_tokens)
-        if len(self.tiers) > 1 and self.policy is not None and not isinstance(self.policy, DiffKVPolicyConfig):
+        if self.policy is not None and len(self.tiers) > self.policy.most_tiers:
             raise ValueError(f"policy {self.policy.name} keeps tokens at one tier, but tiers lists two")
         if self.thresholds == "calibrated" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             named = " and ".join(sorted(given))

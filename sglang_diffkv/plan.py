@@ -16,7 +16,6 @@ from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, prunes
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class MemoryPlan:
 
     def policy(self, rank: int = 0, ranks: int = 1) -> Policy:
         """The policy for the heads of one of so many ranks."""
-        policy = self.config.build_policy()
-        return policy.of_rank(rank, ranks, self.num_heads) if isinstance(policy, DiffKVPolicy) else policy
+        return self.config.build_policy().of_rank(rank, ranks, self.num_heads)
 
     def ops(self, state: PageState, geometry: Geometry, policy: Policy) -> Ops:
         """The kernels of a server, with all that they hold on the state's device."""

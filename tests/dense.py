@@ -121,7 +121,7 @@ class Session:
             lens, prefix = torch.tensor(list(counts.values())), torch.tensor(start)
             out = extend_attention(
                 self.state, layer, q, key, value, torch.tensor(rows), lens, prefix, self.sm_scale,
-                update_scores=scores, logit_cap=self.logit_cap,
+                update_scores=scores, logit_cap=self.logit_cap, reduce=self.manager.policy.observation.reduce,
             )  # fmt: skip
             assert out.isfinite().all()
             if check:
@@ -139,7 +139,9 @@ class Session:
         start = self.grow(rows, [1] * len(rows))
         found = new_scores(self.manager, len(rows))
         index, seq_lens = torch.tensor(rows), torch.tensor(start) + 1
-        rule = {name: getattr(self.manager.policy, name) for name in ("window", "sinks", "horizon")}
+        policy = self.manager.policy
+        rule = {name: getattr(policy, name) for name in ("window", "sinks", "horizon")}
+        rule["reduce"] = policy.observation.reduce
         for layer in range(self.state.num_layers):
             self.append(layer, rows, start)
             q = self.query(len(rows))
@@ -205,6 +207,10 @@ class Session:
             logits = logits.masked_fill(~mask, float("-inf"))
         return logits.softmax(-1), logits.logsumexp(-1)
 
+    def _reduced(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the query heads of a KV head, the first dimension, as the policy observes."""
+        return x.mean(0) if self.manager.policy.observation.reduce == "mean" else x.amax(0)
+
     def _paged(self, seen: Visible, dense: Dense, layer: int, head: int, below: int):
         """Positions, keys and values, as stored, of the row's visible tokens at positions < ``below``."""
         here = seen.at(layer, head)
@@ -222,7 +228,7 @@ class Session:
             outs.append(prob @ v)
             lses.append(lse)
             mine = (position >= self.own_from[row]) & (position < newest)
-            at, got = position[mine], prob.amax(0)[mine]
+            at, got = position[mine], self._reduced(prob)[mine]
             age, total, horizon = newest - at, dense.received[at, layer, head], self.manager.policy.horizon or newest
             mean = total / (age - 1).clamp(min=1)
             new = torch.where(age <= horizon, total + got, age * (mean + (got - mean) / horizon))
@@ -246,7 +252,7 @@ class Session:
                 later = position < start + torch.arange(count).unsqueeze(1)
                 sums.append((prob * later).sum(0))
             mine = position >= self.own_from[row]
-            dense.received[position[mine], layer, head] += torch.stack(sums).amax(0)[mine]
+            dense.received[position[mine], layer, head] += self._reduced(torch.stack(sums))[mine]
         return torch.stack(outs, 1)
 
 

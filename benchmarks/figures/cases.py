@@ -9,15 +9,12 @@ from typing import Any
 from sglang_diffkv.calibration import HeadScale, lookup, policy_fields
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.evaluate.configuration import FP8, FP8_DTYPE, STOCK, Configuration
-from sglang_diffkv.evaluate.server import has_gpu
 from sglang_diffkv.mem_pool.page_format import Tier
 
 MORE_KEYS, MORE_VALUES, EQUAL = "more bits for keys", "more bits for values", "equal bits"
 ALPHA_HIGH, ALPHA_LOW = "DiffKV, nothing pruned", "DiffKV, pruning"
 DYNAMIC, PROMPT_BUDGET, STEP_BUDGET = "dynamic per head (DiffKV)", "static, prompt (SnapKV)", "static, each step (H2O)"
 STATIC = {PROMPT_BUDGET: "snapkv", STEP_BUDGET: "h2o"}
-EAGER = ("--disable-cuda-graph", "--disable-overlap-schedule")
-"""What the reference ops, on which the static policies run, need on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,6 @@ class Case:
     alpha_low: float | None = None
     fraction: float | None = None
     matched_to: str | None = None
-    server_args: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -104,15 +100,8 @@ def static(series: str, tier: str, fraction: float, window: int, matched_to: str
     """The same share of tokens in every head."""
     policy = {"name": STATIC[series], "fraction": fraction, "window": window}
     name = f"{STATIC[series]} {tier} {fraction:.3f}"
-    configuration = _configuration(name, tiers=(tier,), policy=policy, gpu_ops="reference")
-    return Case(
-        configuration,
-        series,
-        f"keep {fraction:.3f}",
-        fraction=fraction,
-        matched_to=matched_to,
-        server_args=EAGER if has_gpu() else (),
-    )
+    configuration = _configuration(name, tiers=(tier,), policy=policy)
+    return Case(configuration, series, f"keep {fraction:.3f}", fraction=fraction, matched_to=matched_to)
 
 
 def _configuration(name: str, **fields: Any) -> Configuration:

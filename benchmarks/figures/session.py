@@ -66,9 +66,8 @@ class Session:
 
     def _server(self, case: Case) -> Connect:
         args, configuration = self.args, case.configuration
-        server_args = [*args.server_args, *case.server_args]
-        self.store.add_configuration(case.name, configuration.fingerprint(args.model, server_args))
-        return partial(runner.start, configuration, args.model, server_args)
+        self.store.add_configuration(case.name, configuration.fingerprint(args.model, args.server_args))
+        return partial(runner.start, configuration, args.model, args.server_args)
 
     def data(self, figure: str, points: Sequence[Point], about: dict[str, Any]) -> FigureData:
         """What is written and drawn."""

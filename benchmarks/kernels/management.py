@@ -19,10 +19,12 @@ from benchmarks.kernels.timing import Timer, cpu_median_ms, free_bytes, lacking,
 from sglang_diffkv.kernels.allocate.reference import reserve as reserve_on_cpu
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.compact_step.reference import compact_step as compact_on_cpu
+from sglang_diffkv.kernels.compact_step.reference import plan_step
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
+from sglang_diffkv.kernels.cuts import StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.rule import head_scales, thresholds
+from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
@@ -61,20 +63,26 @@ def candidates(state: PageState, batch: int) -> FoundTokens:
     return found
 
 
+def rule_of(state: PageState) -> StepRule:
+    rule = Decisions().step(state, POLICY)
+    assert rule is not None
+    return rule
+
+
 def gpu_step(state: PageState, batch: int) -> Step:
     """``reserve`` alone, and ``reserve`` with plan and compaction, by the Triton kernels."""
     rows = torch.arange(1, batch + 1, device=state.device)
     one, lengths = torch.ones_like(rows), torch.full_like(rows, HELD)
     valid = torch.tensor([batch], dtype=torch.int32, device=state.device)
     workspace, found = CompactWorkspace.create(state, batch), candidates(state, batch)
-    rule = thresholds(POLICY, head_scales(POLICY, state))
+    rule = rule_of(state)
 
     def reserve_only() -> None:
         reserve(state, rows, one, workspace.spans, valid)
 
     def both() -> None:
         reserve_only()
-        compact_step(state, rows, lengths, found, workspace, valid, **rule)
+        compact_step(state, rows, lengths, found, workspace, valid, rule)
 
     return reserve_only, both
 
@@ -83,14 +91,14 @@ def cpu_step(state: PageState, batch: int) -> Step:
     """The same by the plain PyTorch ops."""
     rows = torch.arange(1, batch + 1)
     one, lengths = torch.ones_like(rows), torch.full_like(rows, HELD)
-    found = candidates(state, batch).unpack()
+    found, rule = candidates(state, batch).unpack(), rule_of(state)
 
     def reserve_only() -> None:
         reserve_on_cpu(state, rows, one, 1)
 
     def both() -> None:
         reserve_only()
-        compact_on_cpu(state, rows, POLICY.plan_step(found, lengths, len(state.fmt.tiers)))
+        compact_on_cpu(state, rows, plan_step(rule, found, lengths, len(state.fmt.tiers)))
 
     return reserve_only, both
 

@@ -6,29 +6,18 @@ needed, take low pages, move (DiffKV, section 5.3).
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from sglang_diffkv.kernels.allocate.reference import append_slots, recycle
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
+from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.table import own_slot_location, row_table
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.state import PageState, Segments
 
 
-class PromptClassifier(Protocol):
-    """The part of a policy that prompt compaction asks."""
-
-    def classify_prompt(
-        self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
-    ) -> torch.Tensor:
-        """Tier number of each token, ``num_tiers`` for a token to prune. All tensors [...]."""
-        ...
-
-
-def compact_prompt(state: PageState, row: int, seq_len: int, policy: PromptClassifier) -> None:
-    """Classify and repack the own tokens of ``row``, which are all in the high tier."""
+def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None:
+    """Sort the own high-tier tokens of ``row`` into tiers and repack them. ``seq_len``: tokens of the sequence."""
     tiers = len(state.segments)
     seg = state.segments[0]
     tokens = seg.layout.tokens
@@ -43,7 +32,7 @@ def compact_prompt(state: PageState, row: int, seq_len: int, policy: PromptClass
     page, place = (x[0] for x in own_slot_location(state, rows, 0, own_slot))  # [L, H, N]
     stored = present & (page != state.scratch_page)
     position = torch.where(stored, seg.positions[page, place], EMPTY)
-    tier_of = policy.classify_prompt(seg.scores[page, place], position, seq_len, tiers)
+    tier_of = prompt_tiers(cuts, seg.scores[page, place], position, seq_len, tiers)
     tier_of = torch.where(position >= 0, tier_of, tiers)
     kept = (tier_of == 0).sum(2)  # [L, H]
     if bool((kept == used).all()):

@@ -1,4 +1,4 @@
-"""Prompt-phase compaction on the GPU with DiffKV's thresholds; no host synchronisation."""
+"""Prompt-phase compaction on the GPU; no host synchronisation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 
 from sglang_diffkv.kernels.attach.triton import ENTRIES
 from sglang_diffkv.kernels.compact_prompt.triton_move import compact_kernel, return_kernel, spare_kernel
+from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.prefix_sum.triton import return_spans
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
+from sglang_diffkv.kernels.triton_tokens import cut_arguments
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -37,20 +39,14 @@ def compact_prompt(
     row: int,
     seq_len: int,
     workspace: PromptWorkspace,
-    *,
-    alpha_high: float,
-    alpha_low: float,
-    window: int,
-    sinks: int = 0,
-    head_scale: torch.Tensor,
+    cuts: Cuts,
 ) -> None:
-    """``reference.compact_prompt`` with ``DiffKVPolicy``: sort the own tokens of ``row``, all high, into tiers.
+    """``reference.compact_prompt``: sort the own high-tier tokens of ``row`` into tiers.
 
     It borrows one page a head from the ring; a head that gets none keeps in the high tier what would go low. The
     other new pages are the row's own, so they are as many as the reference's, but not the same ones.
-    ``head_scale`` [L, H] float32 multiplies both thresholds.
     """
-    assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
+    cuts.check(state.num_layers, state.num_heads)
     fmt, count = state.fmt, state.num_layers * state.num_heads
     freed = workspace.spans.totals[:count]
     if len(fmt.tiers) > 1:
@@ -58,12 +54,12 @@ def compact_prompt(
             workspace.spare, state.ring, state.counters, state.refcount, state.num_pages, count, R=256, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
-        row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, workspace.spare, workspace.surplus,
-        freed, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
+        row, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), workspace.spare, workspace.surplus, freed,
+        state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
         state.range_hi, state.block_table, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
-        num_warps=4, **SAME_BITS,
+        WHOLE=cuts.values is not None, num_warps=4, **SAME_BITS,
     )  # fmt: skip
     return_spans(state.counters, freed, workspace.spans.places)
     return_kernel[(count,)](

@@ -14,6 +14,7 @@ from sglang_diffkv.kernels.triton_ring import EMPTY, NO_LIMIT, drop_references, 
 from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
 from sglang_diffkv.kernels.triton_tokens import (
     load_codes,
+    load_cuts,
     number_at,
     prompt_decision,
     requantized,
@@ -80,26 +81,28 @@ def return_kernel(
         place = place_pages(page, freed, place, ring, num_pages)
 
 
-@triton.jit(do_not_specialize=["row", "seq_len", "window", "sinks"])
+@triton.jit(do_not_specialize=["row", "seq_len", "window", "sinks", "values_len"])
 def compact_kernel(
-    row, seq_len, window, sinks, alpha_high, alpha_low, head_scale, spare, surplus, freed, raw_like, pages, page_table,
+    row, seq_len, window, sinks, high_cut, low_cut, tie_high, tie_low, values, values_len,
+    spare, surplus, freed, raw_like, pages, page_table,
     range_lo, range_hi, block_table, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
     L_VALUES: tl.constexpr, L_VMETA: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H). ``head_scale`` [L, H] multiplies both thresholds. Without a spare page a head demotes nothing. A
-    row with a fault, which is about to be aborted, stays as it is.
+    """Grid (L * H). Cuts [L, H] and values [L, H, values_len] as ``Cuts`` has them. Without a spare page a head
+    demotes nothing. A row with a fault, which is about to be aborted, stays as it is.
 
     Writes what is left over: ``spare``, surplus [L * H, 2] int32 the table entries from and to, freed [L * H] int32 the
     number of pages."""
     layer, head = tl.program_id(0) // H, tl.program_id(0) % H
-    scale = tl.load(head_scale + tl.program_id(0))
-    alpha_high *= scale
-    alpha_low *= scale
+    high_at_least, low_at_least, tie_of_high, tie_of_low = load_cuts(
+        high_cut, low_cut, tie_high, tie_low, tl.program_id(0), WHOLE
+    )
+    values += tl.program_id(0).to(tl.int64) * values_len
     head_at = (row.to(tl.int64) * L + layer) * H + head
     high_at = head_at * TIERS
     first = tl.load(own_entry + high_at)
@@ -140,7 +143,10 @@ def compact_kernel(
         word = tl.load(number_at(source, H_SCORES, slot), mask=live, other=0)
         score = word.to(tl.float32, bitcast=True)
         live = live & (position >= 0)
-        stays, goes = prompt_decision(score, position, live, seq_len, window, sinks, alpha_high, alpha_low, TIERS == 2)
+        stays, goes = prompt_decision(
+            score, position, live, seq_len, window, sinks, high_at_least, low_at_least, tie_of_high, tie_of_low,
+            values, values_len, TIERS == 2, WHOLE,
+        )  # fmt: skip
         if TIERS == 2:
             stuck = goes & (spare_page == num_pages) & (low_pages == 0)
             stays = stays | stuck

@@ -11,6 +11,8 @@ import torch
 
 from sglang_diffkv.kernels.allocate.reference import add_own_pages
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
+from sglang_diffkv.kernels.cuts import StepBudget, StepCuts, StepRule
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.table import own_slot_location
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.state import PageState
@@ -18,11 +20,48 @@ from sglang_diffkv.mem_pool.state import PageState
 
 @dataclass
 class StepPlan:
-    """A policy's decisions for one step, each [B, L, H] int64 of own slots, -1 for none."""
+    """The decisions of one step, each [B, L, H] int64 of own slots, -1 for none."""
 
     demote: torch.Tensor  # high slot whose token is requantised to the low tier
     drop: torch.Tensor  # high slot whose token is pruned
     replace: torch.Tensor  # low slot that the demoted token takes over; -1 appends it
+
+
+def plan_step(rule: StepRule, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
+    """What the rule makes of a step's searches, for all layers and heads. ``seq_lens`` [B] counts the new token."""
+    if isinstance(rule, StepBudget):
+        return _plan_budget(rule, scores, seq_lens)
+    return _plan_cuts(rule, scores, seq_lens, num_tiers)
+
+
+def _plan_budget(rule: StepBudget, scores: StepScores, seq_lens: torch.Tensor) -> StepPlan:
+    """Drop the least significant token where the budget has not grown with the sequence."""
+    full = rule.kept(seq_lens) == rule.kept(seq_lens - 1)
+    nothing = torch.full_like(scores.candidate_slot, -1)
+    return StepPlan(nothing, torch.where(full, scores.least_slot[..., 0], nothing), nothing)
+
+
+def _plan_cuts(cuts: StepCuts, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
+    """DiffKV's Algorithm 1. The searches pass over window and sinks."""
+    n = seq_lens.view(-1, 1, 1).float()
+    low = cuts.low / n
+    high = cuts.high / n if num_tiers > 1 else low
+    candidate, least = scores.candidate_slot, scores.least_slot[..., 0]
+    candidate_score, least_score = scores.candidate_score, scores.least_score[..., 0]
+    present = candidate >= 0
+    stays = present & (candidate_score >= high)
+    goes_low = present & ~stays & (candidate_score >= low)
+    victim_low = stays & (least >= 0) & (least_score < high) & (least_score >= low)
+    victim_out = stays & (least >= 0) & (least_score < low)
+    none = torch.full_like(candidate, -1)
+    demote = torch.where(goes_low, candidate, torch.where(victim_low, least, none))
+    drop = torch.where(present & ~stays & ~goes_low, candidate, torch.where(victim_out, least, none))
+    replace = none
+    if num_tiers > 1:
+        worst = scores.least_slot[..., 1]
+        evicts = goes_low & (worst >= 0) & (scores.least_score[..., 1] < low)
+        replace = torch.where(evicts, worst, none)
+    return StepPlan(demote, drop, replace)
 
 
 def compact_step(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.allocate.triton import add_own_pages
 from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
+from sglang_diffkv.kernels.cuts import StepBudget, StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, Spans
 from sglang_diffkv.kernels.triton_table import BLOCK, SAME_BITS, check_rows, format_constants, table_index
@@ -85,30 +86,29 @@ def compact_step(
     found: FoundTokens,
     workspace: CompactWorkspace,
     num_valid: torch.Tensor,
-    *,
-    alpha_high: float,
-    alpha_low: float,
-    head_scale: torch.Tensor,
+    rule: StepRule,
 ) -> None:
-    """DiffKV's Algorithm 1 after a decode step: ``DiffKVPolicy.plan_step``, then ``reference.compact_step``.
+    """After a decode step: ``reference.plan_step``, then ``reference.compact_step``.
 
     Args:
         rows, seq_lens: [B] integers, the new token counted.
         found: the step's searches, for at least B requests.
         workspace: for at least B requests.
-        head_scale: [L, H] float32, contiguous, factors of both thresholds.
+        rule: of [L, H] contiguous tensors.
     """
     check_rows(rows, num_valid, state)
     assert seq_lens.shape == rows.shape and found.packed.shape[0] >= rows.shape[0] <= workspace.leave.shape[0]
     assert rows.shape[0] <= workspace.spans.requests
-    assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
+    budget = isinstance(rule, StepBudget)
+    first, second = (rule.tokens, rule.fraction) if isinstance(rule, StepBudget) else (rule.high, rule.low)
+    assert all(x.shape == (state.num_layers, state.num_heads) and x.is_contiguous() for x in (first, second))
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
     plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
-        found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, alpha_high,
-        alpha_low, head_scale, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
+        found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, first,
+        second, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
         state.own_tokens, workspace.spans.demand, workspace.spans.totals,
-        TOKENS=fmt.low.tokens, TIERS=len(fmt.tiers), L=layers, H=heads, R=HEADS, num_warps=4,
+        TOKENS=fmt.low.tokens, TIERS=len(fmt.tiers), L=layers, H=heads, R=HEADS, BUDGET=budget, num_warps=4,
     )  # fmt: skip
     if len(fmt.tiers) > 1:
         add_own_pages(state, rows, 1, workspace.spans)

@@ -1,4 +1,4 @@
-"""DiffKV's generation-phase decisions and how many low-tier pages they need, for all heads in one launch."""
+"""Generation-phase decisions and how many low-tier pages they need, for all heads in one launch."""
 
 import triton
 import triton.language as tl
@@ -17,19 +17,26 @@ def best_found(found, at, live, parts):
     return slot, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def budget_of(length, tokens, fraction):
+    """``StepBudget.kept`` of [R] lengths."""
+    share = tl.ceil(length.to(tl.float64) * fraction).to(tl.int64)
+    return tl.minimum(length.to(tl.int64), tl.maximum(share, tokens.to(tl.int64)))
+
+
 @triton.jit(do_not_specialize=["batch", "parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def plan_kernel(
-    found, parts, rows, seq_lens, num_valid, batch, alpha_high, alpha_low, head_scale, demote_out,
+    found, parts, rows, seq_lens, num_valid, batch, first_rule, second_rule, demote_out,
     leave_out, target_out,
     entries, own_entry, own_tokens, demand_out, totals,
-    TOKENS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+    TOKENS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BUDGET: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). ``parts`` programs searched each
     head.
 
     Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
     free, and the low slot that takes the token. ``TOKENS`` is the low tier's.
-    ``head_scale`` [L, H] multiplies both thresholds.
+    The rule [L, H] is ``StepCuts``' high and low, with ``BUDGET`` ``StepBudget``'s tokens and fraction.
     """
     flat = tl.program_id(0) * R + tl.arange(0, R)
     b = flat // (L * H)
@@ -38,23 +45,28 @@ def plan_kernel(
     inside = b < batch
     live = inside & (b < tl.load(num_valid))
     row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
-    length = tl.load(seq_lens + b, mask=live, other=1).to(tl.float32)
+    length = tl.load(seq_lens + b, mask=live, other=1)
     at = (row * L + layer) * H + head
-    scale = tl.load(head_scale + flat % (L * H))
-    low = tl.div_rn(alpha_low * scale, length)
-    high = tl.div_rn(alpha_high * scale, length) if TIERS == 2 else low
     first = flat.to(tl.int64) * (TIERS + 1) * parts
-    candidate, candidate_score = best_found(found, first, live, parts)
     least, least_score = best_found(found, first + parts, live, parts)
-    present = candidate >= 0
-    stays = present & (candidate_score >= high)
-    goes_low = present & (candidate_score < high) & (candidate_score >= low)
-    goes_out = present & (candidate_score < high) & (candidate_score < low)
-    victim = stays & (least >= 0) & (least_score < high)
-    demote = tl.where(goes_low, candidate, tl.where(victim & (least_score >= low), least, -1))
-    drop = tl.where(goes_out, candidate, tl.where(victim & (least_score < low), least, -1))
     target = tl.full([R], -1, tl.int32)
-    if TIERS == 2:
+    demote = target
+    if BUDGET:
+        tokens, fraction = tl.load(first_rule + flat % (L * H)), tl.load(second_rule + flat % (L * H))
+        drop = tl.where(budget_of(length, tokens, fraction) == budget_of(length - 1, tokens, fraction), least, -1)
+    else:
+        length = length.to(tl.float32)
+        low = tl.div_rn(tl.load(second_rule + flat % (L * H)), length)
+        high = tl.div_rn(tl.load(first_rule + flat % (L * H)), length) if TIERS == 2 else low
+        candidate, candidate_score = best_found(found, first, live, parts)
+        present = candidate >= 0
+        stays = present & (candidate_score >= high)
+        goes_low = present & (candidate_score < high) & (candidate_score >= low)
+        goes_out = present & (candidate_score < high) & (candidate_score < low)
+        victim = stays & (least >= 0) & (least_score < high)
+        demote = tl.where(goes_low, candidate, tl.where(victim & (least_score >= low), least, -1))
+        drop = tl.where(goes_out, candidate, tl.where(victim & (least_score < low), least, -1))
+    if TIERS == 2 and not BUDGET:
         worst, worst_score = best_found(found, first + 2 * parts, live, parts)
         replace = goes_low & (worst >= 0) & (worst_score < low)
         used = tl.load(own_tokens + at * TIERS + 1, mask=live, other=0)

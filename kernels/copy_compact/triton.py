@@ -1,4 +1,4 @@
-"""Copy-on-compress on the GPU with DiffKV's thresholds: count, take pages, copy; no host synchronisation."""
+"""Copy-on-compress on the GPU: count, take pages, copy; no host synchronisation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import triton
 
 from sglang_diffkv.kernels.allocate.triton import grant_pages
 from sglang_diffkv.kernels.copy_compact.triton_copy import copy_kernel, count_kernel, take_kernel
+from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.prefix_sum.triton import take_spans
 from sglang_diffkv.kernels.triton_ring import HEADS, Spans
 from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
+from sglang_diffkv.kernels.triton_tokens import cut_arguments
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -21,22 +23,18 @@ def copy_compact(
     hi: int,
     seq_len: int,
     spans: Spans,
+    cuts: Cuts,
     *,
-    alpha_high: float,
-    alpha_low: float,
-    window: int,
-    sinks: int = 0,
-    head_scale: torch.Tensor,
     judged: torch.Tensor | None = None,
 ) -> None:
-    """``reference.copy_compact`` of one part, with ``DiffKVPolicy``, which judges each token by itself.
+    """``reference.copy_compact`` of one part, by cuts that may be those of several.
 
     Args:
         spans: of any number of requests.
-        judged: [L, H, n] float32, contiguous. head_scale: [L, H] float32, contiguous.
+        judged: [L, H, n] float32, contiguous.
     """
     assert target != source
-    assert head_scale.shape == (state.num_layers, state.num_heads) and head_scale.is_contiguous()
+    cuts.check(state.num_layers, state.num_heads)
     fmt, layers, heads = state.fmt, state.num_layers, state.num_heads
     count = layers * heads
     counts = torch.empty(count, 2, dtype=torch.int32, device=state.device)
@@ -48,13 +46,14 @@ def copy_compact(
         judged = torch.empty(1, device=state.device)
     every = format_constants(fmt)
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
-    rule = (judged, known, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts)
+    whole = cuts.values is not None
+    rule = (judged, known, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), counts)
     names = ("TOKENS", "SCORES", "POSITIONS")
     count_kernel[(count,)](
         source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table,
         state.entries,
         **{f"{tier}_{name}": every[f"{tier}_{name}"] for tier in "HL" for name in names}, TIERS=every["TIERS"],
-        **shape, num_warps=1,
+        **shape, WHOLE=whole, num_warps=1,
     )  # fmt: skip
     tiers, programs = every["TIERS"], triton.cdiv(count, HEADS)
     take_kernel[(programs, tiers)](
@@ -67,5 +66,5 @@ def copy_compact(
     copy_kernel[(count,)](
         target, source, lo, hi, *rule, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
         state.range_hi, state.block_table, state.entries, state.own_entry, state.own_tokens,
-        **{**every, **shape}, num_warps=4, **SAME_BITS,
+        **{**every, **shape}, WHOLE=whole, num_warps=4, **SAME_BITS,
     )  # fmt: skip

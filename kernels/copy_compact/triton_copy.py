@@ -9,8 +9,9 @@ import triton.language as tl
 from sglang_diffkv.kernels.triton_ring import record_demand
 from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
 from sglang_diffkv.kernels.triton_tokens import (
+    held_page,
     load_codes,
-    number_at,
+    load_cuts,
     prompt_decision,
     requantized,
     store_codes,
@@ -20,28 +21,23 @@ from sglang_diffkv.kernels.triton_tokens import (
 
 @triton.jit
 def judged_page(
-    entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, pages,
-    page_table, range_lo, range_hi, block_table,
+    entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks,
+    high_cut, low_cut, tie_high, tie_low, values, values_len,
+    pages, page_table, range_lo, range_hi, block_table,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr,
-    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A page of the source row, and for its [T] slots: score words, positions, and what becomes of those in [lo, hi).
-    ``judged`` points to the scores of this layer and head."""
-    column = entry if TIER == 0 else MAX_BLOCKS * BLOCK - 1 - entry
-    at = table_index(block_table, source, layer, head, column, True, MAX_BLOCKS, L, H)
-    page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
-    first = tl.maximum(tl.load(range_lo + at), lo)
-    last = tl.minimum(tl.load(range_hi + at), hi)
-    slot = tl.arange(0, padded(TOKENS))
-    live = slot < TOKENS
-    position = tl.load(number_at(page, POSITIONS, slot), mask=live, other=-1)
-    held = live & (position >= first) & (position < last)
-    score = tl.load(number_at(page, SCORES, slot), mask=held, other=0).to(tl.float32, bitcast=True)
-    known = held & (position < judged_len)
-    own = tl.load(judged + tl.where(known, position, 0), mask=known, other=0.0)
-    score = tl.where(known & (own == own), own, score)
+    ``judged`` and ``values`` point to those of this layer and head."""
+    page, score, position, held = held_page(
+        entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, block_table,
+        TIER, TOKENS, SCORES, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
+    )  # fmt: skip
     lower: tl.constexpr = TIER + 1 < TIERS
-    stays, goes = prompt_decision(score, position, held, seq_len, window, sinks, alpha_high, alpha_low, lower)
+    stays, goes = prompt_decision(
+        score, position, held, seq_len, window, sinks, high_cut, low_cut, tie_high, tie_low, values, values_len,
+        lower, WHOLE,
+    )  # fmt: skip
     return page, score.to(tl.int32, bitcast=True), position, stays, goes
 
 
@@ -61,38 +57,38 @@ def target_slots(
     return pages + page.to(tl.int64) * PAGE_BYTES, rank % TOKENS
 
 
-@triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks"])
+@triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"])
 def count_kernel(
-    source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts, pages,
-    page_table, range_lo, range_hi, block_table, entries,
+    source, lo, hi, judged, judged_len, seq_len, window, sinks,
+    high_cut, low_cut, tie_high, tie_low, values, values_len,
+    counts, pages, page_table, range_lo, range_hi, block_table, entries,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr,
     L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H). counts [L * H, 2] int32: tokens that become high and low."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
     judged += flat.to(tl.int64) * judged_len
-    scale = tl.load(head_scale + flat)
-    alpha_high *= scale
-    alpha_low *= scale
+    values += flat.to(tl.int64) * values_len
+    high_at, low_at, tie_of_high, tie_of_low = load_cuts(high_cut, low_cut, tie_high, tie_low, flat, WHOLE)
     high = 0
     low = 0
     for entry in range(0, tl.load(entries + at)):
         _, _, _, stays, goes = judged_page(
-            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
-            pages, page_table, range_lo, range_hi, block_table,
-            0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
+            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
+            tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+            0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
         )  # fmt: skip
         high += tl.sum(stays.to(tl.int32), 0)
         low += tl.sum(goes.to(tl.int32), 0)
     if TIERS == 2:
         for entry in range(0, tl.load(entries + at + 1)):
             _, _, _, stays, _ = judged_page(
-                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
-                pages, page_table, range_lo, range_hi, block_table,
-                1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
+                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
+                tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+                1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
             )  # fmt: skip
             low += tl.sum(stays.to(tl.int32), 0)
     tl.store(counts + flat * 2, high)
@@ -122,16 +118,19 @@ def take_kernel(
     record_demand(wanted, flat, live, program, demand + tier * heads, totals)
 
 
-@triton.jit(do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks"])
+@triton.jit(
+    do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"]
+)
 def copy_kernel(
-    target, source, lo, hi, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low, head_scale, counts,
+    target, source, lo, hi, judged, judged_len, seq_len, window, sinks,
+    high_cut, low_cut, tie_high, tie_low, values, values_len, counts,
     raw_like, pages, page_table, range_lo, range_hi, block_table, entries, own_entry, own_tokens,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
     L_VALUES: tl.constexpr, L_VMETA: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H). The target has the pages that ``take_kernel`` asked for."""
     flat = tl.program_id(0)
@@ -139,9 +138,8 @@ def copy_kernel(
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
     target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS
     judged += flat.to(tl.int64) * judged_len
-    scale = tl.load(head_scale + flat)
-    alpha_high *= scale
-    alpha_low *= scale
+    values += flat.to(tl.int64) * values_len
+    high_at, low_at, tie_of_high, tie_of_low = load_cuts(high_cut, low_cut, tie_high, tie_low, flat, WHOLE)
     raw: tl.constexpr = raw_like.dtype
     high = tl.load(own_tokens + target_at) - tl.load(counts + flat * 2)
     low = 0
@@ -150,9 +148,9 @@ def copy_kernel(
     slot = tl.arange(0, padded(H_TOKENS))
     for entry in range(0, tl.load(entries + source_at)):
         page, score, position, stays, goes = judged_page(
-            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
-            pages, page_table, range_lo, range_hi, block_table,
-            0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
+            entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
+            tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+            0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
         )  # fmt: skip
         to, place = target_slots(
             high, stays, target, layer, head, own_entry, pages, page_table, block_table, True, H_TOKENS, TIERS,
@@ -179,9 +177,9 @@ def copy_kernel(
         low_slot = tl.arange(0, padded(L_TOKENS))
         for entry in range(0, tl.load(entries + source_at + 1)):
             page, score, position, stays, _ = judged_page(
-                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, alpha_high, alpha_low,
-                pages, page_table, range_lo, range_hi, block_table,
-                1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H,
+                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
+                tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+                1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
             )  # fmt: skip
             to, place = target_slots(
                 low, stays, target, layer, head, own_entry, pages, page_table, block_table, False, L_TOKENS, TIERS,

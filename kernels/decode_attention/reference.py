@@ -22,8 +22,8 @@ class StepScores:
     """What one decode step's attention learns for the policy, for all layers.
 
     Slots are own slots (see ``PageState``), -1 where there is none. Scores are means of the attention
-    received from later tokens, maximum over the query heads of a KV head. Without ``judge_low`` tokens of the low tier
-    keep the scores they have, and none of them is searched for.
+    received from later tokens, maximum or mean over the query heads of a KV head. Without ``judge_low`` tokens of the
+    low tier keep the scores they have, and none of them is searched for.
     """
 
     candidate_slot: torch.Tensor  # [B, L, H] int64, high tier: the token that leaves the window
@@ -100,6 +100,7 @@ def decode_attention(
     sinks: int = 0,
     horizon: int = 0,
     logit_cap: float = 0.0,
+    reduce: str = "max",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
 
@@ -111,6 +112,7 @@ def decode_attention(
         horizon: where given, a token with more later tokens than this has an exponential mean of the attention
             received, of weight ``1 / horizon`` for the newest, and not the mean over all of them.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
+        reduce: ``max`` or ``mean``: what a token's score takes of the attention from a KV head's query heads.
 
     Returns:
         out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm). A head that sees no
@@ -144,7 +146,7 @@ def decode_attention(
         judged = len(tables) if scores.judge_low else 1
         for tier, (p, position, valid) in enumerate(zip(probs[:judged], positions, valids, strict=False)):
             page, old = tables[tier][0], gathered[tier].scores
-            received = p.amax(2)
+            received = p.amax(2) if reduce == "max" else p.mean(2)
             _update_scores(
                 state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks, horizon
             )

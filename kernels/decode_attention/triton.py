@@ -101,6 +101,7 @@ def decode_attention(
     sinks: int = 0,
     horizon: int = 0,
     logit_cap: float = 0.0,
+    reduce: str = "max",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
 
@@ -110,7 +111,7 @@ def decode_attention(
         num_valid: [1] int32, requests that are not padding; the others get zeros.
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in.
-        window, sinks: newest and first tokens that the searches pass over. horizon: as for the reference.
+        window, sinks: newest and first tokens that the searches pass over. horizon, reduce: as for the reference.
 
     Returns:
         ``out`` and ``lse`` (natural logarithm).
@@ -159,7 +160,7 @@ def decode_attention(
         state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
         **kept, **shape, **joining,
-        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, num_warps=config.score_warps,
+        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean", num_warps=config.score_warps,
         **overlap,
     )  # fmt: skip
     return out, lse

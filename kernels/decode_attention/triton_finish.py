@@ -29,10 +29,13 @@ def own_pages(
 
 
 @triton.jit
-def attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
-    """[T, N]: log2 of the largest attention that each token of ``tiles`` gets from the group's query heads.
+def attention_received(
+    logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MEAN: tl.constexpr
+):  # fmt: skip
+    """[T, N]: log2 of the largest attention that each token of ``tiles`` gets from the group's query heads, -inf for
+    slots without a token; and with ``MEAN`` the sum of what it gets, else the former again.
 
-    -inf for slots without a token. ``lse`` [GP]. A token's logits are read as one or more words.
+    ``lse`` [GP]. A token's logits are read as one or more words.
     """
     WORD: tl.constexpr = 4 if G % 4 == 0 else (2 if G % 2 == 0 else 1)  # logits of a word
     word_type: tl.constexpr = tl.int64 if WORD == 4 else (tl.int32 if WORD == 2 else tl.int16)
@@ -40,6 +43,9 @@ def attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constex
     word_ptr = logits_ptr.to(tl.pointer_type(word_type))
     token = tiles[:, None] * N + tl.arange(0, N)[None, :]
     best = tl.full([tiles.shape[0], N], float("-inf"), tl.float32)
+    total = best
+    if MEAN:
+        total = tl.zeros([tiles.shape[0], N], tl.float32)
     for first in tl.static_range(0, G, WORD):
         at = token * (G // WORD) + first // WORD
         word = tl.load(word_ptr + at, mask=live[:, None], other=0, eviction_policy="evict_first")
@@ -49,7 +55,9 @@ def attention_received(logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constex
             top = tl.load(top_ptr, mask=live, other=0.0, eviction_policy="evict_first") - own_lse
             x = (word >> (16 * k)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             best = tl.maximum(best, x + top[:, None])
-    return best
+            if MEAN:
+                total += tl.exp2(x + top[:, None])
+    return best, total
 
 
 @triton.jit
@@ -99,7 +107,7 @@ def score_tier(
     pages, page_table, block_table, row, layer, head, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
     """A program's share of one tier, from :func:`first_tokens`; returns the packed candidate and least significant
     token, int64 each.
@@ -112,7 +120,7 @@ def score_tier(
     least = tl.full([T, N], NOTHING, tl.int64)
     for base in range(start, stop, T):
         tiles = base + tl.arange(0, T)
-        power = attention_received(logits_ptr, tile_max_ptr, lse, tiles, tiles < stop, N, G, GP)
+        power, total = attention_received(logits_ptr, tile_max_ptr, lse, tiles, tiles < stop, N, G, GP, MEAN)
         next_position, next_old = page_numbers(
             page_ahead, tiles + T, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES
         )
@@ -123,7 +131,8 @@ def score_tier(
         slot = (tiles % CHUNKS)[:, None] * N + tl.arange(0, N)[None, :]
         own = (tiles < stop)[:, None] & (slot < TOKENS) & (power > float("-inf"))
         age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
-        new = tl.where(position < newest, old + (tl.exp2(power) - old) / age, old)
+        received = total / G if MEAN else tl.exp2(power)
+        new = tl.where(position < newest, old + (received - old) / age, old)
         words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.float32))[:, None] + slot
         tl.store(words + SCORES // 4, new, mask=own)
         number = (tiles // CHUNKS * TOKENS)[:, None] + slot
@@ -160,6 +169,7 @@ def finish_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
     N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr,
+    MEAN: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its splits' results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
@@ -248,7 +258,7 @@ def finish_kernel(
     candidate, least = score_tier(
         start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
         pages, page_table, block_table, row, layer, head, own_high,
-        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
     )  # fmt: skip
     store_found(found_ptr, candidate, part, parts, max_parts)
     store_found(found_ptr + max_parts, least, part, parts, max_parts)
@@ -262,7 +272,7 @@ def finish_kernel(
             start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon,
             logits_ptr + high * N_H * G, tile_max_ptr + high * G, pages, page_table, block_table, row, layer, head,
             own_low,
-            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
+            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
         )  # fmt: skip
         store_found(found_ptr + 2 * max_parts, least, part, parts, max_parts)
     elif TIERS == 2:

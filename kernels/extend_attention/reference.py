@@ -27,6 +27,8 @@ def extend_attention(
     update_scores: bool = False,
     logit_cap: float = 0.0,
     judged: dict[int, torch.Tensor] | None = None,
+    observe_from: torch.Tensor | None = None,
+    reduce: str = "max",
 ) -> torch.Tensor:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -35,25 +37,39 @@ def extend_attention(
         value: [tokens, H, v_head_dim]. rows, extend_lens, prefix_lens: [B] int64; new token ``j`` of
             request ``b`` is at position ``prefix_lens[b] + j``.
         update_scores: record how much attention each own token received from the new tokens
-            (column sums without the token's own query, maximum over the query heads of a KV head).
+            (column sums without the token's own query, of the query heads of a KV head what ``reduce`` says).
         judged: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens of the
             request, which it shares: their mean scores go there and not into the pages.
+        observe_from: [B] int64: only queries at such positions and later ones count, in this call and as the observers
+            of the means so far; None for all.
+        reduce: ``max`` or ``mean``.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
     """
     outs, start = [], 0
-    lens = zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), strict=True)
-    for number, (row, count, prefix) in enumerate(lens):
+    since = [0] * len(rows) if observe_from is None else observe_from.tolist()
+    lens = zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), since, strict=True)
+    for number, (row, count, prefix, first) in enumerate(lens):
         end = start + count
         out, received = _attend(
-            state, layer, q[start:end], key[start:end], value[start:end], row, prefix, sm_scale, logit_cap
+            state,
+            layer,
+            q[start:end],
+            key[start:end],
+            value[start:end],
+            row,
+            prefix,
+            sm_scale,
+            logit_cap,
+            first,
+            reduce,
         )
         outs.append(out)
         if update_scores:
-            _record(state, layer, row, prefix, count, received)
+            _record(state, layer, row, prefix, count, received, first)
             if judged and number in judged:
-                _judge(state, layer, row, prefix, count, received, judged[number][layer])
+                _judge(state, layer, row, prefix, count, received, judged[number][layer], first)
         start = end
     return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], value.shape[2])
 
@@ -68,6 +84,8 @@ def _attend(
     prefix: int,
     sm_scale: float,
     logit_cap: float,
+    observe_from: int,
+    reduce: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """One request: out [n, Hq, v_dim]; received attention of [each tier's page slots..., new tokens], [H, .]."""
     count, q_heads, dim = q.shape
@@ -106,16 +124,25 @@ def _attend(
         prob = logits.masked_fill(~shown.unsqueeze(1), float("-inf")).softmax(3)
         outs.append(prob @ all_values)
         own = prob[..., paged.shape[1] :]
-        received += prob.sum(2)
         diagonal = own.gather(3, query.view(1, 1, -1, 1).expand(*own.shape[:3], 1)).squeeze(3)
+        if prefix + first < observe_from:
+            silent = prefix + query < observe_from
+            prob = prob.masked_fill(silent.view(1, 1, -1, 1), 0.0)
+            diagonal = diagonal.masked_fill(silent, 0.0)
+        received += prob.sum(2)
         received[..., paged.shape[1] + query] -= diagonal
     out = torch.cat(outs, 2).permute(2, 0, 1, 3).reshape(count, q_heads, -1).to(q.dtype)
-    return out, list(received.amax(1).split(sizes, 1))
+    received = received.amax(1) if reduce == "max" else received.mean(1)
+    return out, list(received.split(sizes, 1))
 
 
-def _record(state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor]) -> None:
+def _record(
+    state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor], observe_from: int
+) -> None:
     """Fold the column sums into the mean scores of own earlier tokens, and set those of the new tokens."""
     rows = torch.tensor([row], device=state.device)
+    silent = min(max(observe_from - prefix, 0), count)  # new tokens that do not observe
+    observing = count - silent
     for tier, seg in enumerate(state.segments):
         width = received[tier].shape[1] // seg.layout.tokens
         if not width:
@@ -126,9 +153,9 @@ def _record(state: PageState, layer: int, row: int, prefix: int, count: int, rec
         own = entry >= state.own_entry[row, layer, :, tier].unsqueeze(1)
         own &= entry < state.entries[row, layer, :, tier].unsqueeze(1)
         earlier = own.unsqueeze(2) & (position >= 0) & (position < prefix)
-        judged = (prefix - 1 - position).clamp(min=0)
+        judged = (prefix - (position + 1).clamp(min=observe_from)).clamp(min=0)
         total = seg.scores[page] * judged + received[tier].unflatten(1, (width, -1))
-        mean = total / (judged + count).clamp(min=1)
+        mean = total / (judged + observing).clamp(min=1)
         target = page.unsqueeze(2).expand(position.shape)[earlier]
         slot = torch.arange(seg.layout.tokens, device=page.device).expand(position.shape)[earlier]
         seg.scores[target, slot] = mean[earlier]
@@ -138,15 +165,23 @@ def _record(state: PageState, layer: int, row: int, prefix: int, count: int, rec
     slot = state.write_slot[row, layer].long().unsqueeze(1) + offset  # [H, n]
     table = layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer))[0][0]
     page = table.gather(1, state.own_entry[row, layer, :, 0].long().unsqueeze(1) + slot // tokens)
-    seg.scores[page, slot % tokens] = received[-1] / (count - 1 - offset).clamp(min=1)
+    seg.scores[page, slot % tokens] = received[-1] / (count - (offset + 1).clamp(min=silent)).clamp(min=1)
 
 
 def _judge(
-    state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor], judged: torch.Tensor
+    state: PageState,
+    layer: int,
+    row: int,
+    prefix: int,
+    count: int,
+    received: list[torch.Tensor],
+    judged: torch.Tensor,
+    observe_from: int,
 ) -> None:
     """Fold the column sums into ``judged`` [H, n], mean scores of the first n tokens. Where it holds none yet, the
     pages' own scores stand for ``OBSERVED`` queries at most."""
     rows, shared = torch.tensor([row], device=state.device), judged.shape[1]
+    observing = count - min(max(observe_from - prefix, 0), count)
     for tier, seg in enumerate(state.segments):
         width = received[tier].shape[1] // seg.layout.tokens
         if not width:
@@ -158,6 +193,8 @@ def _judge(
         head = torch.arange(page.shape[0], device=page.device).view(-1, 1, 1).expand(position.shape)[known]
         so_far = judged[head, at]
         so_far = torch.where(so_far.isnan(), seg.scores[page][known], so_far)
-        seen = (shared - 1 - at).clamp(0, OBSERVED) + (prefix - shared)
+        seen = (shared - (at + 1).clamp(min=observe_from)).clamp(0, OBSERVED) + max(
+            prefix - max(observe_from, shared), 0
+        )
         total = so_far * seen + received[tier].unflatten(1, (width, -1))[known]
-        judged[head, at] = total / (seen + count)
+        judged[head, at] = total / (seen + observing).clamp(min=1)

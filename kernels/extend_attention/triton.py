@@ -71,6 +71,8 @@ def extend_attention(
     logit_cap: float = 0.0,
     new_part: tuple[torch.Tensor, torch.Tensor] | None = None,
     judged: dict[int, torch.Tensor] | None = None,
+    observe_from: torch.Tensor | None = None,
+    reduce: str = "max",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -84,6 +86,7 @@ def extend_attention(
         new_part: output [tokens, Hq, v_head_dim] and lse [tokens, Hq] float32, base 2, of the new tokens' causal
             attention among themselves, where another kernel computed it. Without a prefix they are the result.
         judged: as for the reference; tensors [L, H, n] float32, contiguous.
+        observe_from, reduce: as for the reference.
 
     Returns:
         out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32, base 2.
@@ -134,7 +137,7 @@ def extend_attention(
     if update_scores:
         _update_scores(
             state, layer, q, key, lse, rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
-            logit_cap, judged or {},
+            logit_cap, judged or {}, observe_from, reduce,
         )  # fmt: skip
     return out, lse
 
@@ -154,24 +157,28 @@ def _update_scores(
     sm_scale: float,
     logit_cap: float,
     judged: dict[int, torch.Tensor],
+    observe_from: torch.Tensor | None,
+    reduce: str,
 ) -> None:
     group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
-    common = {"G": group, "HAS_CAP": logit_cap > 0}
+    common = {"G": group, "HAS_CAP": logit_cap > 0, "MEAN": reduce == "mean", "WINDOWED": observe_from is not None}
+    since = extend_lens if observe_from is None else observe_from
+    assert since.shape == (batch,)
     tiers = _tiers(state)
     if max_prefix:
         for tier in tiers:
             programs = min(64, triton.cdiv(max_prefix, tier["N"]))
             for number, scores in [(None, lse), *judged.items()]:
                 page_scores_kernel[(batch if number is None else 1, heads, programs)](
-                    q, lse, starts, extend_lens, prefix_lens, rows, state.pages, state.page_table, state.range_lo,
-                    state.range_hi, state.block_table, state.entries, state.own_entry, state.write_slot, scores,
-                    scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
+                    q, lse, starts, extend_lens, prefix_lens, since, rows, state.pages, state.page_table,
+                    state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry, state.write_slot,
+                    scores, scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
                     M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
                 )  # fmt: skip
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
     new_scores_kernel[(batch * heads * triton.cdiv(max_extend, tile),)](
-        q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, rows, batch, state.write_slot,
-        state.own_entry, state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
+        q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since, rows, batch,
+        state.write_slot, state.own_entry, state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
         **{name: tiers[0][name] for name in names}, **common, M=tile, N=tile, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """Significance of prompt tokens: column sums of the attention matrix from q, k and lse, never materialised.
 
 Each program owns some keys of one request and KV head, walks over the queries, and keeps one sum a key for one
-query head at a time; the maximum over the group's heads is what counts.
+query head at a time; the maximum over the group's heads, or their mean, is what counts.
 """
 
 import triton
@@ -23,14 +23,25 @@ def capped(s, logit_cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
+def silent_queries(since, prefix_lens, b, extend):
+    """How many of a request's new tokens, the first, do not observe."""
+    silent = tl.load(since + b).to(tl.int32) - tl.load(prefix_lens + b).to(tl.int32)
+    return tl.minimum(tl.maximum(silent, 0), extend)
+
+
+@triton.jit
 def received_from(
-    q, lse, k, start, column, begin, extend, query_head, factor, logit_cap,
+    q, lse, k, start, column, begin, extend, silent, query_head, factor, logit_cap,
     D: tl.constexpr, HQ: tl.constexpr, M: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """What [N] keys ``k`` [N, D] receive from queries begin .. begin + M of one head; ``CAUSAL``: from later ones."""
+    """What [N] keys ``k`` [N, D] receive from queries begin .. begin + M of one head; ``CAUSAL``: from later ones;
+    ``WINDOWED``: but from the first ``silent``."""
     d = tl.arange(0, dot_padded(D))
     query = begin + tl.arange(0, M)
     asked = query < extend
+    if WINDOWED:
+        asked = asked & (query >= silent)
     vector = (start + query).to(tl.int64) * HQ + query_head
     inside = asked[None, :] & (d[:, None] < D)
     x = tl.load(q + vector[None, :] * D + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
@@ -41,15 +52,20 @@ def received_from(
     return tl.sum(tl.exp2(s), 1)
 
 
-@triton.jit(do_not_specialize=["batch", "layer"], do_not_specialize_on_alignment=["starts", "extend_lens", "rows"])
+@triton.jit(
+    do_not_specialize=["batch", "layer"],
+    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "rows"],
+)
 def new_scores_kernel(
-    q, key, key_stride, key_head, lse, starts, extend_lens, rows, batch, write_slot, own_entry, pages, page_table,
-    block_table, layer, sm_scale, logit_cap,
+    q, key, key_stride, key_head, lse, starts, extend_lens, prefix_lens, since, rows, batch, write_slot, own_entry,
+    pages, page_table, block_table, layer, sm_scale, logit_cap,
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
+
+    ``WINDOWED``: queries before position ``since`` [B] do not count.
 
     ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come first.
     """
@@ -68,19 +84,33 @@ def new_scores_kernel(
     k = tl.load(k_ptr, mask=live[:, None] & (d[None, :] < D), other=0.0).to(dot_type)  # [N, D]
     factor = sm_scale * LOG2E
     received = tl.zeros([N], tl.float32)
+    silent = 0
+    own_first = first
+    later_first = first + N
+    if WINDOWED:
+        silent = silent_queries(since, prefix_lens, b, extend)
+        own_first += tl.maximum(silent - own_first, 0) // M * M
+        later_first += tl.maximum(silent - later_first, 0) // M * M
     for g in range(G):
         at = head * G + g
         total = tl.zeros([N], tl.float32)
-        for begin in range(first, tl.minimum(first + N, extend), M):
+        for begin in range(own_first, tl.minimum(first + N, extend), M):
             total += received_from(
-                q, lse, k, start, column, begin, extend, at, factor, logit_cap, D, H * G, M, True, HAS_CAP
-            )
-        for begin in range(first + N, extend, M):
+                q, lse, k, start, column, begin, extend, silent, at, factor, logit_cap, D, H * G, M, True, HAS_CAP,
+                WINDOWED,
+            )  # fmt: skip
+        for begin in range(later_first, extend, M):
             total += received_from(
-                q, lse, k, start, column, begin, extend, at, factor, logit_cap, D, H * G, M, False, HAS_CAP
-            )
-        received = tl.maximum(received, total)
-    score = received / tl.maximum(extend - 1 - column, 1).to(tl.float32)
+                q, lse, k, start, column, begin, extend, silent, at, factor, logit_cap, D, H * G, M, False, HAS_CAP,
+                WINDOWED,
+            )  # fmt: skip
+        received = received + total if MEAN else tl.maximum(received, total)
+    if MEAN:
+        received = received / G
+    later = extend - 1 - column
+    if WINDOWED:
+        later = extend - tl.maximum(column + 1, silent)
+    score = received / tl.maximum(later, 1).to(tl.float32)
     row = tl.load(rows + b).to(tl.int64)
     at = (row * L + layer) * H + head
     slot = tl.load(write_slot + at) + column
@@ -93,22 +123,23 @@ def new_scores_kernel(
 
 @triton.jit(
     do_not_specialize=["layer", "request", "judged_len"],
-    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "rows"],
+    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "rows"],
 )
 def page_scores_kernel(
-    q, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
+    q, lse, starts, extend_lens, prefix_lens, since, rows, pages, page_table, range_lo, range_hi, block_table, entries,
     own_entry, write_slot, judged, judged_len, request, layer, sm_scale, logit_cap,
     HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
-    JUDGE: tl.constexpr,
+    JUDGE: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin.
 
     With ``JUDGE`` grid (1, H, programs): the first ``judged_len`` tokens of ``request``, which it shares; their scores
     go to ``judged`` [L, H, judged_len], NaN where there is none yet, and not into the pages.
+    ``WINDOWED``: queries before position ``since`` [B] do not count, nor did they in earlier steps.
     """
     b = tl.program_id(0)
     if JUDGE:
@@ -128,6 +159,11 @@ def page_scores_kernel(
     extend = tl.load(extend_lens + b).to(tl.int32)
     count = earlier_entries(entries, own_entry, write_slot, head_at, extend, HIGH, TIER, TIERS, TOKENS)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
+    silent = 0
+    observed_since = 0
+    if WINDOWED:
+        silent = silent_queries(since, prefix_lens, b, extend)
+        observed_since = tl.load(since + b).to(tl.int32)
     kcol = tl.arange(0, KWP)
     begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
     end_tile = count * CHUNKS
@@ -162,7 +198,7 @@ def page_scores_kernel(
         received = tl.zeros([N], tl.float32)
         for g in range(G):
             sums = tl.zeros([N], tl.float32)
-            for begin in range(0, extend, M):
+            for begin in range(silent, extend, M):
                 query = begin + tl.arange(0, M)
                 vector = (start + query).to(tl.int64) * (H * G) + head * G + g
                 norm = tl.load(lse + vector, mask=query < extend, other=float("inf"))
@@ -174,7 +210,9 @@ def page_scores_kernel(
                     s = tl.dot(k_parts[part], x.to(dot_type), s)
                 s = capped(s * (sm_scale * LOG2E), logit_cap, HAS_CAP) - norm[None, :]
                 sums += tl.sum(tl.exp2(s), 1)
-            received = tl.maximum(received, sums)
+            received = received + sums if MEAN else tl.maximum(received, sums)
+        if MEAN:
+            received = received / G
         score_ptr = (numbers + SCORES // 4).to(tl.pointer_type(tl.float32))
         score = tl.load(score_ptr, mask=judge, other=0.0)
         if JUDGE:
@@ -182,8 +220,14 @@ def page_scores_kernel(
             score_ptr = judged + judged_at
             so_far = tl.load(score_ptr, mask=judge, other=0.0)
             score = tl.where(so_far == so_far, so_far, score)
-            queries = tl.minimum(tl.maximum(judged_len - 1 - position, 0), OBSERVED) + (prefix - judged_len)
+            if WINDOWED:
+                queries = tl.maximum(judged_len - tl.maximum(position + 1, observed_since), 0)
+                queries = tl.minimum(queries, OBSERVED) + tl.maximum(prefix - tl.maximum(judged_len, observed_since), 0)
+            else:
+                queries = tl.minimum(tl.maximum(judged_len - 1 - position, 0), OBSERVED) + (prefix - judged_len)
+        elif WINDOWED:
+            queries = tl.maximum(prefix - tl.maximum(position + 1, observed_since), 0)
         else:
             queries = tl.maximum(prefix - 1 - position, 0)
         seen = queries.to(tl.float32) * score + received
-        tl.store(score_ptr, seen / tl.maximum((queries + extend).to(tl.float32), 1.0), mask=judge)
+        tl.store(score_ptr, seen / tl.maximum((queries + extend - silent).to(tl.float32), 1.0), mask=judge)

@@ -93,17 +93,25 @@ class ExtendWrapper(_Wrapper):
         extend_lens: torch.Tensor,
         prefixes: list[int],
         counts: list[int],
+        *,
+        prompts: list[int] | None = None,
         judged: dict[int, torch.Tensor] | None = None,
     ) -> None:
         """rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are the latter two on
-        the host. ``judged``: as in ``Step``."""
-        self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts)
+        the host.
+
+        Args:
+            prompts: of each request, where its prompt ends, if not with this pass: a policy that observes the last
+                queries of a prompt has to know. judged: as in ``Step``.
+        """
+        observers = self.policy.observation.queries
+        ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
+        observe_from = [max(end - observers, 0) for end in ends] if observers else None
+        self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
         self.step.judged = judged or {}
 
     def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
-        return self.ops.extend(
-            self.state, layer, q, key, value, step, scaling.scale, scaling.cap, self.policy.compresses
-        )
+        return self.ops.extend(self.state, layer, q, key, value, step, scaling.scale, self.policy, scaling.cap)
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it."""

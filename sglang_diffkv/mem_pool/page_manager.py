@@ -91,6 +91,7 @@ class PageManager:
         new_tokens: list[int],
         start: list[int],
         *,
+        prompts: list[int] | None = None,
         ending: Collection[int] = (),
         compacting: Collection[int] = (),
     ) -> PlannedStep:
@@ -98,7 +99,8 @@ class PageManager:
         host, and a snapshot of the counts before the step. The device takes the slots in ``Ops.begin``, in the step.
 
         Args:
-            ending: rows whose prompt ends with the step. compacting: rows that are compacted behind it all the same.
+            prompts: where the prompt of each row ends. ending: rows whose prompt ends with the step. compacting: rows
+                that are compacted behind it all the same.
 
         Raises TableFull, before anything changes, if the page table cannot hold a row's next entries, and
         ValueError if a row does not end at ``start``.
@@ -122,9 +124,15 @@ class PageManager:
                 pages += self.geometry.heads * -(-count // self.fmt.high.tokens)
             self.rows.grow(row, count, in_prompt=prefills)
         step = PlannedStep(
-            self.counts.steps + 1, list(rows), list(new_tokens), list(start), pages, frozenset(ending),
+            self.counts.steps + 1,
+            list(rows),
+            list(new_tokens),
+            list(start),
+            pages,
+            list(prompts or []),
+            frozenset(ending),
             frozenset(compacting),
-        )  # fmt: skip
+        )
         self.counts.plan(step)
         return step
 

@@ -7,7 +7,7 @@ the device has not seen yet.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class PlannedStep:
     Attributes:
         number: passes planned before it, and it. new_tokens, start: of each of ``rows``.
         pages: that its prompts take at most.
+        prompts: of each of ``rows``, where its prompt ends; empty for a decode step.
         ending: rows whose prompt ends with it. compacting: rows that are compacted behind it, though more of their
             prompt comes.
     """
@@ -26,6 +27,7 @@ class PlannedStep:
     new_tokens: list[int]
     start: list[int]
     pages: int
+    prompts: list[int] = field(default_factory=list)
     ending: Collection[int] = ()
     compacting: Collection[int] = ()
 

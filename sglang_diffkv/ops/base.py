@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from sglang_diffkv.kernels.copy_compact.reference import Part
+from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.policies.base import Policy
 
 
@@ -53,6 +54,8 @@ class Step:
     judged: dict[int, torch.Tensor] = field(default_factory=dict)
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
     NaN where not judged yet."""
+    observe_from: torch.Tensor | None = None
+    """[B] int64: new tokens before this position do not observe, see ``Observation``; None for 0."""
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -62,10 +65,11 @@ class Step:
     @classmethod
     def extend(
         cls, rows: torch.Tensor, prefix_lens: torch.Tensor, extend_lens: torch.Tensor, prefixes: list[int],
-        counts: list[int],
+        counts: list[int], observe_from: list[int] | None = None,
     ) -> Step:  # fmt: skip
         """An extend step. rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are
-        the latter two on the host, so that nothing waits for the device."""
+        the latter two on the host, so that nothing waits for the device. ``observe_from``: of each request, the first
+        position whose query observes; None where all do."""
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
         total, device = sum(counts), rows.device
         owner = torch.arange(len(counts), device=device).repeat_interleave(extend_lens, output_size=total)
@@ -85,6 +89,7 @@ class Step:
             max(counts),
             max(prefixes),
             tuple(counts),
+            observe_from=to_device(observe_from, device) if observe_from and any(observe_from) else None,
         )
 
 
@@ -130,8 +135,8 @@ class Ops(Protocol):
         value: torch.Tensor,
         step: Step,
         scale: float,
+        policy: Policy,
         cap: float,
-        update_scores: bool,
     ) -> torch.Tensor: ...
 
     def compact_step(

@@ -11,18 +11,20 @@ from sglang_diffkv.kernels.allocate.reference import reserve
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.attach.reference import attach, keep, seal
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
-from sglang_diffkv.kernels.compact_step.reference import compact_step
-from sglang_diffkv.kernels.copy_compact.reference import Part, copy_compact
+from sglang_diffkv.kernels.compact_step.reference import compact_step, plan_step
+from sglang_diffkv.kernels.copy_compact.reference import copy_compact
 from sglang_diffkv.kernels.count_owners.reference import count_owners
 from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.kernels.measure.reference import measure
+from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.kernels.release.reference import release, trim
 from sglang_diffkv.kernels.rotate.reference import rotate
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.base import Policy
 
 
@@ -34,6 +36,7 @@ class ReferenceOps:
 
     def __init__(self, exact: bool = False):
         self.exact = exact
+        self.decisions = Decisions()
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
         raise UnsupportedError("the reference ops cannot be captured in a CUDA graph; add --disable-cuda-graph")
@@ -70,7 +73,7 @@ class ReferenceOps:
             return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale)
         out, _ = decode_attention(
             state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=policy.window,
-            sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap,
+            sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap, reduce=policy.observation.reduce,
         )  # fmt: skip
         return out
 
@@ -83,15 +86,16 @@ class ReferenceOps:
         value: torch.Tensor,
         step: Step,
         scale: float,
+        policy: Policy,
         cap: float,
-        update_scores: bool,
     ) -> torch.Tensor:
         lens = (step.rows, step.extend_lens, step.prefix_lens)
         if self.exact and not cap:
             return raw_attention(state, layer, q, *lens, scale)
         return extend_attention(
-            state, layer, q, key, value, *lens, scale, update_scores=update_scores, logit_cap=cap, judged=step.judged
-        )
+            state, layer, q, key, value, *lens, scale, update_scores=policy.compresses, logit_cap=cap,
+            judged=step.judged, observe_from=step.observe_from, reduce=policy.observation.reduce,
+        )  # fmt: skip
 
     def compact_step(
         self,
@@ -102,10 +106,14 @@ class ReferenceOps:
         policy: Policy,
         num_rows: torch.Tensor | None = None,
     ) -> None:
-        compact_step(state, rows, policy.plan_step(found, seq_lens, len(state.fmt.tiers)))
+        rule = self.decisions.step(state, policy)
+        if rule is not None:
+            compact_step(state, rows, plan_step(rule, found, seq_lens, len(state.fmt.tiers)))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        compact_prompt(state, row, seq_len, policy)
+        cuts = self.decisions.of_row(state, row, seq_len, policy)
+        if cuts is not None:
+            compact_prompt(state, row, seq_len, cuts)
 
     def copy_compact(
         self,
@@ -116,7 +124,8 @@ class ReferenceOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        copy_compact(state, target, parts, seq_len, policy, judged)
+        cuts = self.decisions.of_parts(state, parts, seq_len, policy, judged)
+        copy_compact(state, target, parts, seq_len, cuts, judged)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

@@ -1,4 +1,4 @@
-"""The Triton ops. DiffKV's policy is fused into them, so other policies are refused."""
+"""The Triton ops. They carry out any policy, see ``ops/decisions.py``."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach, keep, seal
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
 from sglang_diffkv.kernels.compact_step.triton import compact_step
-from sglang_diffkv.kernels.copy_compact.reference import Part
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_of_each_variant, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
+from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.measure.triton import measure
+from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
+from sglang_diffkv.kernels.select.triton import select_count, select_mass
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.ops.base import Scaling, Step
+from sglang_diffkv.ops.decisions import Decisions, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
-from sglang_diffkv.ops.rule import head_scales, prompt_rule, thresholds
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 logger = logging.getLogger(__name__)
+
+WHOLE_HEADS = WholeHeadKernels(gather_scores, smooth, select_count, select_mass)
 
 
 class TritonOps:
@@ -53,13 +55,11 @@ class TritonOps:
         ragged: RaggedPrefill | None = None,
         least_scratch: int = 0,
     ):
-        if policy.compresses and not isinstance(policy, DiffKVPolicy):
-            raise UnsupportedError(f"the Triton kernels carry out DiffKV's policy, not {type(policy).__name__}")
         self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
         self.least_scratch = least_scratch
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
         self.prompt = PromptWorkspace.create(state)
-        self.head_scale = head_scales(policy, state)
+        self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
@@ -88,7 +88,7 @@ class TritonOps:
             lines["decode decisions"] += tensor_bytes(x.compaction) + tensor_bytes(x.compaction.spans)
             lines["step constants"] += tensor_bytes(x)
         lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
-        return {**lines, "FlashInfer's plans": self.ragged_plan_bytes}
+        return {**lines, "decisions": self.decisions.nbytes(), "FlashInfer's plans": self.ragged_plan_bytes}
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:
@@ -163,6 +163,7 @@ class TritonOps:
             sinks=policy.sinks,
             horizon=policy.horizon,
             logit_cap=cap,
+            reduce=policy.observation.reduce,
         )[0]
 
     def extend(
@@ -174,8 +175,8 @@ class TritonOps:
         value: torch.Tensor,
         step: Step,
         scale: float,
+        policy: Policy,
         cap: float,
-        update_scores: bool,
     ) -> torch.Tensor:
         q = q.contiguous()
         if self.ragged is not None and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
@@ -184,6 +185,9 @@ class TritonOps:
             )
             self.ragged = None
         new_part = self.ragged.run(q, key, value) if self.ragged is not None else None
+        observation, observe_from = policy.observation, step.observe_from
+        if observation.queries and observe_from is None:  # the same kernels whether or not a window is in sight
+            observe_from = torch.zeros_like(step.extend_lens)
         return extend_attention(
             state,
             layer,
@@ -197,10 +201,12 @@ class TritonOps:
             step.max_extend,
             step.max_prefix,
             scale,
-            update_scores=update_scores,
+            update_scores=policy.compresses,
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,
+            observe_from=observe_from if observation.queries else None,
+            reduce=observation.reduce,
         )[0]
 
     def compact_step(
@@ -212,13 +218,18 @@ class TritonOps:
         policy: Policy,
         num_rows: torch.Tensor | None = None,
     ) -> None:
+        rule = self.decisions.step(state, policy)
+        if rule is None:
+            return
         workspace = self._buffers(state, rows.shape[0]).compaction
         if num_rows is None:
             num_rows = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        compact_step(state, rows, seq_lens, found, workspace, num_rows, **thresholds(policy, self.head_scale))
+        compact_step(state, rows, seq_lens, found, workspace, num_rows, rule)
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        compact_prompt(state, row, seq_len, self.prompt, **prompt_rule(policy, self.head_scale))
+        cuts = self.decisions.of_row(state, row, seq_len, policy)
+        if cuts is not None:
+            compact_prompt(state, row, seq_len, self.prompt, cuts)
 
     def copy_compact(
         self,
@@ -229,9 +240,9 @@ class TritonOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        rule = prompt_rule(policy, self.head_scale)
+        cuts = self.decisions.of_parts(state, parts, seq_len, policy, judged)
         for source, lo, hi in parts:
-            copy_compact(state, target, source, lo, hi, seq_len, self.prompt.spans, judged=judged, **rule)
+            copy_compact(state, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=judged)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

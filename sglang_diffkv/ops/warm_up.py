@@ -14,6 +14,7 @@ from sglang_diffkv.kernels.append.triton import ONE_BY_ONE, append
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
 from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import KEEP
 
 if TYPE_CHECKING:
     from sglang_diffkv.ops.triton import TritonOps
@@ -80,7 +81,7 @@ def warm_up(
         ops.begin(state, step, decode=False)
         ops.append(state, 0, key[:1], value[:1], step)
         for scale, cap in scalings:
-            ops.extend(state, 0, q[:1], key[:1], value[:1], step, scale, cap, policy.compresses)
+            ops.extend(state, 0, q[:1], key[:1], value[:1], step, scale, policy, cap)
     append(state, 0, key, value, none, none, none, no_rows)
     _warm_up_decode(ops, state, policy, dtype, scalings)
     for tier_kept in (False, True):
@@ -95,6 +96,7 @@ def warm_up(
     for own in judged:
         for known in (None, own[0]):
             ops.copy_compact(state, 2, [(1, 0, 0)], 0, policy, known)
+    ops.copy_compact(state, 2, [(1, 0, 0)], 0, KEEP, None)  # the prefix cache joins segments whatever the policy
 
 
 def _warm_up_decode(

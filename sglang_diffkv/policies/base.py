@@ -1,54 +1,156 @@
-"""What the page manager asks of a policy: it scores and classifies, and never moves bytes."""
+"""What a method is made of: a policy states what it observes, how it decides at the end of a prompt, and what it wants
+of each generation step. It never moves bytes, and no kernel knows a policy: kernels get tensors of cuts, which
+``ops/decisions.py`` works out.
+
+A method is one file of this folder: a policy (a frozen dataclass) and its options (``options.py``), which
+``registry.py`` lists.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
+from sglang_diffkv.policies.budget import Budget
 
-from sglang_diffkv.kernels.compact_step.reference import StepPlan
-from sglang_diffkv.kernels.decode_attention.reference import StepScores
+HeadValues = tuple[tuple[float, ...], ...]
+"""[layers][KV heads]."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Whose attention makes a token's score, and what a KV head makes of its query heads.
+
+    A score is the mean attention from the later tokens that observe. In the generation phase every new token does, and
+    the prompt's mean then counts as that of all later prompt tokens.
+    """
+
+    queries: int = 0
+    """Newest tokens of a prompt that observe in the prompt phase; 0: all."""
+    reduce: Literal["max", "mean"] = "max"
+    """Over the query heads of a KV head."""
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """Each token by itself: at or above ``high`` times the mean attention it stays in the high tier, at or above
+    ``low`` times that it stays. With a single tier ``low`` alone decides.
+
+    The mean attention of a prompt's token at 0-based position ``i`` is ``1 / (i + 1)``, that of a generation step
+    ``1 / length``. There the candidate, which leaves the window, is judged, and if it stays the least significant token
+    (DiffKV's Algorithm 1).
+    """
+
+    high: float | HeadValues
+    low: float | HeadValues
+    scale: HeadValues | None = field(default=None, repr=False)
+    """Positive factors of both; None for 1 everywhere."""
+
+    @property
+    def prunes(self) -> bool:
+        if isinstance(self.low, tuple):
+            return any(x > 0 for layer in self.low for x in layer)
+        return self.low > 0
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """A whole head at once: tokens are ranked, those in front stay, of equals the first. Window and sinks stay in any
+    case.
+
+    ``quantity``: rank by the mean attention or by its sum over the later tokens. ``smooth`` (odd): a token counts with
+    the largest value of so many neighbours, itself in the middle, window and sinks left out.
+    """
+
+    quantity: Literal["mean", "sum"] = field(default="mean", kw_only=True)
+    smooth: int = field(default=1, kw_only=True)
+
+    @property
+    def prunes(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class TopCount(_Ranked):
+    """The first ``budget`` tokens of a head stay, window and sinks among them; with two tiers the first ``high`` of
+    them in the high one, all by default."""
+
+    budget: Budget
+    high: Budget | None = None
+
+
+@dataclass(frozen=True)
+class TopMass(_Ranked):
+    """The fewest tokens stay whose values sum to ``share`` (0 to 1) of those of all tokens outside window and sinks;
+    with two tiers those that sum to ``high`` in the high one, all by default."""
+
+    share: float
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Across(_Ranked):
+    """One budget for all heads of all layers: the sum of what ``budget`` gives to each, for the first tokens of all."""
+
+    budget: Budget
+    high: Budget | None = None
+
+
+@dataclass(frozen=True)
+class Count:
+    """A head that is at its budget drops its least significant token outside the window."""
+
+    budget: Budget
+
+    @property
+    def prunes(self) -> bool:
+        return True
+
+
+WholeHead = TopCount | TopMass | Across
+PromptRule = Pointwise | WholeHead
+StepRule = Pointwise | Count
+
+
+class Policy:
+    """A compression policy. Policies are frozen dataclasses; one instance serves all requests."""
+
+    window: int = 0
+    """Newest tokens of a request that always stay in the high tier."""
+    sinks: int = 0
+    """First tokens of a sequence that always stay in the high tier."""
+    horizon: int = 0
+    """Later tokens after which a score forgets, see ``kernels/decode_attention``; 0: it is a mean over all."""
+
+    @property
+    def observation(self) -> Observation:
+        return Observation()
+
+    @property
+    def prompt(self) -> PromptRule | None:
+        """How a prompt's tokens are sorted into tiers at its end; None: they stay."""
+        return None
+
+    @property
+    def generation(self) -> StepRule | None:
+        """What happens in each generation step; None: nothing."""
+        return None
+
+    @property
+    def compresses(self) -> bool:
+        """False if the policy never moves a token, so that scores need not be kept."""
+        return self.prompt is not None or self.generation is not None
+
+    @property
+    def judges_low(self) -> bool:
+        """False if no decision reads scores of low-tier tokens, which are then not kept up."""
+        return any(rule is not None and rule.prunes for rule in (self.prompt, self.generation))
+
+    def of_rank(self, rank: int, ranks: int, heads: int) -> Policy:
+        """For the ``heads`` KV heads that one of so many tensor-parallel ranks has."""
+        return self
 
 
 def prunes(policy: Policy, tiers: int) -> bool:
     """Whether a policy may drop tokens where there are so many tiers."""
     return policy.judges_low or (policy.compresses and tiers == 1)
-
-
-class Policy(Protocol):
-    """A compression policy. Policies are frozen dataclasses; one instance serves all requests."""
-
-    @property
-    def window(self) -> int:
-        """Newest tokens of a request that always stay in the high tier."""
-        ...
-
-    @property
-    def sinks(self) -> int:
-        """First tokens of a sequence that always stay in the high tier."""
-        ...
-
-    @property
-    def horizon(self) -> int:
-        """Later tokens after which a score forgets, see ``kernels/decode_attention``; 0: it is a mean over all."""
-        ...
-
-    @property
-    def compresses(self) -> bool:
-        """False if the policy never moves a token, so that scores need not be kept."""
-        ...
-
-    @property
-    def judges_low(self) -> bool:
-        """False if no decision reads scores of low-tier tokens, which are then not kept up."""
-        ...
-
-    def classify_prompt(
-        self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
-    ) -> torch.Tensor:
-        """Tier of each prompt token, ``num_tiers`` to prune it. All tensors have one shape."""
-        ...
-
-    def plan_step(self, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
-        """Decisions of one generation step; ``seq_lens`` [B] counts the new token."""
-        ...

@@ -1,4 +1,4 @@
-"""A fixed number of tokens a KV head, the same for every head: what the static baselines share."""
+"""A number of tokens a KV head keeps, which may follow the length of the sequence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,3 @@ class Budget:
         """Tokens that a head keeps of ``length`` (int64, any shape), never fewer than the newest ``window``."""
         share = (length.double() * self.fraction).ceil().long()
         return torch.minimum(length, share.clamp(min=max(self.tokens, window)))
-
-
-def keep_best(rank: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Mask of the ``count`` [..., 1] largest entries of each line of ``rank`` [..., N]; the first of equals."""
-    order = rank.argsort(dim=-1, descending=True, stable=True)
-    return order.argsort(dim=-1) < count

@@ -20,17 +20,16 @@ Beyond the paper:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-import torch
+from pydantic import Field, field_validator, model_validator
 
-from sglang_diffkv.kernels.compact_step.reference import StepPlan
-from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.policies.base import HeadValues, Pointwise, Policy
+from sglang_diffkv.policies.options import PolicyOptions
 
 
 @dataclass(frozen=True)
-class DiffKVPolicy:
+class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
     ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
     ``head_scale``: [layers][KV heads] positive factors of both thresholds, None for 1 everywhere.
@@ -43,68 +42,65 @@ class DiffKVPolicy:
     window: int = 256
     sinks: int = 0
     horizon: int = 0
-    compresses: bool = True
-    head_scale: tuple[tuple[float, ...], ...] | None = field(default=None, repr=False)
+    head_scale: HeadValues | None = field(default=None, repr=False)
+
+    @property
+    def prompt(self) -> Pointwise:
+        """The token at 0-based ``position`` is compared with ``alpha / (position + 1)``."""
+        return Pointwise(self.alpha_high, self.alpha_low, self.head_scale)
+
+    @property
+    def generation(self) -> Pointwise:
+        """Algorithm 1."""
+        return self.prompt
 
     def of_rank(self, rank: int, ranks: int, heads: int) -> DiffKVPolicy:
-        """With the factors of the ``heads`` KV heads that a tensor-parallel rank has; of more ranks than heads several
-        have the same one, as SGLang deals them out."""
+        """With the factors of the rank's heads; of more ranks than heads several have the same one, as SGLang deals
+        them out."""
         if self.head_scale is None:
             return self
         first = rank * len(self.head_scale[0]) // ranks
         return replace(self, head_scale=tuple(layer[first : first + heads] for layer in self.head_scale))
 
-    @cached_property
-    def _scale(self) -> torch.Tensor:
-        return torch.tensor(self.head_scale, dtype=torch.float32)  # [L, H]
-
-    def _alphas(self, dims: int, device: torch.device) -> tuple[Any, Any]:
-        """``alpha_high`` and ``alpha_low``, or [L, H] and ``dims`` of size 1 float32 where heads have factors."""
-        if self.head_scale is None:
-            return self.alpha_high, self.alpha_low
-        scale = self._scale.to(device)
-        scale = scale.view(*scale.shape, *[1] * dims)
-        return self.alpha_high * scale, self.alpha_low * scale
-
-    @property
-    def judges_low(self) -> bool:
-        """A token of the low tier is only ever asked whether it is to be pruned."""
-        return self.alpha_low > 0
-
-    def classify_prompt(
-        self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
-    ) -> torch.Tensor:
-        """Prompt phase: the token at 0-based ``position`` is compared with ``alpha / (position + 1)``. Where heads have
-        factors, the first two dimensions are layers and heads."""
-        alpha_high, alpha_low = self._alphas(score.dim() - 2, score.device)
-        mean = 1.0 / (position + 1).clamp(min=1)
-        low = torch.where(score >= alpha_low * mean, num_tiers - 1, num_tiers)
-        tier = torch.where(score >= alpha_high * mean, 0, low) if num_tiers > 1 else low
-        return torch.where((position >= seq_len - self.window) | (position < self.sinks), 0, tier)
-
-    def plan_step(self, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
-        """Generation phase (Algorithm 1), for all layers and heads. The searches pass over window and sinks."""
-        n = seq_lens.view(-1, 1, 1).float()
-        alpha_high, alpha_low = self._alphas(0, seq_lens.device)
-        low = alpha_low / n
-        high = alpha_high / n if num_tiers > 1 else low
-        candidate, least = scores.candidate_slot, scores.least_slot[..., 0]
-        candidate_score, least_score = scores.candidate_score, scores.least_score[..., 0]
-        present = candidate >= 0
-        stays = present & (candidate_score >= high)
-        goes_low = present & ~stays & (candidate_score >= low)
-        victim_low = stays & (least >= 0) & (least_score < high) & (least_score >= low)
-        victim_out = stays & (least >= 0) & (least_score < low)
-        none = torch.full_like(candidate, -1)
-        demote = torch.where(goes_low, candidate, torch.where(victim_low, least, none))
-        drop = torch.where(present & ~stays & ~goes_low, candidate, torch.where(victim_out, least, none))
-        replace = none
-        if num_tiers > 1:
-            worst = scores.least_slot[..., 1]
-            evicts = goes_low & (worst >= 0) & (scores.least_score[..., 1] < low)
-            replace = torch.where(evicts, worst, none)
-        return StepPlan(demote, drop, replace)
-
 
 KEEP = DiffKVPolicy(alpha_high=0.0, alpha_low=0.0, window=0)
 """Every token stays in its tier: for copies."""
+
+
+class DiffKVPolicyConfig(PolicyOptions):
+    """DiffKV's thresholds, in units of the mean attention of a sequence."""
+
+    most_tiers: ClassVar[int] = 2
+
+    name: Literal["diffkv"] = "diffkv"
+    alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
+    alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
+    window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
+    horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
+    head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
+        default=None, min_length=1, description="[layers][KV heads] factors of both thresholds"
+    )
+
+    @field_validator("head_scale", mode="before")
+    @classmethod
+    def _of_file(cls, given: Any) -> Any:
+        """The list itself, or what ``sglang_diffkv.calibrate.heads`` writes."""
+        return given["head_scale"] if isinstance(given, dict) and "head_scale" in given else given
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DiffKVPolicyConfig:
+        if self.alpha_low > self.alpha_high:
+            raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
+        return self
+
+    @field_validator("head_scale")
+    @classmethod
+    def _rectangular(cls, scale: HeadValues | None) -> HeadValues | None:
+        if scale is not None and (not scale[0] or len({len(layer) for layer in scale}) > 1):
+            raise ValueError("every layer needs a factor for each KV head, so all lists have one length above 0")
+        return scale
+
+    def build(self) -> DiffKVPolicy:
+        rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
+        return DiffKVPolicy(*rule, head_scale=self.head_scale)

@@ -4,7 +4,7 @@ A head keeps its newest tokens and, of the others, the heavy hitters: those that
 A prompt is cut to the budget at its end; from then on, whenever a new token brings a head over its budget, the
 least significant token outside the window goes, for good. The paper gives half of the budget to the window.
 
-What differs from the paper, because of what a policy is given here:
+What differs from the paper:
 
 - in generation the least significant token is the one with the smallest *mean* attention from later tokens, as the
   attention kernel finds it; H2O compares *sums*, which favour old tokens. At the end of the prompt sums are used;
@@ -17,38 +17,33 @@ What differs from the paper, because of what a policy is given here:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
-
-from sglang_diffkv.kernels.compact_step.reference import StepPlan
-from sglang_diffkv.kernels.decode_attention.reference import StepScores
-from sglang_diffkv.policies.budget import Budget, keep_best
+from sglang_diffkv.policies.base import Count, Policy, TopCount
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.options import BudgetOptions
 
 
 @dataclass(frozen=True)
-class H2OPolicy:
+class H2OPolicy(Policy):
     """Each head keeps ``budget`` tokens of the sequence, its newest ``window`` among them."""
 
     budget: Budget
     window: int = 64
-    sinks: int = 0
-    horizon: int = 0
-    compresses: bool = True
-    judges_low: bool = True
 
-    def classify_prompt(
-        self, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int
-    ) -> torch.Tensor:
-        """Tier 0 for what a head keeps, ``num_tiers`` for the rest; heads are all but the last dimension."""
-        stored = position >= 0
-        received = score * (seq_len - 1 - position)
-        rank = received.masked_fill(position >= seq_len - self.window, float("inf"))
-        count = self.budget.kept(stored.sum(-1, keepdim=True), self.window)
-        return torch.where(keep_best(rank.masked_fill(~stored, float("-inf")), count), 0, num_tiers)
+    @property
+    def prompt(self) -> TopCount:
+        return TopCount(self.budget, quantity="sum")
 
-    def plan_step(self, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
-        """Drop the least significant token where the budget has not grown with the sequence."""
-        full = self.budget.kept(seq_lens, self.window) == self.budget.kept(seq_lens - 1, self.window)
-        nothing = torch.full_like(scores.candidate_slot, -1)
-        drop = torch.where(full.view(-1, 1, 1), scores.least_slot[..., 0], nothing)
-        return StepPlan(nothing, drop, nothing)
+    @property
+    def generation(self) -> Count:
+        return Count(self.budget)
+
+
+class H2OPolicyConfig(BudgetOptions):
+    """Heavy hitters and the newest tokens, kept to a budget at every step."""
+
+    name: Literal["h2o"] = "h2o"
+
+    def build(self) -> H2OPolicy:
+        return H2OPolicy(self.kept, self.window)

@@ -104,7 +104,7 @@ class DiffKVAttnBackend(AttentionBackend):
         lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
         judged = self.manager.prompts.judged
         judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}
-        self.extend.plan(rows, *lens, launched.start, launched.new_tokens, judged)
+        self.extend.plan(rows, *lens, launched.start, launched.new_tokens, prompts=launched.prompts, judged=judged)
         self.launched = launched
 
     # Layers

@@ -176,7 +176,7 @@ class Requests:
 
         Raises BatchRefused.
         """
-        rows, starts, counts, ending, compacting = [], [], [], [], []
+        rows, starts, counts, prompts, ending, compacting = [], [], [], [], [], []
         for req in reqs:
             row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
             prompt = compat.prompt_len(req)
@@ -191,8 +191,9 @@ class Requests:
             rows.append(row)
             starts.append(start)
             counts.append(end - start)
+            prompts.append(prompt)
         with self.refusing(reqs):
-            step = self.manager.plan_step(rows, counts, starts, ending=ending, compacting=compacting)
+            step = self.manager.plan_step(rows, counts, starts, prompts=prompts, ending=ending, compacting=compacting)
         if self.exact is not None:
             for row, req in zip(rows, reqs, strict=True):
                 if row in ending:

@@ -20,6 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels import device
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
@@ -27,9 +28,10 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.kernels.kernel_configs import CONFIGS, SCALINGS
+from tests.kernels.kernel_configs import CONFIGS, METHODS, SCALINGS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -63,11 +65,15 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
     JITFunction.run = compiled
 
 
-def start(tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling]) -> tuple[PageManager, TritonOps]:
+def start(
+    tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = ""
+) -> tuple[PageManager, TritonOps]:
     """What a server calls at its start, before it captures graphs."""
     fmt = PageFormat(head_dim, head_dim, tuple(Tier.parse(x) for x in tiers.split()))
-    compresses = len(fmt.tiers) > 1
-    policy = DiffKVPolicy(1.0, 0.0, 64) if compresses else UniformPolicy()
+    policy: Policy = DiffKVPolicy(1.0, 0.0, 64) if len(fmt.tiers) > 1 else UniformPolicy()
+    if method:
+        policy = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method)).build_policy()
+    compresses = policy.compresses
     geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096)
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu")
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
@@ -88,24 +94,26 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
     q = torch.zeros(count, ops.q_heads, dim, dtype=torch.bfloat16)
     key, value = (torch.zeros(count, 3 * heads, dim, dtype=torch.bfloat16)[:, heads : 2 * heads] for _ in range(2))
     for before in (torch.zeros_like(prefix), prefix):
-        step = Step.extend(rows, before, lengths, before.tolist(), lengths.tolist())
+        since = (before + 2).tolist() if policy.observation.queries else None
+        step = Step.extend(rows, before, lengths, before.tolist(), lengths.tolist(), since)
         if compresses and before is prefix:
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         ops.begin(state, step, decode=False)
         ops.append(state, 1, key, value, step)
-        ops.extend(state, 1, q, key, value, step, *scaling, compresses)
+        ops.extend(state, 1, q, key, value, step, scaling.scale, policy, scaling.cap)
     ops.reserve(state, rows, lengths, 1)
     for number in (1, 16, 17):
         ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)
         ops.attach(state, number + 1, number, number, 2 * number)
         ops.trim(state, number, number)
         ops.release(state, number)
+        ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, KEEP, None)
         if compresses:
             ops.compact_prompt(state, number, number, policy)
             for judged in (None, torch.zeros(state.num_layers, heads, number)):
                 ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
     for steps in (1, 3):
-        ops.count_rows(state, rows, steps=steps, low_grows=compresses)
+        ops.count_rows(state, rows, steps=steps, low_grows=compresses and len(state.fmt.tiers) > 1)
     ops.measure(state, rows, prefix, lengths)
     ops.count_owners(state, rows)
     if compresses:
@@ -138,7 +146,7 @@ def main() -> None:
     for config in sys.argv[1:] or CONFIGS:
         found.clear()
         scalings = [Scaling(*x) for x in SCALINGS.get(config, ())]
-        served = start(*CONFIGS[config], scalings)
+        served = start(*CONFIGS[config], scalings, METHODS.get(config, ""))
         at_start = set(found)
         for batch in (1, 3, 16, 64):
             for scaling in scalings or [Scaling(0.1)]:

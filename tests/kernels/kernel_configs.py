@@ -7,8 +7,16 @@ CONFIGS = {
     "raw and low": ("BF16 K8V4", 96, 1),
     "wide": ("K8V2 K4V1", 256, 2),
     "capped": ("K8V4 K4V2", 64, 2),
+    "snapkv": ("K8V4", 64, 4),
+    "h2o": ("BF16", 128, 2),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
+
+METHODS = {
+    "snapkv": '{"name": "snapkv", "budget": 512}',
+    "h2o": '{"name": "h2o", "fraction": 0.5, "window": 16}',
+}
+"""Name of a configuration -> its policy, where it is not DiffKV's with two tiers or uniform with one."""
 
 SCALINGS = {"capped": ((0.05, 30.0), (0.125, 0.0))}
 """Name -> scales and logit caps of the model's layers, where they are not the usual one."""

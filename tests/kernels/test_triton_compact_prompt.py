@@ -8,11 +8,19 @@ import torch
 from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as reference
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
+from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.ops.rule import head_scales, prompt_rule
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
+
+
+def cuts_of(policy: DiffKVPolicy, state: PageState) -> Cuts:
+    cuts = Decisions().of_row(state, 1, 0, policy)
+    assert cuts is not None
+    return cuts
 
 
 def tokens_of(state, row, layer, tier):
@@ -44,10 +52,10 @@ def test_matches_reference(tiers, alphas, sinks, scales):
     policy = scaled(policy, state, generator) if scales else policy
     state.counters += 97  # the ring wraps
     add_prompt(manager, 1, 47, generator, compact=False)
-    twin = clone_state(state)
+    twin, cuts = clone_state(state), cuts_of(policy, state)
     workspace = PromptWorkspace.create(state)
-    compact_prompt(state, 1, 47, workspace, **prompt_rule(policy, head_scales(policy, state)))
-    reference(twin, 1, 47, policy)
+    compact_prompt(state, 1, 47, workspace, cuts)
+    reference(twin, 1, 47, cuts)
     check_integrity(manager)
     for name in ("entries", "own_tokens", "hole", "fault"):
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
@@ -69,8 +77,8 @@ def test_a_second_chunk_joins_what_went_down():
     for end, count in ((30, 30), (47, 17), (61, 14)):
         add_prompt(manager, 1, count, generator, compact=False)
         twin = clone_state(state)
-        compact_prompt(state, 1, end, workspace, **prompt_rule(policy, head_scales(policy, state)))
-        reference(twin, 1, end, policy)
+        compact_prompt(state, 1, end, workspace, cuts_of(policy, state))
+        reference(twin, 1, end, cuts_of(policy, twin))
         check_integrity(manager)
         for name in ("entries", "own_tokens", "hole", "fault"):
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
@@ -90,6 +98,6 @@ def test_without_spare_pages_nothing_is_demoted():
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
     assert manager.device.free_pages() == 0
     policy, state = DiffKVPolicy(9e9, 0.0, window=4), manager.state
-    compact_prompt(state, 1, 48, PromptWorkspace.create(state), **prompt_rule(policy, head_scales(policy, state)))
+    compact_prompt(state, 1, 48, PromptWorkspace.create(state), cuts_of(policy, state))
     assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1].any()
     check_integrity(manager)

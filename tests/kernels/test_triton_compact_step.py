@@ -9,6 +9,7 @@ from sglang_diffkv.kernels.allocate.reference import reserve as reserve_referenc
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.compact_step.reference import compact_step as compact_reference
+from sglang_diffkv.kernels.compact_step.reference import plan_step
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
@@ -16,7 +17,9 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.rule import head_scales, thresholds
+from sglang_diffkv.ops.decisions import Decisions
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.h2o import H2OPolicy
 from tests.kernels.triton_helpers import (
     DEVICE,
     add_prompt,
@@ -92,10 +95,11 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
     ("tiers", "scales"),
     [
         ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
-        ("K8V4", True),
+        ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)),
     ],
 )  # fmt: skip
 def test_steps_match_references(tiers, scales):
+    """``scales``: DiffKV's thresholds, with a factor of each head; or a budget."""
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=150, window=4)
     generator = torch.Generator().manual_seed(1)
     add_prompt(manager, 1, 37, generator)
@@ -108,8 +112,11 @@ def test_steps_match_references(tiers, scales):
     valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     workspace = CompactWorkspace.create(state, 3)
     found = FoundTokens.create(state, 3, DecodeConfig(score_parts=5))
-    policy = scaled(manager.policy, state, generator) if scales else manager.policy
-    rule = thresholds(policy, head_scales(policy, state))
+    policy = scaled(manager.policy, state, generator) if scales is True else manager.policy
+    if isinstance(scales, Budget):
+        policy = H2OPolicy(scales, window=4)
+    rule = Decisions().step(state, policy)
+    assert rule is not None
     for step in range(14):
         for row in (1, 3):
             manager.space.append(row, 1)
@@ -127,8 +134,8 @@ def test_steps_match_references(tiers, scales):
         scores = searches(twin, rows[:2], int(seq_lens[1]), 4, generator)
         found.packed.fill_(2**63 - 1)
         pack(scores, found)
-        compact_step(state, rows, seq_lens, found, workspace, valid, **rule)
-        compact_reference(twin, rows[:2], policy.plan_step(scores, seq_lens[:2], len(state.segments)))
+        compact_step(state, rows, seq_lens, found, workspace, valid, rule)
+        compact_reference(twin, rows[:2], plan_step(rule, scores, seq_lens[:2], len(state.segments)))
         assert_same(state, twin, rows[:2])
         check_integrity(manager)
     assert not state.fault.any()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.kernel_configs import CONFIGS
+from tests.kernels.kernel_configs import CONFIGS, METHODS
 
 UNPACKING = {"paged_kernel", "page_scores_kernel", "split_kernel"}
 RING = {"reserve_kernel", "prefix_sum_kernel", "grant_kernel", "drop_kernel", "release_kernel"}
@@ -19,7 +19,9 @@ COMPACTING = {"spare_kernel", "compact_kernel", "return_kernel", "plan_kernel", 
 COMPRESSING = {"take_kernel", "copy_kernel", "new_scores_kernel", *COMPACTING, *UNPACKING}
 
 
-QUICK = {"llama3-8b", "raw and low"}
+WHOLE_HEADS = {"gather_kernel", "digit_kernel", "choose_kernel", "tie_kernel", "compact_kernel", "copy_kernel"}
+
+QUICK = {"llama3-8b", "raw and low", "snapkv"}
 """What ``make test`` compiles. Triton keeps what it compiled, by the kernels' sources and options."""
 
 
@@ -42,6 +44,8 @@ def test_kernels_compile_for_hopper(config: str) -> None:
     assert names >= ALWAYS
     if config in ("llama3-8b", "wide"):
         assert names >= COMPRESSING
+    if config in METHODS:
+        assert names >= WHOLE_HEADS
     assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
     for kernel in kernels:
         if str(kernel["kernel"]).split()[0] in UNPACKING:

@@ -12,7 +12,7 @@ from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.rule import head_scales, prompt_rule
+from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import KEEP
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
 
@@ -56,10 +56,10 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
     policy = replace(manager.policy, sinks=sinks)
     policy = scaled(policy, state, generator) if scales else policy
     spans = Spans.create(state, 1)
-    rule = prompt_rule(policy, head_scales(policy, state))
+    cuts = Decisions().of_parts(state, [], 48, policy, judged)
     for source, lo, hi in ((segments[0].row, 3, 40), (2, 0, 23)):
-        copy_compact(state, TARGET, source, lo, hi, 48, spans, judged=judged, **rule)
-        reference.copy_compact(twin, TARGET, [(source, lo, hi)], 48, policy, judged)
+        copy_compact(state, TARGET, source, lo, hi, 48, spans, cuts, judged=judged)
+        reference.copy_compact(twin, TARGET, [(source, lo, hi)], 48, cuts, judged)
         for name in COUNTS:
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
         for tier in range(len(state.segments)):
@@ -80,8 +80,7 @@ def test_an_empty_ring_raises_the_fault_and_writes_to_nobody() -> None:
     manager.space.flush()
     before = [x.clone() for tier in range(2) for x in tokens_of(state, 2, tier)]
     spans = Spans.create(state, 1)
-    rule = prompt_rule(KEEP, head_scales(KEEP, state))
-    copy_compact(state, TARGET, 2, 0, 23, 23, spans, **rule)
+    copy_compact(state, TARGET, 2, 0, 23, 23, spans, Decisions().of_parts(state, [(2, 0, 23)], 23, KEEP, None))
     copied = int(state.own_tokens[TARGET].sum())
     assert copied == 23 * 4 and int(state.fault[TARGET]) == 1
     after = [x for tier in range(2) for x in tokens_of(state, 2, tier)]

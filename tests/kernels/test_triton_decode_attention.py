@@ -89,7 +89,9 @@ def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
     check_against_reference(results, state, twin, found, expected)
 
 
-@pytest.mark.parametrize("rule", [{"sinks": 2}, {"sinks": 53}, {"horizon": 1}, {"sinks": 2, "horizon": 5}])
+@pytest.mark.parametrize(
+    "rule", [{"sinks": 2}, {"sinks": 53}, {"horizon": 1}, {"sinks": 2, "horizon": 5}, {"reduce": "mean"}]
+)
 def test_rules_of_the_search_are_the_reference_s(rule):
     """The second request's candidate, and with 53 sinks also the first's, is a sink."""
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=8), window=WINDOW)

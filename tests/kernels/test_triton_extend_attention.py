@@ -31,8 +31,15 @@ CASES = [
 ]
 
 
+WINDOWS = [None, (0, 0, 0), (48, 30, 13), (54, 200, 9)]
+"""First position of each request that observes: all; in the new tokens; in the prefix; in none of them."""
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize("since", WINDOWS)
 @pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "prefix", "new", "cap"), CASES)
-def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap):
+def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap, since, reduce):
     manager = make_manager(make_format(tiers, dim, v_dim), window=4, heads=1, layers=1)
     generator = torch.Generator().manual_seed(dim + group)
     state, owners, layer = manager.state, [2, 6, 3], 0
@@ -49,13 +56,15 @@ def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap):
     append(state, layer, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
     twin = clone_state(state)
     scale = 0.5 / dim**0.5
+    observation = {"reduce": reduce, "observe_from": None if since is None else torch.tensor(since, device=DEVICE)}
     out, lse = extend_attention(
         state, layer, q, key, value, rows, starts, extend_lens, prefix_lens, max(new), max(prefix), scale,
-        update_scores=True, logit_cap=cap,
+        update_scores=True, logit_cap=cap, **observation,
     )  # fmt: skip
     expected = reference(
-        twin, layer, q, key, value, rows, extend_lens, prefix_lens, scale, update_scores=True, logit_cap=cap
-    )
+        twin, layer, q, key, value, rows, extend_lens, prefix_lens, scale, update_scores=True, logit_cap=cap,
+        **observation,
+    )  # fmt: skip
     assert lse.isfinite().all()
     assert close(out, expected) < 6e-3
     for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
@@ -129,9 +138,11 @@ def test_pages_of_a_large_model(dim):
         torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
 
 
+@pytest.mark.parametrize("since", [None, 70, 80, 88])
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
-def test_shared_tokens_are_judged_for_a_copy(tiers):
-    """Two chunks of a prompt after a shared prefix: scores go to the request's own, pages stay as they are."""
+def test_shared_tokens_are_judged_for_a_copy(tiers, since):
+    """Two chunks of a prompt after a shared prefix: scores go to the request's own, pages stay as they are. Queries
+    observe from the shared part on, from the first chunk, or from the second."""
     manager = make_manager(make_format(tiers), window=4, heads=2, layers=1)
     generator = torch.Generator().manual_seed(2)
     add_prompt(manager, 1, 85, generator)
@@ -155,7 +166,9 @@ def test_shared_tokens_are_judged_for_a_copy(tiers):
         append(state, 0, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
         twin = clone_state(state)
         kept = state.segments[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
-        settings = {"update_scores": True}
+        settings = {"update_scores": True, "reduce": "max" if since is None else "mean"}
+        if since is not None:
+            settings["observe_from"] = torch.tensor([0, since], device=DEVICE)
         extend_attention(
             state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, max(4, count), at, 0.1,
             judged=judged, **settings,

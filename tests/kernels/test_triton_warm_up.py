@@ -8,20 +8,32 @@ import torch
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from tests.kernels.triton_helpers import BF16, add_prompt, clone_state, make_format, make_manager
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "page_table")
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
-def test_warm_up_changes_nothing(tiers: str) -> None:
+@pytest.mark.parametrize(
+    ("tiers", "policy"),
+    [
+        ("K8V4 K4V2", None),
+        ("BF16", None),
+        ("K8V4", SnapKVPolicy(Budget(0, 0.5), window=4)),
+        ("K8V4", H2OPolicy(Budget(20), window=4)),
+    ],
+)
+def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:
     manager = make_manager(make_format(tiers, page_tokens=4), pages=300, layers=2, heads=2)
     state = manager.state
     add_prompt(manager, 4, 45, torch.Generator().manual_seed(3))
     before = clone_state(state)
-    ops = TritonOps(state, manager.policy, 4, 400)
-    copies = manager.policy.compresses
-    warm_up(ops, state, manager.policy, dtype=BF16, rotates=True, copies=copies)
+    policy = policy or manager.policy
+    ops = TritonOps(state, policy, 4, 400)
+    warm_up(ops, state, policy, dtype=BF16, rotates=True, copies=policy.compresses)
     for name in COUNTS:
         assert torch.equal(getattr(state, name), getattr(before, name)), name
     used = before.refcount > 0

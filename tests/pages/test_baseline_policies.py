@@ -11,10 +11,12 @@ import torch
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.kernels.select.reference import select_count
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.policies.budget import Budget, keep_best
+from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from tests.deciding import classify_prompt, plan_step, planned
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
 
@@ -34,18 +36,19 @@ def test_budget_grows_by_at_most_one_token_a_step(budget, window):
     assert set(kept.diff().tolist()) <= {0, 1}
 
 
-def test_keep_best_takes_the_first_of_equals():
-    rank = torch.tensor([[1.0, 3.0, 3.0, 2.0, float("-inf")], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    assert keep_best(rank, torch.tensor([[2], [3]])).tolist() == [[0, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+def test_a_selection_takes_the_first_of_equals():
+    values = torch.tensor([[[1.0, 3.0, 3.0, 2.0, float("nan")], [0.0, 0.0, 0.0, 0.0, 0.0]]])
+    cut, tie = select_count(values, torch.tensor([[2, 3]]))
+    assert cut.tolist() == [[3.0, 0.0]] and tie.tolist() == [[2, 2]]
 
 
 def test_snapkv_by_hand():
     """Window 2 and four tokens in all: the peak at position 1 brings its neighbours along, as pooling means to."""
     score = torch.tensor([0.1, 0.9, 0.2, 0.0, 0.3, 0.05, 0.5, 0.6])
     position = torch.arange(8)
-    plain = SnapKVPolicy(Budget(4), window=2, pool=1).classify_prompt(score, position, 8, 1)
+    plain = classify_prompt(SnapKVPolicy(Budget(4), window=2, pool=1), score, position, 8, 1)
     assert plain.tolist() == [1, 0, 1, 1, 0, 1, 0, 0]
-    pooled = SnapKVPolicy(Budget(5), window=2, pool=3).classify_prompt(score, position, 8, 1)
+    pooled = classify_prompt(SnapKVPolicy(Budget(5), window=2, pool=3), score, position, 8, 1)
     assert pooled.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
 
 
@@ -53,7 +56,7 @@ def test_h2o_by_hand():
     """Sums, not means: position 0 received 5 x 0.2, position 3 only 2 x 0.4."""
     score, position = torch.tensor([0.2, 0.1, 0.1, 0.4, 0.0, 0.0]), torch.arange(6)
     policy = H2OPolicy(Budget(3), window=2)
-    assert policy.classify_prompt(score, position, 6, 1).tolist() == [0, 1, 1, 1, 0, 0]
+    assert classify_prompt(policy, score, position, 6, 1).tolist() == [0, 1, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -67,15 +70,15 @@ def test_prompt_classification(kind, budget):
         score = random.exponential(1 / length, (2, 3, length)).astype(np.float32)
         position = random.permuted(np.broadcast_to(np.arange(length), score.shape), axis=2)
         position = np.where((position == length // 2) & (length > 5), -1, position)
-        got = policy.classify_prompt(torch.tensor(score), torch.tensor(position), length, 1)
+        got = classify_prompt(policy, torch.tensor(score), torch.tensor(position), length, 1)
         for head in np.ndindex(2, 3):
             at = {int(p): float(s) for p, s in zip(position[head], score[head]) if p >= 0}
             assert int((got[head][position[head] >= 0] == 0).sum()) == kept_count(budget, len(at), window)
             recent = {p for p in at if p >= length - window}
             others = sorted(at.keys() - recent)
             if kind == "snapkv":
-                line = [0.0] + [at[p] for p in others] + [0.0]
-                value = {p: max(line[i : i + 3]) for i, p in enumerate(others)}
+                line = {p: at[p] for p in others}
+                value = {p: max(line.get(q, 0.0) for q in (p - 1, p, p + 1)) for p in others}
             else:
                 value = {p: float(np.float32(at[p]) * np.float32(length - 1 - p)) for p in others}
             room = kept_count(budget, len(at), window) - len(recent)
@@ -92,16 +95,15 @@ def found(least: int) -> StepScores:
 
 
 def test_h2o_drops_when_the_budget_is_full():
-    plan = H2OPolicy(Budget(8), window=2).plan_step(found(5), torch.tensor([7, 8, 9]), 1)
+    plan = planned(H2OPolicy(Budget(8), window=2), found(5), torch.tensor([7, 8, 9]), 1)
     assert plan.drop.flatten().tolist() == [-1, -1, 5]
-    half = H2OPolicy(Budget(0, 0.5), window=2).plan_step(found(5), torch.tensor([20, 21, 22]), 1)
+    half = planned(H2OPolicy(Budget(0, 0.5), window=2), found(5), torch.tensor([20, 21, 22]), 1)
     assert half.drop.flatten().tolist() == [5, -1, 5]
     assert (plan.demote == -1).all() and (plan.replace == -1).all()
 
 
 def test_snapkv_leaves_generated_tokens_alone():
-    plan = SnapKVPolicy(Budget(8)).plan_step(found(5), torch.tensor([7, 80, 900]), 1)
-    assert all((x == -1).all() for x in vars(plan).values())
+    assert plan_step(SnapKVPolicy(Budget(8)), found(5), torch.tensor([7, 80, 900]), 1) is None
 
 
 @pytest.mark.parametrize("budget", [Budget(12), Budget(0, 0.5), Budget(20, 0.6)])

@@ -26,6 +26,8 @@ CONFIGS = [
     '{"tiers": ["K8V4"]}',
     '{"policy": {"name": "diffkv", "alpha_low": 0.1}}',
     '{"policy": {"name": "diffkv", "head_scale": [[1, 2], [0.5, 1]]}}',
+    '{"tiers": ["K8V4"], "policy": {"name": "snapkv", "fraction": 0.5}}',
+    '{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 100}}',
 ]
 
 

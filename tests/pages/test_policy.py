@@ -13,6 +13,8 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.deciding import classify_prompt as classify
+from tests.deciding import plan_step, planned
 from tests.helpers import PAIR, begin_step, make_format, make_manager, new_scores, tier_map, visible
 from tests.pages.paper import Caches, algorithm_1, classify_prompt
 
@@ -28,7 +30,7 @@ def test_prompt_classification(alphas, num_tiers):
         score[..., ::5] = 0
         position = np.random.default_rng(seed).permuted(np.broadcast_to(np.arange(length), score.shape), axis=2)
         policy = DiffKVPolicy(*alphas, window, sinks)
-        got = policy.classify_prompt(torch.tensor(score), torch.tensor(position).int(), length, num_tiers)
+        got = classify(policy, torch.tensor(score), torch.tensor(position).int(), length, num_tiers)
         for index in np.ndindex(score.shape):
             at = int(position[index])
             expected = classify_prompt(float(score[index]), at, length, num_tiers, *alphas, window, sinks)
@@ -40,7 +42,7 @@ def test_scores_at_a_threshold_stay(num_tiers):
     """Algorithm 1 compares with >=; powers of two make the thresholds exact."""
     policy = DiffKVPolicy(2.0, 0.5, 0)
     score = torch.tensor([2 / 8, np.nextafter(np.float32(2 / 8), 0), 0.5 / 8, np.nextafter(np.float32(0.5 / 8), 0)])
-    got = policy.classify_prompt(score, torch.full((4,), 7), 100, num_tiers)
+    got = classify(policy, score, torch.full((4,), 7), 100, num_tiers)
     assert got.tolist() == ([0, 1, 1, 2] if num_tiers == 2 else [0, 0, 0, 1])
 
 
@@ -71,7 +73,7 @@ def test_plan_is_algorithm_1(alphas, num_tiers):
             if cache:
                 found.least_slot[b, 0, h, tier] = least = min(cache, key=cache.__getitem__)
                 found.least_score[b, 0, h, tier] = cache[least]
-    plan = policy.plan_step(found, seq_lens, num_tiers)
+    plan = planned(policy, found, seq_lens, num_tiers)
     for (b, h), cache in caches.items():
         expected = algorithm_1(cache, int(seq_lens[b]), *alphas, num_tiers)
         demote, drop, replace = (int(x[b, 0, h]) for x in (plan.demote, plan.drop, plan.replace))
@@ -108,7 +110,7 @@ def test_plan_at_the_thresholds(candidate, least, worst, expected):
         torch.tensor([5, 7]).view(1, 1, 1, 2),
         torch.tensor([least, worst]).view(1, 1, 1, 2),
     )
-    plan = DiffKVPolicy(2.0, 0.5, 4).plan_step(found, torch.tensor([8]), 2)
+    plan = planned(DiffKVPolicy(2.0, 0.5, 4), found, torch.tensor([8]), 2)
     assert (int(plan.demote), int(plan.drop), int(plan.replace)) == expected
 
 
@@ -181,8 +183,7 @@ def test_uniform_policy_keeps_all():
     manager.prompts.end(1)
     assert new_scores(manager, 3) is None
     assert manager.state.own_tokens[1, :, :, 0].unique().tolist() == [20]
-    plan = UniformPolicy().plan_step(StepScores.create(manager.state, 2), torch.tensor([3, 4]), 2)
-    assert all((x == -1).all() for x in vars(plan).values())
+    assert plan_step(UniformPolicy(), StepScores.create(manager.state, 2), torch.tensor([3, 4]), 2) is None
 
 
 def test_a_step_moves_one_token_and_no_other_byte():

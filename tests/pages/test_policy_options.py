@@ -12,6 +12,7 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.deciding import classify_prompt, planned
 from tests.dense import Session, chunks_and_steps
 from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
 
@@ -89,8 +90,8 @@ def test_each_head_has_thresholds_of_its_own(num_tiers):
     """Decisions are those of a policy with the head's thresholds; factors are exact in binary."""
     random = torch.Generator().manual_seed(1)
     policy = DiffKVPolicy(1.0, 0.5, 5, head_scale=SCALE)
-    score = torch.rand(2, 2, 3, 40, generator=random) * 0.2
-    position = torch.arange(40).expand(2, 2, 3, -1)
+    score = torch.rand(2, 2, 40, generator=random) * 0.2
+    position = torch.arange(40).expand(2, 2, -1)
     found = StepScores(
         torch.randint(-1, 9, (7, 2, 2), generator=random),
         torch.rand(7, 2, 2, generator=random) * 0.1,
@@ -98,13 +99,13 @@ def test_each_head_has_thresholds_of_its_own(num_tiers):
         torch.rand(7, 2, 2, num_tiers, generator=random) * 0.1,
     )
     lengths = torch.arange(20, 27)
-    tier, plan = policy.classify_prompt(score, position, 40, num_tiers), policy.plan_step(found, lengths, num_tiers)
+    tier, plan = classify_prompt(policy, score, position, 40, num_tiers), planned(policy, found, lengths, num_tiers)
     for layer, head in np.ndindex(2, 2):
         alone, here = plain(policy, layer, head), (slice(None), slice(layer, layer + 1), slice(head, head + 1))
-        expected = alone.classify_prompt(score[layer, head], position[layer, head], 40, num_tiers)
+        expected = classify_prompt(alone, score[layer, head], position[layer, head], 40, num_tiers)
         assert torch.equal(tier[layer, head], expected)
         of_head = StepScores(*(x[here] for x in vars(found).values() if isinstance(x, torch.Tensor)))
-        expected_plan = alone.plan_step(of_head, lengths, num_tiers)
+        expected_plan = planned(alone, of_head, lengths, num_tiers)
         for name, value in vars(expected_plan).items():
             assert torch.equal(getattr(plan, name)[here], value), name
 

@@ -2,7 +2,7 @@
 
 Every token is judged once. Those that are outside the window when the prompt ends are judged by the prompt, as
 the prompt phase does: their significance is the mean attention from later prompt tokens, maximum over the query heads
-of the KV head, and ``DiffKVPolicy.classify_prompt`` sorts them into tiers. The others are judged when they leave the
+of the KV head, and ``cuts.prompt_tiers`` sorts them into tiers. The others are judged when they leave the
 window, by the attention of the ``window`` tokens behind them, as the generation phase first does; that it judges them
 again later is left out. A text without a reply is all prompt.
 
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import torch
 
 from sglang_diffkv.calibrate.heads.capture import LayerPass
+from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
 from sglang_diffkv.kernels.rotate.reference import rotate
 from sglang_diffkv.mem_pool.page_format import RAW_BITS, Tier
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 QUERY_BLOCK = 256
 PRUNED = 2
@@ -51,12 +51,13 @@ class Rule:
 
     def classify(self, score: torch.Tensor, prompt: int, factor: float) -> torch.Tensor:
         """Tier of every token once it is judged, ``PRUNED`` for none: [H, N] from scores [H, N]."""
-        policy = DiffKVPolicy(self.alpha_high * factor, self.alpha_low * factor, window=0)
+        high, low = (score.new_full((1, 1), alpha * factor) for alpha in (self.alpha_high, self.alpha_low))
         position = torch.arange(score.shape[1], device=score.device)
         # The prompt phase compares with the mean attention at the token, the generation phase with that of the moment.
         shared_by = torch.where(position < prompt - self.window, position, position + self.window)
         nowhere_near = score.shape[1] + self.window  # the end of the sequence: the window is not the tokens' affair
-        return policy.classify_prompt(score, shared_by, nowhere_near, 2).masked_fill(position < self.sinks, 0)
+        tier = prompt_tiers(Cuts(high, low, window=0), score.unsqueeze(0), shared_by, nowhere_near, 2)[0]
+        return tier.masked_fill(position < self.sinks, 0)
 
 
 def measure(seen: LayerPass, prompt: int, rule: Rule, factors: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:

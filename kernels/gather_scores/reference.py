@@ -1,0 +1,60 @@
+"""Scores of a sequence's tokens by position, for methods that judge a head as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import max_pool1d
+
+from sglang_diffkv.kernels.parts import Part, held_tokens
+from sglang_diffkv.mem_pool.state import PageState
+
+
+def gather_scores(
+    state: PageState,
+    parts: Sequence[Part],
+    values: torch.Tensor,
+    seq_len: int,
+    *,
+    window: int,
+    sinks: int = 0,
+    sums: bool = False,
+    judged: torch.Tensor | None = None,
+    own: bool = False,
+) -> torch.Tensor:
+    """Write the value of each token of ``parts``, of all tiers, to its position, and NaN where there is none.
+
+    Args:
+        parts: (row, lo, hi): the tokens of a row with position in [lo, hi); disjoint.
+        values: [L, H, n] float32, contiguous, for positions below n, to which ``parts`` are limited.
+        seq_len: tokens of the sequence.
+        window, sinks: newest and first tokens, whose value is infinite.
+        sums: values are scores times the sequence's tokens that are later: sums of attention, not means.
+        judged: [L, H, m] float32, scores by position for positions below m where they are numbers.
+        own: only tokens in pages that the rows own.
+
+    Returns:
+        [L, H] int64, tokens found.
+    """
+    values.fill_(float("nan"))
+    stored = torch.zeros(values.shape[:2], dtype=torch.int64, device=values.device)
+    for row, lo, hi in parts:
+        for tier in range(len(state.segments)):
+            x = held_tokens(state, (row, lo, min(hi, values.shape[2])), tier, judged, own=own)
+            if x is None:
+                continue
+            value = x.score * (seq_len - 1 - x.position) if sums else x.score
+            lasting = (x.position >= seq_len - window) | (x.position < sinks)
+            layer, head, _, _ = x.held.nonzero(as_tuple=True)
+            values[layer, head, x.position[x.held].long()] = value.masked_fill(lasting, float("inf"))[x.held]
+            stored += x.held.sum((2, 3))
+    return stored
+
+
+def smooth(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Each finite value becomes the largest finite one of the ``width`` (odd) positions around it; [L, H, n]."""
+    finite = values.isfinite()
+    line = torch.where(finite, values, 0.0).flatten(0, 1).unsqueeze(1)
+    pooled = max_pool1d(line, width, stride=1, padding=width // 2).view(values.shape)
+    return torch.where(finite, pooled, values)

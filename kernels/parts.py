@@ -1,0 +1,60 @@
+"""Tokens of rows' pages as a reference op finds them: of parts of rows, or of what a row owns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.mem_pool.state import PageState
+
+Part = tuple[int, int, int]
+"""(row, first position, position after the last)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Slots of a part's pages in one tier."""
+
+    part: Part
+    tier: int
+    page: torch.Tensor  # [L, H, E] int64
+    position: torch.Tensor  # [L, H, E, tokens] int32
+    held: torch.Tensor  # [L, H, E, tokens] bool: the slots with a token of the part
+    score: torch.Tensor  # [L, H, E, tokens] float32
+
+
+def held_tokens(
+    state: PageState, part: Part, tier: int, judged: torch.Tensor | None = None, *, own: bool = False
+) -> Held | None:
+    """A part's tokens of one tier, None if the row has no page there.
+
+    Args:
+        judged: [L, H, n] float32, scores by position for positions below n where they are numbers; elsewhere the
+            pages' own scores count.
+        own: only tokens in pages that the row owns.
+    """
+    source, lo, hi = part
+    seg, rows = state.segments[tier], torch.tensor([source], device=state.device)
+    width = max_entries(state, rows, tier)
+    if not width:
+        return None
+    page, page_lo, page_hi = (x[0] for x in row_table(state, rows, tier, width))  # [L, H, E]
+    position = seg.positions[page]
+    held = (position >= page_lo.clamp(min=lo).unsqueeze(3)) & (position < page_hi.clamp(max=hi).unsqueeze(3))
+    if own:
+        entry = torch.arange(width, device=page.device)
+        held &= (entry >= state.own_entry[source, :, :, tier].unsqueeze(2)).unsqueeze(3)
+    return Held(part, tier, page, position, held, _scores(seg.scores[page], position, held, judged))
+
+
+def _scores(
+    stored: torch.Tensor, position: torch.Tensor, held: torch.Tensor, judged: torch.Tensor | None
+) -> torch.Tensor:
+    if judged is None:
+        return stored
+    known = held & (position < judged.shape[2])
+    at = torch.where(known, position, 0).long().flatten(2)
+    own = judged.gather(2, at).view(position.shape)
+    return torch.where(known & ~own.isnan(), own, stored)

@@ -1,0 +1,46 @@
+"""Base classes of what a user can set of a method: ``policy`` in the configuration."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.budget import Budget
+
+
+class Strict(BaseModel):
+    """Unknown fields and numbers that are none are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PolicyOptions(Strict):
+    """A method's fields. Each class has a ``name``, a ``Literal`` by which the configuration tells methods apart."""
+
+    most_tiers: ClassVar[int] = 1
+    """Tiers that the method can use."""
+
+    def build(self) -> Policy:
+        raise NotImplementedError
+
+
+class BudgetOptions(PolicyOptions):
+    """The same number of tokens for every head: ``fraction`` of the sequence, but at least ``budget`` tokens."""
+
+    budget: int = Field(default=0, ge=0, description="tokens that a head keeps in any case")
+    fraction: float = Field(default=0.0, ge=0, le=1, description="share of its tokens that a head keeps")
+    window: int = Field(default=64, ge=1, le=4096, description="newest tokens that always stay, within the budget")
+
+    @model_validator(mode="after")
+    def _sensible(self) -> BudgetOptions:
+        if not self.budget and not self.fraction:
+            raise ValueError("give budget (tokens) or fraction (of the sequence)")
+        if 0 < self.budget <= self.window:
+            raise ValueError(f"budget {self.budget} must be above window {self.window}")
+        return self
+
+    @property
+    def kept(self) -> Budget:
+        return Budget(self.budget, self.fraction)

@@ -1,0 +1,10 @@
+"""The methods that a configuration can name."""
+
+from __future__ import annotations
+
+from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
+from sglang_diffkv.policies.h2o import H2OPolicyConfig
+from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
+from sglang_diffkv.policies.uniform import UniformPolicyConfig
+
+PolicyConfig = DiffKVPolicyConfig | UniformPolicyConfig | SnapKVPolicyConfig | H2OPolicyConfig

@@ -1,0 +1,73 @@
+"""Whose attention counts: scores of prompts observed by their last queries and reduced over query heads, against dense
+attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.kernels.extend_attention.reference import extend_attention
+from sglang_diffkv.ops.base import Step
+from tests.helpers import make_format, make_manager, visible
+
+LENGTH, GROUP, SCALE = 40, 3, 0.3
+
+
+def observed(q: torch.Tensor, key: torch.Tensor, since: int, reduce: str) -> torch.Tensor:
+    """[H, LENGTH]: the mean attention of each token from later ones at ``since`` or behind, 0 where there are none."""
+    heads = key.shape[1]
+    logits = torch.einsum("ihgd,jhd->hgij", q.float().unflatten(1, (heads, GROUP)), key.float()) * SCALE
+    position = torch.arange(LENGTH)
+    prob = logits.masked_fill(position > position.unsqueeze(1), float("-inf")).softmax(3)  # [H, G, query, key]
+    counts = (position.unsqueeze(1) > position) & (position.unsqueeze(1) >= since)
+    mean = (prob * counts).sum(2) / counts.sum(0).clamp(min=1)
+    return mean.mean(1) if reduce == "mean" else mean.amax(1)
+
+
+@pytest.mark.parametrize("reduce", ["max", "mean"])
+@pytest.mark.parametrize(("chunks", "since"), [((40,), 0), ((40,), 33), ((17, 23), 33), ((17, 16, 7), 35), ((40,), 90)])
+def test_scores_are_means_over_those_who_observe(chunks, since, reduce):
+    """In one pass, or in chunks whose first hold nobody who observes."""
+    manager = make_manager(make_format(("BF16",)), layers=1)
+    state, random = manager.state, torch.Generator().manual_seed(len(chunks))
+    q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
+    key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
+    start, row = 0, torch.tensor([1])
+    for count in chunks:
+        end = start + count
+        manager.begin_step([1], [count], [start])
+        at = torch.arange(count)
+        append(state, 0, key[start:end], value[start:end], torch.ones_like(at), at, at + start)
+        step = Step.extend(row, torch.tensor([start]), torch.tensor([count]), [start], [count], [since])
+        assert (step.observe_from is None) == (since == 0)
+        extend_attention(
+            state, 0, q[start:end], key[start:end], value[start:end], step.rows, step.extend_lens, step.prefix_lens,
+            SCALE, update_scores=True, observe_from=step.observe_from, reduce=reduce,
+        )  # fmt: skip
+        start = end
+    seen = visible(state, 1)
+    scores = torch.zeros(2, LENGTH)
+    scores[seen.head, seen.position] = torch.from_numpy(seen.score)
+    torch.testing.assert_close(scores, observed(q, key, since, reduce), rtol=1e-4, atol=1e-6)
+
+
+def test_chunks_that_all_observe_give_the_mean_of_maxima():
+    """Over several passes the maximum over query heads is taken of each: at least the maximum of the means."""
+    manager = make_manager(make_format(("BF16",)), layers=1)
+    state, random = manager.state, torch.Generator().manual_seed(9)
+    q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
+    key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
+    for start, end in ((0, 25), (25, LENGTH)):
+        manager.begin_step([1], [end - start], [start])
+        at = torch.arange(end - start)
+        append(state, 0, key[start:end], value[start:end], torch.ones_like(at), at, at + start)
+        lens = (torch.tensor([1]), torch.tensor([end - start]), torch.tensor([start]))
+        part = (q[start:end], key[start:end], value[start:end])
+        extend_attention(state, 0, *part, *lens, SCALE, update_scores=True, observe_from=torch.tensor([20]))
+    seen = visible(state, 1)
+    scores = torch.zeros(2, LENGTH)
+    scores[seen.head, seen.position] = torch.from_numpy(seen.score)
+    least = observed(q, key, 20, "max")
+    assert (scores >= least * (1 - 1e-4)).all() and (scores[:, 25:] - least[:, 25:]).abs().max() < 1e-5
+    assert (scores[:, :25] - least[:, :25]).max() > 1e-4
