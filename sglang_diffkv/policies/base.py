@@ -8,6 +8,7 @@ A method is one file of this folder: a policy (a frozen dataclass) and its optio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,17 @@ class Observation:
     """Newest tokens of a prompt that observe in the prompt phase; 0: all."""
     reduce: Literal["max", "mean"] = "max"
     """Over the query heads of a KV head."""
+
+    def since(self, start: Sequence[int], counts: Sequence[int]) -> list[int] | None:
+        """Of each request with ``counts`` new tokens after ``start``, the first position that observes in this pass;
+        None where all do.
+
+        Each pass is observed by its last queries, as if it ended the prompt: which tokens are a prompt's last is known
+        at its end only, and then those of earlier passes no longer count, but for as many as the last pass has too few.
+        """
+        if not self.queries:
+            return None
+        return [max(at + count - self.queries, 0) for at, count in zip(start, counts, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ What differs from the paper:
 - each KV head chooses once, where the paper's code repeats keys and values and chooses for each query head;
 - a prefix that comes from the prefix cache was judged when it was cached; the budget then counts the request's
   own prompt tokens only;
-- a prompt that is compacted chunk by chunk, which happens where it does not fit otherwise, is observed by the last
-  queries of each chunk.
+- where a prompt is computed in chunks and the last is shorter than the window, the mean over the last queries of the
+  chunk before stands for those that lack; where it is compacted chunk by chunk, which happens where it does not fit
+  otherwise, the last queries of each chunk decide what stays of it.
 """
 
 from __future__ import annotations

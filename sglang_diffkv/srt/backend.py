@@ -96,7 +96,8 @@ class DiffKVAttnBackend(AttentionBackend):
         if planned is None or list(forward_batch.extend_seq_lens_cpu) != planned.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
         lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
-        self.step = Step.extend(rows, *lens, planned.start, planned.new_tokens)
+        since = self.manager.policy.observation.since(planned.start, planned.new_tokens)
+        self.step = Step.extend(rows, *lens, planned.start, planned.new_tokens, since)
         judged = self.manager.copies.judged
         self.step.judged = {i: judged[row] for i, row in enumerate(planned.rows) if row in judged}
         self.finishing = self.manager.prompts.take_finishing(planned.rows)

@@ -8,17 +8,20 @@ import torch
 
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
-from sglang_diffkv.ops.base import Step
+from sglang_diffkv.ops import ReferenceOps, Step
+from sglang_diffkv.policies.base import Observation
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from tests.helpers import make_format, make_manager, visible
 
 LENGTH, GROUP, SCALE = 40, 3, 0.3
 
 
 def observed(q: torch.Tensor, key: torch.Tensor, since: int, reduce: str) -> torch.Tensor:
-    """[H, LENGTH]: the mean attention of each token from later ones at ``since`` or behind, 0 where there are none."""
+    """[H, tokens]: the mean attention of each token from later ones at ``since`` or behind, 0 where there are none."""
     heads = key.shape[1]
     logits = torch.einsum("ihgd,jhd->hgij", q.float().unflatten(1, (heads, GROUP)), key.float()) * SCALE
-    position = torch.arange(LENGTH)
+    position = torch.arange(len(q))
     prob = logits.masked_fill(position > position.unsqueeze(1), float("-inf")).softmax(3)  # [H, G, query, key]
     counts = (position.unsqueeze(1) > position) & (position.unsqueeze(1) >= since)
     mean = (prob * counts).sum(2) / counts.sum(0).clamp(min=1)
@@ -50,6 +53,41 @@ def test_scores_are_means_over_those_who_observe(chunks, since, reduce):
     scores = torch.zeros(2, LENGTH)
     scores[seen.head, seen.position] = torch.from_numpy(seen.score)
     torch.testing.assert_close(scores, observed(q, key, since, reduce), rtol=1e-4, atol=1e-6)
+
+
+def test_each_pass_is_observed_by_its_last_queries():
+    assert Observation().since([0, 5], [3, 4]) is None
+    assert Observation(queries=8).since([0, 30, 30], [5, 20, 3]) == [0, 42, 25]
+
+
+@pytest.mark.parametrize(("chunks", "exact"), [((40,), True), ((17, 15, 8), True), ((17, 18, 5), False)])
+def test_a_window_of_queries_needs_no_length_of_the_prompt(chunks, exact):
+    """Where the last chunk holds the window, earlier ones leave no trace; else the chunk before fills it up."""
+    manager = make_manager(make_format(("BF16",)), layers=1)
+    state, random = manager.state, torch.Generator().manual_seed(4)
+    q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
+    key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
+    start, row, ops = 0, torch.tensor([1]), ReferenceOps()
+    policy = SnapKVPolicy(Budget(20), window=8)
+    for count in chunks:
+        end = start + count
+        manager.space.append(1, count)
+        manager.space.flush()
+        since = policy.observation.since([start], [count])
+        step = Step.extend(row, torch.tensor([start]), torch.tensor([count]), [start], [count], since)
+        ops.begin(state, step, decode=False)
+        ops.append(state, 0, key[start:end], value[start:end], step)
+        ops.extend(state, 0, q[start:end], key[start:end], value[start:end], step, SCALE, policy, 0.0)
+        start = end
+    seen = visible(state, 1)
+    scores = torch.zeros(2, LENGTH)
+    scores[seen.head, seen.position] = torch.from_numpy(seen.score)
+    expected = observed(q, key, LENGTH - 8, "mean")
+    if not exact:
+        before = observed(q[:35], key[:35], 35 - 8, "mean")[:, :27]
+        own = observed(q, key, 35, "mean")[:, :27]
+        expected, scores = (before * 3 + own * 5) / 8, scores[:, :27]
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_chunks_that_all_observe_give_the_mean_of_maxima():
