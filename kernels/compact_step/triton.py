@@ -110,7 +110,7 @@ def compact_step(
         state.own_tokens, workspace.spans.demand, workspace.spans.totals,
         TOKENS=fmt.low.tokens, TIERS=len(fmt.tiers), L=layers, H=heads, R=HEADS, BUDGET=budget, num_warps=4,
     )  # fmt: skip
-    if len(fmt.tiers) > 1:
+    if len(fmt.tiers) > 1 and not budget:
         add_own_pages(state, rows, 1, workspace.spans)
     move_kernel[(batch * layers * heads,)](
         workspace.demote, workspace.leave, workspace.target, rows, state.pages.view(state.dtype), state.pages,

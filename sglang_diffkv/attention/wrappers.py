@@ -104,9 +104,8 @@ class ExtendWrapper(_Wrapper):
             prompts: of each request, where its prompt ends, if not with this pass: a policy that observes the last
                 queries of a prompt has to know. judged: as in ``Step``.
         """
-        observers = self.policy.observation.queries
         ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
-        observe_from = [max(end - observers, 0) for end in ends] if observers else None
+        observe_from = self.policy.observation.since(ends)
         self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
         self.step.judged = judged or {}
 

@@ -8,6 +8,7 @@ A method is one file of this folder: a policy (a frozen dataclass) and its optio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -29,6 +30,10 @@ class Observation:
     """Newest tokens of a prompt that observe in the prompt phase; 0: all."""
     reduce: Literal["max", "mean"] = "max"
     """Over the query heads of a KV head."""
+
+    def since(self, ends: Sequence[int]) -> list[int] | None:
+        """The first position that observes, of each prompt that ends at ``ends``; None where all do."""
+        return [max(end - self.queries, 0) for end in ends] if self.queries else None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,7 @@ What differs from the paper:
 
 - each KV head chooses once, where the paper's code repeats keys and values and chooses for each query head;
 - a prefix that comes from the prefix cache was judged when it was cached; the budget then counts the request's
-  own prompt tokens only;
-- a prompt that is compacted chunk by chunk, which happens where it does not fit otherwise, is observed by the last
-  queries of each chunk.
+  own prompt tokens only.
 """
 
 from __future__ import annotations

@@ -6,19 +6,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
-from sglang_diffkv.ops.base import Step
-from tests.helpers import make_format, make_manager, visible
+from sglang_diffkv.ops import ReferenceOps, Scaling, Step
+from sglang_diffkv.policies.base import Observation
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from tests.helpers import begin_step, make_format, make_manager, visible
 
 LENGTH, GROUP, SCALE = 40, 3, 0.3
 
 
 def observed(q: torch.Tensor, key: torch.Tensor, since: int, reduce: str) -> torch.Tensor:
-    """[H, LENGTH]: the mean attention of each token from later ones at ``since`` or behind, 0 where there are none."""
+    """[H, tokens]: the mean attention of each token from later ones at ``since`` or behind, 0 where there are none."""
     heads = key.shape[1]
     logits = torch.einsum("ihgd,jhd->hgij", q.float().unflatten(1, (heads, GROUP)), key.float()) * SCALE
-    position = torch.arange(LENGTH)
+    position = torch.arange(len(q))
     prob = logits.masked_fill(position > position.unsqueeze(1), float("-inf")).softmax(3)  # [H, G, query, key]
     counts = (position.unsqueeze(1) > position) & (position.unsqueeze(1) >= since)
     mean = (prob * counts).sum(2) / counts.sum(0).clamp(min=1)
@@ -36,7 +40,7 @@ def test_scores_are_means_over_those_who_observe(chunks, since, reduce):
     start, row = 0, torch.tensor([1])
     for count in chunks:
         end = start + count
-        manager.begin_step([1], [count], [start])
+        begin_step(manager, [1], [count], [start])
         at = torch.arange(count)
         append(state, 0, key[start:end], value[start:end], torch.ones_like(at), at, at + start)
         step = Step.extend(row, torch.tensor([start]), torch.tensor([count]), [start], [count], [since])
@@ -52,6 +56,34 @@ def test_scores_are_means_over_those_who_observe(chunks, since, reduce):
     torch.testing.assert_close(scores, observed(q, key, since, reduce), rtol=1e-4, atol=1e-6)
 
 
+def test_the_last_queries_of_a_prompt_observe():
+    assert Observation().since([3, 9]) is None
+    assert Observation(queries=8).since([5, 50, 33]) == [0, 42, 25]
+
+
+@pytest.mark.parametrize("chunks", [(40,), (17, 15, 8), (17, 18, 5), (30, 9, 1)])
+def test_a_window_of_queries_is_the_prompt_s_in_any_chunks(chunks):
+    """Queries before the window leave no trace; those of it may lie in several chunks."""
+    manager = make_manager(make_format(("BF16",)), layers=1)
+    state, random = manager.state, torch.Generator().manual_seed(4)
+    q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
+    key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
+    start, row = 0, torch.tensor([1])
+    extend = ExtendWrapper(state, ReferenceOps(), SnapKVPolicy(Budget(20), window=8))
+    for count in chunks:
+        end = start + count
+        manager.space.append(1, count)
+        manager.space.flush()
+        extend.plan(row, torch.tensor([start]), torch.tensor([count]), [start], [count], prompts=[LENGTH])
+        extend.begin()
+        extend.run(0, q[start:end], key[start:end], value[start:end], Scaling(SCALE))
+        start = end
+    seen = visible(state, 1)
+    scores = torch.zeros(2, LENGTH)
+    scores[seen.head, seen.position] = torch.from_numpy(seen.score)
+    torch.testing.assert_close(scores, observed(q, key, LENGTH - 8, "mean"), rtol=1e-4, atol=1e-6)
+
+
 def test_chunks_that_all_observe_give_the_mean_of_maxima():
     """Over several passes the maximum over query heads is taken of each: at least the maximum of the means."""
     manager = make_manager(make_format(("BF16",)), layers=1)
@@ -59,7 +91,7 @@ def test_chunks_that_all_observe_give_the_mean_of_maxima():
     q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
     key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
     for start, end in ((0, 25), (25, LENGTH)):
-        manager.begin_step([1], [end - start], [start])
+        begin_step(manager, [1], [end - start], [start])
         at = torch.arange(end - start)
         append(state, 0, key[start:end], value[start:end], torch.ones_like(at), at, at + start)
         lens = (torch.tensor([1]), torch.tensor([end - start]), torch.tensor([start]))

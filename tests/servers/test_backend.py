@@ -11,12 +11,17 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_diffkv.kernels import device
+from sglang_diffkv.kernels.table import row_table
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.pool import DiffKVPool
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
@@ -38,7 +43,7 @@ class Twin:
     def __init__(
         self, *, triton: bool, tiers: str, heads: int = 2, group: int = 2, dim: int = 64, page_tokens: int = 8,
         pages: int = 400, window: int = 6, flashinfer: bool = False,
-        **policy: Any,
+        method: Policy | None = None, **policy: Any,
     ):  # fmt: skip
         self.heads, self.group, self.dim = heads, group, dim
         fmt = make_format(tiers, dim, page_tokens=page_tokens)
@@ -49,7 +54,7 @@ class Twin:
         def make_ops(state: PageState) -> Ops:
             return TritonOps(state, rule, heads * group, 400, ragged) if triton else ReferenceOps()
 
-        rule = replace(DiffKVPolicy(1.0, 0.2, window), **policy)
+        rule = method or replace(DiffKVPolicy(1.0, 0.2, window), **policy)
         self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, policy=rule, make_ops=make_ops)
         pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
         pool.bind(self.manager)
@@ -122,6 +127,37 @@ def test_both_ops_agree(tiers: str) -> None:
         for row in (1, 2, 4):
             twin.manager.release(row)
         check_integrity(twin.manager)
+
+
+def kept(twin: Twin, row: int) -> list[set[int]]:
+    """Positions that each layer and head holds."""
+    state = twin.manager.state
+    page, lo, hi = (x[0] for x in row_table(state, torch.tensor([row], device=DEVICE), 0, 8))
+    position = state.segments[0].positions[page]
+    held = (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
+    return [set(p[h].tolist()) for p, h in zip(position.flatten(0, 1), held.flatten(0, 1), strict=True)]
+
+
+@pytest.mark.parametrize("method", [SnapKVPolicy(Budget(12), 6, 3), H2OPolicy(Budget(12), 6)], ids=["snapkv", "h2o"])
+def test_both_ops_keep_the_same_tokens(method: Policy) -> None:
+    """Prompts, one of them shorter than the window, and steps. Only tokens of nearly one score may differ."""
+    twins = [Twin(triton=triton, tiers="K8V4", method=method) for triton in (True, False)]
+    for twin in twins:
+        twin.extend([1], [20], [0], 1)
+    assert [[len(x) for x in kept(twin, 1)] for twin in twins] == [[12] * 4] * 2
+    for twin in twins:
+        twin.extend([2, 3], [19, 4], [0, 0], 2)
+    for step in range(5):
+        for twin in twins:
+            twin.decode([1, 2, 3], 1, 10 + step)
+            check_integrity(twin.manager)
+    for row, length in ((1, 25), (2, 24), (3, 9)):
+        mine, reference = (kept(twin, row) for twin in twins)
+        count = min(12, length) if isinstance(method, H2OPolicy) else min(12, length - 5) + 5
+        assert {len(x) for x in (*mine, *reference)} == {count}
+        same = sum(len(a & b) for a, b in zip(mine, reference, strict=True))
+        assert same >= 0.95 * 4 * count
+    assert len({tuple(sorted(x)) for x in kept(twins[0], 1)}) > 1, "heads choose tokens of their own"
 
 
 @pytest.mark.parametrize("triton", [False, True])

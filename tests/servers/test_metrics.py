@@ -97,13 +97,13 @@ def test_reading_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     world, collector = World(2000, exact=False), Collector()
     allocator = served(world)
     req = world.prompt(world.tokens(600 % 250))
-    ledger, tracker = allocator.ledger, world.manager.tracker
+    ledger, counts = allocator.ledger, world.manager.counts
 
     def never(*_: Any) -> None:
         raise AssertionError("a metric was read by something that ranks have to do together")
 
     for name in ("meet", "refresh", "settle", "take_snapshot"):
-        monkeypatch.setattr(tracker, name, never)
+        monkeypatch.setattr(counts, name, never)
     monkeypatch.setattr(ledger, "growth_price", never)
     metrics.update(collector, allocator)
     assert collector.read()["diffkv_growth_price"][0][1] == ledger.last_price

@@ -31,7 +31,6 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(runner, "start", start)
     monkeypatch.setattr(cli, "load_tokenizer", tokenizer_of)
     monkeypatch.setattr("sglang_diffkv.evaluate.configuration.has_gpu", lambda: False)
-    monkeypatch.setattr(cases, "has_gpu", lambda: False)
     return names
 
 
