@@ -61,7 +61,7 @@ def test_triton_steps():
     session = Session(manager)
     session.extend({1: 20}, check=False)
     session.end_prompt(1)
-    manager.ops = ops = TritonOps(manager.state, policy, 4, 400)
+    ops = TritonOps(manager.state, policy, 4, 400)
     rows = torch.tensor([1])
     for length in range(21, 27):
         manager.plan_step([1], [1], [length - 1])

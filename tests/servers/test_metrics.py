@@ -69,7 +69,7 @@ def test_every_family_says_what_is_held(exact: bool) -> None:
     assert share == {tier: report[f"share_{tier}"] for tier in ("high", "low", "pruned")} and share["low"] > 0
     assert found["diffkv_tokens"][0][1] == report["tokens"]
     outcomes = by_label(found["diffkv_prompts_total"], "outcome")
-    assert outcomes == {name.replace(" ", "_"): n for name, n in metrics.prompt_outcomes(allocator).items()}
+    assert outcomes == {name.replace(" ", "_"): n for name, n in metrics.prompt_outcomes(allocator.requests).items()}
     assert sum(outcomes.values()) == 2 and ("no_room" in outcomes) == exact
     world.leave(running)
 
