@@ -16,7 +16,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops import triton as triton_ops
-from sglang_diffkv.ops.gpu import build_ops
+from sglang_diffkv.ops.gpu import build_ops, choose_prefill
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.scaling import layer_scalings
 from sglang_diffkv.srt.validation import check_layers
@@ -69,7 +69,9 @@ def build(monkeypatch, prefill, scalings, *, installed=True, dim=64):
     monkeypatch.setattr(triton_ops, "RaggedPrefill", Planned)
     geometry = Geometry(make_format("K8V4 K4V2", dim), 1, 2, 40, num_rows=4, num_segments=1, max_tokens=64)
     state = PageState.of(geometry, device="cpu", dtype=torch.bfloat16)
-    return build_ops(state, DiffKVPolicy(1.0, 0.0, 16), geometry, 4, prefill, scalings)
+    ops = build_ops(state, DiffKVPolicy(1.0, 0.0, 16), geometry, 4, prefill)
+    choose_prefill(ops, state, prefill, scalings)
+    return ops
 
 
 @pytest.mark.parametrize("prefill", ["auto", "flashinfer"])
