@@ -23,7 +23,7 @@ def cut_arguments(cuts: Cuts) -> tuple[Any, ...]:
 
 @triton.jit
 def number_at(page, OFFSET: tl.constexpr, slot):
-    """Pointers to the int32 numbers of a segment."""
+    """Pointers to the int32 numbers of a field."""
     return (page + OFFSET).to(tl.pointer_type(tl.int32)) + slot
 
 

@@ -97,7 +97,7 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
     state.counters[0] = state.num_pages - free_pages
     state.range_hi.fill_(2**31 - 1)
     taken = 0
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         count, tokens = counts[tier], seg.layout.tokens
         state.entries[1:, :, :, tier] = count
         state.own_tokens[1:, :, :, tier] = case.tokens[tier]

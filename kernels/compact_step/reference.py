@@ -66,18 +66,18 @@ def _plan_cuts(cuts: StepCuts, scores: StepScores, seq_lens: torch.Tensor, num_t
 
 def compact_step(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
     """Apply ``plan`` to all layers and heads of ``rows`` ([B] int64, distinct)."""
-    if len(state.segments) > 1:
+    if len(state.tiers) > 1:
         _demote(state, rows, plan)
     leaving = torch.maximum(plan.demote, plan.drop)
     page, slot = own_slot_location(state, rows, 0, leaving.clamp(min=0).unsqueeze(3))
     gone = leaving >= 0
     page = torch.where(gone, page.squeeze(3), state.scratch_page)
-    state.segments[0].positions[page, slot.squeeze(3)] = EMPTY
+    state.tiers[0].positions[page, slot.squeeze(3)] = EMPTY
     state.hole[rows] = torch.where(gone, leaving, state.hole[rows].long()).int()
 
 
 def _demote(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
-    low = state.segments[1]
+    low = state.tiers[1]
     moving = plan.demote >= 0
     appended = moving & (plan.replace < 0)
     used = state.own_tokens[rows, :, :, 1].long()
@@ -90,7 +90,7 @@ def _demote(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
         return
     page, slot = own_slot_location(state, rows, 0, plan.demote.clamp(min=0).unsqueeze(3))
     page, slot = page.squeeze(3)[moving], slot.squeeze(3)[moving]
-    high = state.segments[0]
+    high = state.tiers[0]
     key, value = read_tokens(high, page, slot)
     low_page, low_slot = own_slot_location(state, rows, 1, torch.where(moving, target, 0).unsqueeze(3))
     write_tokens(

@@ -67,7 +67,7 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
     for row in sorted(live):
         seen: list[torch.Tensor] = []  # (layer, head) and position of each token
         rows = torch.tensor([row], device=state.device)
-        for tier, seg in enumerate(state.segments):
+        for tier, seg in enumerate(state.tiers):
             counts = state.entries[row, :, :, tier]
             own_from = state.own_entry[row, :, :, tier]
             kept_from = state.kept_entry[row, :, :, tier]

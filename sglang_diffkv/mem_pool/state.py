@@ -24,7 +24,7 @@ NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Segments:
+class TierView:
     """Views into the page buffer for the pages of one tier; all share its memory.
 
     ``keys``/``values`` are [P + 1, tokens, bytes] uint8 codes, or [P + 1, tokens, dim] in the model's
@@ -40,7 +40,7 @@ class Segments:
     positions: torch.Tensor  # [P + 1, tokens] int32
 
     @classmethod
-    def of(cls, pages: torch.Tensor, layout: TierLayout, dtype: torch.dtype) -> Segments:
+    def of(cls, pages: torch.Tensor, layout: TierLayout, dtype: torch.dtype) -> TierView:
         n = layout.tokens
 
         def cut(offset: int, token_bytes: int, view: torch.dtype) -> torch.Tensor:
@@ -145,8 +145,8 @@ class PageState:
         )
 
     @cached_property
-    def segments(self) -> tuple[Segments, ...]:
-        return tuple(Segments.of(self.pages, layout, self.dtype) for layout in self.fmt.layouts)
+    def tiers(self) -> tuple[TierView, ...]:
+        return tuple(TierView.of(self.pages, layout, self.dtype) for layout in self.fmt.layouts)
 
     @property
     def num_pages(self) -> int:

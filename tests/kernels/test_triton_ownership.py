@@ -21,7 +21,7 @@ def assert_same(state, twin):
     for name in TENSORS:
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
     rows = torch.arange(state.entries.shape[0], device=DEVICE)
-    for tier in range(len(state.segments)):
+    for tier in range(len(state.tiers)):
         width = max_entries(twin, rows, tier)
         for got, expected in zip(row_table(state, rows, tier, width), row_table(twin, rows, tier, width), strict=True):
             assert torch.equal(got, expected)

@@ -125,13 +125,13 @@ def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int =
         append(manager.state, layer, key, value, torch.full((length,), row), at, at)
     seen = visible(manager.state, row)
     scores = torch.rand(len(seen.page), generator=generator) ** 3 * 0.2
-    manager.state.segments[0].scores[torch.tensor(seen.page).long(), torch.tensor(seen.slot)] = scores
+    manager.state.tiers[0].scores[torch.tensor(seen.page).long(), torch.tensor(seen.slot)] = scores
     return manager
 
 
 def codes(manager: PageManager, row: int) -> dict[tuple[int, int, int], bytes]:
     """(layer, head, position) to the bytes, score included, of each high token."""
-    seg, seen = manager.state.segments[0], visible(manager.state, row)
+    seg, seen = manager.state.tiers[0], visible(manager.state, row)
     fields = [x for x in (seg.keys, seg.key_meta, seg.values, seg.value_meta, seg.scores) if x is not None]
     out = {}
     for i in (seen.tier == 0).nonzero()[0]:

@@ -87,7 +87,7 @@ class TreeMachine(RuleBasedStateMachine):
         page = row_table(state, rows, 0, width)[0][0]
         entry = torch.arange(width).expand(page.shape)
         own = (entry >= state.own_entry[row, :, :, 0].unsqueeze(2)) & (entry < state.entries[row, :, :, 0].unsqueeze(2))
-        scores = state.segments[0].scores
+        scores = state.tiers[0].scores
         scores[page[own]] = torch.rand(int(own.sum()), scores.shape[1], generator=self.scores) * 0.05
 
     @rule(seed=st.integers(0, 5), length=st.integers(1, 70), tail=st.integers(0, 3))
@@ -249,7 +249,7 @@ class TreeMachine(RuleBasedStateMachine):
             expected = torch.tensor([name_of(req.tokens[: i + 1]) for i in range(length)])
             seen = torch.zeros(LAYERS, HEADS, max(length, 1), dtype=torch.int64)
             rows = torch.tensor([req.kv.req_pool_idx])
-            for tier, seg in enumerate(state.segments):
+            for tier, seg in enumerate(state.tiers):
                 page, lo, hi = (x[0] for x in row_table(state, rows, tier, max_entries(state, rows, tier)))
                 position = seg.positions[page]
                 valid = (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
