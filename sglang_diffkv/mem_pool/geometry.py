@@ -32,8 +32,8 @@ class Segment:
     """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
 
     ``pages`` is 0 until the manager has counted them. ``nodes`` counts the tree nodes that refer to the segment
-    (splitting a node adds one and moves no byte). ``exact``: every token is there, in the high tier and in order, and
-    the first page of each head begins with position ``first``.
+    (splitting a node adds one and moves no byte). ``as_computed``: every token is there, in the high tier and in
+    order, and the first page of each head begins with position ``first``.
     """
 
     row: int
@@ -41,7 +41,7 @@ class Segment:
     hi: int
     pages: int = 0
     nodes: int = field(default=1)
-    exact: bool = False
+    as_computed: bool = False
     first: int = 0
     reads: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Entries of each tier, at most, that a row takes to read a range [lo, hi), where the device has counted them."""

@@ -34,8 +34,8 @@ class ReferenceOps:
     With one raw tier and no policy attention takes ``raw_attention``, whose numbers are stock SGLang's bit for bit.
     """
 
-    def __init__(self, exact: bool = False):
-        self.exact = exact
+    def __init__(self, lossless: bool = False):
+        self.lossless = lossless
         self.decisions = Decisions()
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
@@ -69,7 +69,7 @@ class ReferenceOps:
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor:
-        if self.exact and not cap:
+        if self.lossless and not cap:
             return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale)
         out, _ = decode_attention(
             state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=policy.window,
@@ -90,7 +90,7 @@ class ReferenceOps:
         cap: float,
     ) -> torch.Tensor:
         lens = (step.rows, step.extend_lens, step.prefix_lens)
-        if self.exact and not cap:
+        if self.lossless and not cap:
             return raw_attention(state, layer, q, *lens, scale)
         return extend_attention(
             state, layer, q, key, value, *lens, scale, update_scores=policy.compresses, logit_cap=cap,

@@ -232,8 +232,8 @@ class DiffKVPrefixCache(EvictingTree):
             assert self.locked_nodes[segment] == locked, "a segment miscounts its locked nodes"
             assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
             evictable += 0 if locked else segment.pages
-            if segment.exact and segment.pages:
-                exact = self.manager.segments.exact_pages(segment)
-                assert segment.pages == exact, "an exact segment's pages are not in order"
+            if segment.as_computed and segment.pages:
+                ordered = self.manager.segments.computed_pages(segment)
+                assert segment.pages == ordered, "a segment as computed has pages that are not in order"
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"

@@ -111,7 +111,7 @@ class EvictingTree(RadixCache):
     def _cut(self, leaf: Any, pages: float) -> Any:
         """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
         kept = len(leaf.key) - self.manager.segments.tokens_for(leaf.segment, pages)
-        if kept < max(self.least_kept if leaf.segment.exact else self.least_kept_waiting, 1):
+        if kept < max(self.least_kept if leaf.segment.as_computed else self.least_kept_waiting, 1):
             return leaf
         self._split_node(leaf.key, leaf, kept)
         return leaf

@@ -22,7 +22,7 @@ def test_a_request_that_ends_at_once_leaves_its_prompt_exact() -> None:
     world.launch(req)
     world.decode(req)
     world.leave(req)
-    assert [(x.lo, x.hi, x.exact) for x in world.segments()] == [(0, 100, True), (100, 101, False)]
+    assert [(x.lo, x.hi, x.as_computed) for x in world.segments()] == [(0, 100, True), (100, 101, False)]
     assert world.low_tokens(world.segments()[0]) == 0
 
 

@@ -262,7 +262,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def exact_segments_hold_every_token_high(self) -> None:
-        segments = [s for s in self.manager.held_segments if s.exact]
+        segments = [s for s in self.manager.held_segments if s.as_computed]
         if segments:
             columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
             held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))
