@@ -100,7 +100,7 @@ class Visible:
 
 def table_of(state: PageState, row: int, tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages and position ranges of all entry places of a row, each [L, H, width], read column by column."""
-    blocks = state.block_table[row].numpy()
+    blocks = state.row_blocks[row].numpy()
     tables = []
     for source in (state.page_table, state.range_lo, state.range_hi):
         wide = source.numpy()[blocks].transpose(1, 2, 0, 3)  # [L, H, max_blocks, TABLE_BLOCK]

@@ -66,7 +66,7 @@ def append(
     tokens = seg.layout.tokens
     slot = state.write_slot[rows, layer].long() + offset.unsqueeze(1)  # [tokens, H]
     column = state.own_entry[rows, layer, :, 0].long() + slot // tokens
-    block = state.block_table[rows.unsqueeze(1), column // TABLE_BLOCK].long()
+    block = state.row_blocks[rows.unsqueeze(1), column // TABLE_BLOCK].long()
     head = torch.arange(state.num_heads, device=rows.device)
     page = state.page_table[block, layer, head, column % TABLE_BLOCK].long()
     shape = page.shape

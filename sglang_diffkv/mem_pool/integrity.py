@@ -123,10 +123,10 @@ def _check_blocks(manager: PageManager) -> None:
     held = [b for sides in space.blocks for side in sides for b in side]
     everything = sorted(held + space.free_blocks)
     assert everything == list(range(1, space.num_blocks + 1)), "table blocks are lost or held twice"
-    table = space.state.block_table.tolist()
+    table = space.state.row_blocks.tolist()
     for row, (left, right) in enumerate(space.blocks):
         expected = left + [0] * (space.max_blocks - len(left) - len(right)) + right[::-1]
-        assert table[row] == expected, f"row {row}: the device block table is not the host's"
+        assert table[row] == expected, f"row {row}: its blocks on the device are not the host's"
 
 
 def decision_digest(requests: Any) -> int:

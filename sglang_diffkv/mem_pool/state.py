@@ -76,7 +76,7 @@ class PageState:
     ring: torch.Tensor  # [P] int32, page ids
     counters: torch.Tensor  # [2] int64: pages ever taken from the ring, pages ever put into it
     refcount: torch.Tensor  # [P + 1] int32
-    block_table: torch.Tensor  # [R, max_blocks] int32; block 0 backs columns that are not in use
+    row_blocks: torch.Tensor  # [R, max_blocks] int32; block 0 backs columns that are not in use
     page_table: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32, page ids
     range_lo: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32: a slot counts if its position is in
     range_hi: torch.Tensor  # [range_lo, range_hi)
@@ -114,7 +114,7 @@ class PageState:
             ring=torch.arange(num_pages, dtype=torch.int32, device=device),
             counters=torch.tensor([0, num_pages], dtype=torch.int64, device=device),
             refcount=ints(num_pages + 1),
-            block_table=ints(num_rows, max_blocks),
+            row_blocks=ints(num_rows, max_blocks),
             page_table=ints(*table, fill=EMPTY),
             range_lo=ints(*table),
             range_hi=ints(*table),
@@ -167,7 +167,7 @@ class PageState:
     @property
     def width(self) -> int:
         """Columns of a row of the page table."""
-        return self.block_table.shape[1] * TABLE_BLOCK
+        return self.row_blocks.shape[1] * TABLE_BLOCK
 
     @property
     def device(self) -> torch.device:

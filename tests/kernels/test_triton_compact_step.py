@@ -152,7 +152,7 @@ def test_prompt_pages_and_an_empty_ring():
         for row, count in zip((1, 2), counts, strict=True):
             manager.space.append(row, count)
         manager.space.flush()
-        twin.block_table.copy_(state.block_table)
+        twin.row_blocks.copy_(state.row_blocks)
         new = torch.tensor(counts, device=DEVICE)
         reserve(state, rows, new, workspace.spans, valid)
         reserve_reference(twin, rows, new, max(counts))

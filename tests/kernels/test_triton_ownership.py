@@ -40,10 +40,10 @@ def test_rows_share_and_return_pages(tiers):
     twin = clone_state(state)
     spans = Spans.create(state, 1)
     for target in (9, 10, 3):
-        blocks = [b for b in state.block_table[1].tolist() if b]
+        blocks = [b for b in state.row_blocks[1].tolist() if b]
         manager.space.extend(target, *manager.space.bound(1))
         manager.space.flush()
-        twin.block_table.copy_(state.block_table)
+        twin.row_blocks.copy_(state.row_blocks)
         assert blocks
     for op, ref in ((attach, attach_reference.attach),):
         for one, run in ((state, op), (twin, ref)):

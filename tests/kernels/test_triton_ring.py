@@ -143,7 +143,7 @@ class Twins:
 
     def flush(self) -> None:
         self.manager.space.flush()
-        self.twin.block_table.copy_(self.state.block_table)
+        self.twin.row_blocks.copy_(self.state.row_blocks)
 
     def step(self, rows: list[int], counts: list[int]) -> list[int]:
         """Slots and pages for new tokens, then the tokens; returns the rows that got their pages."""
