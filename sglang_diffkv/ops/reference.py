@@ -104,7 +104,7 @@ class ReferenceOps:
         seq_lens: torch.Tensor,
         found: StepScores,
         policy: Policy,
-        num_rows: torch.Tensor | None = None,
+        num_valid: torch.Tensor | None = None,
     ) -> None:
         rule = self.decisions.step(state, policy)
         if rule is not None:
