@@ -1,6 +1,6 @@
 """Prompt-phase compaction: each head's own tokens are sorted into tiers, and pages that fall free return.
 
-All layers and heads of a row at once: plan (classify, count), return the high pages that are no longer
+All layers and heads of a row at once: classify and count, return the high pages that are no longer
 needed, take low pages, move (DiffKV, section 5.3).
 """
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.allocate.triton import add_own_pages
-from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
+from sglang_diffkv.kernels.compact_step.triton_decide import decide_kernel
 from sglang_diffkv.kernels.cuts import StepBudget, StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, Spans
@@ -63,7 +63,7 @@ def move_kernel(
 
 @dataclass
 class CompactWorkspace:
-    """A step's plan, static addresses for graph capture: own slots, -1 for none; and where its pages come from."""
+    """A step's moves, static addresses for graph capture: own slots, -1 for none; and where its pages come from."""
 
     demote: torch.Tensor  # [B, L, H] int32
     leave: torch.Tensor  # [B, L, H] int32
@@ -88,7 +88,7 @@ def compact_step(
     num_valid: torch.Tensor,
     rule: StepRule,
 ) -> None:
-    """After a decode step: ``reference.plan_step``, then ``reference.compact_step``.
+    """After a decode step: ``reference.step_moves``, then ``reference.compact_step``.
 
     Args:
         rows, seq_lens: [B] integers, the new token counted.
@@ -104,7 +104,7 @@ def compact_step(
     assert all(x.shape == (state.num_layers, state.num_heads) and x.is_contiguous() for x in (first, second))
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads}
-    plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
+    decide_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
         found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, first,
         second, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
         state.own_tokens, workspace.spans.demand, workspace.spans.totals,

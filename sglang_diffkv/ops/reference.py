@@ -11,7 +11,7 @@ from sglang_diffkv.kernels.allocate.reference import reserve
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.attach.reference import attach, keep, seal
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
-from sglang_diffkv.kernels.compact_step.reference import compact_step, plan_step
+from sglang_diffkv.kernels.compact_step.reference import compact_step, step_moves
 from sglang_diffkv.kernels.copy_compact.reference import copy_compact
 from sglang_diffkv.kernels.count_owners.reference import count_owners
 from sglang_diffkv.kernels.count_rows.reference import count_rows
@@ -108,7 +108,7 @@ class ReferenceOps:
     ) -> None:
         rule = self.decisions.step(state, policy)
         if rule is not None:
-            compact_step(state, rows, plan_step(rule, found, seq_lens, len(state.fmt.tiers)))
+            compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers)))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         cuts = self.decisions.of_row(state, row, seq_len, policy)

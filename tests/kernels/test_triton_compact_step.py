@@ -1,4 +1,4 @@
-"""Reserve, plan and compact in Triton against the references, over decode steps with everything switched on."""
+"""Reserve, decide and compact in Triton against the references, over decode steps with everything switched on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_diffkv.kernels.allocate.reference import reserve as reserve_referenc
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.compact_step.reference import compact_step as compact_reference
-from sglang_diffkv.kernels.compact_step.reference import plan_step
+from sglang_diffkv.kernels.compact_step.reference import step_moves
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
@@ -135,7 +135,7 @@ def test_steps_match_references(tiers, scales):
         found.packed.fill_(2**63 - 1)
         pack(scores, found)
         compact_step(state, rows, seq_lens, found, workspace, valid, rule)
-        compact_reference(twin, rows[:2], plan_step(rule, scores, seq_lens[:2], len(state.tiers)))
+        compact_reference(twin, rows[:2], step_moves(rule, scores, seq_lens[:2], len(state.tiers)))
         assert_same(state, twin, rows[:2])
         check_integrity(manager)
     assert not state.fault.any()

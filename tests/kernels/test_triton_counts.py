@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.kernels.compact_step.reference import StepPlan, compact_step
+from sglang_diffkv.kernels.compact_step.reference import StepMoves, compact_step
 from sglang_diffkv.kernels.count_owners import triton as count_owners_triton
 from sglang_diffkv.kernels.count_owners.reference import count_owners as count_owners_reference
 from sglang_diffkv.kernels.count_rows import triton as count_rows_triton
@@ -51,7 +51,7 @@ def decode_step(manager: PageManager, rows: list[int], generator: torch.Generato
     demoted = 0.5 if len(state.tiers) > 1 else 0.0
     demote = torch.where(choice < demoted, slot, -1)
     drop = torch.where((choice >= demoted) & (choice < 0.7), slot, -1)
-    compact_step(state, index, StepPlan(demote, drop, torch.full_like(slot, -1)))
+    compact_step(state, index, StepMoves(demote, drop, torch.full_like(slot, -1)))
 
 
 def busy_manager(tiers: str) -> PageManager:
