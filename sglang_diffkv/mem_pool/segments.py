@@ -24,14 +24,14 @@ class SegmentStore:
 
     Attributes:
         cached: segments of the prefix cache. counts_of: tokens that they and pending ones hold, by head.
-        spread: replies among them that lie between tokens of their request's copy of its prompt, until its row is
+        fragmented: replies among them that lie between tokens of their request's copy of its prompt, until its row is
             released.
     """
 
     def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts):
         self.device, self.rows, self.counts = device, rows, counts
         self.cached: set[Segment] = set()
-        self.spread: list[Segment] = []
+        self.fragmented: list[Segment] = []
         self.counts_of = SegmentCounts(device)
         geometry = device.geometry
         self._free_rows = list(range(geometry.num_rows + geometry.num_segments - 1, geometry.num_rows - 1, -1))
@@ -89,7 +89,7 @@ class SegmentStore:
         segment = Segment(segment_row, lo, hi, as_computed=as_computed and not ends, first=first)
         self.add(segment)
         if ends and lo > first:  # its pages hold tokens below lo too
-            self.spread.append(segment)
+            self.fragmented.append(segment)
         return segment
 
     def add(self, segment: Segment) -> None:

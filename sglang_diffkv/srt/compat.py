@@ -125,23 +125,23 @@ def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def priced(req: Any, price: float) -> Iterator[None]:
+def estimated(req: Any, growth: float) -> Iterator[None]:
     """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it."""
     params, made = req.sampling_params, len(req.output_ids)
     longest = params.max_new_tokens
-    params.max_new_tokens = made + math.ceil(max(longest - made, 0) * price)
+    params.max_new_tokens = made + math.ceil(max(longest - made, 0) * growth)
     try:
         yield
     finally:
         params.max_new_tokens = longest
 
 
-def tokens_wanted(req: Any, price: float) -> float:
-    """What admission asks for a request: its prompt, and the tokens it may generate at ``price``."""
+def tokens_wanted(req: Any, growth: float) -> float:
+    """What admission asks for a request: its prompt, and the tokens it may generate at ``growth`` each."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    return prompt_len(req) - prefix_len(req) + price * rest + 1
+    return prompt_len(req) - prefix_len(req) + growth * rest + 1
 
 
 def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:

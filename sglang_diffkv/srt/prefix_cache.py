@@ -66,7 +66,7 @@ class DiffKVPrefixCache(EvictingTree):
 
     def pack_replies(self) -> None:
         """A row was released: the replies that joined from it move to dense pages, where there is room for them."""
-        waiting, self.manager.segments.spread = self.manager.segments.spread, []
+        waiting, self.manager.segments.fragmented = self.manager.segments.fragmented, []
         for segment in waiting:
             needed = self.manager.segments.packed_pages(segment)
             if self.make_room(needed) and segment in self.manager.segments.cached:

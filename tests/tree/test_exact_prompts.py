@@ -152,7 +152,7 @@ def test_a_reply_leaves_the_pages_of_its_prompt_s_copy() -> None:
     world.manager.counts.settle()
     assert reply.pages == 2, "11 tokens of 8 a page"
     assert world.manager.device.free_pages() == free + private - 2
-    assert not world.manager.segments.spread
+    assert not world.manager.segments.fragmented
 
 
 def two_readers(world: World, prefix: list[int], own: int) -> list[Any]:
