@@ -11,7 +11,7 @@ import math
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_diffkv.mem_pool.geometry import Path, token_names
+from sglang_diffkv.mem_pool.geometry import Path, kv_slots_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import prunes
 
@@ -42,11 +42,11 @@ ROW_ESTIMATE_TOKENS = 256
 
 
 class Promise(NamedTuple):
-    """Pages, page-table blocks and token names."""
+    """Pages, page-table blocks and KV slots."""
 
     pages: int
     blocks: int
-    names: int
+    kv_slots: int
 
 
 class PageLedger:
@@ -59,9 +59,9 @@ class PageLedger:
         self.manager = manager
         self.capacity = capacity
         prunes_tokens = prunes(manager.policy, len(manager.fmt.tiers))
-        self.names = token_names(capacity, manager.fmt, prunes=prunes_tokens)
-        """Tokens that may be named at once."""
-        self.names_free: Callable[[], int] = lambda: self.names
+        self.kv_slots = kv_slots_for(capacity, manager.fmt, prunes=prunes_tokens)
+        """Tokens that SGLang may hold at once."""
+        self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""
         self.tree_pages = 0
         self.evictable_pages = 0
@@ -143,10 +143,10 @@ class PageLedger:
         counts, planned = self.manager.counts, self.manager.prompts.planned_pages()
         return counts.free_bound() - counts.headroom_bound() - self.promised_pages() - planned
 
-    def uncommitted_names(self) -> int:
-        """Free names that no admitted prompt is going to take."""
-        free = self.names_free()
-        return free if self._allocating else free - sum(promise.names for promise in self.promised.values())
+    def uncommitted_kv_slots(self) -> int:
+        """Free KV slots that no admitted prompt is going to take."""
+        free = self.kv_slots_free()
+        return free if self._allocating else free - sum(promise.kv_slots for promise in self.promised.values())
 
     def report(self) -> dict[str, float]:
         """For ``/server_info``: what is set aside now, in pages, and the growth estimate."""
@@ -178,7 +178,7 @@ class PageLedger:
             free += self.promised_pages()
         tokens = self.capacity - self._tokens(total - free)
         if self.manager.rows:
-            tokens = min(tokens, max(self.uncommitted_names(), 0))
+            tokens = min(tokens, max(self.uncommitted_kv_slots(), 0))
         return tokens + self._credit
 
     def evictable(self) -> int:
@@ -197,7 +197,7 @@ class PageLedger:
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:
-        """While SGLang allocates the slots of admitted prompts, the pages promised to them are available."""
+        """While SGLang allocates the KV slots of admitted prompts, the pages promised to them are available."""
         self._allocating = True
         try:
             yield
@@ -219,7 +219,7 @@ class PageLedger:
 
     def admits(self, path: Path, new_tokens: int) -> bool:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
-        if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_names() < new_tokens:
+        if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_kv_slots() < new_tokens:
             return False
         return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
 
@@ -244,7 +244,7 @@ class PageLedger:
         spare = SPARE_PAGES * self.manager.geometry.heads
         if self.most_pages(path, new_tokens) + most + spare > self.manager.geometry.num_pages:
             return False
-        if self.uncommitted_names() < new_tokens:
+        if self.uncommitted_kv_slots() < new_tokens:
             return False
         return not self.table_starved(self.blocks_for(path, new_tokens))
 
@@ -258,9 +258,9 @@ class PageLedger:
         return self.manager.space.blocks_for(path, new_tokens) + 2
 
     def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
-        """Set aside pages, table blocks and names for ``new_tokens`` prompt tokens that are still to be computed, and
-        blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the next
-        chunk."""
+        """Set aside pages, table blocks and KV slots for ``new_tokens`` prompt tokens that are still to be computed,
+        and blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the
+        next chunk."""
         if new_tokens > 0:
             pages = self.prompt_pages(min(new_tokens, self.chunks.get(request_id, new_tokens)))
             self.promised[request_id] = Promise(pages, self.blocks_for(path, new_tokens), new_tokens)

@@ -262,8 +262,8 @@ def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
     if requests_of(self) is None:
         return original(self, req, recv_req)
     return (
-        "Beam search is not supported with --attention-backend diffkv: beams share KV by slot, and pages have one "
-        "writer. Drop beam_width."
+        "Beam search is not supported with --attention-backend diffkv: beams share K and V by KV slot, and pages "
+        "have one writer. Drop beam_width."
     )
 
 

@@ -1,4 +1,4 @@
-"""SGLang's radix tree over page segments: nodes name tokens, segments hold their pages.
+"""SGLang's radix tree over page segments: nodes list KV slots, segments hold pages.
 
 With ``compressed`` fidelity a prompt is compacted before it joins the tree; with ``exact`` it joins as it was computed,
 and its request runs on a compressed copy (``Prompts``). A node refers to the segment that stores its tokens; a

@@ -87,11 +87,11 @@ class EvictingTree(RadixCache):
         self._evict_while(lambda: math.inf if self.ledger.table_starved(blocks) else 0)
         return not self.ledger.table_starved(blocks)
 
-    def evict_names(self, count: int) -> None:
-        """Evict until ``count`` names are free that nobody is going to take, if so many can be."""
-        if self.ledger.uncommitted_names() + super().evictable_size() < count:
+    def evict_kv_slots(self, count: int) -> None:
+        """Evict until ``count`` KV slots are free that nobody is going to take, if so many can be."""
+        if self.ledger.uncommitted_kv_slots() + super().evictable_size() < count:
             return
-        self._evict_while(lambda: math.inf if self.ledger.uncommitted_names() < count else 0)
+        self._evict_while(lambda: math.inf if self.ledger.uncommitted_kv_slots() < count else 0)
 
     def _evict_while(self, missing: Callable[[], float]) -> None:
         """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves."""

@@ -39,7 +39,7 @@ class Collector:
 
 def served(world: World) -> Any:
     """A world's allocator with a meter, as in a server."""
-    world.allocator._kvcache = SimpleNamespace(usage=UsageMeter(world.manager), renamed=lambda old, new: None)
+    world.allocator._kvcache = SimpleNamespace(usage=UsageMeter(world.manager), kv_slots_changed=lambda old, new: None)
     return world.allocator
 
 
