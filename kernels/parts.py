@@ -36,17 +36,17 @@ def held_tokens(
         own: only tokens in pages that the row owns.
     """
     source, lo, hi = part
-    seg, rows = state.tiers[tier], torch.tensor([source], device=state.device)
+    view, rows = state.tiers[tier], torch.tensor([source], device=state.device)
     width = max_entries(state, rows, tier)
     if not width:
         return None
     page, page_lo, page_hi = (x[0] for x in row_table(state, rows, tier, width))  # [L, H, E]
-    position = seg.positions[page]
+    position = view.positions[page]
     held = (position >= page_lo.clamp(min=lo).unsqueeze(3)) & (position < page_hi.clamp(max=hi).unsqueeze(3))
     if own:
         entry = torch.arange(width, device=page.device)
         held &= (entry >= state.own_entry[source, :, :, tier].unsqueeze(2)).unsqueeze(3)
-    return Held(part, tier, page, position, held, _scores(seg.scores[page], position, held, judged))
+    return Held(part, tier, page, position, held, _scores(view.scores[page], position, held, judged))
 
 
 def _scores(

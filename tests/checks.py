@@ -54,9 +54,9 @@ def check_searches(session: Session, rows: list[int], found: StepScores) -> None
 
 def check_contents(manager: PageManager, seen: Visible, dense: Dense, first: int) -> None:
     """Compare the tokens of ``seen`` in memory with ``dense``, whose first token is at position ``first``."""
-    for tier, seg in enumerate(manager.state.tiers):
+    for tier, view in enumerate(manager.state.tiers):
         here = seen.pick(seen.tier == tier)
-        key, value = read_tokens(seg, torch.from_numpy(here.page).long(), torch.from_numpy(here.slot).long())
+        key, value = read_tokens(view, torch.from_numpy(here.page).long(), torch.from_numpy(here.slot).long())
         index = here.position - first, here.layer, here.head
         assert torch.equal(key, dense.keys[tier + 1][index]), "a stored key is not the token's"
         assert torch.equal(value, dense.values[tier + 1][index]), "a stored value is not the token's"

@@ -112,13 +112,13 @@ def table_of(state: PageState, row: int, tier: int) -> tuple[np.ndarray, np.ndar
 def visible(state: PageState, row: int) -> Visible:
     """What the device state says that ``row`` sees, worked out apart from the ops' own table addressing."""
     parts = []
-    for tier, seg in enumerate(state.tiers):
+    for tier, view in enumerate(state.tiers):
         page, lo, hi = table_of(state, row, tier)
         entry = np.arange(page.shape[2])
         used = entry < state.entries[row, :, :, tier].numpy()[:, :, None]
         layer, head, entry = used.nonzero()
         page, lo, hi = (x[layer, head, entry] for x in (page, lo, hi))
-        position = seg.positions.numpy()[page]  # [entries, tokens]
+        position = view.positions.numpy()[page]  # [entries, tokens]
         first = state.own_entry[row, :, :, tier].numpy()[layer, head]
         index, slot = ((position >= lo[:, None]) & (position < hi[:, None])).nonzero()
         parts.append(
@@ -130,8 +130,8 @@ def visible(state: PageState, row: int) -> Visible:
                 page[index],
                 slot,
                 (entry >= first)[index],
-                (entry - first)[index] * seg.layout.tokens + slot,
-                seg.scores.numpy()[page[index], slot],
+                (entry - first)[index] * view.layout.tokens + slot,
+                view.scores.numpy()[page[index], slot],
             )
         )
     return Visible(*(np.concatenate(column) for column in zip(*parts)))

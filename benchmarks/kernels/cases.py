@@ -97,8 +97,8 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
     state.counters[0] = state.num_pages - free_pages
     state.range_hi.fill_(2**31 - 1)
     taken = 0
-    for tier, seg in enumerate(state.tiers):
-        count, tokens = counts[tier], seg.layout.tokens
+    for tier, view in enumerate(state.tiers):
+        count, tokens = counts[tier], view.layout.tokens
         state.entries[1:, :, :, tier] = count
         state.own_tokens[1:, :, :, tier] = case.tokens[tier]
         if not count:
@@ -111,17 +111,17 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
         block = state.row_blocks[1:][:, column // TABLE_BLOCK].long()  # [B, count]
         state.page_table[block, :, :, column % TABLE_BLOCK] = page
         flat = page.reshape(-1).long()
-        if seg.key_meta is not None and seg.value_meta is not None:
-            for meta in (seg.key_meta, seg.value_meta):
+        if view.key_meta is not None and view.value_meta is not None:
+            for meta in (view.key_meta, view.value_meta):
                 meta[flat] = torch.tensor([0.02, -1.0], dtype=torch.float16, device=device)
         else:
-            seg.keys[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
-            seg.values[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
+            view.keys[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
+            view.values[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
         number = entry.view(1, -1, 1) * tokens + torch.arange(tokens, device=device)
         position = torch.where(number < case.tokens[tier], number + (case.tokens[0] if tier else 0), -1)
         position = position.view(1, count, 1, 1, tokens).expand(case.batch, count, layers, case.kv_heads, tokens)
-        seg.positions[flat] = position.reshape(-1, tokens).int()
-        seg.scores[flat] = torch.rand(tokens, device=device) / case.length
+        view.positions[flat] = position.reshape(-1, tokens).int()
+        view.scores[flat] = torch.rand(tokens, device=device) / case.length
     return state
 
 

@@ -13,7 +13,7 @@ RAW = Tier(RAW_BITS, RAW_BITS)
 
 
 def write_tokens(
-    seg: TierView,
+    view: TierView,
     page: torch.Tensor,
     slot: torch.Tensor,
     key: torch.Tensor,
@@ -23,25 +23,25 @@ def write_tokens(
     source: Tier = RAW,
 ) -> None:
     """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim] of tier ``source``."""
-    tier = seg.layout.tier
-    if seg.key_meta is None or seg.value_meta is None:
-        seg.keys[page, slot] = key.to(seg.keys.dtype)
-        seg.values[page, slot] = value.to(seg.values.dtype)
+    tier = view.layout.tier
+    if view.key_meta is None or view.value_meta is None:
+        view.keys[page, slot] = key.to(view.keys.dtype)
+        view.values[page, slot] = value.to(view.values.dtype)
     else:
-        seg.keys[page, slot], seg.key_meta[page, slot] = quantize(key, tier.k_bits, source.k_bits)
-        seg.values[page, slot], seg.value_meta[page, slot] = quantize(value, tier.v_bits, source.v_bits)
-    seg.scores[page, slot] = score.float()
-    seg.positions[page, slot] = position.int()
+        view.keys[page, slot], view.key_meta[page, slot] = quantize(key, tier.k_bits, source.k_bits)
+        view.values[page, slot], view.value_meta[page, slot] = quantize(value, tier.v_bits, source.v_bits)
+    view.scores[page, slot] = score.float()
+    view.positions[page, slot] = position.int()
 
 
-def read_tokens(seg: TierView, page: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_tokens(view: TierView, page: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantised keys [..., dim] and values [..., v_dim], float32, of tokens at (page, slot), each [...]."""
-    tier = seg.layout.tier
-    if seg.key_meta is None or seg.value_meta is None:
-        return seg.keys[page, slot].float(), seg.values[page, slot].float()
+    tier = view.layout.tier
+    if view.key_meta is None or view.value_meta is None:
+        return view.keys[page, slot].float(), view.values[page, slot].float()
     return (
-        dequantize(seg.keys[page, slot], seg.key_meta[page, slot], tier.k_bits),
-        dequantize(seg.values[page, slot], seg.value_meta[page, slot], tier.v_bits),
+        dequantize(view.keys[page, slot], view.key_meta[page, slot], tier.k_bits),
+        dequantize(view.values[page, slot], view.value_meta[page, slot], tier.v_bits),
     )
 
 
@@ -62,8 +62,8 @@ def append(
         offset: [tokens] int64, the token's number among its row's new tokens.
         position: [tokens] int64, its position in the sequence.
     """
-    seg = state.tiers[0]
-    tokens = seg.layout.tokens
+    view = state.tiers[0]
+    tokens = view.layout.tokens
     slot = state.write_slot[rows, layer].long() + offset.unsqueeze(1)  # [tokens, H]
     column = state.own_entry[rows, layer, :, 0].long() + slot // tokens
     block = state.row_blocks[rows.unsqueeze(1), column // TABLE_BLOCK].long()
@@ -71,7 +71,7 @@ def append(
     page = state.page_table[block, layer, head, column % TABLE_BLOCK].long()
     shape = page.shape
     write_tokens(
-        seg,
+        view,
         page.flatten(),
         (slot % tokens).flatten(),
         key.flatten(0, 1),

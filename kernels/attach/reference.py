@@ -20,12 +20,12 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
     """
     rows = torch.tensor([source, target], device=state.device)
     src, dst = rows[:1], rows[1:]
-    for tier, seg in enumerate(state.tiers):
+    for tier, view in enumerate(state.tiers):
         width = max_entries(state, src, tier)
         if width:
             page, page_lo, page_hi = (x[0] for x in row_table(state, src, tier, width))  # [L, H, E]
             page_lo, page_hi = page_lo.clamp(min=lo), page_hi.clamp(max=hi)
-            position = seg.positions[page]  # [L, H, E, tokens]
+            position = view.positions[page]  # [L, H, E, tokens]
             held = (position >= page_lo.unsqueeze(3)) & (position < page_hi.unsqueeze(3))
             keep = held.any(3) & (page != state.scratch_page)
             if kept_only:

@@ -19,8 +19,8 @@ from sglang_diffkv.mem_pool.state import PageState, TierView
 def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None:
     """Sort the own high-tier tokens of ``row`` into tiers and repack them. ``seq_len``: tokens of the sequence."""
     tiers = len(state.tiers)
-    seg = state.tiers[0]
-    tokens = seg.layout.tokens
+    view = state.tiers[0]
+    tokens = view.layout.tokens
     rows = torch.tensor([row], device=state.device)
     used = state.own_tokens[row, :, :, 0].long()  # [L, H]
     total = int(used.max())
@@ -31,8 +31,8 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None
     own_slot = torch.where(present, slot, 0).unsqueeze(0)
     page, place = (x[0] for x in own_slot_location(state, rows, 0, own_slot))  # [L, H, N]
     stored = present & (page != state.scratch_page)
-    position = torch.where(stored, seg.positions[page, place], EMPTY)
-    tier_of = prompt_tiers(cuts, seg.scores[page, place], position, seq_len, tiers)
+    position = torch.where(stored, view.positions[page, place], EMPTY)
+    tier_of = prompt_tiers(cuts, view.scores[page, place], position, seq_len, tiers)
     tier_of = torch.where(position >= 0, tier_of, tiers)
     kept = (tier_of == 0).sum(2)  # [L, H]
     if bool((kept == used).all()):
@@ -40,19 +40,19 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None
 
     demoted = (tier_of == 1) & (tiers > 1)
     at = page[demoted], place[demoted]
-    key, value = read_tokens(seg, *at)
-    score = seg.scores[at]
-    _close_ranks(seg, page, place, tier_of == 0, present)
+    key, value = read_tokens(view, *at)
+    score = view.scores[at]
+    _close_ranks(view, page, place, tier_of == 0, present)
     _return_pages(state, row, kept, tokens)
     state.own_tokens[row, :, :, 0] = kept.int()
     state.hole[row] = EMPTY
     if tiers > 1:
         at = append_slots(state, row, 1, demoted)
-        write_tokens(state.tiers[1], *at, key, value, score, position[demoted], seg.layout.tier)
+        write_tokens(state.tiers[1], *at, key, value, score, position[demoted], view.layout.tier)
 
 
 def _close_ranks(
-    seg: TierView, page: torch.Tensor, place: torch.Tensor, stays: torch.Tensor, present: torch.Tensor
+    view: TierView, page: torch.Tensor, place: torch.Tensor, stays: torch.Tensor, present: torch.Tensor
 ) -> None:
     """Move the tokens that stay to the first own slots, in order, without touching their codes."""
     order = torch.argsort((~stays).int(), dim=2, stable=True)
@@ -61,12 +61,12 @@ def _close_ranks(
     filled = torch.arange(order.shape[2], device=page.device) < count
     target_page, target_place = page[filled], place[filled]
     source_page, source_place = source_page[filled], source_place[filled]
-    for field in (seg.keys, seg.key_meta, seg.values, seg.value_meta, seg.scores):
+    for field in (view.keys, view.key_meta, view.values, view.value_meta, view.scores):
         if field is not None:
             field[target_page, target_place] = field[source_page, source_place]
-    position = seg.positions[source_page, source_place]
-    seg.positions[page[present], place[present]] = EMPTY
-    seg.positions[target_page, target_place] = position
+    position = view.positions[source_page, source_place]
+    view.positions[page[present], place[present]] = EMPTY
+    view.positions[target_page, target_place] = position
 
 
 def _return_pages(state: PageState, row: int, kept: torch.Tensor, tokens: int) -> None:

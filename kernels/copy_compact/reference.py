@@ -66,17 +66,17 @@ def _append(
     score: torch.Tensor,  # [L, H, E, tokens]
 ) -> None:
     """Append the chosen tokens, in (entry, slot) order, to the target's own region of ``tier``."""
-    seg, origin = state.tiers[tier], state.tiers[source_tier]
+    view, origin = state.tiers[tier], state.tiers[source_tier]
     to_page, to_slot = append_slots(state, target, tier, chosen.flatten(2))
     from_page = page.unsqueeze(3).expand(chosen.shape)[chosen]
     from_slot = chosen.nonzero(as_tuple=True)[3]
     position = origin.positions[from_page, from_slot]
     if tier == source_tier:
-        for field in (seg.keys, seg.key_meta, seg.values, seg.value_meta):
+        for field in (view.keys, view.key_meta, view.values, view.value_meta):
             if field is not None:
                 field[to_page, to_slot] = field[from_page, from_slot]
-        seg.scores[to_page, to_slot] = score[chosen]
-        seg.positions[to_page, to_slot] = position
+        view.scores[to_page, to_slot] = score[chosen]
+        view.positions[to_page, to_slot] = position
     else:
         key, value = read_tokens(origin, from_page, from_slot)
-        write_tokens(seg, to_page, to_slot, key, value, score[chosen], position, origin.layout.tier)
+        write_tokens(view, to_page, to_slot, key, value, score[chosen], position, origin.layout.tier)

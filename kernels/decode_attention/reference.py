@@ -51,24 +51,24 @@ def _gather(state: PageState, tier: int, page: torch.Tensor) -> TierView:
     return TierView.of(copies, state.tiers[tier].layout, state.dtype)
 
 
-def _logits(q: torch.Tensor, seg: TierView) -> torch.Tensor:
+def _logits(q: torch.Tensor, view: TierView) -> torch.Tensor:
     """q [B, H, G, D] float32 and gathered pages to unscaled logits [B, H, G, N], ``N = E * tokens``."""
     heads = q.shape[:2]
 
     def per_head(x: torch.Tensor) -> torch.Tensor:
         return x.float().reshape(*heads, -1, x.shape[-1])  # [B, H, N, .]
 
-    if seg.key_meta is None:
-        return q @ per_head(seg.keys).transpose(2, 3)
-    step = seg.layout.key_bytes
+    if view.key_meta is None:
+        return q @ per_head(view.keys).transpose(2, 3)
+    step = view.layout.key_bytes
     out = q.new_zeros(())
-    for p, plane in enumerate(planes(seg.keys, seg.layout.tier.k_bits)):
+    for p, plane in enumerate(planes(view.keys, view.layout.tier.k_bits)):
         out = out + q[..., p * step : (p + 1) * step] @ per_head(plane).transpose(2, 3)
-    scale, zero = per_head(seg.key_meta).unbind(-1)  # [B, H, N]
+    scale, zero = per_head(view.key_meta).unbind(-1)  # [B, H, N]
     return out * scale.unsqueeze(2) + q.sum(3, keepdim=True) * zero.unsqueeze(2)
 
 
-def _weighted_values(prob: torch.Tensor, seg: TierView, valid: torch.Tensor) -> torch.Tensor:
+def _weighted_values(prob: torch.Tensor, view: TierView, valid: torch.Tensor) -> torch.Tensor:
     """prob [B, H, G, N], gathered pages and valid [B, H, N] to [B, H, G, v_head_dim].
 
     Slots that are not valid may hold any bytes, NaN among them, which a probability of 0 does not cancel.
@@ -78,12 +78,12 @@ def _weighted_values(prob: torch.Tensor, seg: TierView, valid: torch.Tensor) -> 
     def per_head(x: torch.Tensor) -> torch.Tensor:
         return x.float().reshape(*heads, -1, x.shape[-1])  # [B, H, N, .]
 
-    if seg.value_meta is None:
-        return prob @ per_head(seg.values).masked_fill(~valid.unsqueeze(3), 0.0)
-    meta = per_head(seg.value_meta).masked_fill(~valid.unsqueeze(3), 0.0)
+    if view.value_meta is None:
+        return prob @ per_head(view.values).masked_fill(~valid.unsqueeze(3), 0.0)
+    meta = per_head(view.value_meta).masked_fill(~valid.unsqueeze(3), 0.0)
     scale, zero = meta.unbind(-1)  # [B, H, N]
     scaled = prob * scale.unsqueeze(2)
-    parts = [scaled @ per_head(plane) for plane in planes(seg.values, seg.layout.tier.v_bits)]
+    parts = [scaled @ per_head(plane) for plane in planes(view.values, view.layout.tier.v_bits)]
     return torch.cat(parts, dim=3) + prob @ zero.unsqueeze(3)
 
 
@@ -125,10 +125,10 @@ def decode_attention(
     ]
     gathered = [_gather(state, tier, table[0]) for tier, table in enumerate(tables)]
     logits, positions, valids = [], [], []
-    for seg, (page, lo, hi) in zip(gathered, tables, strict=True):
-        position = seg.positions.reshape(*page.shape, seg.layout.tokens)  # [B, H, E, tokens]
+    for view, (page, lo, hi) in zip(gathered, tables, strict=True):
+        position = view.positions.reshape(*page.shape, view.layout.tokens)  # [B, H, E, tokens]
         valid = ((position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))).flatten(2)
-        tier_logits = _logits(grouped, seg)
+        tier_logits = _logits(grouped, view)
         if logit_cap:
             tier_logits = logit_cap * torch.tanh(tier_logits / logit_cap)
         logits.append(tier_logits.masked_fill(~valid.unsqueeze(2), float("-inf")))
@@ -139,8 +139,8 @@ def decode_attention(
     prob = (joined - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(3)).exp()
     probs = prob.split([x.shape[3] for x in logits], dim=3)
     out = torch.zeros((), device=q.device)
-    for p, seg, valid in zip(probs, gathered, valids, strict=True):
-        out = out + _weighted_values(p, seg, valid)
+    for p, view, valid in zip(probs, gathered, valids, strict=True):
+        out = out + _weighted_values(p, view, valid)
     if scores is not None:
         judged = len(tables) if scores.judge_low else 1
         for tier, (p, position, valid) in enumerate(zip(probs[:judged], positions, valids, strict=False)):
@@ -169,8 +169,8 @@ def _update_scores(
     horizon: int,
 ) -> None:
     """Running mean of the attention own tokens receive; then the candidate and the least significant."""
-    seg = state.tiers[tier]
-    tokens = seg.layout.tokens
+    view = state.tiers[tier]
+    tokens = view.layout.tokens
     newest = (seq_lens - 1).view(-1, 1, 1)
     first = state.own_entry[rows, layer, :, tier].long().unsqueeze(2)  # [B, H, 1]
     entry = torch.arange(page.shape[2], device=page.device).expand_as(page)
@@ -180,7 +180,7 @@ def _update_scores(
     old = old.reshape(position.shape)
     new = torch.where(position < newest, old + (received - old) / count, old)
     target = torch.where(own, page, state.scratch_page)
-    seg.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
+    view.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
 
     slot = torch.arange(position.shape[2], device=page.device) - first * tokens  # [B, H, N]
     movable = own_token & (position >= sinks)

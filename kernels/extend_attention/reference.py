@@ -91,13 +91,13 @@ def _attend(
     count, q_heads, dim = q.shape
     rows = torch.tensor([row], device=q.device)
     keys, values, valid = [], [], []
-    for tier, seg in enumerate(state.tiers):
+    for tier, view in enumerate(state.tiers):
         width = max_entries(state, rows, tier, layer) if prefix else 0
         page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, width))  # [H, E]
-        slot = torch.arange(seg.layout.tokens, device=q.device).expand(*page.shape, -1)
+        slot = torch.arange(view.layout.tokens, device=q.device).expand(*page.shape, -1)
         page = page.unsqueeze(2).expand(slot.shape)
-        tier_keys, tier_values = read_tokens(seg, page, slot)
-        position = seg.positions[page, slot]
+        tier_keys, tier_values = read_tokens(view, page, slot)
+        position = view.positions[page, slot]
         seen = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < prefix)
         keys.append(tier_keys.flatten(1, 2))
         # Slots that are not seen may hold any bytes; a probability of 0 does not cancel a NaN.
@@ -143,29 +143,29 @@ def _record(
     rows = torch.tensor([row], device=state.device)
     silent = min(max(observe_from - prefix, 0), count)  # new tokens that do not observe
     observing = count - silent
-    for tier, seg in enumerate(state.tiers):
-        width = received[tier].shape[1] // seg.layout.tokens
+    for tier, view in enumerate(state.tiers):
+        width = received[tier].shape[1] // view.layout.tokens
         if not width:
             continue
         page = layer_table(state, rows, tier, layer, width)[0][0]  # [H, E]
-        position = seg.positions[page]  # [H, E, tokens]
+        position = view.positions[page]  # [H, E, tokens]
         entry = torch.arange(width, device=page.device)
         own = entry >= state.own_entry[row, layer, :, tier].unsqueeze(1)
         own &= entry < state.entries[row, layer, :, tier].unsqueeze(1)
         earlier = own.unsqueeze(2) & (position >= 0) & (position < prefix)
         judged = (prefix - (position + 1).clamp(min=observe_from)).clamp(min=0)
-        total = seg.scores[page] * judged + received[tier].unflatten(1, (width, -1))
+        total = view.scores[page] * judged + received[tier].unflatten(1, (width, -1))
         mean = total / (judged + observing).clamp(min=1)
         target = page.unsqueeze(2).expand(position.shape)[earlier]
-        slot = torch.arange(seg.layout.tokens, device=page.device).expand(position.shape)[earlier]
-        seg.scores[target, slot] = mean[earlier]
-    seg = state.tiers[0]
-    tokens = seg.layout.tokens
+        slot = torch.arange(view.layout.tokens, device=page.device).expand(position.shape)[earlier]
+        view.scores[target, slot] = mean[earlier]
+    view = state.tiers[0]
+    tokens = view.layout.tokens
     offset = torch.arange(count, device=state.device)
     slot = state.write_slot[row, layer].long().unsqueeze(1) + offset  # [H, n]
     table = layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer))[0][0]
     page = table.gather(1, state.own_entry[row, layer, :, 0].long().unsqueeze(1) + slot // tokens)
-    seg.scores[page, slot % tokens] = received[-1] / (count - (offset + 1).clamp(min=silent)).clamp(min=1)
+    view.scores[page, slot % tokens] = received[-1] / (count - (offset + 1).clamp(min=silent)).clamp(min=1)
 
 
 def _judge(
@@ -182,17 +182,17 @@ def _judge(
     pages' own scores stand for ``OBSERVED`` queries at most."""
     rows, shared = torch.tensor([row], device=state.device), judged.shape[1]
     observing = count - min(max(observe_from - prefix, 0), count)
-    for tier, seg in enumerate(state.tiers):
-        width = received[tier].shape[1] // seg.layout.tokens
+    for tier, view in enumerate(state.tiers):
+        width = received[tier].shape[1] // view.layout.tokens
         if not width:
             continue
         page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, width))  # [H, E]
-        position = seg.positions[page]  # [H, E, tokens]
+        position = view.positions[page]  # [H, E, tokens]
         known = (position >= lo.unsqueeze(2)) & (position < hi.clamp(max=shared).unsqueeze(2))
         at = position[known].long()
         head = torch.arange(page.shape[0], device=page.device).view(-1, 1, 1).expand(position.shape)[known]
         so_far = judged[head, at]
-        so_far = torch.where(so_far.isnan(), seg.scores[page][known], so_far)
+        so_far = torch.where(so_far.isnan(), view.scores[page][known], so_far)
         seen = (shared - (at + 1).clamp(min=observe_from)).clamp(0, OBSERVED) + max(
             prefix - max(observe_from, shared), 0
         )

@@ -18,12 +18,12 @@ def _gather(state: PageState, layer: int, row: int, length: int) -> tuple[torch.
     layout = state.tiers[0].layout
     rows = torch.tensor([row], device=state.device)
     page, lo, hi = (x[0] for x in layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer)))
-    seg = TierView.of(state.pages.index_select(0, page.flatten()), layout, state.dtype)
-    position = seg.positions.reshape(*page.shape, layout.tokens)  # [H, E, tokens]
+    view = TierView.of(state.pages.index_select(0, page.flatten()), layout, state.dtype)
+    position = view.positions.reshape(*page.shape, layout.tokens)  # [H, E, tokens]
     valid = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < length)
     order = torch.where(valid, position, NO_LIMIT).flatten(1).argsort(dim=1)[:, :length]  # [H, length]
-    keys = seg.keys.reshape(page.shape[0], -1, seg.keys.shape[2])
-    values = seg.values.reshape(page.shape[0], -1, seg.values.shape[2])
+    keys = view.keys.reshape(page.shape[0], -1, view.keys.shape[2])
+    values = view.values.reshape(page.shape[0], -1, view.values.shape[2])
     head = torch.arange(page.shape[0], device=page.device).unsqueeze(1)
     lost = ~valid.flatten(1).gather(1, order).unsqueeze(2)  # a row that found the ring empty has fewer tokens
     return keys[head, order].masked_fill(lost, 0), values[head, order].masked_fill(lost, 0)

@@ -31,14 +31,14 @@ def trim(state: PageState, row: int, end: int) -> None:
     For rows that own no writable page (tree segments).
     """
     rows = torch.tensor([row], device=state.device)
-    for tier, seg in enumerate(state.tiers):
+    for tier, view in enumerate(state.tiers):
         width = max_entries(state, rows, tier)
         if not width:
             continue
         page, lo, hi = row_table(state, rows, tier, width)  # [1, L, H, E]
         used = hi > 0
         hi = hi.clamp(max=end)
-        position = seg.positions[page]
+        position = view.positions[page]
         keep = used & ((position >= lo.unsqueeze(4)) & (position < hi.unsqueeze(4))).any(4)
         recycle(state, page.flatten(), (used & ~keep).flatten())
         entry = torch.where(keep, keep.long().cumsum(3) - 1, 0)

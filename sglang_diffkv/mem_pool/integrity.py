@@ -67,7 +67,7 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
     for row in sorted(live):
         seen: list[torch.Tensor] = []  # (layer, head) and position of each token
         rows = torch.tensor([row], device=state.device)
-        for tier, seg in enumerate(state.tiers):
+        for tier, view in enumerate(state.tiers):
             counts = state.entries[row, :, :, tier]
             own_from = state.own_entry[row, :, :, tier]
             kept_from = state.kept_entry[row, :, :, tier]
@@ -90,10 +90,10 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
             for page_id in page[own].tolist():
                 assert owner.setdefault(page_id, row) == row, f"page {page_id} is written by two rows"
             assert (state.refcount[page[own]] == 1).all(), f"row {row}: a writable page is shared"
-            tokens = seg.layout.tokens
+            tokens = view.layout.tokens
             own_tokens = state.own_tokens[row, :, :, tier]
             assert torch.equal(-(-own_tokens // tokens), counts - own_from), f"row {row}: own pages and tokens disagree"
-            position = seg.positions[page]
+            position = view.positions[page]
             slot = (entry.unsqueeze(1) * tokens + torch.arange(tokens, device=state.device)).expand(position.shape)
             slot = slot - (own_from * tokens).unsqueeze(2).unsqueeze(3)
             inside = own.unsqueeze(3) & (slot < own_tokens.unsqueeze(2).unsqueeze(3))

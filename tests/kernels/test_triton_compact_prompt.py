@@ -26,17 +26,17 @@ def cuts_of(policy: DiffKVPolicy, state: PageState) -> Cuts:
 def tokens_of(state, row, layer, tier):
     """Position to (key, value, score) of a row's tokens of one tier, for every head."""
     rows = torch.tensor([row], device=DEVICE)
-    seg = state.tiers[tier]
+    view = state.tiers[tier]
     page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer)))
     found = []
     for head in range(state.num_heads):
-        slot = torch.arange(seg.layout.tokens, device=DEVICE).expand(page.shape[1], -1)
+        slot = torch.arange(view.layout.tokens, device=DEVICE).expand(page.shape[1], -1)
         at = page[head].unsqueeze(1).expand_as(slot)
-        position = seg.positions[at, slot]
+        position = view.positions[at, slot]
         held = (position >= lo[head].unsqueeze(1)) & (position < hi[head].unsqueeze(1))
-        key, value = read_tokens(seg, at, slot)
+        key, value = read_tokens(view, at, slot)
         order = position[held].argsort()
-        found.append([x[held][order] for x in (position, key, value, seg.scores[at, slot])])
+        found.append([x[held][order] for x in (position, key, value, view.scores[at, slot])])
     return found
 
 

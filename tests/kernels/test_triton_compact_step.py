@@ -48,16 +48,16 @@ def assert_same(state: PageState, twin: PageState, rows: torch.Tensor) -> None:
             row_table(twin, rows, tier, width),
         )
         assert torch.equal(page, ref_page) and torch.equal(lo, ref_lo) and torch.equal(hi, ref_hi)
-        seg, ref = state.tiers[tier], twin.tiers[tier]
+        view, ref = state.tiers[tier], twin.tiers[tier]
         used = (hi > 0).unsqueeze(4)
-        position = seg.positions[page]
+        position = view.positions[page]
         assert torch.equal(position * used, ref.positions[ref_page] * used)
         held = used & (position >= 0)
-        slot = torch.arange(seg.layout.tokens, device=DEVICE).expand(held.shape)
+        slot = torch.arange(view.layout.tokens, device=DEVICE).expand(held.shape)
         at, ref_at = page.unsqueeze(4).expand(held.shape), ref_page.unsqueeze(4).expand(held.shape)
-        for got, expected in zip(read_tokens(seg, at, slot), read_tokens(ref, ref_at, slot), strict=True):
+        for got, expected in zip(read_tokens(view, at, slot), read_tokens(ref, ref_at, slot), strict=True):
             torch.testing.assert_close(got[held], expected[held], rtol=1e-3, atol=1e-3)
-        assert torch.equal(seg.scores[at, slot][held], ref.scores[ref_at, slot][held])
+        assert torch.equal(view.scores[at, slot][held], ref.scores[ref_at, slot][held])
 
 
 def pack(scores: StepScores, found: FoundTokens) -> None:

@@ -24,11 +24,11 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
     """What a row's table lists in a tier, page ids aside, in order: positions, scores, codes and metadata."""
     rows = torch.tensor([row], device=DEVICE)
     page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))
-    seg = state.tiers[tier]
-    position = seg.positions[page]
+    view = state.tiers[tier]
+    position = view.positions[page]
     live = (position >= lo.unsqueeze(4)) & (position < hi.unsqueeze(4))
-    fields = [position, seg.scores[page], seg.keys[page], seg.values[page]]
-    fields += [x[page] for x in (seg.key_meta, seg.value_meta) if x is not None]
+    fields = [position, view.scores[page], view.keys[page], view.values[page]]
+    fields += [x[page] for x in (view.key_meta, view.value_meta) if x is not None]
     return [x[live] for x in fields]
 
 

@@ -86,8 +86,8 @@ def starved_manager() -> PageManager:
     begin_step(manager, [1, 2], [9, 3], [0, 0])
     begin_step(manager, [1, 2], [30, 1], [9, 3])
     state = manager.state
-    for seg in state.tiers:
-        seg.positions[state.scratch_page] = 1
+    for view in state.tiers:
+        view.positions[state.scratch_page] = 1
     assert state.fault[1] == 1
     return manager
 
@@ -147,11 +147,11 @@ def expected_measure(state: PageState, row: int, lo: int, hi: int) -> np.ndarray
     """What ``measure`` gives for one row of a state in CPU memory, entry by entry."""
     tiers = len(state.tiers)
     out = np.zeros((state.num_layers, state.num_heads, tiers + 1), dtype=np.int32)
-    for tier, seg in enumerate(state.tiers):
+    for tier, view in enumerate(state.tiers):
         page, first, end = table_of(state, row, tier)
         for layer, head in np.ndindex(*out.shape[:2]):
             for entry in range(int(state.entries[row, layer, head, tier])):
-                position = seg.positions[int(page[layer, head, entry])].numpy()
+                position = view.positions[int(page[layer, head, entry])].numpy()
                 least, limit = max(first[layer, head, entry], lo), min(end[layer, head, entry], hi)
                 held = int(((position >= least) & (position < limit)).sum())
                 out[layer, head, tier] += held
@@ -162,9 +162,9 @@ def expected_measure(state: PageState, row: int, lo: int, hi: int) -> np.ndarray
 def row_usage(state: PageState, row: int, start: int, end: int) -> list[int]:
     """Tokens of each tier and pages of a whole row at positions [start, end)."""
     rows, counts, pages = torch.tensor([row], device=DEVICE), [], 0
-    for tier, seg in enumerate(state.tiers):
+    for tier, view in enumerate(state.tiers):
         page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))  # [1, L, H, E]
-        position = seg.positions[page]  # [1, L, H, E, tokens]
+        position = view.positions[page]  # [1, L, H, E, tokens]
         held = (position >= lo.clamp(min=start).unsqueeze(4)) & (position < hi.clamp(max=end).unsqueeze(4))
         counts.append(int(held.sum()))
         pages += int(held.any(4).sum())

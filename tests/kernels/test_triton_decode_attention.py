@@ -109,13 +109,13 @@ def check_against_reference(results, state, twin, found, expected):
             assert close(out[b], ref_out[b]) < 6e-3
             assert (lse[b] - ref_lse[b]).abs().max() < 5e-3
     rows = torch.tensor([2, 3], device=DEVICE)
-    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers)):
+    for tier, (view, ref) in enumerate(zip(state.tiers, twin.tiers)):
         held = torch.zeros_like(ref.positions, dtype=torch.bool)
         held[held_pages(twin, rows, tier)] = True
         held &= ref.positions >= 0
-        assert torch.equal(seg.positions[held], ref.positions[held])
-        assert close(seg.scores[held], ref.scores[held]) < 2e-2
-        torch.testing.assert_close(seg.scores[held], ref.scores[held], rtol=5e-2, atol=1e-4)
+        assert torch.equal(view.positions[held], ref.positions[held])
+        assert close(view.scores[held], ref.scores[held]) < 2e-2
+        torch.testing.assert_close(view.scores[held], ref.scores[held], rtol=5e-2, atol=1e-4)
     got = found.unpack()
     assert torch.equal(got.candidate_slot[:3], expected.candidate_slot)
     present = expected.candidate_slot >= 0
@@ -270,7 +270,7 @@ def test_shared_pages_take_no_room(judge_low):
     got = found.unpack()
     assert torch.equal(got.candidate_slot, expected.candidate_slot)
     assert torch.equal(got.least_slot >= 0, expected.least_slot >= 0)
-    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
+    for tier, (view, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, rows, tier)
         held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 80)
-        torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=5e-2, atol=1e-4)
+        torch.testing.assert_close(view.scores[pages][held], ref.scores[pages][held], rtol=5e-2, atol=1e-4)

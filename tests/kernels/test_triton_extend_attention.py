@@ -67,12 +67,12 @@ def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap, since, re
     )  # fmt: skip
     assert lse.isfinite().all()
     assert close(out, expected) < 6e-3
-    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
+    for tier, (view, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, rows, tier)
         held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 200)
         if held.any():
-            assert close(seg.scores[pages][held], ref.scores[pages][held]) < 1e-2
-            torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
+            assert close(view.scores[pages][held], ref.scores[pages][held]) < 1e-2
+            torch.testing.assert_close(view.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
 
 
 def test_part_from_another_kernel():
@@ -132,10 +132,10 @@ def test_pages_of_a_large_model(dim):
     expected = reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, update_scores=True)
     assert int(state.entries[1, ..., 1].max()) > 1, "the prefix has low pages"
     assert close(out, expected) < 6e-3
-    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
+    for tier, (view, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, rows, tier)
         held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 400)
-        torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
+        torch.testing.assert_close(view.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
 
 
 @pytest.mark.parametrize("since", [None, 70, 80, 88])

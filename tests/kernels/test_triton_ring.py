@@ -173,10 +173,10 @@ class Twins:
 
     def score(self, state: PageState, row: int) -> None:
         """Scores that depend on head and position alone."""
-        rows, seg = torch.tensor([row], device=DEVICE), state.tiers[0]
+        rows, view = torch.tensor([row], device=DEVICE), state.tiers[0]
         page, _, _ = (x[0] for x in row_table(state, rows, 0, max_entries(state, rows, 0)))  # [L, H, E]
-        position = seg.positions[page].clamp(0, LENGTH - 1).long()  # [L, H, E, tokens]
-        seg.scores[page] = self.scores.gather(2, position.flatten(2)).view(position.shape)
+        position = view.positions[page].clamp(0, LENGTH - 1).long()  # [L, H, E, tokens]
+        view.scores[page] = self.scores.gather(2, position.flatten(2)).view(position.shape)
 
     def prompt(self) -> None:
         """A prompt's next chunk for a few rows, new or not, then compaction of some."""

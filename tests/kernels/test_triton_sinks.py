@@ -120,11 +120,11 @@ def test_scores(std):
     settings = {"window": 16, "horizon": 1}  # scores are this step's attention
     decode_attention(state, 0, q, row, lens, SCALE, workspace, valid, found=found, **settings)
     decode_reference(twin, 0, q, row, lens, SCALE, scores=expected, **settings)
-    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
+    for tier, (view, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, row, tier)
         held = ref.positions[pages] >= 0
         assert 0 < ref.scores[pages][held].median() < 1e-5
-        torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=1e-9)
+        torch.testing.assert_close(view.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=1e-9)
     assert (found.unpack().least_slot >= 0).all()
 
 

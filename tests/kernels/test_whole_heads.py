@@ -144,8 +144,8 @@ def assert_same_tokens(state: PageState, twin: PageState, row: int, *, exact: bo
 
 def with_ties(state: PageState) -> None:
     """Scores of which many are equal, and many 0."""
-    for seg in state.tiers:
-        seg.scores.copy_(torch.where(seg.scores < 0.05, 0.0, (seg.scores * 8).round() / 8))
+    for view in state.tiers:
+        view.scores.copy_(torch.where(view.scores < 0.05, 0.0, (view.scores * 8).round() / 8))
 
 
 @pytest.mark.cover(1)

@@ -70,12 +70,12 @@ def add_prompt(manager: PageManager, row: int, count: int, generator: torch.Gene
     rows = torch.full((count,), row, device=DEVICE)
     for layer in range(state.num_layers):
         append(state, layer, *vectors(state, count, generator), rows, index, start + index)
-    seg = state.tiers[0]
-    fresh = torch.zeros_like(seg.scores, dtype=torch.bool)
+    view = state.tiers[0]
+    fresh = torch.zeros_like(view.scores, dtype=torch.bool)
     fresh[held_pages(state, rows[:1], 0)] = True
-    fresh &= (seg.positions >= start) & (seg.positions < start + count)
-    noise = torch.rand(seg.scores.shape, generator=generator).to(DEVICE) * 2.0
-    seg.scores[fresh] = (noise**2 / (seg.positions + 1).float())[fresh]
+    fresh &= (view.positions >= start) & (view.positions < start + count)
+    noise = torch.rand(view.scores.shape, generator=generator).to(DEVICE) * 2.0
+    view.scores[fresh] = (noise**2 / (view.positions + 1).float())[fresh]
     if compact:
         manager.prompts.end(row)
 

@@ -115,8 +115,8 @@ def test_views_cover_the_segments(tiers):
     fmt = make_format(tiers, 96, 64, 7)
     for tier, layout in enumerate(fmt.layouts):
         state = PageState.create(fmt, num_pages=2, num_rows=1, num_layers=1, num_heads=1, max_blocks=1, num_blocks=2)
-        seg = state.tiers[tier]
-        fields = [seg.keys, seg.values, seg.key_meta, seg.value_meta, seg.scores, seg.positions]
+        view = state.tiers[tier]
+        fields = [view.keys, view.values, view.key_meta, view.value_meta, view.scores, view.positions]
         for field, (start, end) in zip(fields, segments(layout)):
             state.pages.zero_()
             if field is None:

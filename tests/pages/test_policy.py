@@ -131,8 +131,8 @@ def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int =
 
 def codes(manager: PageManager, row: int) -> dict[tuple[int, int, int], bytes]:
     """(layer, head, position) to the bytes, score included, of each high token."""
-    seg, seen = manager.state.tiers[0], visible(manager.state, row)
-    fields = [x for x in (seg.keys, seg.key_meta, seg.values, seg.value_meta, seg.scores) if x is not None]
+    view, seen = manager.state.tiers[0], visible(manager.state, row)
+    fields = [x for x in (view.keys, view.key_meta, view.values, view.value_meta, view.scores) if x is not None]
     out = {}
     for i in (seen.tier == 0).nonzero()[0]:
         at = int(seen.page[i]), int(seen.slot[i])

@@ -194,7 +194,7 @@ def test_rotation_changes_keys_and_not_attention(dim: int, triton: bool, monkeyp
     assert close(*[t.extend([1], [13], [0], 1) for t in twins]) < 1e-2
     assert close(*[t.decode([1], 0, 2) for t in twins]) < 1e-2
     stored = [t.manager.state.tiers[0] for t in twins]
-    keys, values = ([getattr(seg, name)[seg.positions == 7] for seg in stored] for name in ("keys", "values"))
+    keys, values = ([getattr(view, name)[view.positions == 7] for view in stored] for name in ("keys", "values"))
     assert close(*keys) > 0.5
     assert close(*[x.float().norm(dim=1) for x in keys]) < 1e-2
     assert torch.equal(*values)

@@ -249,13 +249,13 @@ class TreeMachine(RuleBasedStateMachine):
             expected = torch.tensor([name_of(req.tokens[: i + 1]) for i in range(length)])
             seen = torch.zeros(LAYERS, HEADS, max(length, 1), dtype=torch.int64)
             rows = torch.tensor([req.kv.req_pool_idx])
-            for tier, seg in enumerate(state.tiers):
+            for tier, view in enumerate(state.tiers):
                 page, lo, hi = (x[0] for x in row_table(state, rows, tier, max_entries(state, rows, tier)))
-                position = seg.positions[page]
+                position = view.positions[page]
                 valid = (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
                 layer, head, entry, slot = valid.nonzero(as_tuple=True)
                 at = position[layer, head, entry, slot].long()
-                keys, _ = read_tokens(seg, page[layer, head, entry], slot)
+                keys, _ = read_tokens(view, page[layer, head, entry], slot)
                 assert torch.equal(keys[:, 0], expected[at]), "a row reads another sequence's token"
                 seen.index_put_((layer, head, at), torch.ones_like(at), accumulate=True)
             assert (seen[..., :length] == 1).all(), "a token is missing or stored twice"
