@@ -1,6 +1,6 @@
 """What kernels are told of a method: cuts by layer and KV head, and the decision that follows from them.
 
-``triton_tokens.prompt_decision`` and ``compact_step/triton_plan.py`` take the same.
+``triton_tokens.prompt_decision`` and ``compact_step/triton_decide.py`` take the same.
 """
 
 from __future__ import annotations

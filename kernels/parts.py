@@ -36,7 +36,7 @@ def held_tokens(
         own: only tokens in pages that the row owns.
     """
     source, lo, hi = part
-    seg, rows = state.segments[tier], torch.tensor([source], device=state.device)
+    seg, rows = state.tiers[tier], torch.tensor([source], device=state.device)
     width = max_entries(state, rows, tier)
     if not width:
         return None

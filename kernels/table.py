@@ -18,7 +18,7 @@ def table_index(state: PageState, rows: torch.Tensor, tier: int, entry: torch.Te
         [B, L, H, E] int64.
     """
     column = entry if tier == 0 else state.width - 1 - entry
-    block = state.block_table[rows].long()  # [B, max_blocks]
+    block = state.row_blocks[rows].long()  # [B, max_blocks]
     batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1, 1)
     block = block[batch, column // TABLE_BLOCK]  # [B, L, H, E]
     layer = torch.arange(entry.shape[1], device=rows.device).view(1, -1, 1, 1)
@@ -38,7 +38,7 @@ def layer_table(
     """
     entry = torch.arange(width, device=rows.device)
     column = entry if tier == 0 else state.width - 1 - entry
-    block = state.block_table[rows].long()[:, column // TABLE_BLOCK]  # [B, E]
+    block = state.row_blocks[rows].long()[:, column // TABLE_BLOCK]  # [B, E]
     used = entry < state.entries[rows, layer, :, tier].unsqueeze(2)  # [B, H, E]
     flat = (block * state.num_layers + layer).unsqueeze(1) * state.num_heads  # [B, 1, E]
     flat = (flat + torch.arange(state.num_heads, device=rows.device).view(1, -1, 1)) * TABLE_BLOCK

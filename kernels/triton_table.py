@@ -22,11 +22,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 @triton.jit
 def table_index(
-    block_table, row, layer, head, column, live,
+    row_blocks, row, layer, head, column, live,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Flat int64 index into the page table of ``column`` (any shape); 0 where not ``live``."""
-    block = tl.load(block_table + row.to(tl.int64) * MAX_BLOCKS + column // BLOCK, mask=live, other=0)
+    block = tl.load(row_blocks + row.to(tl.int64) * MAX_BLOCKS + column // BLOCK, mask=live, other=0)
     return ((block.to(tl.int64) * L + layer) * H + head) * BLOCK + column % BLOCK
 
 

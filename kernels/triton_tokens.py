@@ -23,7 +23,7 @@ def cut_arguments(cuts: Cuts) -> tuple[Any, ...]:
 
 @triton.jit
 def number_at(page, OFFSET: tl.constexpr, slot):
-    """Pointers to the int32 numbers of a segment."""
+    """Pointers to the int32 numbers of a field."""
     return (page + OFFSET).to(tl.pointer_type(tl.int32)) + slot
 
 
@@ -63,7 +63,7 @@ def prompt_decision(
 
 @triton.jit
 def held_page(
-    entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, block_table,
+    entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, row_blocks,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +71,7 @@ def held_page(
     ``judged`` points to this head's scores by position for positions below ``judged_len``, which count where they are
     numbers."""
     column = entry if TIER == 0 else MAX_BLOCKS * BLOCK - 1 - entry
-    at = table_index(block_table, source, layer, head, column, True, MAX_BLOCKS, L, H)
+    at = table_index(row_blocks, source, layer, head, column, True, MAX_BLOCKS, L, H)
     page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
     first = tl.maximum(tl.load(range_lo + at), lo)
     last = tl.minimum(tl.load(range_hi + at), hi)

@@ -10,7 +10,7 @@ import torch
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
-from sglang_diffkv.mem_pool.geometry import Geometry, token_names
+from sglang_diffkv.mem_pool.geometry import Geometry, kv_slots_for
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
@@ -84,8 +84,8 @@ class MemoryPlan:
         state = PageState.of(geometry, device="meta")
         ops = self.ops(state, geometry, policy)
         exact = self.config.prefix_fidelity == "exact"
-        names = token_names(capacity, self.fmt, prunes=prunes(policy, len(self.fmt.tiers)))
-        return Footprint.of(state, geometry, ops, names=names, exact=exact)
+        kv_slots = kv_slots_for(capacity, self.fmt, prunes=prunes(policy, len(self.fmt.tiers)))
+        return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact)
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
         """Most high-tier tokens with which everything on the device stays within ``budget`` bytes; 0 if there are none.

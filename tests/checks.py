@@ -42,7 +42,7 @@ def check_searches(session: Session, rows: list[int], found: StepScores) -> None
             assert slot == (int(here.own_slot[at[0]]) if len(at) else -1)
             if len(at):
                 assert float(found.candidate_score[b, layer, head]) == here.score[at[0]]
-            for tier in range(len(session.state.segments)):
+            for tier in range(len(session.state.tiers)):
                 of_tier = here.pick(here.tier == tier)
                 slot = int(found.least_slot[b, layer, head, tier])
                 if not len(of_tier.score) or (tier and not policy.judges_low):
@@ -54,7 +54,7 @@ def check_searches(session: Session, rows: list[int], found: StepScores) -> None
 
 def check_contents(manager: PageManager, seen: Visible, dense: Dense, first: int) -> None:
     """Compare the tokens of ``seen`` in memory with ``dense``, whose first token is at position ``first``."""
-    for tier, seg in enumerate(manager.state.segments):
+    for tier, seg in enumerate(manager.state.tiers):
         here = seen.pick(seen.tier == tier)
         key, value = read_tokens(seg, torch.from_numpy(here.page).long(), torch.from_numpy(here.slot).long())
         index = here.position - first, here.layer, here.head

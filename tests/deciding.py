@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.kernels.compact_step import reference as compact_step
-from sglang_diffkv.kernels.compact_step.reference import StepPlan
+from sglang_diffkv.kernels.compact_step.reference import StepMoves
 from sglang_diffkv.kernels.cuts import prompt_tiers
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.ops.decisions import REFERENCE, Decisions
@@ -46,14 +46,14 @@ def classify_prompt(
     return torch.where(position >= 0, tier, num_tiers)
 
 
-def plan_step(policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan | None:
-    """A generation step's plan; None where the policy wants nothing of it."""
+def step_moves(policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves | None:
+    """A generation step's moves; None where the policy wants nothing of it."""
     rule = Decisions().step(_state(*found.candidate_slot.shape[1:], num_tiers), policy)
-    return None if rule is None else compact_step.plan_step(rule, found, seq_lens, num_tiers)
+    return None if rule is None else compact_step.step_moves(rule, found, seq_lens, num_tiers)
 
 
-def planned(policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
+def moves_of(policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves:
     """Of a policy that wants something."""
-    plan = plan_step(policy, found, seq_lens, num_tiers)
-    assert plan is not None
-    return plan
+    moves = step_moves(policy, found, seq_lens, num_tiers)
+    assert moves is not None
+    return moves

@@ -100,7 +100,7 @@ class Visible:
 
 def table_of(state: PageState, row: int, tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages and position ranges of all entry places of a row, each [L, H, width], read column by column."""
-    blocks = state.block_table[row].numpy()
+    blocks = state.row_blocks[row].numpy()
     tables = []
     for source in (state.page_table, state.range_lo, state.range_hi):
         wide = source.numpy()[blocks].transpose(1, 2, 0, 3)  # [L, H, max_blocks, TABLE_BLOCK]
@@ -112,7 +112,7 @@ def table_of(state: PageState, row: int, tier: int) -> tuple[np.ndarray, np.ndar
 def visible(state: PageState, row: int) -> Visible:
     """What the device state says that ``row`` sees, worked out apart from the ops' own table addressing."""
     parts = []
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         page, lo, hi = table_of(state, row, tier)
         entry = np.arange(page.shape[2])
         used = entry < state.entries[row, :, :, tier].numpy()[:, :, None]
@@ -140,7 +140,7 @@ def visible(state: PageState, row: int) -> Visible:
 def own_pages(state: PageState, row: int) -> set[int]:
     """Pages that a row may write."""
     found: set[int] = set()
-    for tier in range(len(state.segments)):
+    for tier in range(len(state.tiers)):
         page, _, _ = table_of(state, row, tier)
         entry = np.arange(page.shape[2])
         first = state.own_entry[row, :, :, tier].numpy()[:, :, None]
@@ -151,7 +151,7 @@ def own_pages(state: PageState, row: int) -> set[int]:
 
 def tier_map(state: PageState, row: int, length: int) -> np.ndarray:
     """Tier of every (layer, head, position) of a row; the number of tiers for a token that is gone."""
-    tiers = len(state.segments)
+    tiers = len(state.tiers)
     out = np.full((state.num_layers, state.num_heads, length), tiers)
     seen = visible(state, row)
     out[seen.layer, seen.head, seen.position] = seen.tier

@@ -88,16 +88,16 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
         device=device,
     )
     state.pages.view(torch.int64).random_()
-    state.block_table[1:, : blocks[0]] = _numbers(case.batch, blocks[0], 1, device)
+    state.row_blocks[1:, : blocks[0]] = _numbers(case.batch, blocks[0], 1, device)
     if blocks[1]:
         at = 1 + case.batch * blocks[0]
-        state.block_table[1:, -blocks[1] :] = _numbers(case.batch, blocks[1], at, device).flip(1)
+        state.row_blocks[1:, -blocks[1] :] = _numbers(case.batch, blocks[1], at, device).flip(1)
     ids = torch.randperm(state.num_pages, device=device).int()
     state.ring.copy_(ids)
     state.counters[0] = state.num_pages - free_pages
     state.range_hi.fill_(2**31 - 1)
     taken = 0
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         count, tokens = counts[tier], seg.layout.tokens
         state.entries[1:, :, :, tier] = count
         state.own_tokens[1:, :, :, tier] = case.tokens[tier]
@@ -108,7 +108,7 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
         taken += size
         entry = torch.arange(count, device=device)
         column = entry if tier == 0 else state.width - 1 - entry
-        block = state.block_table[1:][:, column // TABLE_BLOCK].long()  # [B, count]
+        block = state.row_blocks[1:][:, column // TABLE_BLOCK].long()  # [B, count]
         state.page_table[block, :, :, column % TABLE_BLOCK] = page
         flat = page.reshape(-1).long()
         if seg.key_meta is not None and seg.value_meta is not None:

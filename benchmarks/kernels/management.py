@@ -19,7 +19,7 @@ from benchmarks.kernels.timing import Timer, cpu_median_ms, free_bytes, lacking,
 from sglang_diffkv.kernels.allocate.reference import reserve as reserve_on_cpu
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.compact_step.reference import compact_step as compact_on_cpu
-from sglang_diffkv.kernels.compact_step.reference import plan_step
+from sglang_diffkv.kernels.compact_step.reference import step_moves
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.cuts import StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
@@ -98,7 +98,7 @@ def cpu_step(state: PageState, batch: int) -> Step:
 
     def both() -> None:
         reserve_only()
-        compact_on_cpu(state, rows, plan_step(rule, found, lengths, len(state.fmt.tiers)))
+        compact_on_cpu(state, rows, step_moves(rule, found, lengths, len(state.fmt.tiers)))
 
     return reserve_only, both
 

@@ -67,7 +67,7 @@ def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch
     state.page_table.view(-1)[where] = page[granted].int()
     state.range_lo.view(-1)[where] = 0
     state.range_hi.view(-1)[where] = torch.where(page[granted] == state.scratch_page, 0, NO_LIMIT).int()
-    state.segments[tier].positions[page[granted]] = EMPTY
+    state.tiers[tier].positions[page[granted]] = EMPTY
     state.entries[rows, :, :, tier] += demand.int()
     state.fault[rows] |= short.view(*demand.shape).flatten(1).any(1).int()
 

@@ -14,7 +14,7 @@ from sglang_diffkv.mem_pool.state import PageState
 
 @triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["demand", "places"])
 def grant_kernel(
-    rows, heads, demand, places, entries, pages, ring, counters, refcount, block_table, page_table, range_lo,
+    rows, heads, demand, places, entries, pages, ring, counters, refcount, row_blocks, page_table, range_lo,
     range_hi, fault, num_pages,
     ONE_ROW: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
@@ -49,7 +49,7 @@ def grant_kernel(
             page = tl.where(granted, page, num_pages)  # the scratch page lies behind the ring's
             entry = start + step
             column = entry if TIER == 0 else MAX_BLOCKS * BLOCK - 1 - entry
-            block = tl.load(block_table + row * MAX_BLOCKS + column // BLOCK, mask=due, other=0)
+            block = tl.load(row_blocks + row * MAX_BLOCKS + column // BLOCK, mask=due, other=0)
             at = ((block.to(tl.int64) * L + layer) * H + head) * BLOCK + column % BLOCK
             tl.store(page_table + at, page, mask=due)
             tl.store(range_lo + at, tl.zeros([R], tl.int32), mask=due)
@@ -78,9 +78,9 @@ def grant_pages(
     layout = state.fmt.layouts[tier]
     grant_kernel[(triton.cdiv(heads, HEADS),)](
         rows, heads, demand, places, state.entries, state.pages, state.ring, state.counters, state.refcount,
-        state.block_table, state.page_table, state.range_lo, state.range_hi, state.fault, state.num_pages,
+        state.row_blocks, state.page_table, state.range_lo, state.range_hi, state.fault, state.num_pages,
         ONE_ROW=isinstance(rows, int), TIER=tier, TIERS=len(state.fmt.tiers), TOKENS=layout.tokens,
-        POSITIONS=layout.position_offset, PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.block_table.shape[1],
+        POSITIONS=layout.position_offset, PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1],
         L=state.num_layers, H=state.num_heads, R=HEADS, num_warps=4,
     )  # fmt: skip
 

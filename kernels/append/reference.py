@@ -7,13 +7,13 @@ import torch
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
 from sglang_diffkv.kernels.table import TABLE_BLOCK
 from sglang_diffkv.mem_pool.page_format import RAW_BITS, Tier
-from sglang_diffkv.mem_pool.state import PageState, Segments
+from sglang_diffkv.mem_pool.state import PageState, TierView
 
 RAW = Tier(RAW_BITS, RAW_BITS)
 
 
 def write_tokens(
-    seg: Segments,
+    seg: TierView,
     page: torch.Tensor,
     slot: torch.Tensor,
     key: torch.Tensor,
@@ -34,7 +34,7 @@ def write_tokens(
     seg.positions[page, slot] = position.int()
 
 
-def read_tokens(seg: Segments, page: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_tokens(seg: TierView, page: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantised keys [..., dim] and values [..., v_dim], float32, of tokens at (page, slot), each [...]."""
     tier = seg.layout.tier
     if seg.key_meta is None or seg.value_meta is None:
@@ -62,11 +62,11 @@ def append(
         offset: [tokens] int64, the token's number among its row's new tokens.
         position: [tokens] int64, its position in the sequence.
     """
-    seg = state.segments[0]
+    seg = state.tiers[0]
     tokens = seg.layout.tokens
     slot = state.write_slot[rows, layer].long() + offset.unsqueeze(1)  # [tokens, H]
     column = state.own_entry[rows, layer, :, 0].long() + slot // tokens
-    block = state.block_table[rows.unsqueeze(1), column // TABLE_BLOCK].long()
+    block = state.row_blocks[rows.unsqueeze(1), column // TABLE_BLOCK].long()
     head = torch.arange(state.num_heads, device=rows.device)
     page = state.page_table[block, layer, head, column % TABLE_BLOCK].long()
     shape = page.shape

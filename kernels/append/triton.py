@@ -17,7 +17,7 @@ ONE_BY_ONE = 256
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows", "offset", "position"])
 def append_kernel(
-    key, value, key_stride, key_head, value_stride, value_head, pages, page_table, block_table, own_entry,
+    key, value, key_stride, key_head, value_stride, value_head, pages, page_table, row_blocks, own_entry,
     write_slot, rows, offset, position, num_valid, layer,
     KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr,
     VALUES: tl.constexpr, VMETA: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
@@ -36,7 +36,7 @@ def append_kernel(
     slot = tl.load(write_slot + at, mask=keep, other=0)
     slot += tl.load(offset + token, mask=keep, other=0).to(tl.int32)
     column = tl.load(own_entry + at * TIERS, mask=keep, other=0) + slot // TOKENS
-    index = table_index(block_table, row, layer, head, column, keep, MAX_BLOCKS, L, H)
+    index = table_index(row_blocks, row, layer, head, column, keep, MAX_BLOCKS, L, H)
     page = tl.load(page_table + index, mask=keep, other=0)
     keep = keep & (page >= 0)
     page_ptr = pages + page.to(tl.int64) * PAGE_BYTES  # [R]
@@ -80,10 +80,10 @@ def append(
     bits = (min(tier.k_bits, 8), min(tier.v_bits, 8))
     append_kernel[(triton.cdiv(count, tokens), state.num_heads)](
         key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), state.pages,
-        state.page_table, state.block_table, state.own_entry, state.write_slot, rows, offset, position,
+        state.page_table, state.row_blocks, state.own_entry, state.write_slot, rows, offset, position,
         num_valid, layer,
         **layout_constants(fmt.high, ""), TIERS=len(fmt.tiers), D=fmt.head_dim, DV=fmt.v_head_dim,
-        PAGE_BYTES=fmt.page_bytes, MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
+        PAGE_BYTES=fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
         R=tokens, KWP=triton.next_power_of_2(fmt.head_dim * bits[0] // 8),
         VWP=triton.next_power_of_2(fmt.v_head_dim * bits[1] // 8), EARLY=launches_early(),
         num_warps=1 if tokens == 1 else 4,

@@ -20,7 +20,7 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
     """
     rows = torch.tensor([source, target], device=state.device)
     src, dst = rows[:1], rows[1:]
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         width = max_entries(state, src, tier)
         if width:
             page, page_lo, page_hi = (x[0] for x in row_table(state, src, tier, width))  # [L, H, E]

@@ -28,7 +28,7 @@ def holds(page, lo, hi, live, pages, POSITIONS: tl.constexpr, TOKENS: tl.constex
 
 @triton.jit(do_not_specialize=["target", "source", "lo", "hi"])
 def attach_kernel(
-    target, source, lo, hi, pages, page_table, range_lo, range_hi, block_table, entries, kept_entry, own_entry,
+    target, source, lo, hi, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry,
     own_tokens, refcount, num_pages,
     HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KEPT_ONLY: tl.constexpr, TOKENS: tl.constexpr,
     POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
@@ -45,7 +45,7 @@ def attach_kernel(
         entry = begin + tl.arange(0, E)
         live = entry < count
         column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-        at = table_index(block_table, source, layer, head, column, live, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, source, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0)
         page_lo = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)
         page_hi = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
@@ -54,7 +54,7 @@ def attach_kernel(
         rank = tl.cumsum(keep.to(tl.int32), 0) - 1
         entry = done + rank
         column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-        at = table_index(block_table, target, layer, head, column, keep, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, target, layer, head, column, keep, MAX_BLOCKS, L, H)
         tl.store(page_table + at, page, mask=keep)
         tl.store(range_lo + at, page_lo, mask=keep)
         tl.store(range_hi + at, page_hi, mask=keep)
@@ -76,9 +76,9 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
         constants = layout_constants(layout, "")
         attach_kernel[(state.num_layers * state.num_heads,)](
             target, source, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi,
-            state.block_table, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount,
+            state.row_blocks, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount,
             state.num_pages,
             HIGH=tier == 0, TIER=tier, TIERS=len(state.fmt.tiers), KEPT_ONLY=kept_only, TOKENS=constants["TOKENS"],
             POSITIONS=constants["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes,
-            MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES, num_warps=1,
+            MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES, num_warps=1,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Prompt-phase compaction: each head's own tokens are sorted into tiers, and pages that fall free return.
 
-All layers and heads of a row at once: plan (classify, count), return the high pages that are no longer
+All layers and heads of a row at once: classify and count, return the high pages that are no longer
 needed, take low pages, move (DiffKV, section 5.3).
 """
 
@@ -13,13 +13,13 @@ from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.table import own_slot_location, row_table
 from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState, Segments
+from sglang_diffkv.mem_pool.state import PageState, TierView
 
 
 def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None:
     """Sort the own high-tier tokens of ``row`` into tiers and repack them. ``seq_len``: tokens of the sequence."""
-    tiers = len(state.segments)
-    seg = state.segments[0]
+    tiers = len(state.tiers)
+    seg = state.tiers[0]
     tokens = seg.layout.tokens
     rows = torch.tensor([row], device=state.device)
     used = state.own_tokens[row, :, :, 0].long()  # [L, H]
@@ -48,11 +48,11 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None
     state.hole[row] = EMPTY
     if tiers > 1:
         at = append_slots(state, row, 1, demoted)
-        write_tokens(state.segments[1], *at, key, value, score, position[demoted], seg.layout.tier)
+        write_tokens(state.tiers[1], *at, key, value, score, position[demoted], seg.layout.tier)
 
 
 def _close_ranks(
-    seg: Segments, page: torch.Tensor, place: torch.Tensor, stays: torch.Tensor, present: torch.Tensor
+    seg: TierView, page: torch.Tensor, place: torch.Tensor, stays: torch.Tensor, present: torch.Tensor
 ) -> None:
     """Move the tokens that stay to the first own slots, in order, without touching their codes."""
     order = torch.argsort((~stays).int(), dim=2, stable=True)

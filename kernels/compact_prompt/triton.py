@@ -56,15 +56,15 @@ def compact_prompt(
     compact_kernel[(count,)](
         row, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), workspace.spare, workspace.surplus, freed,
         state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
-        state.range_hi, state.block_table, state.entries, state.own_entry,
+        state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
-        **format_constants(fmt), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads,
+        **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
         WHOLE=cuts.values is not None, num_warps=4, **SAME_BITS,
     )  # fmt: skip
     return_spans(state.counters, freed, workspace.spans.places)
     return_kernel[(count,)](
-        row, workspace.spare, workspace.surplus, workspace.spans.places, state.page_table, state.block_table,
+        row, workspace.spare, workspace.surplus, workspace.spans.places, state.page_table, state.row_blocks,
         state.ring, state.refcount, state.num_pages,
-        TIERS=len(fmt.tiers), MAX_BLOCKS=state.block_table.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES,
+        TIERS=len(fmt.tiers), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES,
         num_warps=1,
     )  # fmt: skip

@@ -59,7 +59,7 @@ def spare_kernel(spare, ring, counters, refcount, num_pages, count, R: tl.conste
 
 @triton.jit(do_not_specialize=["row"])
 def return_kernel(
-    row, spare, surplus, places, page_table, block_table, ring, refcount, num_pages,
+    row, spare, surplus, places, page_table, row_blocks, ring, refcount, num_pages,
     TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H): what a head has left goes to its span of the ring: the spare page, then high pages in order."""
@@ -75,7 +75,7 @@ def return_kernel(
     for begin in range(tl.load(surplus + tl.program_id(0) * 2), end, E):
         entry = begin + tl.arange(0, E)
         left = entry < end
-        at = table_index(block_table, row, layer, head, entry, left, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, row, layer, head, entry, left, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=left, other=0)
         freed = left & (tl.load(refcount + page, mask=left, other=1) == 0)
         place = place_pages(page, freed, place, ring, num_pages)
@@ -85,7 +85,7 @@ def return_kernel(
 def compact_kernel(
     row, seq_len, window, sinks, high_cut, low_cut, tie_high, tie_low, values, values_len,
     spare, surplus, freed, raw_like, pages, page_table,
-    range_lo, range_hi, block_table, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
+    range_lo, range_hi, row_blocks, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -133,10 +133,10 @@ def compact_kernel(
         low_used = tl.load(own_tokens + high_at + 1)
         if low_used % L_TOKENS != 0:
             column = MAX_BLOCKS * BLOCK - 1 - (low_first + low_used // L_TOKENS)
-            low_page = tl.load(page_table + table_index(block_table, row, layer, head, column, True, MAX_BLOCKS, L, H))
+            low_page = tl.load(page_table + table_index(row_blocks, row, layer, head, column, True, MAX_BLOCKS, L, H))
     taken = 0  # own pages that were given out again
     for number in range(0, tl.cdiv(used, H_TOKENS)):
-        at = table_index(block_table, row, layer, head, first + number, True, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, row, layer, head, first + number, True, MAX_BLOCKS, L, H)
         source = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
         live = (slot < H_TOKENS) & (number * H_TOKENS + slot < used)
         position = tl.load(number_at(source, H_POSITIONS, slot), mask=live, other=-1)
@@ -164,11 +164,11 @@ def compact_kernel(
         total = tl.sum(stays.to(tl.int32), 0)
         next_page = high_page
         if tl.cdiv(kept + total, H_TOKENS) > tl.cdiv(kept, H_TOKENS):
-            at = table_index(block_table, row, layer, head, first + taken, True, MAX_BLOCKS, L, H)
+            at = table_index(row_blocks, row, layer, head, first + taken, True, MAX_BLOCKS, L, H)
             next_page = tl.load(page_table + at)
             taken += 1
             open_page(next_page, pages, PAGE_BYTES, H_POSITIONS, H_TOKENS)
-            at = table_index(block_table, row, layer, head, first + kept_pages(kept, H_TOKENS), True, MAX_BLOCKS, L, H)
+            at = table_index(row_blocks, row, layer, head, first + kept_pages(kept, H_TOKENS), True, MAX_BLOCKS, L, H)
             tl.debug_barrier()
             tl.store(page_table + at, next_page)
         page = tl.where(rank // H_TOKENS >= kept_pages(kept, H_TOKENS), next_page, high_page)
@@ -190,13 +190,13 @@ def compact_kernel(
                     next_page = spare_page
                     spare_page = num_pages
                 else:
-                    at = table_index(block_table, row, layer, head, first + taken, True, MAX_BLOCKS, L, H)
+                    at = table_index(row_blocks, row, layer, head, first + taken, True, MAX_BLOCKS, L, H)
                     next_page = tl.load(page_table + at)
                     taken += 1
                 low_pages += 1
                 open_page(next_page, pages, PAGE_BYTES, L_POSITIONS, L_TOKENS)
                 column = MAX_BLOCKS * BLOCK - 1 - (low_first + old_pages)
-                at = table_index(block_table, row, layer, head, column, True, MAX_BLOCKS, L, H)
+                at = table_index(row_blocks, row, layer, head, column, True, MAX_BLOCKS, L, H)
                 tl.store(page_table + at, next_page)
                 tl.store(range_lo + at, 0)
                 tl.store(range_hi + at, NO_LIMIT)
@@ -215,7 +215,7 @@ def compact_kernel(
     for begin in range(taken, count, THREADS):
         entry = first + begin + thread
         left = entry < first + count
-        at = table_index(block_table, row, layer, head, entry, left, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, row, layer, head, entry, left, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=left, other=0)
         returned += tl.sum(drop_references(page, left, refcount).to(tl.int32), 0)
     tl.store(surplus + tl.program_id(0) * 2, first + taken)

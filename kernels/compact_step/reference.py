@@ -19,7 +19,7 @@ from sglang_diffkv.mem_pool.state import PageState
 
 
 @dataclass
-class StepPlan:
+class StepMoves:
     """The decisions of one step, each [B, L, H] int64 of own slots, -1 for none."""
 
     demote: torch.Tensor  # high slot whose token is requantised to the low tier
@@ -27,21 +27,21 @@ class StepPlan:
     replace: torch.Tensor  # low slot that the demoted token takes over; -1 appends it
 
 
-def plan_step(rule: StepRule, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
+def step_moves(rule: StepRule, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves:
     """What the rule makes of a step's searches, for all layers and heads. ``seq_lens`` [B] counts the new token."""
     if isinstance(rule, StepBudget):
-        return _plan_budget(rule, scores, seq_lens)
-    return _plan_cuts(rule, scores, seq_lens, num_tiers)
+        return _moves_by_budget(rule, scores, seq_lens)
+    return _moves_by_cuts(rule, scores, seq_lens, num_tiers)
 
 
-def _plan_budget(rule: StepBudget, scores: StepScores, seq_lens: torch.Tensor) -> StepPlan:
+def _moves_by_budget(rule: StepBudget, scores: StepScores, seq_lens: torch.Tensor) -> StepMoves:
     """Drop the least significant token where the budget has not grown with the sequence."""
     full = rule.kept(seq_lens) == rule.kept(seq_lens - 1)
     nothing = torch.full_like(scores.candidate_slot, -1)
-    return StepPlan(nothing, torch.where(full, scores.least_slot[..., 0], nothing), nothing)
+    return StepMoves(nothing, torch.where(full, scores.least_slot[..., 0], nothing), nothing)
 
 
-def _plan_cuts(cuts: StepCuts, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepPlan:
+def _moves_by_cuts(cuts: StepCuts, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves:
     """DiffKV's Algorithm 1. The searches pass over window and sinks."""
     n = seq_lens.view(-1, 1, 1).float()
     low = cuts.low / n
@@ -61,36 +61,36 @@ def _plan_cuts(cuts: StepCuts, scores: StepScores, seq_lens: torch.Tensor, num_t
         worst = scores.least_slot[..., 1]
         evicts = goes_low & (worst >= 0) & (scores.least_score[..., 1] < low)
         replace = torch.where(evicts, worst, none)
-    return StepPlan(demote, drop, replace)
+    return StepMoves(demote, drop, replace)
 
 
-def compact_step(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
-    """Apply ``plan`` to all layers and heads of ``rows`` ([B] int64, distinct)."""
-    if len(state.segments) > 1:
-        _demote(state, rows, plan)
-    leaving = torch.maximum(plan.demote, plan.drop)
+def compact_step(state: PageState, rows: torch.Tensor, moves: StepMoves) -> None:
+    """Apply ``moves`` to all layers and heads of ``rows`` ([B] int64, distinct)."""
+    if len(state.tiers) > 1:
+        _demote(state, rows, moves)
+    leaving = torch.maximum(moves.demote, moves.drop)
     page, slot = own_slot_location(state, rows, 0, leaving.clamp(min=0).unsqueeze(3))
     gone = leaving >= 0
     page = torch.where(gone, page.squeeze(3), state.scratch_page)
-    state.segments[0].positions[page, slot.squeeze(3)] = EMPTY
+    state.tiers[0].positions[page, slot.squeeze(3)] = EMPTY
     state.hole[rows] = torch.where(gone, leaving, state.hole[rows].long()).int()
 
 
-def _demote(state: PageState, rows: torch.Tensor, plan: StepPlan) -> None:
-    low = state.segments[1]
-    moving = plan.demote >= 0
-    appended = moving & (plan.replace < 0)
+def _demote(state: PageState, rows: torch.Tensor, moves: StepMoves) -> None:
+    low = state.tiers[1]
+    moving = moves.demote >= 0
+    appended = moving & (moves.replace < 0)
     used = state.own_tokens[rows, :, :, 1].long()
     have = (state.entries[rows, :, :, 1] - state.own_entry[rows, :, :, 1]).long()
     demand = (appended & (used >= have * low.layout.tokens)).long()
     add_own_pages(state, rows, 1, demand, 1)
     state.own_tokens[rows, :, :, 1] += appended.int()
-    target = torch.where(plan.replace >= 0, plan.replace, used)
+    target = torch.where(moves.replace >= 0, moves.replace, used)
     if not moving.any():
         return
-    page, slot = own_slot_location(state, rows, 0, plan.demote.clamp(min=0).unsqueeze(3))
+    page, slot = own_slot_location(state, rows, 0, moves.demote.clamp(min=0).unsqueeze(3))
     page, slot = page.squeeze(3)[moving], slot.squeeze(3)[moving]
-    high = state.segments[0]
+    high = state.tiers[0]
     key, value = read_tokens(high, page, slot)
     low_page, low_slot = own_slot_location(state, rows, 1, torch.where(moving, target, 0).unsqueeze(3))
     write_tokens(

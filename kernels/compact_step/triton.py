@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.allocate.triton import add_own_pages
-from sglang_diffkv.kernels.compact_step.triton_plan import plan_kernel
+from sglang_diffkv.kernels.compact_step.triton_decide import decide_kernel
 from sglang_diffkv.kernels.cuts import StepBudget, StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, Spans
@@ -20,7 +20,7 @@ from sglang_diffkv.mem_pool.state import PageState
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def move_kernel(
-    demote_in, leave_in, target_in, rows, raw_like, pages, page_table, block_table, own_entry, hole,
+    demote_in, leave_in, target_in, rows, raw_like, pages, page_table, row_blocks, own_entry, hole,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -37,7 +37,7 @@ def move_kernel(
     row = tl.load(rows + flat // (L * H)).to(tl.int64)
     at = (row * L + layer) * H + head
     column = tl.load(own_entry + at * TIERS) + leave // H_TOKENS
-    page = tl.load(page_table + table_index(block_table, row, layer, head, column, True, MAX_BLOCKS, L, H))
+    page = tl.load(page_table + table_index(row_blocks, row, layer, head, column, True, MAX_BLOCKS, L, H))
     source = pages + page.to(tl.int64) * PAGE_BYTES
     one = tl.zeros([1], tl.int32)  # makes a tensor of a number
     slot = leave % H_TOKENS + one
@@ -45,7 +45,7 @@ def move_kernel(
         demoted = tl.load(demote_in + flat) >= 0
         number = tl.load(target_in + flat)
         entry = tl.load(own_entry + at * TIERS + 1) + number // L_TOKENS
-        index = table_index(block_table, row, layer, head, MAX_BLOCKS * BLOCK - 1 - entry, demoted, MAX_BLOCKS, L, H)
+        index = table_index(row_blocks, row, layer, head, MAX_BLOCKS * BLOCK - 1 - entry, demoted, MAX_BLOCKS, L, H)
         low_page = tl.load(page_table + index, mask=demoted, other=0)
         target = pages + low_page.to(tl.int64) * PAGE_BYTES + one
         low_slot = number % L_TOKENS + one
@@ -63,7 +63,7 @@ def move_kernel(
 
 @dataclass
 class CompactWorkspace:
-    """A step's plan, static addresses for graph capture: own slots, -1 for none; and where its pages come from."""
+    """A step's moves, static addresses for graph capture: own slots, -1 for none; and where its pages come from."""
 
     demote: torch.Tensor  # [B, L, H] int32
     leave: torch.Tensor  # [B, L, H] int32
@@ -88,7 +88,7 @@ def compact_step(
     num_valid: torch.Tensor,
     rule: StepRule,
 ) -> None:
-    """After a decode step: ``reference.plan_step``, then ``reference.compact_step``.
+    """After a decode step: ``reference.step_moves``, then ``reference.compact_step``.
 
     Args:
         rows, seq_lens: [B] integers, the new token counted.
@@ -103,8 +103,8 @@ def compact_step(
     first, second = (rule.tokens, rule.fraction) if isinstance(rule, StepBudget) else (rule.high, rule.low)
     assert all(x.shape == (state.num_layers, state.num_heads) and x.is_contiguous() for x in (first, second))
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
-    shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
-    plan_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
+    shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads}
+    decide_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
         found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, first,
         second, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
         state.own_tokens, workspace.spans.demand, workspace.spans.totals,
@@ -114,6 +114,6 @@ def compact_step(
         add_own_pages(state, rows, 1, workspace.spans)
     move_kernel[(batch * layers * heads,)](
         workspace.demote, workspace.leave, workspace.target, rows, state.pages.view(state.dtype), state.pages,
-        state.page_table, state.block_table, state.own_entry, state.hole,
+        state.page_table, state.row_blocks, state.own_entry, state.hole,
         **{**format_constants(fmt), **shape}, num_warps=1, **SAME_BITS,
     )  # fmt: skip

@@ -34,7 +34,7 @@ def copy_compact(
         judged: [L, H, n] float32, scores by position for positions below n where they are numbers; elsewhere the
             pages' own scores count.
     """
-    tiers = len(state.segments)
+    tiers = len(state.tiers)
     found = [x for part in parts for tier in range(tiers) if (x := held_tokens(state, part, tier, judged)) is not None]
     if not found:
         return
@@ -66,7 +66,7 @@ def _append(
     score: torch.Tensor,  # [L, H, E, tokens]
 ) -> None:
     """Append the chosen tokens, in (entry, slot) order, to the target's own region of ``tier``."""
-    seg, origin = state.segments[tier], state.segments[source_tier]
+    seg, origin = state.tiers[tier], state.tiers[source_tier]
     to_page, to_slot = append_slots(state, target, tier, chosen.flatten(2))
     from_page = page.unsqueeze(3).expand(chosen.shape)[chosen]
     from_slot = chosen.nonzero(as_tuple=True)[3]

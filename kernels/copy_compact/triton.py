@@ -45,12 +45,12 @@ def copy_compact(
     if not known:
         judged = torch.empty(1, device=state.device)
     every = format_constants(fmt)
-    shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.block_table.shape[1], "L": layers, "H": heads}
+    shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads}
     whole = cuts.values is not None
     rule = (judged, known, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), counts)
     names = ("TOKENS", "SCORES", "POSITIONS")
     count_kernel[(count,)](
-        source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table,
+        source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
         state.entries,
         **{f"{tier}_{name}": every[f"{tier}_{name}"] for tier in "HL" for name in names}, TIERS=every["TIERS"],
         **shape, WHOLE=whole, num_warps=1,
@@ -65,6 +65,6 @@ def copy_compact(
         grant_pages(state, target, tier, count, spans.demand[tier * count :], spans.places[tier * programs :])
     copy_kernel[(count,)](
         target, source, lo, hi, *rule, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
-        state.range_hi, state.block_table, state.entries, state.own_entry, state.own_tokens,
+        state.range_hi, state.row_blocks, state.entries, state.own_entry, state.own_tokens,
         **{**every, **shape}, WHOLE=whole, num_warps=4, **SAME_BITS,
     )  # fmt: skip

@@ -23,14 +23,14 @@ from sglang_diffkv.kernels.triton_tokens import (
 def judged_page(
     entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks,
     high_cut, low_cut, tie_high, tie_low, values, values_len,
-    pages, page_table, range_lo, range_hi, block_table,
+    pages, page_table, range_lo, range_hi, row_blocks,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, TIERS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A page of the source row, and for its [T] slots: score words, positions, and what becomes of those in [lo, hi).
     ``judged`` and ``values`` point to those of this layer and head."""
     page, score, position, held = held_page(
-        entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, block_table,
+        entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, row_blocks,
         TIER, TOKENS, SCORES, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
     lower: tl.constexpr = TIER + 1 < TIERS
@@ -43,7 +43,7 @@ def judged_page(
 
 @triton.jit
 def target_slots(
-    used, chosen, target, layer, head, own_entry, pages, page_table, block_table,
+    used, chosen, target, layer, head, own_entry, pages, page_table, row_blocks,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def target_slots(
     rank = used + tl.cumsum(chosen.to(tl.int32), 0) - 1
     entry = tl.load(own_entry + ((target.to(tl.int64) * L + layer) * H + head) * TIERS + tier) + rank // TOKENS
     column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-    at = table_index(block_table, target, layer, head, column, chosen, MAX_BLOCKS, L, H)
+    at = table_index(row_blocks, target, layer, head, column, chosen, MAX_BLOCKS, L, H)
     page = tl.load(page_table + at, mask=chosen, other=0)
     return pages + page.to(tl.int64) * PAGE_BYTES, rank % TOKENS
 
@@ -61,7 +61,7 @@ def target_slots(
 def count_kernel(
     source, lo, hi, judged, judged_len, seq_len, window, sinks,
     high_cut, low_cut, tie_high, tie_low, values, values_len,
-    counts, pages, page_table, range_lo, range_hi, block_table, entries,
+    counts, pages, page_table, range_lo, range_hi, row_blocks, entries,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr,
     L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
@@ -78,7 +78,7 @@ def count_kernel(
     for entry in range(0, tl.load(entries + at)):
         _, _, _, stays, goes = judged_page(
             entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
-            tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+            tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, row_blocks,
             0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
         )  # fmt: skip
         high += tl.sum(stays.to(tl.int32), 0)
@@ -87,7 +87,7 @@ def count_kernel(
         for entry in range(0, tl.load(entries + at + 1)):
             _, _, _, stays, _ = judged_page(
                 entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
-                tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+                tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, row_blocks,
                 1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
             )  # fmt: skip
             low += tl.sum(stays.to(tl.int32), 0)
@@ -124,7 +124,7 @@ def take_kernel(
 def copy_kernel(
     target, source, lo, hi, judged, judged_len, seq_len, window, sinks,
     high_cut, low_cut, tie_high, tie_low, values, values_len, counts,
-    raw_like, pages, page_table, range_lo, range_hi, block_table, entries, own_entry, own_tokens,
+    raw_like, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, own_tokens,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
@@ -149,11 +149,11 @@ def copy_kernel(
     for entry in range(0, tl.load(entries + source_at)):
         page, score, position, stays, goes = judged_page(
             entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
-            tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+            tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, row_blocks,
             0, H_TOKENS, H_SCORES, H_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
         )  # fmt: skip
         to, place = target_slots(
-            high, stays, target, layer, head, own_entry, pages, page_table, block_table, True, H_TOKENS, TIERS,
+            high, stays, target, layer, head, own_entry, pages, page_table, row_blocks, True, H_TOKENS, TIERS,
             PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         k, kmeta = load_codes(page, slot, stays, D * H_KB // 8, H_KEYS, H_KMETA, H_KB == 16)
@@ -166,7 +166,7 @@ def copy_kernel(
             k, kmeta = requantized(page, slot, goes, raw, D, H_KB, L_KB, H_KEYS, H_KMETA)
             v, vmeta = requantized(page, slot, goes, raw, DV, H_VB, L_VB, H_VALUES, H_VMETA)
             to, place = target_slots(
-                low, goes, target, layer, head, own_entry, pages, page_table, block_table, False, L_TOKENS, TIERS,
+                low, goes, target, layer, head, own_entry, pages, page_table, row_blocks, False, L_TOKENS, TIERS,
                 PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             store_codes(to, place, goes, k, kmeta, D * L_KB // 8, L_KEYS, L_KMETA, False)
@@ -178,11 +178,11 @@ def copy_kernel(
         for entry in range(0, tl.load(entries + source_at + 1)):
             page, score, position, stays, _ = judged_page(
                 entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, high_at, low_at,
-                tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, block_table,
+                tie_of_high, tie_of_low, values, values_len, pages, page_table, range_lo, range_hi, row_blocks,
                 1, L_TOKENS, L_SCORES, L_POSITIONS, TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
             )  # fmt: skip
             to, place = target_slots(
-                low, stays, target, layer, head, own_entry, pages, page_table, block_table, False, L_TOKENS, TIERS,
+                low, stays, target, layer, head, own_entry, pages, page_table, row_blocks, False, L_TOKENS, TIERS,
                 PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             k, kmeta = load_codes(page, low_slot, stays, D * L_KB // 8, L_KEYS, L_KMETA, False)

@@ -29,7 +29,7 @@ def count_owners(state: PageState, rows: torch.Tensor) -> torch.Tensor:
         owner = torch.arange(count.shape[0], device=state.device).repeat_interleave(count)  # [entries]
         entry = torch.arange(owner.shape[0], device=state.device) - (count.cumsum(0) - count)[owner]
         column = entry if tier == 0 else state.width - 1 - entry
-        block = state.block_table[rows[owner // heads], column // TABLE_BLOCK].long()
+        block = state.row_blocks[rows[owner // heads], column // TABLE_BLOCK].long()
         at = (block * heads + owner % heads) * TABLE_BLOCK + column % TABLE_BLOCK
         counts = (state.range_hi.view(-1)[at] > 0).int()
         held.index_add_(0, state.page_table.view(-1)[at], counts)

@@ -17,7 +17,7 @@ PAGES = 1024
 
 @triton.jit
 def add_references(
-    row, layer, head, count, first, pages, page_table, range_hi, block_table, held,
+    row, layer, head, count, first, pages, page_table, range_hi, row_blocks, held,
     HIGH: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """One tier's first ``count`` entries of a head."""
@@ -25,7 +25,7 @@ def add_references(
         entry = begin + tl.arange(0, E)
         live = entry < count
         column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-        at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0) - first
         live = live & (tl.load(range_hi + at, mask=live, other=0) > 0)  # never the scratch page
         live = live & (page >= 0) & (page < pages)
@@ -34,7 +34,7 @@ def add_references(
 
 @triton.jit(do_not_specialize=["first", "pages"], do_not_specialize_on_alignment=["rows"])
 def held_kernel(
-    rows, first, pages, page_table, range_hi, block_table, entries, held,
+    rows, first, pages, page_table, range_hi, row_blocks, entries, held,
     TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Grid (n, L * H): references that one (layer, head) of a row holds to ``pages`` pages from ``first`` on."""
@@ -42,12 +42,12 @@ def held_kernel(
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     at = entries + (row * (L * H) + place) * TIERS
     add_references(
-        row, place // H, place % H, tl.load(at), first, pages, page_table, range_hi, block_table, held,
+        row, place // H, place % H, tl.load(at), first, pages, page_table, range_hi, row_blocks, held,
         True, MAX_BLOCKS, L, H, E,
     )  # fmt: skip
     if TIERS == 2:
         add_references(
-            row, place // H, place % H, tl.load(at + 1), first, pages, page_table, range_hi, block_table, held,
+            row, place // H, place % H, tl.load(at + 1), first, pages, page_table, range_hi, row_blocks, held,
             False, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
 
@@ -77,7 +77,7 @@ def count_owners(state: PageState, rows: torch.Tensor, scratch: torch.Tensor) ->
     assert scratch.device == state.device
     layers, heads = state.num_layers, state.num_heads
     assert state.entries.dtype == torch.int32 and state.entries.is_contiguous()  # [R, L, H, T]
-    assert state.block_table.dtype == torch.int32 and state.block_table.is_contiguous()  # [R, max_blocks]
+    assert state.row_blocks.dtype == torch.int32 and state.row_blocks.is_contiguous()  # [R, max_blocks]
     assert state.refcount.dtype == torch.int32 and state.refcount.is_contiguous()  # [P + 1]
     for table in (state.page_table, state.range_hi):  # [C, L, H, TABLE_BLOCK]
         assert table.shape[1:] == (layers, heads, TABLE_BLOCK)
@@ -88,8 +88,8 @@ def count_owners(state: PageState, rows: torch.Tensor, scratch: torch.Tensor) ->
         held = scratch[:pages].zero_()
         if rows.shape[0]:
             held_kernel[(rows.shape[0], layers * heads)](
-                rows, first, pages, state.page_table, state.range_hi, state.block_table, state.entries, held,
-                TIERS=len(state.fmt.tiers), MAX_BLOCKS=state.block_table.shape[1], L=layers, H=heads, E=ENTRIES,
+                rows, first, pages, state.page_table, state.range_hi, state.row_blocks, state.entries, held,
+                TIERS=len(state.fmt.tiers), MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, E=ENTRIES,
                 num_warps=1,
             )  # fmt: skip
         owners_kernel[(triton.cdiv(pages, PAGES),)](first, pages, state.refcount, held, out, N=PAGES, num_warps=4)

@@ -14,7 +14,7 @@ import torch
 from sglang_diffkv.kernels.quantize.reference import planes
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState, Segments
+from sglang_diffkv.mem_pool.state import PageState, TierView
 
 
 @dataclass
@@ -35,7 +35,7 @@ class StepScores:
     @classmethod
     def create(cls, state: PageState, batch: int, judge_low: bool = True) -> StepScores:
         heads, device = (batch, state.num_layers, state.num_heads), state.device
-        tiers = (*heads, len(state.segments))
+        tiers = (*heads, len(state.tiers))
         return cls(
             torch.full(heads, EMPTY, dtype=torch.int64, device=device),
             torch.zeros(heads, device=device),
@@ -45,13 +45,13 @@ class StepScores:
         )
 
 
-def _gather(state: PageState, tier: int, page: torch.Tensor) -> Segments:
-    """Segments of copies of pages [B, H, E], flat: [B * H * E, tokens, ...]. Whole pages are copied at once."""
+def _gather(state: PageState, tier: int, page: torch.Tensor) -> TierView:
+    """Views of copies of pages [B, H, E], flat: [B * H * E, tokens, ...]. Whole pages are copied at once."""
     copies = state.pages.index_select(0, page.flatten())
-    return Segments.of(copies, state.segments[tier].layout, state.dtype)
+    return TierView.of(copies, state.tiers[tier].layout, state.dtype)
 
 
-def _logits(q: torch.Tensor, seg: Segments) -> torch.Tensor:
+def _logits(q: torch.Tensor, seg: TierView) -> torch.Tensor:
     """q [B, H, G, D] float32 and gathered pages to unscaled logits [B, H, G, N], ``N = E * tokens``."""
     heads = q.shape[:2]
 
@@ -68,7 +68,7 @@ def _logits(q: torch.Tensor, seg: Segments) -> torch.Tensor:
     return out * scale.unsqueeze(2) + q.sum(3, keepdim=True) * zero.unsqueeze(2)
 
 
-def _weighted_values(prob: torch.Tensor, seg: Segments, valid: torch.Tensor) -> torch.Tensor:
+def _weighted_values(prob: torch.Tensor, seg: TierView, valid: torch.Tensor) -> torch.Tensor:
     """prob [B, H, G, N], gathered pages and valid [B, H, N] to [B, H, G, v_head_dim].
 
     Slots that are not valid may hold any bytes, NaN among them, which a probability of 0 does not cancel.
@@ -121,8 +121,7 @@ def decode_attention(
     batch, q_heads, dim = q.shape
     grouped = q.float().view(batch, state.num_heads, -1, dim) * sm_scale
     tables = [
-        layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer))
-        for tier in range(len(state.segments))
+        layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer)) for tier in range(len(state.tiers))
     ]
     gathered = [_gather(state, tier, table[0]) for tier, table in enumerate(tables)]
     logits, positions, valids = [], [], []
@@ -170,7 +169,7 @@ def _update_scores(
     horizon: int,
 ) -> None:
     """Running mean of the attention own tokens receive; then the candidate and the least significant."""
-    seg = state.segments[tier]
+    seg = state.tiers[tier]
     tokens = seg.layout.tokens
     newest = (seq_lens - 1).view(-1, 1, 1)
     first = state.own_entry[rows, layer, :, tier].long().unsqueeze(2)  # [B, H, 1]

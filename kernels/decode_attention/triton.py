@@ -140,14 +140,14 @@ def decode_attention(
         assert max_parts >= parts and found.packed.shape[0] >= batch
     judge_low = found is not None and found.judge_low
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
-    shape = {"MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers, "H": heads, "G": group}
+    shape = {"MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": heads, "G": group}
     shape["ROOM_FOR"] = workspace.offsets.shape[2]
     early = launches_early()
     overlap = {"launch_pdl": True} if early else {}
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
     split_kernel[(batch * heads, splits)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
+        state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
         state.own_entry, rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
@@ -157,7 +157,7 @@ def decode_attention(
     finish_kernel[(batch * heads, joining["JOINERS"] + parts)](
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        state.pages, state.page_table, state.block_table, state.entries, state.own_entry,
+        state.pages, state.page_table, state.row_blocks, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
         **kept, **shape, **joining,
         SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean", num_warps=config.score_warps,

@@ -18,13 +18,13 @@ NOTHING = tl.constexpr(2**63 - 1)
 
 @triton.jit
 def own_pages(
-    tiles, live, block_table, page_table, row, layer, head, own_first,
+    tiles, live, row_blocks, page_table, row, layer, head, own_first,
     HIGH: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Page ids, int64, of tiles [T] counted from a tier's first own page."""
     entry = own_first + tiles // CHUNKS
     column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-    index = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+    index = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
     return tl.load(page_table + index, mask=live, other=0).to(tl.int64)
 
 
@@ -75,7 +75,7 @@ def page_numbers(
 
 @triton.jit
 def first_tokens(
-    part, parts, room, pages, page_table, block_table, row, layer, head, count, own_first,
+    part, parts, room, pages, page_table, row_blocks, row, layer, head, count, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr,
@@ -91,11 +91,11 @@ def first_tokens(
     stop = tl.minimum(total, start + share)
     tiles = start + tl.arange(0, T)
     page = own_pages(
-        tiles, tiles < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        tiles, tiles < stop, row_blocks, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
     )
     ahead = tiles + T
     page_ahead = own_pages(
-        ahead, ahead < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        ahead, ahead < stop, row_blocks, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
     )
     position, old = page_numbers(page, tiles, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES)
     return start, stop, page, page_ahead, position, old
@@ -104,7 +104,7 @@ def first_tokens(
 @triton.jit
 def score_tier(
     start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
-    pages, page_table, block_table, row, layer, head, own_first,
+    pages, page_table, row_blocks, row, layer, head, own_first,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MEAN: tl.constexpr,
@@ -126,7 +126,7 @@ def score_tier(
         )
         ahead = tiles + 2 * T
         page_after = own_pages(
-            ahead, ahead < stop, block_table, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+            ahead, ahead < stop, row_blocks, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
         )
         slot = (tiles % CHUNKS)[:, None] * N + tl.arange(0, N)[None, :]
         own = (tiles < stop)[:, None] & (slot < TOKENS) & (power > float("-inf"))
@@ -162,7 +162,7 @@ def store_found(found_ptr, value, part, parts, max_parts):
 )
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table,
-    block_table, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
+    row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
     H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -214,7 +214,7 @@ def finish_kernel(
     kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
     room_high, room_low = kept_tiles(high, room - kept_from, N_H, N_L)
     start, stop, page, page_ahead, position, old = first_tokens(
-        tl.maximum(part, 0), tl.maximum(parts, 1), tl.where(part >= 0, room_high, 0), pages, page_table, block_table,
+        tl.maximum(part, 0), tl.maximum(parts, 1), tl.where(part >= 0, room_high, 0), pages, page_table, row_blocks,
         row, layer, head, count_high, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
@@ -257,7 +257,7 @@ def finish_kernel(
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
         start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
-        pages, page_table, block_table, row, layer, head, own_high,
+        pages, page_table, row_blocks, row, layer, head, own_high,
         True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
     )  # fmt: skip
     store_found(found_ptr, candidate, part, parts, max_parts)
@@ -265,12 +265,12 @@ def finish_kernel(
     if TIERS == 2 and JUDGE_LOW:
         own_low = tl.load(own_entry + counts + 1)
         start, stop, page, page_ahead, position, old = first_tokens(
-            part, parts, room_low, pages, page_table, block_table, row, layer, head, count_low, own_low,
+            part, parts, room_low, pages, page_table, row_blocks, row, layer, head, count_low, own_low,
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         _, least = score_tier(
             start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon,
-            logits_ptr + high * N_H * G, tile_max_ptr + high * G, pages, page_table, block_table, row, layer, head,
+            logits_ptr + high * N_H * G, tile_max_ptr + high * G, pages, page_table, row_blocks, row, layer, head,
             own_low,
             False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
         )  # fmt: skip

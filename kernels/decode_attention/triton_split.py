@@ -44,7 +44,7 @@ def top_eighths(x):
 @triton.jit
 def attend_tier(
     q_ptr, qscale, sm_scale, logit_cap,
-    pages, page_table, range_lo, range_hi, block_table, row, layer, head, count, first, last,
+    pages, page_table, range_lo, range_hi, row_blocks, row, layer, head, count, first, last,
     logits_ptr, tile_max_ptr, shared, room, out_ptr, lse_ptr,
     HIGH: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr,
     KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr, POSITIONS: tl.constexpr,
@@ -101,7 +101,7 @@ def attend_tier(
         accs = accs + (tl.zeros([VWP, GP], tl.float32),)
 
     page, lo, hi = tile_page(
-        first, count, block_table, page_table, range_lo, range_hi, row, layer, head,
+        first, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
         HIGH, CHUNKS, MAX_BLOCKS, L, H,
     )  # fmt: skip
     for tile in range(first, last):
@@ -166,7 +166,7 @@ def attend_tier(
             tl.store(logit_ptr, s.to(tl.float16), mask=fits[None, :], eviction_policy="evict_last")
             tl.store(tile_max_ptr + kept * G + g, m, mask=fits, eviction_policy="evict_last")
         page, lo, hi = tile_page(
-            tile + 1, count, block_table, page_table, range_lo, range_hi, row, layer, head,
+            tile + 1, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
             HIGH, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
 
@@ -187,7 +187,7 @@ def attend_tier(
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows"])
 def split_kernel(
-    q, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_lo, range_hi, block_table, entries,
+    q, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, rows, num_valid, layer, sm_scale, logit_cap, room,
     H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
     H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
@@ -244,7 +244,7 @@ def split_kernel(
 
     if TIERS == 1 or split <= turn:
         attend_tier(
-            q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, block_table, row, layer,
+            q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row, layer,
             head, count_high, high_first, high_last, logits_ptr, tile_max_ptr, shared_high, room_high, out_ptr, lse_ptr,
             True, H_KB, H_VB, H_TOKENS, H_KEYS, H_KMETA, H_VALUES, H_VMETA, H_POSITIONS, N_H,
             PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP, ASM,
@@ -252,7 +252,7 @@ def split_kernel(
     if TIERS == 2:  # noqa: SIM102
         if split >= turn:
             attend_tier(
-                q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, block_table, row,
+                q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row,
                 layer, head, count_low, low_first, low_last, logits_ptr + kept_high * N_H * G,
                 tile_max_ptr + kept_high * G, shared_low, room_low, out_ptr + G * DV, lse_ptr + G,
                 False, L_KB, L_VB, L_TOKENS, L_KEYS, L_KMETA, L_VALUES, L_VMETA, L_POSITIONS, N_L,

@@ -14,14 +14,14 @@ LEAST_TILES = tl.constexpr(2)
 
 @triton.jit
 def tile_page(
-    tile, count, block_table, page_table, range_lo, range_hi, row, layer, head,
+    tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
     HIGH: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Page of a tile and its position range; past the last entry, page 0 and an empty range. Scalars."""
     entry = tile // CHUNKS
     live = entry < count
     column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-    at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+    at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
     page = tl.load(page_table + at, mask=live, other=0)
     lo = tl.load(range_lo + at, mask=live, other=0)
     hi = tl.load(range_hi + at, mask=live, other=0)

@@ -91,7 +91,7 @@ def _attend(
     count, q_heads, dim = q.shape
     rows = torch.tensor([row], device=q.device)
     keys, values, valid = [], [], []
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         width = max_entries(state, rows, tier, layer) if prefix else 0
         page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, width))  # [H, E]
         slot = torch.arange(seg.layout.tokens, device=q.device).expand(*page.shape, -1)
@@ -143,7 +143,7 @@ def _record(
     rows = torch.tensor([row], device=state.device)
     silent = min(max(observe_from - prefix, 0), count)  # new tokens that do not observe
     observing = count - silent
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         width = received[tier].shape[1] // seg.layout.tokens
         if not width:
             continue
@@ -159,7 +159,7 @@ def _record(
         target = page.unsqueeze(2).expand(position.shape)[earlier]
         slot = torch.arange(seg.layout.tokens, device=page.device).expand(position.shape)[earlier]
         seg.scores[target, slot] = mean[earlier]
-    seg = state.segments[0]
+    seg = state.tiers[0]
     tokens = seg.layout.tokens
     offset = torch.arange(count, device=state.device)
     slot = state.write_slot[row, layer].long().unsqueeze(1) + offset  # [H, n]
@@ -182,7 +182,7 @@ def _judge(
     pages' own scores stand for ``OBSERVED`` queries at most."""
     rows, shared = torch.tensor([row], device=state.device), judged.shape[1]
     observing = count - min(max(observe_from - prefix, 0), count)
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         width = received[tier].shape[1] // seg.layout.tokens
         if not width:
             continue

@@ -50,7 +50,7 @@ def _constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int) -> tup
 
 
 def _tiers(state: PageState) -> tuple[Mapping[str, Any], ...]:
-    return _constants(state.fmt, state.block_table.shape[1], state.num_layers, state.num_heads)
+    return _constants(state.fmt, state.row_blocks.shape[1], state.num_layers, state.num_heads)
 
 
 def extend_attention(
@@ -121,7 +121,7 @@ def extend_attention(
         out.copy_(new_part[0])
         lse.copy_(new_part[1])
     tables = (
-        state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry,
+        state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.write_slot,
     )  # fmt: skip
     if max_prefix:
@@ -171,7 +171,7 @@ def _update_scores(
             for number, scores in [(None, lse), *judged.items()]:
                 page_scores_kernel[(batch if number is None else 1, heads, programs)](
                     q, lse, starts, extend_lens, prefix_lens, since, rows, state.pages, state.page_table,
-                    state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry, state.write_slot,
+                    state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry, state.write_slot,
                     scores, scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
                     M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
                 )  # fmt: skip
@@ -179,6 +179,6 @@ def _update_scores(
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
     new_scores_kernel[(batch * heads * triton.cdiv(max_extend, tile),)](
         q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since, rows, batch,
-        state.write_slot, state.own_entry, state.pages, state.page_table, state.block_table, layer, sm_scale, logit_cap,
+        state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks, layer, sm_scale, logit_cap,
         **{name: tiers[0][name] for name in names}, **common, M=tile, N=tile, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def largest_of(q, vector, live, D: tl.constexpr):
     do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows"],
 )
 def paged_kernel(
-    q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, block_table, entries,
+    q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, write_slot, layer, sm_scale, logit_cap,
     HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
@@ -106,7 +106,7 @@ def paged_kernel(
     for _ in tl.static_range(VPARTS):
         accs = accs + (tl.zeros([M, VWP], tl.float32),)
     page, lo, hi = tile_page(
-        0, count, block_table, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        0, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
     )
     for tile in range(0, count * CHUNKS):
         slot = (tile % CHUNKS) * N + tl.arange(0, N)
@@ -159,7 +159,7 @@ def paged_kernel(
             updated = updated + (tl.dot(weight, codes, accs[part] * alpha[:, None] - excess[:, None]),)
         accs = updated
         page, lo, hi = tile_page(
-            tile + 1, count, block_table, page_table, range_lo, range_hi, row, layer, head,
+            tile + 1, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
             HIGH, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ def received_from(
 )
 def new_scores_kernel(
     q, key, key_stride, key_head, lse, starts, extend_lens, prefix_lens, since, rows, batch, write_slot, own_entry,
-    pages, page_table, block_table, layer, sm_scale, logit_cap,
+    pages, page_table, row_blocks, layer, sm_scale, logit_cap,
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr,
@@ -115,7 +115,7 @@ def new_scores_kernel(
     at = (row * L + layer) * H + head
     slot = tl.load(write_slot + at) + column
     entry = tl.load(own_entry + at * TIERS) + slot // TOKENS
-    index = table_index(block_table, row, layer, head, entry, live, MAX_BLOCKS, L, H)
+    index = table_index(row_blocks, row, layer, head, entry, live, MAX_BLOCKS, L, H)
     page = tl.load(page_table + index, mask=live, other=0)
     target = (pages + page.to(tl.int64) * PAGE_BYTES + SCORES).to(tl.pointer_type(tl.float32))
     tl.store(target + slot % TOKENS, score, mask=live)
@@ -126,7 +126,7 @@ def new_scores_kernel(
     do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "rows"],
 )
 def page_scores_kernel(
-    q, lse, starts, extend_lens, prefix_lens, since, rows, pages, page_table, range_lo, range_hi, block_table, entries,
+    q, lse, starts, extend_lens, prefix_lens, since, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, write_slot, judged, judged_len, request, layer, sm_scale, logit_cap,
     HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
@@ -174,7 +174,7 @@ def page_scores_kernel(
         most = judged_len
     for tile in range(begin_tile + tl.program_id(2), end_tile, tl.num_programs(2)):
         page, lo, hi = tile_page(
-            tile, count, block_table, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
+            tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
         )
         slot = (tile % CHUNKS) * N + tl.arange(0, N)
         live = slot < TOKENS

@@ -40,7 +40,7 @@ def gather_scores(
     values.fill_(float("nan"))
     stored = torch.zeros(values.shape[:2], dtype=torch.int64, device=values.device)
     for row, lo, hi in parts:
-        for tier in range(len(state.segments)):
+        for tier in range(len(state.tiers)):
             x = held_tokens(state, (row, lo, min(hi, values.shape[2])), tier, judged, own=own)
             if x is None:
                 continue

@@ -23,7 +23,7 @@ NO_VALUE = tl.constexpr(float("-inf"))
 @triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"])
 def gather_kernel(
     source, lo, hi, judged, judged_len, seq_len, window, sinks, values, values_len, stored, pages, page_table, range_lo,
-    range_hi, block_table, entries, own_entry,
+    range_hi, row_blocks, entries, own_entry,
     TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SUMS: tl.constexpr,
     OWN: tl.constexpr,
@@ -38,7 +38,7 @@ def gather_kernel(
     found = tl.zeros([1], tl.int64)
     for entry in range(first + tl.program_id(1), tl.load(entries + at), tl.num_programs(1)):
         _, score, position, held = held_page(
-            entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, block_table,
+            entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, row_blocks,
             TIER, TOKENS, SCORES, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         if SUMS:
@@ -77,9 +77,9 @@ def gather_scores(
             every = layout_constants(layout, "")
             gather_kernel[(layers * heads, PROGRAMS)](
                 row, lo, min(hi, length), scores, known, seq_len, window, sinks, values, length, stored, state.pages,
-                state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries, state.own_entry,
+                state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
                 TIER=tier, TIERS=len(fmt.tiers), **{name: every[name] for name in names}, PAGE_BYTES=fmt.page_bytes,
-                MAX_BLOCKS=state.block_table.shape[1], L=layers, H=heads, SUMS=sums, OWN=own, num_warps=1,
+                MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, SUMS=sums, OWN=own, num_warps=1,
             )  # fmt: skip
     return stored
 

@@ -20,11 +20,11 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
     Returns:
         [n, L, H, T + 1] int32: tokens of each tier, then pages of all tiers.
     """
-    tiers = len(state.segments)
+    tiers = len(state.tiers)
     shape = (rows.shape[0], state.num_layers, state.num_heads, tiers + 1)
     out = torch.zeros(shape, dtype=torch.int32, device=state.device)
     first, end = lo.view(-1, 1, 1, 1), hi.view(-1, 1, 1, 1)
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         page, range_lo, range_hi = row_table(state, rows, tier, max_entries(state, rows, tier))  # [n, L, H, E]
         position = seg.positions[page]  # [n, L, H, E, tokens]
         above = position >= torch.maximum(range_lo, first).unsqueeze(4)

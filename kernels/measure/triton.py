@@ -22,7 +22,7 @@ def clamped(position):
 
 @triton.jit
 def count_held(
-    row, layer, head, count, lo, hi, pages, page_table, range_lo, range_hi, block_table,
+    row, layer, head, count, lo, hi, pages, page_table, range_lo, range_hi, row_blocks,
     HIGH: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def count_held(
         entry = begin + tl.arange(0, E)
         live = entry < count
         column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-        at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         first = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)  # [E]
         end = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
         live = live & (first < end)  # never the scratch page
@@ -51,7 +51,7 @@ def count_held(
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "lo", "hi"])
 def measure_kernel(
-    rows, lo, hi, pages, page_table, range_lo, range_hi, block_table, entries, out,
+    rows, lo, hi, pages, page_table, range_lo, range_hi, row_blocks, entries, out,
     H_TOKENS: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr, L_POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     E: tl.constexpr,
@@ -64,13 +64,13 @@ def measure_kernel(
     at = entries + (row * (L * H) + place) * TIERS
     target = out + (number.to(tl.int64) * (L * H) + place) * (TIERS + 1)
     tokens, held_pages = count_held(
-        row, layer, head, tl.load(at), first, end, pages, page_table, range_lo, range_hi, block_table,
+        row, layer, head, tl.load(at), first, end, pages, page_table, range_lo, range_hi, row_blocks,
         True, H_TOKENS, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
     )  # fmt: skip
     tl.store(target, tokens)
     if TIERS == 2:
         tokens, low_pages = count_held(
-            row, layer, head, tl.load(at + 1), first, end, pages, page_table, range_lo, range_hi, block_table,
+            row, layer, head, tl.load(at + 1), first, end, pages, page_table, range_lo, range_hi, row_blocks,
             False, L_TOKENS, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
         tl.store(target + 1, tokens)
@@ -89,7 +89,7 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
         assert numbers.device == state.device
     layers, heads, tiers = state.num_layers, state.num_heads, len(state.fmt.tiers)
     assert state.entries.dtype == torch.int32 and state.entries.is_contiguous()  # [R, L, H, T]
-    assert state.block_table.dtype == torch.int32 and state.block_table.is_contiguous()  # [R, max_blocks]
+    assert state.row_blocks.dtype == torch.int32 and state.row_blocks.is_contiguous()  # [R, max_blocks]
     for table in (state.page_table, state.range_lo, state.range_hi):  # [C, L, H, TABLE_BLOCK]
         assert table.shape[1:] == (layers, heads, TABLE_BLOCK)
         assert table.dtype == torch.int32 and table.is_contiguous()
@@ -98,10 +98,10 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
     if rows.shape[0]:
         high, low = state.fmt.high, state.fmt.low
         measure_kernel[(rows.shape[0], layers * heads)](
-            rows, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table,
+            rows, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
             state.entries, out,
             H_TOKENS=high.tokens, H_POSITIONS=high.position_offset, L_TOKENS=low.tokens,
             L_POSITIONS=low.position_offset, TIERS=tiers, PAGE_BYTES=state.fmt.page_bytes,
-            MAX_BLOCKS=state.block_table.shape[1], L=layers, H=heads, E=ENTRIES, num_warps=4,
+            MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, E=ENTRIES, num_warps=4,
         )  # fmt: skip
     return out

@@ -57,7 +57,7 @@ def store_vectors(
     page_ptr, slot, x_ptr, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
     WP: tl.constexpr,
 ):  # fmt: skip
-    """Quantise vectors and write codes and metadata of one segment; 16 bits copies them.
+    """Quantise vectors and write codes and metadata of one field; 16 bits copies them.
 
     Args:
         page_ptr: [R] uint8 pointers to the pages. slot: [R]. keep: [R] mask.

@@ -10,15 +10,15 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_diffkv.kernels.table import layer_table, max_entries
-from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState, Segments
+from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState, TierView
 
 
 def _gather(state: PageState, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [H, length, dim] and values [H, length, v_dim] of a row, in order of position."""
-    layout = state.segments[0].layout
+    layout = state.tiers[0].layout
     rows = torch.tensor([row], device=state.device)
     page, lo, hi = (x[0] for x in layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer)))
-    seg = Segments.of(state.pages.index_select(0, page.flatten()), layout, state.dtype)
+    seg = TierView.of(state.pages.index_select(0, page.flatten()), layout, state.dtype)
     position = seg.positions.reshape(*page.shape, layout.tokens)  # [H, E, tokens]
     valid = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < length)
     order = torch.where(valid, position, NO_LIMIT).flatten(1).argsort(dim=1)[:, :length]  # [H, length]

@@ -12,7 +12,7 @@ from sglang_diffkv.mem_pool.state import PageState
 def release(state: PageState, row: int) -> None:
     """Drop every reference the row holds and empty it."""
     rows = torch.tensor([row], device=state.device)
-    for tier in range(len(state.segments)):
+    for tier in range(len(state.tiers)):
         width = max_entries(state, rows, tier)
         if width:
             page, _, hi = row_table(state, rows, tier, width)
@@ -31,7 +31,7 @@ def trim(state: PageState, row: int, end: int) -> None:
     For rows that own no writable page (tree segments).
     """
     rows = torch.tensor([row], device=state.device)
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         width = max_entries(state, rows, tier)
         if not width:
             continue

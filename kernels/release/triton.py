@@ -17,7 +17,7 @@ from sglang_diffkv.mem_pool.state import PageState
 
 @triton.jit
 def drop_pages(
-    row, layer, head, count, end, pages, page_table, range_lo, range_hi, block_table, refcount,
+    row, layer, head, count, end, pages, page_table, range_lo, range_hi, row_blocks, refcount,
     HIGH: tl.constexpr, ALL: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +29,7 @@ def drop_pages(
         entry = begin + tl.arange(0, E)
         live = entry < count
         column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-        at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0)
         hi = tl.load(range_hi + at, mask=live, other=0)
         dropped = live & (hi > 0)  # not the scratch page
@@ -45,7 +45,7 @@ def drop_pages(
 
 @triton.jit
 def tidy_table(
-    row, layer, head, count, place, page_table, range_lo, range_hi, block_table, ring, refcount, num_pages,
+    row, layer, head, count, place, page_table, range_lo, range_hi, row_blocks, ring, refcount, num_pages,
     HIGH: tl.constexpr, ALL: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def tidy_table(
         entry = begin + tl.arange(0, E)
         live = entry < count
         column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-        at = table_index(block_table, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=num_pages)
         live = live & (page != num_pages)
         freed = live & (tl.load(refcount + page, mask=live, other=1) == 0)
@@ -68,7 +68,7 @@ def tidy_table(
             keep = live & (hi > 0)
             entry = done + tl.cumsum(keep.to(tl.int32), 0) - 1
             column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
-            at = table_index(block_table, row, layer, head, column, keep, MAX_BLOCKS, L, H)
+            at = table_index(row_blocks, row, layer, head, column, keep, MAX_BLOCKS, L, H)
             tl.store(page_table + at, page, mask=keep)
             tl.store(range_lo + at, lo, mask=keep)
             tl.store(range_hi + at, hi, mask=keep)
@@ -78,7 +78,7 @@ def tidy_table(
 
 @triton.jit(do_not_specialize=["row", "end"])
 def drop_kernel(
-    row, end, pages, page_table, range_lo, range_hi, block_table, entries, refcount, freed,
+    row, end, pages, page_table, range_lo, range_hi, row_blocks, entries, refcount, freed,
     ALL: tl.constexpr, TIERS: tl.constexpr, H_TOKENS: tl.constexpr, H_POSITIONS: tl.constexpr,
     L_TOKENS: tl.constexpr, L_POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
@@ -90,13 +90,13 @@ def drop_kernel(
     layer, head = tl.program_id(0) // H, tl.program_id(0) % H
     row_at = ((row.to(tl.int64) * L + layer) * H + head) * TIERS
     high = drop_pages(
-        row, layer, head, tl.load(entries + row_at), end, pages, page_table, range_lo, range_hi, block_table, refcount,
+        row, layer, head, tl.load(entries + row_at), end, pages, page_table, range_lo, range_hi, row_blocks, refcount,
         True, ALL, H_TOKENS, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
     )  # fmt: skip
     tl.store(freed + tl.program_id(0), high)
     if TIERS == 2:
         low = drop_pages(
-            row, layer, head, tl.load(entries + row_at + 1), end, pages, page_table, range_lo, range_hi, block_table,
+            row, layer, head, tl.load(entries + row_at + 1), end, pages, page_table, range_lo, range_hi, row_blocks,
             refcount, False, ALL, L_TOKENS, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
         tl.store(freed + L * H + tl.program_id(0), low)
@@ -104,7 +104,7 @@ def drop_kernel(
 
 @triton.jit(do_not_specialize=["row"])
 def release_kernel(
-    row, places, page_table, range_lo, range_hi, block_table, entries, kept_entry, own_entry, own_tokens, hole, fault,
+    row, places, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry, own_tokens, hole, fault,
     ring, refcount, num_pages,
     ALL: tl.constexpr, TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     E: tl.constexpr,
@@ -117,7 +117,7 @@ def release_kernel(
         row_at = heads_at * TIERS + tier
         done = tidy_table(
             row, layer, head, tl.load(entries + row_at), tl.load(places + tier * L * H + tl.program_id(0)), page_table,
-            range_lo, range_hi, block_table, ring, refcount, num_pages, tier == 0, ALL, MAX_BLOCKS, L, H, E,
+            range_lo, range_hi, row_blocks, ring, refcount, num_pages, tier == 0, ALL, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
         tl.store(entries + row_at, done)
         tl.store(kept_entry + row_at, done)
@@ -133,19 +133,19 @@ def _launch(state: PageState, row: int, end: int, spans: Spans, everything: bool
     every, heads = format_constants(state.fmt), state.num_layers * state.num_heads
     tiers = len(state.fmt.tiers)
     shape = {
-        "ALL": everything, "TIERS": tiers, "MAX_BLOCKS": state.block_table.shape[1], "L": state.num_layers,
+        "ALL": everything, "TIERS": tiers, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers,
         "H": state.num_heads, "E": ENTRIES, "num_warps": 1,
     }  # fmt: skip
     freed = spans.totals[: tiers * heads]
     drop_kernel[(heads,)](
-        row, end, state.pages, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
+        row, end, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
         state.refcount, freed,
         H_TOKENS=every["H_TOKENS"], H_POSITIONS=every["H_POSITIONS"], L_TOKENS=every["L_TOKENS"],
         L_POSITIONS=every["L_POSITIONS"], PAGE_BYTES=state.fmt.page_bytes, **shape,
     )  # fmt: skip
     return_spans(state.counters, freed, spans.places)
     release_kernel[(heads,)](
-        row, spans.places, state.page_table, state.range_lo, state.range_hi, state.block_table, state.entries,
+        row, spans.places, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
         state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault, state.ring, state.refcount,
         state.num_pages, **shape,
     )  # fmt: skip

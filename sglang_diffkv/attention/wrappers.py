@@ -78,7 +78,7 @@ class DecodeWrapper(_Wrapper):
         step = self.step
         assert step is not None, "plan comes first"
         if step.found is not None:
-            self.ops.compact_step(self.state, step.rows, step.seq_lens, step.found, self.policy, step.num_rows)
+            self.ops.compact_step(self.state, step.rows, step.seq_lens, step.found, self.policy, step.num_valid)
 
 
 class ExtendWrapper(_Wrapper):

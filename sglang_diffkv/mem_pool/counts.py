@@ -266,7 +266,7 @@ class PageCounts:
         self.faulted |= found
 
     def settle(self) -> None:
-        """Make the host's counts exact. Waits for the device."""
+        """Settle the host's counts: they are the device's. Waits for the device."""
         if self._settled != self.tick or self._snapshots:
             self.take_snapshot()
             self.refresh()
@@ -282,7 +282,7 @@ class PageCounts:
             self.refresh()
 
     def meet(self) -> None:
-        """Take over what the device has counted, exactly if nothing runs.
+        """Take over what the device has counted, and settle if nothing runs.
 
         One rank alone does so whenever it reads a bound. Several exchange their counts, so reading a bound must not,
         and all of them call this before a step is scheduled.

@@ -12,7 +12,7 @@ from sglang_diffkv.ops.base import Ops
 
 MIB = 1 << 20
 PAGES = "pages"
-NAME_BYTES = 8
+KV_SLOT_BYTES = 8
 SUMS = 8
 """Rows' worth of counts that a report adds up at once, in int64, beside those of the rows."""
 
@@ -29,15 +29,15 @@ class Footprint:
     at_most: dict[str, int]
 
     @classmethod
-    def of(cls, state: PageState, geometry: Geometry, ops: Ops, *, names: int, exact: bool) -> Footprint:
+    def of(cls, state: PageState, geometry: Geometry, ops: Ops, *, kv_slots: int, exact: bool) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
 
         Args:
-            names: tokens that SGLang may name at once. exact: whether the prefix cache keeps exact prompts.
+            kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
-        row_bytes = sum(x.nbytes for x in counts) // rows + state.block_table.nbytes // rows + state.fault.itemsize
+        row_bytes = sum(x.nbytes for x in counts) // rows + state.row_blocks.nbytes // rows + state.fault.itemsize
         columns = len(geometry.fmt.tiers) + 1  # tokens of each tier, and pages
         row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * columns
         held = {
@@ -46,7 +46,7 @@ class Footprint:
             "page table": state.page_table.nbytes + state.range_lo.nbytes + state.range_hi.nbytes,
             "rows of requests": row_bytes * geometry.num_rows,
             "rows of prefix segments": row_bytes * geometry.num_segments,
-            "token names": NAME_BYTES * names,
+            "KV slots": KV_SLOT_BYTES * kv_slots,
             "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
             "counts of ended requests": ended,
             **ops.memory(),

@@ -10,21 +10,22 @@ TABLE_BLOCK = 16
 """Columns of a page-table block."""
 
 
-LEAST_NAMES = 4
-"""Names of tokens for each token of nominal capacity, at least."""
+LEAST_KV_SLOTS = 4
+"""KV slots for each token of nominal capacity, at least."""
 
-PRUNING_NAMES = 16
-"""The same where tokens are pruned: those keep their names while their request runs or the prefix cache has them."""
+PRUNING_KV_SLOTS = 16
+"""The same where tokens are pruned: those keep their KV slots while their request runs or the prefix cache has them."""
 
 
-def token_names(capacity: int, fmt: PageFormat, *, prunes: bool) -> int:
-    """Names for the tokens of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier.
+def kv_slots_for(capacity: int, fmt: PageFormat, *, prunes: bool) -> int:
+    """KV slots of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier.
 
-    Names may run out before pages do all the same, where most tokens are pruned: then the prefix cache gives some back,
-    and SGLang retracts requests, as it does for want of pages.
+    A KV slot is SGLang's index of a token. It names the token and owns no memory here, where bytes are pages. KV slots
+    may run out before pages do all the same, where most tokens are pruned: then the prefix cache gives some back, and
+    SGLang retracts requests, as it does for want of pages.
     """
     shrink = 2 * -(-fmt.low.tokens // fmt.high.tokens)
-    return capacity * max(LEAST_NAMES, shrink, PRUNING_NAMES if prunes else 0)
+    return capacity * max(LEAST_KV_SLOTS, shrink, PRUNING_KV_SLOTS if prunes else 0)
 
 
 @dataclass(eq=False)
@@ -32,8 +33,8 @@ class Segment:
     """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
 
     ``pages`` is 0 until the manager has counted them. ``nodes`` counts the tree nodes that refer to the segment
-    (splitting a node adds one and moves no byte). ``exact``: every token is there, in the high tier and in order, and
-    the first page of each head begins with position ``first``.
+    (splitting a node adds one and moves no byte). ``as_computed``: every token is there, in the high tier and in
+    order, and the first page of each head begins with position ``first``.
     """
 
     row: int
@@ -41,7 +42,7 @@ class Segment:
     hi: int
     pages: int = 0
     nodes: int = field(default=1)
-    exact: bool = False
+    as_computed: bool = False
     first: int = 0
     reads: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     """Entries of each tier, at most, that a row takes to read a range [lo, hi), where the device has counted them."""

@@ -67,7 +67,7 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
     for row in sorted(live):
         seen: list[torch.Tensor] = []  # (layer, head) and position of each token
         rows = torch.tensor([row], device=state.device)
-        for tier, seg in enumerate(state.segments):
+        for tier, seg in enumerate(state.tiers):
             counts = state.entries[row, :, :, tier]
             own_from = state.own_entry[row, :, :, tier]
             kept_from = state.kept_entry[row, :, :, tier]
@@ -123,10 +123,10 @@ def _check_blocks(manager: PageManager) -> None:
     held = [b for sides in space.blocks for side in sides for b in side]
     everything = sorted(held + space.free_blocks)
     assert everything == list(range(1, space.num_blocks + 1)), "table blocks are lost or held twice"
-    table = space.state.block_table.tolist()
+    table = space.state.row_blocks.tolist()
     for row, (left, right) in enumerate(space.blocks):
         expected = left + [0] * (space.max_blocks - len(left) - len(right)) + right[::-1]
-        assert table[row] == expected, f"row {row}: the device block table is not the host's"
+        assert table[row] == expected, f"row {row}: its blocks on the device are not the host's"
 
 
 def decision_digest(requests: Any) -> int:
@@ -140,7 +140,7 @@ def decision_digest(requests: Any) -> int:
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),
         space.free_blocks, space.base.tolist(), space.total.tolist(), space.counted.tolist(),
         ledger.tree_pages, ledger.evictable_pages, ledger.promised, ledger.refused,
-        ledger.available(), ledger.names_free(), manager.prompts.plans.keys(), manager.prompts.pending.keys(),
+        ledger.available(), ledger.kv_slots_free(), manager.prompts.plans.keys(), manager.prompts.pending.keys(),
         exact and (exact.outcomes, exact.ends.keys(), exact.detaching),
     )  # fmt: skip
     return zlib.crc32(repr(parts).encode())

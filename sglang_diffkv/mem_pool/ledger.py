@@ -11,7 +11,7 @@ import math
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_diffkv.mem_pool.geometry import Path, token_names
+from sglang_diffkv.mem_pool.geometry import Path, kv_slots_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import prunes
 
@@ -28,25 +28,25 @@ def pages_for(capacity: int, page_tokens: int, heads: int) -> int:
     return heads * (-(-capacity // page_tokens) + SPARE_PAGES)
 
 
-PRICE_MARGIN = 1.1
+GROWTH_MARGIN = 1.1
 """Generated tokens are expected to take this many times the pages that running requests take for theirs."""
 
 PROMPT_MARGIN = 1.05
 """The same for prompts that are compacted between chunks."""
 
-PRICE_TOKENS = 512
+ESTIMATE_TOKENS = 512
 """Tokens of running requests from which their pages tell what a generated token takes."""
 
-ROW_PRICE_TOKENS = 256
+ROW_ESTIMATE_TOKENS = 256
 """Tokens of one request from which its own pages tell what its tokens take."""
 
 
 class Promise(NamedTuple):
-    """Pages, page-table blocks and token names."""
+    """Pages, page-table blocks and KV slots."""
 
     pages: int
     blocks: int
-    names: int
+    kv_slots: int
 
 
 class PageLedger:
@@ -59,9 +59,9 @@ class PageLedger:
         self.manager = manager
         self.capacity = capacity
         prunes_tokens = prunes(manager.policy, len(manager.fmt.tiers))
-        self.names = token_names(capacity, manager.fmt, prunes=prunes_tokens)
-        """Tokens that may be named at once."""
-        self.names_free: Callable[[], int] = lambda: self.names
+        self.kv_slots = kv_slots_for(capacity, manager.fmt, prunes=prunes_tokens)
+        """Tokens that SGLang may hold at once."""
+        self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""
         self.tree_pages = 0
         self.evictable_pages = 0
@@ -73,8 +73,8 @@ class PageLedger:
         """Requests that were refused at least once for want of pages or table blocks."""
         self._allocating = False
         self._credit = 0
-        self._price = 1.0
-        self._priced_at = (-1, -1)
+        self._estimate = 1.0
+        self._estimated_at = (-1, -1)
         self.refused: float | None = None
         """Tokens that the last refused request needed, while it waits for them."""
 
@@ -87,7 +87,7 @@ class PageLedger:
         """Most pages that a prompt of ``tokens`` new tokens holds at any moment."""
         return self.manager.geometry.most_pages(tokens) if tokens > 0 else 0
 
-    def growth_price(self) -> float:
+    def growth_estimate(self) -> float:
         """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests
         whose prompt is compacted; where they are few, the last value stands.
 
@@ -96,37 +96,37 @@ class PageLedger:
         """
         manager = self.manager
         now = (manager.counts.tick, manager.counts.counted_step)
-        if now == self._priced_at:
-            return self._price
-        self._priced_at = now
+        if now == self._estimated_at:
+            return self._estimate
+        self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
         tokens = sum(manager.rows.length(row) for row in rows)
-        if tokens >= PRICE_TOKENS:
+        if tokens >= ESTIMATE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
-            self._price = min(PRICE_MARGIN * held / tokens, 1.0)
-        return self._price
+            self._estimate = min(GROWTH_MARGIN * held / tokens, 1.0)
+        return self._estimate
 
     @property
-    def last_price(self) -> float:
-        """``growth_price`` as it was last asked for: reading it on one rank alone leaves the others' equal."""
-        return self._price
+    def last_estimate(self) -> float:
+        """``growth_estimate`` as it was last asked for: reading it on one rank alone leaves the others' equal."""
+        return self._estimate
 
-    def price_of(self, row: int | None) -> float:
+    def growth_of(self, row: int | None) -> float:
         """The same for a running request: by its own pages where it is long enough."""
         manager = self.manager
         length = 0 if row is None or manager.rows.in_prompt(row) else manager.rows.length(row)
-        if length >= ROW_PRICE_TOKENS:
+        if length >= ROW_ESTIMATE_TOKENS:
             held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
             if held:
-                return min(PRICE_MARGIN * held / length, 1.0)
-        return self.growth_price()
+                return min(GROWTH_MARGIN * held / length, 1.0)
+        return self.growth_estimate()
 
     def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
         """Whether the last refused request would fit beside what running requests may generate yet, given as (row,
-        tokens). Running requests make room by compression and by a falling price, not only by ending."""
+        tokens). Running requests make room by compression and by a falling estimate, not only by ending."""
         if self.refused is None:
             return False
-        growth = sum(tokens * self.price_of(row) for row, tokens in expected)
+        growth = sum(tokens * self.growth_of(row) for row, tokens in expected)
         return self.available() + self.evictable() - growth > self.refused
 
     def promised_pages(self) -> int:
@@ -143,15 +143,15 @@ class PageLedger:
         counts, planned = self.manager.counts, self.manager.prompts.planned_pages()
         return counts.free_bound() - counts.headroom_bound() - self.promised_pages() - planned
 
-    def uncommitted_names(self) -> int:
-        """Free names that no admitted prompt is going to take."""
-        free = self.names_free()
-        return free if self._allocating else free - sum(promise.names for promise in self.promised.values())
+    def uncommitted_kv_slots(self) -> int:
+        """Free KV slots that no admitted prompt is going to take."""
+        free = self.kv_slots_free()
+        return free if self._allocating else free - sum(promise.kv_slots for promise in self.promised.values())
 
     def report(self) -> dict[str, float]:
-        """For ``/server_info``: what is set aside now, in pages, and at which price requests are expected to grow."""
+        """For ``/server_info``: what is set aside now, in pages, and the growth estimate."""
         return {
-            "price": self.growth_price(),
+            "price": self.growth_estimate(),
             "headroom_pages": self.manager.counts.headroom_bound(),
             "promised_pages": self.promised_pages(),
             "compacted_between_chunks": self.compacted,
@@ -178,7 +178,7 @@ class PageLedger:
             free += self.promised_pages()
         tokens = self.capacity - self._tokens(total - free)
         if self.manager.rows:
-            tokens = min(tokens, max(self.uncommitted_names(), 0))
+            tokens = min(tokens, max(self.uncommitted_kv_slots(), 0))
         return tokens + self._credit
 
     def evictable(self) -> int:
@@ -197,7 +197,7 @@ class PageLedger:
 
     @contextmanager
     def prefilling(self) -> Iterator[None]:
-        """While SGLang allocates the slots of admitted prompts, the pages promised to them are available."""
+        """While SGLang allocates the KV slots of admitted prompts, the pages promised to them are available."""
         self._allocating = True
         try:
             yield
@@ -219,15 +219,15 @@ class PageLedger:
 
     def admits(self, path: Path, new_tokens: int) -> bool:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
-        if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_names() < new_tokens:
+        if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_kv_slots() < new_tokens:
             return False
         return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
 
     def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
         """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but
-        the last chunk at the measured price."""
-        price = self.growth_price() * PROMPT_MARGIN / PRICE_MARGIN if self.growth_price() < 1 else 1.0
-        return min(math.ceil(price * max(new_tokens - chunk, 0)) + chunk, new_tokens)
+        the last chunk by the growth estimate."""
+        growth = self.growth_estimate() * PROMPT_MARGIN / GROWTH_MARGIN if self.growth_estimate() < 1 else 1.0
+        return min(math.ceil(growth * max(new_tokens - chunk, 0)) + chunk, new_tokens)
 
     def most_pages(self, path: Path, own_tokens: int) -> int:
         """Pages, at most, that a request of ``own_tokens`` after ``path`` keeps from others."""
@@ -244,7 +244,7 @@ class PageLedger:
         spare = SPARE_PAGES * self.manager.geometry.heads
         if self.most_pages(path, new_tokens) + most + spare > self.manager.geometry.num_pages:
             return False
-        if self.uncommitted_names() < new_tokens:
+        if self.uncommitted_kv_slots() < new_tokens:
             return False
         return not self.table_starved(self.blocks_for(path, new_tokens))
 
@@ -258,9 +258,9 @@ class PageLedger:
         return self.manager.space.blocks_for(path, new_tokens) + 2
 
     def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
-        """Set aside pages, table blocks and names for ``new_tokens`` prompt tokens that are still to be computed, and
-        blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the next
-        chunk."""
+        """Set aside pages, table blocks and KV slots for ``new_tokens`` prompt tokens that are still to be computed,
+        and blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the
+        next chunk."""
         if new_tokens > 0:
             pages = self.prompt_pages(min(new_tokens, self.chunks.get(request_id, new_tokens)))
             self.promised[request_id] = Promise(pages, self.blocks_for(path, new_tokens), new_tokens)

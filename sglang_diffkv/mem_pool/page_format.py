@@ -1,7 +1,7 @@
 """The one description of what a page holds: every offset, size and capacity comes from here.
 
 A page is ``page_bytes`` of one uint8 buffer and stores tokens of one tier, one KV head, one
-layer and one owner, in six segments: quantised keys, key metadata, quantised values, value
+layer and one owner, in six fields: quantised keys, key metadata, quantised values, value
 metadata, scores, positions (DiffKV, section 5.2, "unified pages"). Token order inside a page is
 free; an empty slot has position -1.
 """
@@ -17,7 +17,7 @@ QUANTISED_BITS = (8, 4, 2, 1)
 META_BYTES = 4  # scale and zero point, two fp16 numbers a vector
 SCORE_BYTES = 4  # float32
 POSITION_BYTES = 4  # int32
-SEGMENT_ALIGN = 16
+FIELD_ALIGN = 16
 EMPTY = -1
 """Position of an empty slot, and page id of an unused table entry."""
 
@@ -65,7 +65,7 @@ class Tier:
 
 
 def _align(n: int) -> int:
-    return -(-n // SEGMENT_ALIGN) * SEGMENT_ALIGN
+    return -(-n // FIELD_ALIGN) * FIELD_ALIGN
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ class Prompts:
         plan, judged = self.plans.pop(row), self.judged.pop(row, None)
         length, shared = self.rows.length(row), self.rows.shared(row)
         self.device.share(plan.segment_row, row, shared, length, kept_only=True)
-        pending = self.pending[row] = Segment(plan.segment_row, shared, length, exact=True, first=shared)
+        pending = self.pending[row] = Segment(plan.segment_row, shared, length, as_computed=True, first=shared)
         self.segments.counts_of.changed(pending)
         self._restart(row, plan.kept, length)
         parts = rows_of([*plan.copied, (pending, shared, length)])
@@ -213,7 +213,7 @@ class Prompts:
                 return None
             self.device.share(narrow, pending.row, lo, hi)
             self._drop(pending)
-            pending = Segment(narrow, lo, hi, exact=True, first=pending.first)
+            pending = Segment(narrow, lo, hi, as_computed=True, first=pending.first)
         del self.pending[row]
         self.segments.add(pending)
         return pending

@@ -24,14 +24,14 @@ class SegmentStore:
 
     Attributes:
         cached: segments of the prefix cache. counts_of: tokens that they and pending ones hold, by head.
-        spread: replies among them that lie between tokens of their request's copy of its prompt, until its row is
+        fragmented: replies among them that lie between tokens of their request's copy of its prompt, until its row is
             released.
     """
 
     def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts):
         self.device, self.rows, self.counts = device, rows, counts
         self.cached: set[Segment] = set()
-        self.spread: list[Segment] = []
+        self.fragmented: list[Segment] = []
         self.counts_of = SegmentCounts(device)
         geometry = device.geometry
         self._free_rows = list(range(geometry.num_rows + geometry.num_segments - 1, geometry.num_rows - 1, -1))
@@ -86,10 +86,10 @@ class SegmentStore:
         device.keep(row)
         self.rows.share(row, hi)
         self.counts.touch(row, decoded=True)
-        segment = Segment(segment_row, lo, hi, exact=as_computed and not ends, first=first)
+        segment = Segment(segment_row, lo, hi, as_computed=as_computed and not ends, first=first)
         self.add(segment)
         if ends and lo > first:  # its pages hold tokens below lo too
-            self.spread.append(segment)
+            self.fragmented.append(segment)
         return segment
 
     def add(self, segment: Segment) -> None:
@@ -123,12 +123,12 @@ class SegmentStore:
 
     def trim(self, segment: Segment, hi: int) -> None:
         """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device, unless
-        the segment is exact."""
+        the segment is as computed."""
         self.device.trim(segment.row, hi)
         segment.hi = hi
         self.counts_of.changed(segment)
-        if segment.exact:
-            held, segment.pages = segment.pages, self.exact_pages(segment)
+        if segment.as_computed:
+            held, segment.pages = segment.pages, self.computed_pages(segment)
             self.counts.record(held - segment.pages)
             self.counts.on_counted(segment)
         else:
@@ -167,8 +167,8 @@ class SegmentStore:
         row = self.take_row(*self.device.space.dense_entries(hi - lo))
         assert row is not None, "no room to join segments"
         self._copy(row, parts)
-        exact = all(segment.exact for segment, _, _ in parts)
-        joined = Segment(row, lo, hi, nodes=0, exact=exact, first=lo)
+        as_computed = all(segment.as_computed for segment, _, _ in parts)
+        joined = Segment(row, lo, hi, nodes=0, as_computed=as_computed, first=lo)
         self.add(joined)
         return joined
 
@@ -216,8 +216,8 @@ class SegmentStore:
                 del segment.reads[next(iter(segment.reads))]
             segment.reads[lo, hi] = (of_tiers[0], of_tiers[1] if len(of_tiers) > 1 else 0)
 
-    def exact_pages(self, segment: Segment) -> int:
-        """Pages of an exact segment."""
+    def computed_pages(self, segment: Segment) -> int:
+        """Pages of a segment as computed."""
         tokens = self.device.fmt.high.tokens
         first, end = (segment.lo - segment.first) // tokens, -(-(segment.hi - segment.first) // tokens)
         return self.device.geometry.heads * (end - first)
@@ -227,7 +227,7 @@ class SegmentStore:
         heads, tokens = self.device.geometry.heads, self.device.fmt.high.tokens
         if math.isinf(pages) or not segment.pages:
             return math.inf
-        if segment.exact:
+        if segment.as_computed:
             end = -(-(segment.hi - segment.first) // tokens) - -(-pages // heads)
             return segment.hi - segment.first - end * tokens
         return math.ceil((pages + heads) * (segment.hi - segment.lo) / segment.pages)

@@ -24,7 +24,7 @@ NO_LIMIT = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Segments:
+class TierView:
     """Views into the page buffer for the pages of one tier; all share its memory.
 
     ``keys``/``values`` are [P + 1, tokens, bytes] uint8 codes, or [P + 1, tokens, dim] in the model's
@@ -40,7 +40,7 @@ class Segments:
     positions: torch.Tensor  # [P + 1, tokens] int32
 
     @classmethod
-    def of(cls, pages: torch.Tensor, layout: TierLayout, dtype: torch.dtype) -> Segments:
+    def of(cls, pages: torch.Tensor, layout: TierLayout, dtype: torch.dtype) -> TierView:
         n = layout.tokens
 
         def cut(offset: int, token_bytes: int, view: torch.dtype) -> torch.Tensor:
@@ -76,7 +76,7 @@ class PageState:
     ring: torch.Tensor  # [P] int32, page ids
     counters: torch.Tensor  # [2] int64: pages ever taken from the ring, pages ever put into it
     refcount: torch.Tensor  # [P + 1] int32
-    block_table: torch.Tensor  # [R, max_blocks] int32; block 0 backs columns that are not in use
+    row_blocks: torch.Tensor  # [R, max_blocks] int32; block 0 backs columns that are not in use
     page_table: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32, page ids
     range_lo: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32: a slot counts if its position is in
     range_hi: torch.Tensor  # [range_lo, range_hi)
@@ -114,7 +114,7 @@ class PageState:
             ring=torch.arange(num_pages, dtype=torch.int32, device=device),
             counters=torch.tensor([0, num_pages], dtype=torch.int64, device=device),
             refcount=ints(num_pages + 1),
-            block_table=ints(num_rows, max_blocks),
+            row_blocks=ints(num_rows, max_blocks),
             page_table=ints(*table, fill=EMPTY),
             range_lo=ints(*table),
             range_hi=ints(*table),
@@ -145,8 +145,8 @@ class PageState:
         )
 
     @cached_property
-    def segments(self) -> tuple[Segments, ...]:
-        return tuple(Segments.of(self.pages, layout, self.dtype) for layout in self.fmt.layouts)
+    def tiers(self) -> tuple[TierView, ...]:
+        return tuple(TierView.of(self.pages, layout, self.dtype) for layout in self.fmt.layouts)
 
     @property
     def num_pages(self) -> int:
@@ -167,7 +167,7 @@ class PageState:
     @property
     def width(self) -> int:
         """Columns of a row of the page table."""
-        return self.block_table.shape[1] * TABLE_BLOCK
+        return self.row_blocks.shape[1] * TABLE_BLOCK
 
     @property
     def device(self) -> torch.device:

@@ -32,18 +32,18 @@ class TableSpace:
 
     Entry counts live on the device; the host works with upper bounds of them: a row whose own region
     took ``n`` tokens has at most ``ceil(n / tokens of a page)`` own entries in each tier. Changes of the device's
-    block table are gathered and written by ``flush``, which has to precede every kernel that reads tables.
+    row blocks are gathered and written by ``flush``, which has to precede every kernel that reads tables.
     """
 
     def __init__(self, state: PageState):
         self.state = state
-        rows, self.max_blocks = state.block_table.shape
+        rows, self.max_blocks = state.row_blocks.shape
         self.free_blocks = list(range(state.page_table.shape[0] - 1, 0, -1))
         self.base = np.zeros((rows, 2), dtype=np.int64)  # entries when they were last counted
         self.total = np.zeros(rows, dtype=np.int64)  # own tokens ever appended
         self.counted = np.zeros(rows, dtype=np.int64)  # of these, those that ``base`` covers
         self.blocks: list[tuple[list[int], list[int]]] = [([], []) for _ in range(rows)]
-        self._writes: dict[int, int] = {}  # flat index into the block table -> block
+        self._writes: dict[int, int] = {}  # flat index into the row blocks -> block
 
     @property
     def num_blocks(self) -> int:
@@ -182,10 +182,10 @@ class TableSpace:
                 self._writes[first + (self.max_blocks - 1 - len(side) if right else len(side))] = 0
 
     def flush(self) -> None:
-        """Bring the device's block table up to date, on the current stream, without waiting."""
+        """Bring the device's row blocks up to date, on the current stream, without waiting."""
         if not self._writes:
             return
-        table = self.state.block_table
+        table = self.state.row_blocks
         changes = to_device([[*self._writes], [*self._writes.values()]], table.device)
         table.view(-1)[changes[0]] = changes[1].int()
         self._writes.clear()

@@ -32,7 +32,7 @@ def usual_scaling(head_dim: int) -> Scaling:
 class Step:
     """One forward pass: ``B`` requests with ``extend_lens`` new tokens after ``prefix_lens`` stored ones.
 
-    Tensors are on the state's device. A decode step has one new token a request; those past the first ``num_rows``
+    Tensors are on the state's device. A decode step has one new token a request; those past the first ``num_valid``
     are padding. ``found`` holds what decode attention finds for the policy and ``scratch`` what the ops keep for the
     step, in their own form.
     """
@@ -44,7 +44,7 @@ class Step:
     token_rows: torch.Tensor  # [tokens] integers
     token_offset: torch.Tensor  # [tokens] int64
     token_position: torch.Tensor  # [tokens] int64
-    num_rows: torch.Tensor  # [1] int32
+    num_valid: torch.Tensor  # [1] int32
     num_tokens: torch.Tensor  # [1] int32
     max_extend: int = 1
     max_prefix: int = 0
@@ -146,7 +146,7 @@ class Ops(Protocol):
         seq_lens: torch.Tensor,
         found: Any,
         policy: Policy,
-        num_rows: torch.Tensor | None = None,
+        num_valid: torch.Tensor | None = None,
     ) -> None: ...
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None: ...

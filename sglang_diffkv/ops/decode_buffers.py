@@ -28,7 +28,7 @@ class DecodeBuffers:
     positions: torch.Tensor  # [max_batch] int64
     ones: torch.Tensor  # [max_batch] int64
     zeros: torch.Tensor  # [max_batch] int64
-    num_rows: torch.Tensor  # [1] int32
+    num_valid: torch.Tensor  # [1] int32
 
     @classmethod
     def create(

@@ -11,7 +11,7 @@ from sglang_diffkv.kernels.allocate.reference import reserve
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.attach.reference import attach, keep, seal
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
-from sglang_diffkv.kernels.compact_step.reference import compact_step, plan_step
+from sglang_diffkv.kernels.compact_step.reference import compact_step, step_moves
 from sglang_diffkv.kernels.copy_compact.reference import copy_compact
 from sglang_diffkv.kernels.count_owners.reference import count_owners
 from sglang_diffkv.kernels.count_rows.reference import count_rows
@@ -34,8 +34,8 @@ class ReferenceOps:
     With one raw tier and no policy attention takes ``raw_attention``, whose numbers are stock SGLang's bit for bit.
     """
 
-    def __init__(self, exact: bool = False):
-        self.exact = exact
+    def __init__(self, lossless: bool = False):
+        self.lossless = lossless
         self.decisions = Decisions()
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
@@ -69,7 +69,7 @@ class ReferenceOps:
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor:
-        if self.exact and not cap:
+        if self.lossless and not cap:
             return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale)
         out, _ = decode_attention(
             state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=policy.window,
@@ -90,7 +90,7 @@ class ReferenceOps:
         cap: float,
     ) -> torch.Tensor:
         lens = (step.rows, step.extend_lens, step.prefix_lens)
-        if self.exact and not cap:
+        if self.lossless and not cap:
             return raw_attention(state, layer, q, *lens, scale)
         return extend_attention(
             state, layer, q, key, value, *lens, scale, update_scores=policy.compresses, logit_cap=cap,
@@ -104,11 +104,11 @@ class ReferenceOps:
         seq_lens: torch.Tensor,
         found: StepScores,
         policy: Policy,
-        num_rows: torch.Tensor | None = None,
+        num_valid: torch.Tensor | None = None,
     ) -> None:
         rule = self.decisions.step(state, policy)
         if rule is not None:
-            compact_step(state, rows, plan_step(rule, found, seq_lens, len(state.fmt.tiers)))
+            compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers)))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         cuts = self.decisions.of_row(state, row, seq_len, policy)

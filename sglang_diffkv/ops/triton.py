@@ -116,8 +116,8 @@ class TritonOps:
             rows,
             b.zeros[:batch],
             b.positions[:batch],
-            b.num_rows,
-            b.num_rows,
+            b.num_valid,
+            b.num_valid,
             found=b.found,
             scratch=(b.scratch.workspace(state, batch), b.compaction),
         )
@@ -125,12 +125,12 @@ class TritonOps:
     def begin(self, state: PageState, step: Step, decode: bool) -> None:
         if decode:
             torch.sub(step.seq_lens, 1, out=step.prefix_lens)
-            step.num_rows.copy_((step.rows != 0).sum())
+            step.num_valid.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
             self.ragged.plan(step)
-        reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_rows)
+        reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
         if decode and step.found is not None:
-            step.scratch[0].plan(state, step.rows, step.num_rows, judge_low=step.found.judge_low)
+            step.scratch[0].plan(state, step.rows, step.num_valid, judge_low=step.found.judge_low)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -157,7 +157,7 @@ class TritonOps:
             step.seq_lens,
             scale,
             step.scratch[0],
-            step.num_rows,
+            step.num_valid,
             found=step.found,
             window=policy.window,
             sinks=policy.sinks,
@@ -216,15 +216,15 @@ class TritonOps:
         seq_lens: torch.Tensor,
         found: FoundTokens,
         policy: Policy,
-        num_rows: torch.Tensor | None = None,
+        num_valid: torch.Tensor | None = None,
     ) -> None:
         rule = self.decisions.step(state, policy)
         if rule is None:
             return
         workspace = self._buffers(state, rows.shape[0]).compaction
-        if num_rows is None:
-            num_rows = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        compact_step(state, rows, seq_lens, found, workspace, num_rows, rule)
+        if num_valid is None:
+            num_valid = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+        compact_step(state, rows, seq_lens, found, workspace, num_valid, rule)
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         cuts = self.decisions.of_row(state, row, seq_len, policy)

@@ -122,4 +122,4 @@ def _warm_up_decode(
         for scale, cap in scalings:
             ops.decode(state, 0, q, step, scale, policy, cap)
         if step.found is not None:
-            ops.compact_step(state, rows, lengths, step.found, policy, step.num_rows)
+            ops.compact_step(state, rows, lengths, step.found, policy, step.num_valid)

@@ -1,4 +1,4 @@
-"""SGLang's slot allocator over names: slots are cheap names for tokens, bytes are pages."""
+"""SGLang's slot allocator: a KV slot names a token and owns no memory, bytes are pages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sglang_diffkv.srt.requests import Requests
 
 
 class DiffKVAllocator(TokenToKVPoolAllocator):
-    """Hands out names; ``available_size()`` is what the free pages can hold in high-tier tokens, and no more than
-    there are names for while requests run. It is what SGLang's scheduler, batches and prefix cache share, so it carries
-    the ``requests``."""
+    """Hands out KV slots; ``available_size()`` is what the free pages can hold in high-tier tokens, and no more than
+    there are KV slots for while requests run. It is what SGLang's scheduler, batches and prefix cache share, so it
+    carries the ``requests``."""
 
     def __init__(self, requests: Requests, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
         self.requests = requests
-        super().__init__(requests.ledger.names, dtype, device, kvcache, need_sort)
-        requests.ledger.names_free = self.names_free
+        super().__init__(requests.ledger.kv_slots, dtype, device, kvcache, need_sort)
+        requests.ledger.kv_slots_free = self.kv_slots_free
 
     @property
     def ledger(self) -> PageLedger:
@@ -30,18 +30,18 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
         return self.ledger.capacity
 
     def clear(self) -> None:
-        """Forget all names and release all pages. SGLang calls this for flush_cache, with nothing running."""
+        """Forget all KV slots and release all pages. SGLang calls this for flush_cache, with nothing running."""
         super().clear()
         self.ledger.manager.clear()
         self.ledger.reset()
 
-    def names_free(self) -> int:
+    def kv_slots_free(self) -> int:
         return len(self.free_pages) + len(self.release_pages)
 
     def available_size(self) -> int:
         return self.ledger.available()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        if need_size > self.names_free() and self.requests.tree is not None:
-            self.requests.tree.evict_names(need_size)
+        if need_size > self.kv_slots_free() and self.requests.tree is not None:
+            self.requests.tree.evict_kv_slots(need_size)
         return super().alloc(need_size)

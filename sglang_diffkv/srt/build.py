@@ -85,7 +85,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
     )
     ledger = PageLedger(manager, pool.size)
-    pool.bind(manager, ledger.names, plan.footprint(geometry, pool.size))
+    pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size))
     allocator = rows.diffkv_allocator = DiffKVAllocator(
         Requests(ledger, pool.usage),
         dtype=configurator.kv_cache_dtype,

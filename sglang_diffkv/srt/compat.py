@@ -95,18 +95,18 @@ def longest_len(req: Any) -> int:
 
 
 def protected_len(req: Any) -> int:
-    """Tokens of the request whose names belong to the tree."""
+    """Tokens of the request whose KV slots belong to the tree."""
     return _kv_of(req).cache_protected_len
 
 
-def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
-    """From position ``start`` on, where ``node`` ends, tokens that the tree named so far get ``names`` of the request;
+def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
+    """From position ``start`` on, where ``node`` ends, tokens get the request's own ``kv_slots`` instead of the tree's;
     it holds the tree up to ``node`` only."""
     rows, row = tree.req_to_token_pool, allocated_row_of(req)
     pool = tree.token_to_kv_pool_allocator.get_kvcache()
     if pool is not None:
-        pool.renamed(rows.req_to_token[row, start : start + len(names)], names)
-    rows.write((row, slice(start, start + len(names))), names)
+        pool.kv_slots_changed(rows.req_to_token[row, start : start + len(kv_slots)], kv_slots)
+    rows.write((row, slice(start, start + len(kv_slots))), kv_slots)
     _kv_of(req).cache_protected_len = start
     if release() >= (0, 5, 22):
         tree.unlock(req.lock)
@@ -114,8 +114,8 @@ def own_from(tree: Any, req: Any, node: Any, start: int, names: Any) -> None:
     else:
         tree.dec_lock_ref(req.last_node)
         tree.inc_lock_ref(node)
-        slots = rows.req_to_token[row, : len(req.prefix_indices)]
-        req.prefix_indices = slots.to(dtype=req.prefix_indices.dtype, copy=True)
+        kv_slots = rows.req_to_token[row, : len(req.prefix_indices)]
+        req.prefix_indices = kv_slots.to(dtype=req.prefix_indices.dtype, copy=True)
     req.last_node = node
 
 
@@ -125,23 +125,23 @@ def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def priced(req: Any, price: float) -> Iterator[None]:
+def estimated(req: Any, growth: float) -> Iterator[None]:
     """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it."""
     params, made = req.sampling_params, len(req.output_ids)
     longest = params.max_new_tokens
-    params.max_new_tokens = made + math.ceil(max(longest - made, 0) * price)
+    params.max_new_tokens = made + math.ceil(max(longest - made, 0) * growth)
     try:
         yield
     finally:
         params.max_new_tokens = longest
 
 
-def tokens_wanted(req: Any, price: float) -> float:
-    """What admission asks for a request: its prompt, and the tokens it may generate at ``price``."""
+def tokens_wanted(req: Any, growth: float) -> float:
+    """What admission asks for a request: its prompt, and the tokens it may generate at ``growth`` each."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    return prompt_len(req) - prefix_len(req) + price * rest + 1
+    return prompt_len(req) - prefix_len(req) + growth * rest + 1
 
 
 def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:
@@ -192,9 +192,9 @@ def no_prefill(running_batch: Any) -> Any:
 
 def release_request(batch: Any, index: int) -> None:
     """Take from a batch's request all that it holds, as a retraction does; the request may be queued again. One that
-    got no names, or not even a row, before its batch failed holds its lock on the tree and perhaps the row."""
+    got no KV slots, or not even a row, before its batch failed holds its lock on the tree and perhaps the row."""
     req = batch.reqs[index]
-    if _has_names(req):
+    if _has_kv_slots(req):
         more = {"server_args": _global_server_args()} if release() < (0, 5, 18) else {}
         batch.release_req(index, 0, **more)
         return
@@ -207,8 +207,8 @@ def release_request(batch: Any, index: int) -> None:
     req.reset_for_retract()
 
 
-def _has_names(req: Any) -> bool:
-    """Whether SGLang has allocated slots for the request, which it does for all of a batch at once."""
+def _has_kv_slots(req: Any) -> bool:
+    """Whether SGLang has allocated KV slots for the request, which it does for all of a batch at once."""
     kv = req.kv
     return kv is not None and kv.kv_allocated_len > 0
 

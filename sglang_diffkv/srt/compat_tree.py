@@ -14,8 +14,8 @@ def prefix_cache_class() -> type:
     class _Inserting(DiffKVPrefixCache):
         def _keep_private(self, req: Any) -> None:
             """What stock SGLang does for a running request that is not inserted."""
-            slots = self.req_to_token_pool.req_to_token[row_of(req), : extend_end(req)]
-            req.prefix_indices = slots.to(dtype=self._empty_match_result.device_indices.dtype, copy=True)
+            kv_slots = self.req_to_token_pool.req_to_token[row_of(req), : extend_end(req)]
+            req.prefix_indices = kv_slots.to(dtype=self._empty_match_result.device_indices.dtype, copy=True)
 
         def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
             if self.disable:

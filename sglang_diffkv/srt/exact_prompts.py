@@ -107,19 +107,19 @@ class ExactPrompts:
             self._detach(req, self.detaching.pop(row))
 
     def _detach(self, req: Any, start: int) -> None:
-        """Names of the request's own for its copy, and a lock on the rest only."""
+        """KV slots of the request's own for its copy, and a lock on the rest only."""
         count = compat.protected_len(req) - start
         allocator = self.tree.token_to_kv_pool_allocator
-        if count <= 0 or self.ledger.uncommitted_names() < count:
+        if count <= 0 or self.ledger.uncommitted_kv_slots() < count:
             return
-        names = allocator.alloc(count)
-        assert names is not None
+        kv_slots = allocator.alloc(count)
+        assert kv_slots is not None
         nodes, at, node = self.tree.nodes(req.last_node), 0, self.tree.root_node
         for x in nodes:
             if at == start:
                 break
             at, node = at + len(x.key), x
-        compat.own_from(self.tree, req, node, start, names)
+        compat.own_from(self.tree, req, node, start, kv_slots)
 
     def copy_alone(self, requests: list[Any]) -> None:
         """Those of the running requests that are left as the only reader of shared pages copy them.
@@ -146,7 +146,10 @@ class ExactPrompts:
         path, _ = split_path(self.tree.path(req.last_node), shared)
         start = min(self._read_by_others(req.last_node), path_end(path))
         kept, copied = split_path(path, start)
-        if shared - start < self.least_published or self.ledger.uncommitted_names() < compat.protected_len(req) - start:
+        if (
+            shared - start < self.least_published
+            or self.ledger.uncommitted_kv_slots() < compat.protected_len(req) - start
+        ):
             return
         tokens = self.manager.rows.length(row) - start
         if self._make_room(row, kept, tokens) and prompts.copy_running(row, kept, copied):

@@ -111,7 +111,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     with compat.node_locked(self, req.last_node):
         admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
     result, compacted = AddReqResult.NO_TOKEN, False
-    with compat.priced(req, ledger.growth_price()):
+    with compat.estimated(req, ledger.growth_estimate()):
         if admission.fits:
             result = original(self, req, *args, **kwargs)
         if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
@@ -150,9 +150,9 @@ def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
 
 
 def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, at the measured price of its tokens."""
+    """What a running request is expected to take yet, by the growth estimate."""
     offset, requests = original(self, req), requests_of(self)
-    return offset if requests is None else offset * requests.ledger.price_of(compat.row_of(req))
+    return offset if requests is None else offset * requests.ledger.growth_of(compat.row_of(req))
 
 
 # Batches
@@ -268,8 +268,8 @@ def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
     if requests_of(self) is None:
         return original(self, req, recv_req)
     return (
-        "Beam search is not supported with --attention-backend diffkv: beams share KV by slot, and pages have one "
-        "writer. Drop beam_width."
+        "Beam search is not supported with --attention-backend diffkv: beams share K and V by KV slot, and pages "
+        "have one writer. Drop beam_width."
     )
 
 

@@ -83,7 +83,7 @@ def values_of(requests: Requests, reading: Reading, finished: Usage) -> dict[str
         "diffkv_segments": len(manager.segments.cached),
         "diffkv_headroom_pages": manager.counts.headroom(),
         "diffkv_promised_pages": ledger.promised_pages(),
-        "diffkv_growth_price": ledger.last_price,
+        "diffkv_growth_price": ledger.last_estimate,
         "diffkv_faults_total": manager.counts.faults,
         "diffkv_finished_requests_total": finished.requests,
         "diffkv_finished_tokens_total": {tier: getattr(finished, tier) / heads for tier in tiers},

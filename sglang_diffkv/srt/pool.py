@@ -33,22 +33,22 @@ class DiffKVPool(KVCache):
     ):
         super().__init__(size, 1, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self.manager: PageManager | None = None
-        self.names = 0
+        self.kv_slots = 0
         self.usage: UsageMeter | None = None
         self.canary_lines: tuple[torch.Tensor, ...] = ()
 
-    def renamed(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Tokens of a request got other names: what is kept by name goes along. int tensors of one length."""
+    def kv_slots_changed(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Tokens of a request got other KV slots: what is kept by KV slot goes along. int tensors of one length."""
         for lines in self.canary_lines:
             lines[new.long()] = lines[old.long()]
 
-    def bind(self, manager: PageManager, names: int = 0, planned: Footprint | None = None) -> None:
+    def bind(self, manager: PageManager, kv_slots: int = 0, planned: Footprint | None = None) -> None:
         """Give the pool its memory, once the number of request rows is known.
 
         Args:
-            names: tokens that SGLang may name at once. planned: all there will be.
+            kv_slots: tokens that SGLang may hold at once. planned: all there will be.
         """
-        self.manager, self.names = manager, names
+        self.manager, self.kv_slots = manager, kv_slots
         self.usage = UsageMeter(manager)
         self.mem_usage = (planned or self.footprint(exact=False)).total / GIB
 
@@ -56,14 +56,14 @@ class DiffKVPool(KVCache):
         """What is held on the device now; ``exact``: whether the prefix cache keeps exact prompts."""
         assert self.manager is not None
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
-        return Footprint.of(state, geometry, ops, names=self.names, exact=exact)
+        return Footprint.of(state, geometry, ops, kv_slots=self.kv_slots, exact=exact)
 
     def get_kv_size_bytes(self) -> int:
         return int(self.mem_usage * GIB) if self.manager else 0
 
     def _no_buffer(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            "the DiffKV pool stores K and V in compressed pages; there is no buffer to read or write by slot. "
+            "the DiffKV pool stores K and V in compressed pages; there is no buffer to read or write by KV slot. "
             "Switch off the feature that asked for it, or use another --attention-backend."
         )
 

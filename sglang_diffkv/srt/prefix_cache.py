@@ -1,4 +1,4 @@
-"""SGLang's radix tree over page segments: nodes name tokens, segments hold their pages.
+"""SGLang's radix tree over page segments: nodes list KV slots, segments hold pages.
 
 With ``compressed`` fidelity a prompt is compacted before it joins the tree; with ``exact`` it joins as it was computed,
 and its request runs on a compressed copy (``Prompts``). A node refers to the segment that stores its tokens; a
@@ -66,7 +66,7 @@ class DiffKVPrefixCache(EvictingTree):
 
     def pack_replies(self) -> None:
         """A row was released: the replies that joined from it move to dense pages, where there is room for them."""
-        waiting, self.manager.segments.spread = self.manager.segments.spread, []
+        waiting, self.manager.segments.fragmented = self.manager.segments.fragmented, []
         for segment in waiting:
             needed = self.manager.segments.packed_pages(segment)
             if self.make_room(needed) and segment in self.manager.segments.cached:
@@ -232,8 +232,8 @@ class DiffKVPrefixCache(EvictingTree):
             assert self.locked_nodes[segment] == locked, "a segment miscounts its locked nodes"
             assert sum(len(node.key) for node in held) == segment.hi - segment.lo, "a segment covers other tokens"
             evictable += 0 if locked else segment.pages
-            if segment.exact and segment.pages:
-                exact = self.manager.segments.exact_pages(segment)
-                assert segment.pages == exact, "an exact segment's pages are not in order"
+            if segment.as_computed and segment.pages:
+                ordered = self.manager.segments.computed_pages(segment)
+                assert segment.pages == ordered, "a segment as computed has pages that are not in order"
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"

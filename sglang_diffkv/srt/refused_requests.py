@@ -1,7 +1,7 @@
 """What becomes of requests that a batch cannot be prepared for: they end with an error, by name, and the others go on.
 
-Admission makes sure of pages, table blocks and names, so none of this should ever happen; if it does nevertheless, it
-must not end the scheduler.
+Admission makes sure of pages, table blocks and KV slots, so none of this should ever happen; if it does nevertheless,
+it must not end the scheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def undo_prefill(scheduler: Any, refused: BatchRefused) -> None:
 
 
 def refuse_in_decode(batch: Any, requests: Requests) -> None:
-    """Take the requests out of a batch whose next token has no table block or no name."""
+    """Take the requests out of a batch whose next token has no table block or no KV slot."""
     found = requests.without_room(batch.reqs)
     if not found:
         return

@@ -103,7 +103,7 @@ class Requests:
         needed = compat.prompt_len(req) - compat.prefix_len(req)
         if self.tree is not None:
             self.tree.evict_table_blocks(path, needed)
-            self.tree.evict_names(needed)
+            self.tree.evict_kv_slots(needed)
         compacts = chunk < needed and self._may_compact(path, needed, running)
         return Admission(
             path,
@@ -141,7 +141,7 @@ class Requests:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its
         own prefix locks as a whole can make it, and these were evicted."""
         ledger, tree = self.ledger, self.tree
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_price()) - admission.saved
+        ledger.refused = compat.tokens_wanted(req, ledger.growth_estimate()) - admission.saved
         if not getattr(req, "diffkv_waited", False):
             req.diffkv_waited = True
             ledger.waited += 1
@@ -152,7 +152,7 @@ class Requests:
         tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))
         tree.evict_pages(ledger.prompt_pages(prompt))
         tree.evict_table_blocks([], prompt)
-        tree.evict_names(prompt)
+        tree.evict_kv_slots(prompt)
         return True
 
     def next_chunk_fits(self, req: Any, chunk: int) -> bool:
@@ -210,14 +210,14 @@ class Requests:
             self.exact.attached(row, req.last_node)
 
     def without_room(self, reqs: list[Any]) -> dict[int, str]:
-        """Indices of the requests whose next token has no table block or name, and why."""
+        """Indices of the requests whose next token has no table block or KV slot, and why."""
         rows = {compat.allocated_row_of(req): index for index, req in enumerate(reqs)}
         found = self.manager.space.refused(list(rows), 1)
-        if len(rows) - len(found) > self.ledger.names_free() and self.tree is not None:
-            self.tree.evict_names(len(rows) - len(found))
-        short = len(rows) - len(found) - self.ledger.names_free()
+        if len(rows) - len(found) > self.ledger.kv_slots_free() and self.tree is not None:
+            self.tree.evict_kv_slots(len(rows) - len(found))
+        short = len(rows) - len(found) - self.ledger.kv_slots_free()
         if short > 0:
-            found.update(dict.fromkeys([row for row in rows if row not in found][-short:], "no name is free"))
+            found.update(dict.fromkeys([row for row in rows if row not in found][-short:], "no KV slot is free"))
         return {rows[row]: reason for row, reason in found.items()}
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:

@@ -114,9 +114,9 @@ REFUSED: dict[str, Refused] = {
     "enable_hierarchical_cache": Refused("the hierarchical cache: drop --enable-hierarchical-cache"),
     "hicache_storage_backend": Refused("the hierarchical cache: drop --hicache-storage-backend"),
     "enable_lmcache": Refused("LMCache: drop --enable-lmcache"),
-    "enable_flexkv": Refused("FlexKV, which moves KV by slot: drop --enable-flexkv"),
+    "enable_flexkv": Refused("FlexKV, which moves K and V by KV slot: drop --enable-flexkv"),
     "enable_unified_cache_external_linker": Refused(
-        "an external KV store, which moves KV by slot: drop --enable-unified-cache-external-linker"
+        "an external KV store, which moves K and V by KV slot: drop --enable-unified-cache-external-linker"
     ),
     "radix_cache_backend": Refused(
         "--radix-cache-backend {value}: drop it, diffkv brings its own", _not(None, "", BACKEND), "names our own cache"
@@ -173,8 +173,10 @@ REFUSED: dict[str, Refused] = {
         "--rl-on-policy-target: log-probabilities under a compressed cache are not those of training; drop it"
     ),
     "enable_torch_compile": Refused("torch.compile of decode steps: drop --enable-torch-compile"),
-    "enable_nvidia_megakernel": Refused("the megakernel, which reads KV by slot: drop --enable-nvidia-megakernel"),
-    "enable_amd_monokernel": Refused("the monokernels, which read KV by slot: drop --enable-amd-monokernel"),
+    "enable_nvidia_megakernel": Refused(
+        "the megakernel, which reads K and V by KV slot: drop --enable-nvidia-megakernel"
+    ),
+    "enable_amd_monokernel": Refused("the monokernels, which read K and V by KV slot: drop --enable-amd-monokernel"),
     "cuda_graph_config": Refused(_PREFILL_GRAPHS, _prefill_graphs, "decode graphs: the H200 runs of docs/results.md"),
     "cuda_graph_backend_prefill": Refused(_PREFILL_GRAPHS, _prefill_graphs, "the default, which is declined"),
     "cuda_graph_backend_decode": Refused(
@@ -184,11 +186,11 @@ REFUSED: dict[str, Refused] = {
     ),
     "debug_cuda_graph": Refused("--debug-cuda-graph: use --disable-cuda-graph to run eagerly"),
     "enable_return_routed_experts": Refused(
-        "routed experts in replies, which SGLang keeps by slot in a table with fewer rows than DiffKV has names: "
+        "routed experts in replies, which SGLang keeps by KV slot in a table with fewer rows than DiffKV has KV slots: "
         "drop --enable-return-routed-experts"
     ),
     "enable_return_indexer_topk": Refused(
-        "the indexer's choices in replies, which SGLang keeps by slot: drop --enable-return-indexer-topk"
+        "the indexer's choices in replies, which SGLang keeps by KV slot: drop --enable-return-indexer-topk"
     ),
     "kv_canary": Refused(
         "--kv-canary {value} on a CPU, for which SGLang has no canary kernels (from 0.5.21 on TRITON_INTERPRET=1 runs "

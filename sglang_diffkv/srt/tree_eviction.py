@@ -87,11 +87,11 @@ class EvictingTree(RadixCache):
         self._evict_while(lambda: math.inf if self.ledger.table_starved(blocks) else 0)
         return not self.ledger.table_starved(blocks)
 
-    def evict_names(self, count: int) -> None:
-        """Evict until ``count`` names are free that nobody is going to take, if so many can be."""
-        if self.ledger.uncommitted_names() + super().evictable_size() < count:
+    def evict_kv_slots(self, count: int) -> None:
+        """Evict until ``count`` KV slots are free that nobody is going to take, if so many can be."""
+        if self.ledger.uncommitted_kv_slots() + super().evictable_size() < count:
             return
-        self._evict_while(lambda: math.inf if self.ledger.uncommitted_names() < count else 0)
+        self._evict_while(lambda: math.inf if self.ledger.uncommitted_kv_slots() < count else 0)
 
     def _evict_while(self, missing: Callable[[], float]) -> None:
         """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves."""
@@ -111,7 +111,7 @@ class EvictingTree(RadixCache):
     def _cut(self, leaf: Any, pages: float) -> Any:
         """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
         kept = len(leaf.key) - self.manager.segments.tokens_for(leaf.segment, pages)
-        if kept < max(self.least_kept if leaf.segment.exact else self.least_kept_waiting, 1):
+        if kept < max(self.least_kept if leaf.segment.as_computed else self.least_kept_waiting, 1):
             return leaf
         self._split_node(leaf.key, leaf, kept)
         return leaf

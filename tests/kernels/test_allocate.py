@@ -112,8 +112,8 @@ def test_new_pages_are_empty_whatever_they_held():
     assert state.entries[2, :, :, 0].tolist() == [[1, 0], [2, 0]]
     assert state.entries[1, :, :, 0].tolist() == [[0, 1], [0, 0]]
     assert not state.entries[..., 1].any() and not state.fault.any()
-    assert (state.segments[0].positions[:4] == -1).all()
-    assert (state.segments[0].positions[4:] != -1).all()
+    assert (state.tiers[0].positions[:4] == -1).all()
+    assert (state.tiers[0].positions[4:] != -1).all()
 
 
 def test_reserve_fills_holes_only_with_single_tokens():

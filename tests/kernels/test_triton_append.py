@@ -43,7 +43,7 @@ def test_matches_reference(tiers, dim, v_dim, dtype, count):
         assert torch.equal(state.pages, twin.pages)
     slot = 5 + torch.arange(count, device=DEVICE).view(1, 1, 1, -1).expand(1, 2, 2, -1)
     page, at = own_slot_location(state, rows[:1], 0, slot)
-    seg, ref = state.segments[0], twin.segments[0]
+    seg, ref = state.tiers[0], twin.tiers[0]
     for name in ("positions", "scores", "key_meta", "value_meta"):
         if getattr(seg, name) is not None:
             assert torch.equal(getattr(seg, name)[page, at][:, 1], getattr(ref, name)[page, at][:, 1]), name

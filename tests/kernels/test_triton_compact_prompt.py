@@ -26,7 +26,7 @@ def cuts_of(policy: DiffKVPolicy, state: PageState) -> Cuts:
 def tokens_of(state, row, layer, tier):
     """Position to (key, value, score) of a row's tokens of one tier, for every head."""
     rows = torch.tensor([row], device=DEVICE)
-    seg = state.segments[tier]
+    seg = state.tiers[tier]
     page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer)))
     found = []
     for head in range(state.num_heads):
@@ -61,7 +61,7 @@ def test_matches_reference(tiers, alphas, sinks, scales):
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
     assert torch.equal(state.counters[1] - state.counters[0], twin.counters[1] - twin.counters[0])
     for layer in range(2):
-        for tier in range(len(state.segments)):
+        for tier in range(len(state.tiers)):
             for got, expected in zip(tokens_of(state, 1, layer, tier), tokens_of(twin, 1, layer, tier), strict=True):
                 assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
                 for a, b in zip(got[1:3], expected[1:3], strict=True):

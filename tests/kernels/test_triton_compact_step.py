@@ -1,4 +1,4 @@
-"""Reserve, plan and compact in Triton against the references, over decode steps with everything switched on."""
+"""Reserve, decide and compact in Triton against the references, over decode steps with everything switched on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_diffkv.kernels.allocate.reference import reserve as reserve_referenc
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.compact_step.reference import compact_step as compact_reference
-from sglang_diffkv.kernels.compact_step.reference import plan_step
+from sglang_diffkv.kernels.compact_step.reference import step_moves
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
@@ -41,14 +41,14 @@ def assert_same(state: PageState, twin: PageState, rows: torch.Tensor) -> None:
             getattr(state, name)[rows] if name != "counters" else state.counters,
             getattr(twin, name)[rows] if name != "counters" else twin.counters,
         ), name
-    for tier in range(len(state.segments)):
+    for tier in range(len(state.tiers)):
         width = max_entries(twin, rows, tier)
         (page, lo, hi), (ref_page, ref_lo, ref_hi) = (
             row_table(state, rows, tier, width),
             row_table(twin, rows, tier, width),
         )
         assert torch.equal(page, ref_page) and torch.equal(lo, ref_lo) and torch.equal(hi, ref_hi)
-        seg, ref = state.segments[tier], twin.segments[tier]
+        seg, ref = state.tiers[tier], twin.tiers[tier]
         used = (hi > 0).unsqueeze(4)
         position = seg.positions[page]
         assert torch.equal(position * used, ref.positions[ref_page] * used)
@@ -72,7 +72,7 @@ def pack(scores: StepScores, found: FoundTokens) -> None:
 def searches(state: PageState, rows: torch.Tensor, length: int, window: int, generator: torch.Generator) -> StepScores:
     """Random scores for the slots that a search would find."""
     result = StepScores.create(state, rows.shape[0])
-    for tier in range(len(state.segments)):
+    for tier in range(len(state.tiers)):
         used = state.own_tokens[rows, :, :, tier]
         pick = (torch.rand(used.shape, generator=generator).to(DEVICE) * used).long()
         present = used > window if tier == 0 else used > 0
@@ -135,7 +135,7 @@ def test_steps_match_references(tiers, scales):
         found.packed.fill_(2**63 - 1)
         pack(scores, found)
         compact_step(state, rows, seq_lens, found, workspace, valid, rule)
-        compact_reference(twin, rows[:2], plan_step(rule, scores, seq_lens[:2], len(state.segments)))
+        compact_reference(twin, rows[:2], step_moves(rule, scores, seq_lens[:2], len(state.tiers)))
         assert_same(state, twin, rows[:2])
         check_integrity(manager)
     assert not state.fault.any()
@@ -152,7 +152,7 @@ def test_prompt_pages_and_an_empty_ring():
         for row, count in zip((1, 2), counts, strict=True):
             manager.space.append(row, count)
         manager.space.flush()
-        twin.block_table.copy_(state.block_table)
+        twin.row_blocks.copy_(state.row_blocks)
         new = torch.tensor(counts, device=DEVICE)
         reserve(state, rows, new, workspace.spans, valid)
         reserve_reference(twin, rows, new, max(counts))
@@ -162,4 +162,4 @@ def test_prompt_pages_and_an_empty_ring():
     assert state.fault[1] == 1 and int(state.refcount[:-1].sum()) == 41
     ids = held_pages(state, rows, 0)
     assert ids.numel() == 41 and ids.max() < 41
-    assert (state.segments[0].positions[ids] == -1).all()
+    assert (state.tiers[0].positions[ids] == -1).all()

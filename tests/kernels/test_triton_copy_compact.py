@@ -24,7 +24,7 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
     """What a row's table lists in a tier, page ids aside, in order: positions, scores, codes and metadata."""
     rows = torch.tensor([row], device=DEVICE)
     page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))
-    seg = state.segments[tier]
+    seg = state.tiers[tier]
     position = seg.positions[page]
     live = (position >= lo.unsqueeze(4)) & (position < hi.unsqueeze(4))
     fields = [position, seg.scores[page], seg.keys[page], seg.values[page]]
@@ -62,12 +62,12 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
         reference.copy_compact(twin, TARGET, [(source, lo, hi)], 48, cuts, judged)
         for name in COUNTS:
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
-        for tier in range(len(state.segments)):
+        for tier in range(len(state.tiers)):
             for got, expected in zip(tokens_of(state, TARGET, tier), tokens_of(twin, TARGET, tier), strict=True):
                 assert torch.equal(got.view(torch.uint8), expected.contiguous().view(torch.uint8))
     assert int(state.own_tokens[TARGET].sum()) > 60
     for row in (segments[0].row, 2):
-        for tier in range(len(state.segments)):
+        for tier in range(len(state.tiers)):
             for got, expected in zip(tokens_of(state, row, tier), tokens_of(twin, row, tier), strict=True):
                 assert torch.equal(got, expected), "a page that others read was written"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.kernels.compact_step.reference import StepPlan, compact_step
+from sglang_diffkv.kernels.compact_step.reference import StepMoves, compact_step
 from sglang_diffkv.kernels.count_owners import triton as count_owners_triton
 from sglang_diffkv.kernels.count_owners.reference import count_owners as count_owners_reference
 from sglang_diffkv.kernels.count_rows import triton as count_rows_triton
@@ -48,10 +48,10 @@ def decode_step(manager: PageManager, rows: list[int], generator: torch.Generato
     slot = (torch.rand(used.shape, generator=generator).to(DEVICE) * used).long()
     choice = torch.rand(used.shape, generator=generator).to(DEVICE)
     choice[(used < 2) | (slot == state.write_slot[index])] = 1.0
-    demoted = 0.5 if len(state.segments) > 1 else 0.0
+    demoted = 0.5 if len(state.tiers) > 1 else 0.0
     demote = torch.where(choice < demoted, slot, -1)
     drop = torch.where((choice >= demoted) & (choice < 0.7), slot, -1)
-    compact_step(state, index, StepPlan(demote, drop, torch.full_like(slot, -1)))
+    compact_step(state, index, StepMoves(demote, drop, torch.full_like(slot, -1)))
 
 
 def busy_manager(tiers: str) -> PageManager:
@@ -86,7 +86,7 @@ def starved_manager() -> PageManager:
     begin_step(manager, [1, 2], [9, 3], [0, 0])
     begin_step(manager, [1, 2], [30, 1], [9, 3])
     state = manager.state
-    for seg in state.segments:
+    for seg in state.tiers:
         seg.positions[state.scratch_page] = 1
     assert state.fault[1] == 1
     return manager
@@ -145,9 +145,9 @@ def expected_counts(state: PageState, rows: list[int], steps: int, low_grows: bo
 
 def expected_measure(state: PageState, row: int, lo: int, hi: int) -> np.ndarray:
     """What ``measure`` gives for one row of a state in CPU memory, entry by entry."""
-    tiers = len(state.segments)
+    tiers = len(state.tiers)
     out = np.zeros((state.num_layers, state.num_heads, tiers + 1), dtype=np.int32)
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         page, first, end = table_of(state, row, tier)
         for layer, head in np.ndindex(*out.shape[:2]):
             for entry in range(int(state.entries[row, layer, head, tier])):
@@ -162,7 +162,7 @@ def expected_measure(state: PageState, row: int, lo: int, hi: int) -> np.ndarray
 def row_usage(state: PageState, row: int, start: int, end: int) -> list[int]:
     """Tokens of each tier and pages of a whole row at positions [start, end)."""
     rows, counts, pages = torch.tensor([row], device=DEVICE), [], 0
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))  # [1, L, H, E]
         position = seg.positions[page]  # [1, L, H, E, tokens]
         held = (position >= lo.clamp(min=start).unsqueeze(4)) & (position < hi.clamp(max=end).unsqueeze(4))
@@ -230,7 +230,7 @@ def test_no_rows(tiers):
     for op in (count_rows_reference, count_rows_triton.count_rows):
         assert op(state, none, steps=1, low_grows=True).tolist() == [[*state.counters.tolist(), 0, 0, 0, 0]]
     for op in (measure_reference, measure_triton.measure):
-        assert op(state, none, none, none).shape == (0, 3, 3, len(state.segments) + 1)
+        assert op(state, none, none, none).shape == (0, 3, 3, len(state.tiers) + 1)
 
 
 @pytest.mark.parametrize("scratch", [1000, 700, 64, pytest.param(3, marks=pytest.mark.full)])

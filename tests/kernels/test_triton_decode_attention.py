@@ -109,7 +109,7 @@ def check_against_reference(results, state, twin, found, expected):
             assert close(out[b], ref_out[b]) < 6e-3
             assert (lse[b] - ref_lse[b]).abs().max() < 5e-3
     rows = torch.tensor([2, 3], device=DEVICE)
-    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments)):
+    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers)):
         held = torch.zeros_like(ref.positions, dtype=torch.bool)
         held[held_pages(twin, rows, tier)] = True
         held &= ref.positions >= 0
@@ -176,12 +176,12 @@ def test_the_low_tier_is_not_judged_where_nothing_asks():
     assert (got.least_slot[:3, ..., 1] == -1).all() and (expected.least_slot[..., 1] == -1).all()
     assert torch.equal(got.least_slot[:3, ..., 0] >= 0, expected.least_slot[..., 0] >= 0)
     kept = held_pages(twin, rows, 1)
-    bits = [x.segments[1].scores[kept].view(torch.int32) for x in (state, twin)]
+    bits = [x.tiers[1].scores[kept].view(torch.int32) for x in (state, twin)]
     assert kept.numel() and torch.equal(*bits), "a score of the low tier was written"
     high = held_pages(twin, rows, 0)
-    held = twin.segments[0].positions[high] >= 0
+    held = twin.tiers[0].positions[high] >= 0
     torch.testing.assert_close(
-        state.segments[0].scores[high][held], twin.segments[0].scores[high][held], rtol=5e-2, atol=1e-4
+        state.tiers[0].scores[high][held], twin.tiers[0].scores[high][held], rtol=5e-2, atol=1e-4
     )
 
 
@@ -231,14 +231,14 @@ def test_requests_share_the_room_for_logits():
         tile_max=workspace.tile_max[:, :1].clone(),
     )  # fmt: skip
     before = [held_pages(state, rows[1:], tier) for tier in range(2)]
-    scores = [state.segments[tier].scores[page].clone().view(torch.int32) for tier, page in enumerate(before)]
+    scores = [state.tiers[tier].scores[page].clone().view(torch.int32) for tier, page in enumerate(before)]
     twin = clone_state(state)
     for layer in range(state.num_layers):
         out, _ = decode_attention(state, layer, q, rows, seq_lens, 0.1, small, valid, found=found, window=WINDOW)
         expected, _ = reference(twin, layer, q, rows, seq_lens, 0.1, window=WINDOW)
         assert close(out, expected) < 6e-3
     for tier, page in enumerate(before):
-        assert torch.equal(state.segments[tier].scores[page].view(torch.int32), scores[tier])
+        assert torch.equal(state.tiers[tier].scores[page].view(torch.int32), scores[tier])
 
 
 @pytest.mark.parametrize("judge_low", [True, False])
@@ -270,7 +270,7 @@ def test_shared_pages_take_no_room(judge_low):
     got = found.unpack()
     assert torch.equal(got.candidate_slot, expected.candidate_slot)
     assert torch.equal(got.least_slot >= 0, expected.least_slot >= 0)
-    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, rows, tier)
         held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 80)
         torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=5e-2, atol=1e-4)

@@ -67,7 +67,7 @@ def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap, since, re
     )  # fmt: skip
     assert lse.isfinite().all()
     assert close(out, expected) < 6e-3
-    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, rows, tier)
         held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 200)
         if held.any():
@@ -107,8 +107,8 @@ def test_part_from_another_kernel_without_a_prefix():
     out, lse = extend_attention(twin, *arguments, update_scores=True, new_part=part)
     assert torch.equal(out, part[0]) and torch.equal(lse, part[1])
     pages = held_pages(state, one, 0)
-    held = (state.segments[0].positions[pages] >= 0) & (state.segments[0].positions[pages] < 20)
-    scores, again = (x.segments[0].scores[pages][held] for x in (state, twin))
+    held = (state.tiers[0].positions[pages] >= 0) & (state.tiers[0].positions[pages] < 20)
+    scores, again = (x.tiers[0].scores[pages][held] for x in (state, twin))
     assert len(scores) == 20 and (scores > 0).sum() == 19 and torch.equal(scores, again), (
         "the last token has no later one"
     )
@@ -132,7 +132,7 @@ def test_pages_of_a_large_model(dim):
     expected = reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, update_scores=True)
     assert int(state.entries[1, ..., 1].max()) > 1, "the prefix has low pages"
     assert close(out, expected) < 6e-3
-    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, rows, tier)
         held = (ref.positions[pages] >= 0) & (ref.positions[pages] < 400)
         torch.testing.assert_close(seg.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
@@ -165,7 +165,7 @@ def test_shared_tokens_are_judged_for_a_copy(tiers, since):
         offset = torch.arange(4 + count, device=DEVICE) - starts.repeat_interleave(extend_lens)
         append(state, 0, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
         twin = clone_state(state)
-        kept = state.segments[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
+        kept = state.tiers[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
         settings = {"update_scores": True, "reduce": "max" if since is None else "mean"}
         if since is not None:
             settings["observe_from"] = torch.tensor([0, since], device=DEVICE)
@@ -175,7 +175,7 @@ def test_shared_tokens_are_judged_for_a_copy(tiers, since):
         )  # fmt: skip
         reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, judged=expected, **settings)
         torch.testing.assert_close(judged[1], expected[1], rtol=3e-2, atol=2e-4, equal_nan=True)
-        after = state.segments[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
+        after = state.tiers[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
         assert torch.equal(kept.view(torch.int32), after.view(torch.int32)), "a page that others read was written"
         at += count
     assert judged[1].isfinite().float().mean() > 0.5

@@ -21,7 +21,7 @@ def assert_same(state, twin):
     for name in TENSORS:
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
     rows = torch.arange(state.entries.shape[0], device=DEVICE)
-    for tier in range(len(state.segments)):
+    for tier in range(len(state.tiers)):
         width = max_entries(twin, rows, tier)
         for got, expected in zip(row_table(state, rows, tier, width), row_table(twin, rows, tier, width), strict=True):
             assert torch.equal(got, expected)
@@ -40,10 +40,10 @@ def test_rows_share_and_return_pages(tiers):
     twin = clone_state(state)
     spans = Spans.create(state, 1)
     for target in (9, 10, 3):
-        blocks = [b for b in state.block_table[1].tolist() if b]
+        blocks = [b for b in state.row_blocks[1].tolist() if b]
         manager.space.extend(target, *manager.space.bound(1))
         manager.space.flush()
-        twin.block_table.copy_(state.block_table)
+        twin.row_blocks.copy_(state.row_blocks)
         assert blocks
     for op, ref in ((attach, attach_reference.attach),):
         for one, run in ((state, op), (twin, ref)):

@@ -105,7 +105,7 @@ def assert_same_pages(state: PageState, twin: PageState) -> None:
     for name in ("counters", "entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "refcount"):
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
     rows = torch.arange(state.entries.shape[0], device=DEVICE)
-    for tier in range(len(state.segments)):
+    for tier in range(len(state.tiers)):
         width = max_entries(state, rows, tier)
         for got, expected in zip(row_table(state, rows, tier, width), row_table(twin, rows, tier, width), strict=True):
             assert torch.equal(got, expected)
@@ -143,7 +143,7 @@ class Twins:
 
     def flush(self) -> None:
         self.manager.space.flush()
-        self.twin.block_table.copy_(self.state.block_table)
+        self.twin.row_blocks.copy_(self.state.row_blocks)
 
     def step(self, rows: list[int], counts: list[int]) -> list[int]:
         """Slots and pages for new tokens, then the tokens; returns the rows that got their pages."""
@@ -173,7 +173,7 @@ class Twins:
 
     def score(self, state: PageState, row: int) -> None:
         """Scores that depend on head and position alone."""
-        rows, seg = torch.tensor([row], device=DEVICE), state.segments[0]
+        rows, seg = torch.tensor([row], device=DEVICE), state.tiers[0]
         page, _, _ = (x[0] for x in row_table(state, rows, 0, max_entries(state, rows, 0)))  # [L, H, E]
         position = seg.positions[page].clamp(0, LENGTH - 1).long()  # [L, H, E, tokens]
         seg.scores[page] = self.scores.gather(2, position.flatten(2)).view(position.shape)

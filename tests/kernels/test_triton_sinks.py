@@ -47,7 +47,7 @@ def sink_and_others(tiers: str, std: float, count: int, dtype: torch.dtype, sink
     begin_step(manager, [1], [count], [0])
     index = torch.arange(count, device=DEVICE)
     append(manager.state, 0, key.to(DEVICE, dtype), value.to(DEVICE, dtype), torch.ones_like(index), index, index)
-    scores = manager.state.segments[0].scores
+    scores = manager.state.tiers[0].scores
     scores.copy_(torch.rand(scores.shape, generator=generator) * 1.1 / count)
     if len(fmt.tiers) > 1:
         manager.prompts.end(1)
@@ -120,7 +120,7 @@ def test_scores(std):
     settings = {"window": 16, "horizon": 1}  # scores are this step's attention
     decode_attention(state, 0, q, row, lens, SCALE, workspace, valid, found=found, **settings)
     decode_reference(twin, 0, q, row, lens, SCALE, scores=expected, **settings)
-    for tier, (seg, ref) in enumerate(zip(state.segments, twin.segments, strict=True)):
+    for tier, (seg, ref) in enumerate(zip(state.tiers, twin.tiers, strict=True)):
         pages = held_pages(twin, row, tier)
         held = ref.positions[pages] >= 0
         assert 0 < ref.scores[pages][held].median() < 1e-5

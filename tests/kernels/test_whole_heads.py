@@ -133,7 +133,7 @@ RULES: list[WholeHead] = [
 
 def assert_same_tokens(state: PageState, twin: PageState, row: int, *, exact: bool) -> None:
     for layer in range(state.num_layers):
-        for tier in range(len(state.segments)):
+        for tier in range(len(state.tiers)):
             for got, expected in zip(
                 tokens_of(state, row, layer, tier), tokens_of(twin, row, layer, tier), strict=True
             ):
@@ -144,7 +144,7 @@ def assert_same_tokens(state: PageState, twin: PageState, row: int, *, exact: bo
 
 def with_ties(state: PageState) -> None:
     """Scores of which many are equal, and many 0."""
-    for seg in state.segments:
+    for seg in state.tiers:
         seg.scores.copy_(torch.where(seg.scores < 0.05, 0.0, (seg.scores * 8).round() / 8))
 
 

@@ -70,7 +70,7 @@ def add_prompt(manager: PageManager, row: int, count: int, generator: torch.Gene
     rows = torch.full((count,), row, device=DEVICE)
     for layer in range(state.num_layers):
         append(state, layer, *vectors(state, count, generator), rows, index, start + index)
-    seg = state.segments[0]
+    seg = state.tiers[0]
     fresh = torch.zeros_like(seg.scores, dtype=torch.bool)
     fresh[held_pages(state, rows[:1], 0)] = True
     fresh &= (seg.positions >= start) & (seg.positions < start + count)
@@ -92,7 +92,7 @@ def clone_state(state: PageState) -> PageState:
     for name, value in vars(state).items():
         if isinstance(value, torch.Tensor):
             setattr(twin, name, value.clone())
-    twin.__dict__.pop("segments", None)
+    twin.__dict__.pop("tiers", None)
     return twin
 
 

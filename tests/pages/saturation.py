@@ -75,7 +75,7 @@ class Scheduler:
         if (self.full or not self.waiting) and self.chunked is None:
             return False
         pool, batch, left = self.pool, [], self.chunk
-        offset = sum(tokens * pool.price_of(row) for row, tokens in self._expected())
+        offset = sum(tokens * pool.growth_of(row) for row, tokens in self._expected())
         held = self.chunked is not None and bool(self.running) and pool.holds(self.chunked)
         self.seen.held += held
         if self.chunked is not None and not held:
@@ -84,11 +84,11 @@ class Scheduler:
             batch.append((req, count))
             left -= count
             self.chunked = None if req.done + count == req.fill else req
-            offset += count + (0 if self.chunked else self._rest(req) * pool.price)
+            offset += count + (0 if self.chunked else self._rest(req) * pool.estimate)
         while self.waiting and left > 0 and self.chunked is None and self._admit(self.waiting[0], batch, left, offset):
             req, count = batch[-1]
             left -= count
-            offset += count + 1 + (0 if self.chunked else math.ceil(self._rest(req) * pool.price))
+            offset += count + 1 + (0 if self.chunked else math.ceil(self._rest(req) * pool.estimate))
         if not batch:
             return False
         pool.prefill(batch)
@@ -103,7 +103,7 @@ class Scheduler:
     def _admit(self, req: Request, batch: list[tuple[Request, int]], left: int, offset: float) -> bool:
         """Whether the first of the waiting requests joins the batch."""
         pool = self.pool
-        wanted, room = req.fill + math.ceil(self._rest(req) * pool.price) + 1, pool.available() - offset
+        wanted, room = req.fill + math.ceil(self._rest(req) * pool.estimate) + 1, pool.available() - offset
         chunk = 0
         if not pool.admits(req.fill) or wanted >= room:
             others = [*self.running, *(x for x, _ in batch)]

@@ -37,7 +37,7 @@ class StockPool:
         self.capacity, self.free = capacity, capacity
         self.held: dict[int, int] = {}
 
-    price = 1.0
+    estimate = 1.0
 
     def available(self) -> int:
         return self.free
@@ -69,7 +69,7 @@ class StockPool:
     def release(self, row: int) -> None:
         self.free += self.held.pop(row, 0)
 
-    def price_of(self, row: int) -> float:
+    def growth_of(self, row: int) -> float:
         return 1.0
 
     def retry(self, expected: list[tuple[int, float]]) -> bool:
@@ -106,8 +106,8 @@ class DiffKVServer:
         self.capacity, self.compacts_chunks = capacity, compacts_chunks
 
     @property
-    def price(self) -> float:
-        return self.ledger.growth_price()
+    def estimate(self) -> float:
+        return self.ledger.growth_estimate()
 
     def available(self) -> int:
         return self.ledger.available()
@@ -168,8 +168,8 @@ class DiffKVServer:
     def refuse(self, wanted: float) -> None:
         self.ledger.refused = wanted
 
-    def price_of(self, row: int) -> float:
-        return self.ledger.price_of(row)
+    def growth_of(self, row: int) -> float:
+        return self.ledger.growth_of(row)
 
     def retry(self, expected: list[tuple[int, float]]) -> bool:
         return self.ledger.refused is not None and self.ledger.room_for_refused(expected)

@@ -16,7 +16,7 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
-from tests.deciding import classify_prompt, plan_step, planned
+from tests.deciding import classify_prompt, moves_of, step_moves
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
 
@@ -95,15 +95,15 @@ def found(least: int) -> StepScores:
 
 
 def test_h2o_drops_when_the_budget_is_full():
-    plan = planned(H2OPolicy(Budget(8), window=2), found(5), torch.tensor([7, 8, 9]), 1)
-    assert plan.drop.flatten().tolist() == [-1, -1, 5]
-    half = planned(H2OPolicy(Budget(0, 0.5), window=2), found(5), torch.tensor([20, 21, 22]), 1)
+    moves = moves_of(H2OPolicy(Budget(8), window=2), found(5), torch.tensor([7, 8, 9]), 1)
+    assert moves.drop.flatten().tolist() == [-1, -1, 5]
+    half = moves_of(H2OPolicy(Budget(0, 0.5), window=2), found(5), torch.tensor([20, 21, 22]), 1)
     assert half.drop.flatten().tolist() == [5, -1, 5]
-    assert (plan.demote == -1).all() and (plan.replace == -1).all()
+    assert (moves.demote == -1).all() and (moves.replace == -1).all()
 
 
 def test_snapkv_leaves_generated_tokens_alone():
-    assert plan_step(SnapKVPolicy(Budget(8)), found(5), torch.tensor([7, 80, 900]), 1) is None
+    assert step_moves(SnapKVPolicy(Budget(8)), found(5), torch.tensor([7, 80, 900]), 1) is None
 
 
 @pytest.mark.parametrize("budget", [Budget(12), Budget(0, 0.5), Budget(20, 0.6)])

@@ -68,7 +68,7 @@ def test_the_plan_is_what_the_objects_hold(text: str) -> None:
     )  # fmt: skip
     exact = plan.config.prefix_fidelity == "exact"
     ops = manager.ops
-    found = Footprint.of(manager.state, geometry, ops, names=allocator.size, exact=exact)
+    found = Footprint.of(manager.state, geometry, ops, kv_slots=allocator.size, exact=exact)
     held = sum(found.held.values())
     counts = [manager.segments.counts_of.counts, UsageMeter(manager).ended_counts]
     assert held == storages([manager.state, ops, allocator.free_pages, counts], {})

@@ -31,7 +31,7 @@ def segments(layout: TierLayout) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("page_tokens", [4, 5, 7, 32, 33, 256])
 @pytest.mark.parametrize("name", NAMES)
-def test_segments_are_disjoint_aligned_and_inside(name, page_tokens):
+def test_fields_are_disjoint_aligned_and_inside(name, page_tokens):
     for head_dim, v_head_dim in DIMS:
         fmt = PageFormat(head_dim, v_head_dim, (Tier.parse(name),), page_tokens)
         layout = fmt.layouts[0]
@@ -111,11 +111,11 @@ def test_impossible_formats_are_refused(changes, message):
 
 @pytest.mark.parametrize("tiers", [("K8V4", "K4V2"), ("BF16", "K2V1"), ("K4V4",)], ids="-".join)
 def test_views_cover_the_segments(tiers):
-    """Writing through the views of ``Segments`` touches exactly the bytes that the layout names."""
+    """Writing through the views of ``TierView`` touches exactly the bytes that the layout names."""
     fmt = make_format(tiers, 96, 64, 7)
     for tier, layout in enumerate(fmt.layouts):
         state = PageState.create(fmt, num_pages=2, num_rows=1, num_layers=1, num_heads=1, max_blocks=1, num_blocks=2)
-        seg = state.segments[tier]
+        seg = state.tiers[tier]
         fields = [seg.keys, seg.values, seg.key_meta, seg.value_meta, seg.scores, seg.positions]
         for field, (start, end) in zip(fields, segments(layout)):
             state.pages.zero_()

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.kernels.compact_step.reference import StepPlan, compact_step
+from sglang_diffkv.kernels.compact_step.reference import StepMoves, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.deciding import classify_prompt as classify
-from tests.deciding import plan_step, planned
+from tests.deciding import moves_of, step_moves
 from tests.helpers import PAIR, begin_step, make_format, make_manager, new_scores, tier_map, visible
 from tests.pages.paper import Caches, algorithm_1, classify_prompt
 
@@ -73,10 +73,10 @@ def test_plan_is_algorithm_1(alphas, num_tiers):
             if cache:
                 found.least_slot[b, 0, h, tier] = least = min(cache, key=cache.__getitem__)
                 found.least_score[b, 0, h, tier] = cache[least]
-    plan = planned(policy, found, seq_lens, num_tiers)
+    moves = moves_of(policy, found, seq_lens, num_tiers)
     for (b, h), cache in caches.items():
         expected = algorithm_1(cache, int(seq_lens[b]), *alphas, num_tiers)
-        demote, drop, replace = (int(x[b, 0, h]) for x in (plan.demote, plan.drop, plan.replace))
+        demote, drop, replace = (int(x[b, 0, h]) for x in (moves.demote, moves.drop, moves.replace))
         assert demote < 0 or drop < 0
         high, low = dict(cache.high), sorted(cache.low.values())
         if demote >= 0:
@@ -110,8 +110,8 @@ def test_plan_at_the_thresholds(candidate, least, worst, expected):
         torch.tensor([5, 7]).view(1, 1, 1, 2),
         torch.tensor([least, worst]).view(1, 1, 1, 2),
     )
-    plan = planned(DiffKVPolicy(2.0, 0.5, 4), found, torch.tensor([8]), 2)
-    assert (int(plan.demote), int(plan.drop), int(plan.replace)) == expected
+    moves = moves_of(DiffKVPolicy(2.0, 0.5, 4), found, torch.tensor([8]), 2)
+    assert (int(moves.demote), int(moves.drop), int(moves.replace)) == expected
 
 
 def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int = 2) -> PageManager:
@@ -125,13 +125,13 @@ def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int =
         append(manager.state, layer, key, value, torch.full((length,), row), at, at)
     seen = visible(manager.state, row)
     scores = torch.rand(len(seen.page), generator=generator) ** 3 * 0.2
-    manager.state.segments[0].scores[torch.tensor(seen.page).long(), torch.tensor(seen.slot)] = scores
+    manager.state.tiers[0].scores[torch.tensor(seen.page).long(), torch.tensor(seen.slot)] = scores
     return manager
 
 
 def codes(manager: PageManager, row: int) -> dict[tuple[int, int, int], bytes]:
     """(layer, head, position) to the bytes, score included, of each high token."""
-    seg, seen = manager.state.segments[0], visible(manager.state, row)
+    seg, seen = manager.state.tiers[0], visible(manager.state, row)
     fields = [x for x in (seg.keys, seg.key_meta, seg.values, seg.value_meta, seg.scores) if x is not None]
     out = {}
     for i in (seen.tier == 0).nonzero()[0]:
@@ -183,7 +183,7 @@ def test_uniform_policy_keeps_all():
     manager.prompts.end(1)
     assert new_scores(manager, 3) is None
     assert manager.state.own_tokens[1, :, :, 0].unique().tolist() == [20]
-    assert plan_step(UniformPolicy(), StepScores.create(manager.state, 2), torch.tensor([3, 4]), 2) is None
+    assert step_moves(UniformPolicy(), StepScores.create(manager.state, 2), torch.tensor([3, 4]), 2) is None
 
 
 def test_a_step_moves_one_token_and_no_other_byte():
@@ -191,8 +191,8 @@ def test_a_step_moves_one_token_and_no_other_byte():
     shape = (1, 2, 2)
     for step, (demote, drop, replace) in enumerate([(17, -1, -1), (-1, 3, -1), (5, -1, 0), (-1, -1, -1), (29, -1, -1)]):
         before, seen = codes(manager, 2), visible(manager.state, 2)
-        plan = StepPlan(*(torch.full(shape, x) for x in (demote, drop, replace)))
-        compact_step(manager.state, torch.tensor([2]), plan)
+        moves = StepMoves(*(torch.full(shape, x) for x in (demote, drop, replace)))
+        compact_step(manager.state, torch.tensor([2]), moves)
         gone = {(la, h, max(demote, drop)) for la, h in np.ndindex(2, 2)} if max(demote, drop) >= 0 else set()
         after = codes(manager, 2)
         assert {w: x for w, x in before.items() if w not in gone} == after

@@ -12,7 +12,7 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.deciding import classify_prompt, planned
+from tests.deciding import classify_prompt, moves_of
 from tests.dense import Session, chunks_and_steps
 from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
 
@@ -99,15 +99,15 @@ def test_each_head_has_thresholds_of_its_own(num_tiers):
         torch.rand(7, 2, 2, num_tiers, generator=random) * 0.1,
     )
     lengths = torch.arange(20, 27)
-    tier, plan = classify_prompt(policy, score, position, 40, num_tiers), planned(policy, found, lengths, num_tiers)
+    tier, moves = classify_prompt(policy, score, position, 40, num_tiers), moves_of(policy, found, lengths, num_tiers)
     for layer, head in np.ndindex(2, 2):
         alone, here = plain(policy, layer, head), (slice(None), slice(layer, layer + 1), slice(head, head + 1))
         expected = classify_prompt(alone, score[layer, head], position[layer, head], 40, num_tiers)
         assert torch.equal(tier[layer, head], expected)
         of_head = StepScores(*(x[here] for x in vars(found).values() if isinstance(x, torch.Tensor)))
-        expected_plan = planned(alone, of_head, lengths, num_tiers)
-        for name, value in vars(expected_plan).items():
-            assert torch.equal(getattr(plan, name)[here], value), name
+        expected_moves = moves_of(alone, of_head, lengths, num_tiers)
+        for name, value in vars(expected_moves).items():
+            assert torch.equal(getattr(moves, name)[here], value), name
 
 
 def test_heads_with_a_high_factor_have_fewer_high_tokens():

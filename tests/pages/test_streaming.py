@@ -47,7 +47,7 @@ def test_triton_cuts_prompts_and_copies():
     ops = TritonOps(manager.state, policy, 4, 400)
     manager.space.extend(2, 40, 0)
     with manager.launching():
-        manager.state.segments[0].scores.fill_(1.0)  # as large as scores get
+        manager.state.tiers[0].scores.fill_(1.0)  # as large as scores get
         ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
         ops.compact_prompt(manager.state, 1, 40, policy)
     for row in (1, 2):
@@ -73,7 +73,7 @@ def test_triton_steps():
                 q, key, value = (torch.randn(1, heads, 64).bfloat16() for heads in (4, 2, 2))
                 ops.append(manager.state, layer, key, value, step)
                 ops.decode(manager.state, layer, q, step, 0.1, policy, 0.0)
-            ops.compact_step(manager.state, rows, step.seq_lens, step.found, policy, step.num_rows)
+            ops.compact_step(manager.state, rows, step.seq_lens, step.found, policy, step.num_valid)
         check_integrity(manager)
         assert ((tier_map(manager.state, 1, length) == 0) == stays(length, 5, 2)).all()
 

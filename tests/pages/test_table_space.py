@@ -23,7 +23,7 @@ def snapshot(manager: PageManager) -> list[object]:
     space = manager.space
     manager.counts.settle()
     manager.launch_step()
-    fields = vars(manager.state).keys() - {"page_table", "range_lo", "range_hi", "fmt", "dtype", "segments"}
+    fields = vars(manager.state).keys() - {"page_table", "range_lo", "range_hi", "fmt", "dtype", "tiers"}
     tensors = [getattr(manager.state, name).numpy().tobytes() for name in sorted(fields)]
     host = [manager.rows.digest(), set(manager.segments.cached)]
     bounds = [space.bound(row) for row in range(manager.state.entries.shape[0])]

@@ -133,7 +133,7 @@ def kept(twin: Twin, row: int) -> list[set[int]]:
     """Positions that each layer and head holds."""
     state = twin.manager.state
     page, lo, hi = (x[0] for x in row_table(state, torch.tensor([row], device=DEVICE), 0, 8))
-    position = state.segments[0].positions[page]
+    position = state.tiers[0].positions[page]
     held = (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
     return [set(p[h].tolist()) for p, h in zip(position.flatten(0, 1), held.flatten(0, 1), strict=True)]
 
@@ -193,7 +193,7 @@ def test_rotation_changes_keys_and_not_attention(dim: int, triton: bool, monkeyp
     twins = (Twin(triton=triton, tiers="BF16 K8V4", dim=dim, window=64), plain)
     assert close(*[t.extend([1], [13], [0], 1) for t in twins]) < 1e-2
     assert close(*[t.decode([1], 0, 2) for t in twins]) < 1e-2
-    stored = [t.manager.state.segments[0] for t in twins]
+    stored = [t.manager.state.tiers[0] for t in twins]
     keys, values = ([getattr(seg, name)[seg.positions == 7] for seg in stored] for name in ("keys", "values"))
     assert close(*keys) > 0.5
     assert close(*[x.float().norm(dim=1) for x in keys]) < 1e-2

@@ -1,4 +1,4 @@
-"""Lines of SGLang's KV canary belong to names: they follow a request to new ones, and the tree tells all it holds."""
+"""Lines of SGLang's KV canary go by KV slot: they follow a request to new ones, and the tree tells all it holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _walk(world: World, **flags: bool) -> list[tuple[int, int, int]]:
     return sorted(zip(*(x.tolist() for x in columns), strict=True))
 
 
-def test_the_walk_finds_every_name_behind_the_one_before_it() -> None:
+def test_the_walk_finds_every_kv_slot_behind_the_one_before_it() -> None:
     """Of two prompts that share their first 60 tokens, so that a node was split."""
     world = World(2000)
     first = world.tokens(100)
@@ -25,14 +25,14 @@ def test_the_walk_finds_every_name_behind_the_one_before_it() -> None:
     for tokens in (first, second):
         world.leave(world.prompt(tokens))
     for tokens in (first, second):
-        names = world.start([*tokens, 1]).prefix_indices.tolist()
-        assert len(names) == len(tokens)
-        expected |= set(zip(names, range(len(names)), [-1, *names[:-1]], strict=True))
+        kv_slots = world.start([*tokens, 1]).prefix_indices.tolist()
+        assert len(kv_slots) == len(tokens)
+        expected |= set(zip(kv_slots, range(len(kv_slots)), [-1, *kv_slots[:-1]], strict=True))
     assert _walk(world) == sorted(expected) and len(expected) == 150
     assert _walk(world, unlocked_only=True) == [], "both prompts are being read"
 
 
-def test_lines_follow_a_request_to_the_names_of_its_copy() -> None:
+def test_lines_follow_a_request_to_the_kv_slots_of_its_copy() -> None:
     world = World(2000)
     pool = world.allocator._kvcache = DiffKVPool(2000, torch.bfloat16, 1, "cpu", False, 0, 0)
     pool.bind(world.manager, world.allocator.size)

@@ -39,7 +39,7 @@ class Collector:
 
 def served(world: World) -> Any:
     """A world's allocator with a meter, as in a server."""
-    world.allocator._kvcache = SimpleNamespace(usage=UsageMeter(world.manager), renamed=lambda old, new: None)
+    world.allocator._kvcache = SimpleNamespace(usage=UsageMeter(world.manager), kv_slots_changed=lambda old, new: None)
     return world.allocator
 
 
@@ -93,7 +93,7 @@ def test_counters_grow_by_what_is_new() -> None:
 
 
 def test_reading_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It happens on the first of several ranks alone: no exchange, no new price, nothing taken over from the device."""
+    """It may happen on one of several ranks alone: no exchange, no new estimate, nothing taken over from the device."""
     world, collector = World(2000, exact=False), Collector()
     allocator = served(world)
     req = world.prompt(world.tokens(600 % 250))
@@ -104,9 +104,9 @@ def test_reading_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("meet", "refresh", "settle", "take_snapshot"):
         monkeypatch.setattr(counts, name, never)
-    monkeypatch.setattr(ledger, "growth_price", never)
+    monkeypatch.setattr(ledger, "growth_estimate", never)
     metrics.update(collector, allocator)
-    assert collector.read()["diffkv_growth_price"][0][1] == ledger.last_price
+    assert collector.read()["diffkv_growth_price"][0][1] == ledger.last_estimate
     monkeypatch.undo()
     world.leave(req)
 

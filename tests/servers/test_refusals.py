@@ -245,13 +245,15 @@ def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours
 def test_a_start_that_died_without_a_word_says_why() -> None:
     options = ["--enable-flexkv", "--is-embedding", "--kv-canary-real-data", "all"]
     reasons = [
-        "FlexKV, which moves KV by slot: drop --enable-flexkv",
+        "FlexKV, which moves K and V by KV slot: drop --enable-flexkv",
         "--is-embedding: ",
         "--kv-canary-real-data all: use",
     ]
     if release() >= (0, 5, 18):
         options.append("--enable-unified-cache-external-linker")
-        reasons.append("an external KV store, which moves KV by slot: drop --enable-unified-cache-external-linker")
+        reasons.append(
+            "an external KV store, which moves K and V by KV slot: drop --enable-unified-cache-external-linker"
+        )
     output = _launch("--attention-backend", "diffkv", *options)
     assert all(reason in output for reason in reasons), output
     assert "Traceback" not in output

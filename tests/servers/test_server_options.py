@@ -1,5 +1,5 @@
 """SGLang's options that touch the cache or its scheduling, all on one server: adapters, the KV canary, KV events,
-thoughts kept out of the cache, priorities, hidden states, pausing. Prefixes are exact: requests get new names then."""
+thoughts kept out of the cache, priorities, hidden states, pausing. Prefixes are exact: requests change KV slots."""
 
 from __future__ import annotations
 
@@ -256,4 +256,4 @@ def test_the_canary_stays_silent(server: Server) -> None:
     assert violations == 0 and tokens > 100_000 and sweeps > 10
     stats = server.stats()
     assert stats is not None
-    assert stats["prompts"]["copied"] > 10, "no request ran on a copy, which has names of its own"
+    assert stats["prompts"]["copied"] > 10, "no request ran on a copy, which has KV slots of its own"

@@ -1,4 +1,4 @@
-"""SGLang's own errors while it gives a prefill batch rows and names: the batch is undone, though it got nothing."""
+"""SGLang's own errors while it gives a prefill batch rows and KV slots: the batch is undone, though it got nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.servers.test_server_refused_requests import ask
 
 pytestmark = pytest.mark.server
 
-NAMES, ROWS = 333, 222
-"""What fails: names for so many new tokens, rows for a request with so many."""
+KV_SLOTS, ROWS = 333, 222
+"""What fails: KV slots for so many new tokens, rows for a request with so many."""
 
 PLUGIN = f"""
 def register():
@@ -25,7 +25,7 @@ def register():
     alloc, rows = DiffKVAllocator.alloc, ReqToTokenPool.alloc
 
     def alloc_(self, need_size):
-        return None if need_size == {NAMES} else alloc(self, need_size)
+        return None if need_size == {KV_SLOTS} else alloc(self, need_size)
 
     def rows_(self, reqs):
         return None if any(len(req.origin_input_ids) == {ROWS} for req in reqs) else rows(self, reqs)
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("length", [NAMES, ROWS])
+@pytest.mark.parametrize("length", [KV_SLOTS, ROWS])
 def test_a_batch_without_names_or_rows(server: Server, length: int) -> None:
     (end,) = ask(server, [tokens(length, 1)], [4])
     assert "Retry it" in end
@@ -50,6 +50,6 @@ def test_a_batch_without_names_or_rows(server: Server, length: int) -> None:
 def test_names_for_a_request_behind_a_prefix(server: Server) -> None:
     prompt = tokens(400, 3)
     assert ask(server, [prompt], [2]) == ["length"]
-    (end,) = ask(server, [prompt + tokens(NAMES, 4)], [4])
+    (end,) = ask(server, [prompt + tokens(KV_SLOTS, 4)], [4])
     assert "Retry it" in end
     assert ask(server, [prompt + tokens(9, 5)], [4]) == ["length"]

@@ -132,7 +132,7 @@ def test_baselines_are_called_right(name, heads):
 def test_state_holds_the_case():
     case = Case(2, 4, 2, 64, 140, TIERS, 0.5)
     state = build_state(case, 3, free_pages=5, device="cpu")
-    held = [int((seg.positions[:-1] >= 0).sum()) for seg in state.segments]
+    held = [int((seg.positions[:-1] >= 0).sum()) for seg in state.tiers]
     counts = case.page_counts()
     pages = state.page_table[state.page_table >= 0]
     assert pages.unique().numel() == pages.numel() == 2 * 3 * 2 * sum(counts) == state.num_pages - 5

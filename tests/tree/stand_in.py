@@ -21,18 +21,18 @@ class Match:
 
     Attributes:
         node: where it ends.
-        names: [length] int32, of its tokens.
+        kv_slots: [length] int32, of its tokens.
     """
 
     def __init__(self, tree: Any, prompt: array) -> None:
         found = tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
         self.node = found.last_device_node
         indices = tree.path_device_indices(self.node) if V23 else found.device_indices
-        self.names: torch.Tensor = indices.int()
+        self.kv_slots: torch.Tensor = indices.int()
         self.lock = tree.lock(self.node) if V23 else tree.inc_lock_ref(self.node)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.kv_slots)
 
     def unlock(self, tree: Any) -> None:
         """Give it up."""
@@ -52,7 +52,7 @@ class StandIn:
         self.extend_range = SimpleNamespace(end=end)
         self.prefix_len = len(match)
         self.prefilling, self.ended = True, False
-        self.last_node, self.lock, self.prefix_indices = match.node, match.lock, match.names.long()
+        self.last_node, self.lock, self.prefix_indices = match.node, match.lock, match.kv_slots.long()
         self.kv: Any = self if V17 else SimpleNamespace(cache_inserted_len=0, swa_evict_floor=0)
         self.kv.req_pool_idx, self.kv.cache_protected_len = row, len(match)
 
@@ -94,7 +94,7 @@ def offer(tree: Any, req: Any, *, chunked: bool = False) -> None:
 
 
 def leave(tree: Any, req: Any, end: int, *, insert: bool) -> None:
-    """What SGLang does when a request of ``end`` tokens ends: offer them to the tree or not, and let its names go."""
+    """What SGLang does when a request of ``end`` tokens ends: offer them to the tree or not, and free its KV slots."""
     req.ended = True
     if V17:
         tree.cache_finished_req(req, is_insert=insert, kv_len_to_handle=end)
@@ -103,8 +103,8 @@ def leave(tree: Any, req: Any, end: int, *, insert: bool) -> None:
         tree.checkpoint(req, up_to=end)
     elif insert:
         tree.insert_req(req, up_to=end)
-    names = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, req.kv.cache_protected_len : end]
-    tree.token_to_kv_pool_allocator.free(names.long())
+    kv_slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, req.kv.cache_protected_len : end]
+    tree.token_to_kv_pool_allocator.free(kv_slots.long())
     if V23:
         tree.unlock(req.lock)
     else:

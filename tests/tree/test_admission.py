@@ -1,4 +1,4 @@
-"""Admission by the measured price of a token."""
+"""Admission by the growth estimate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_diffkv.mem_pool.ledger import PRICE_MARGIN, PRICE_TOKENS, PROMPT_MARGIN, PageLedger, Promise
+from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt import compat, hooks
@@ -23,43 +23,43 @@ def session_of(policy: object, tiers: tuple[str, ...] = ("K8V4", "K4V2")) -> tup
     return Session(manager), PageLedger(manager, 2000)
 
 
-def test_price_is_what_running_requests_hold() -> None:
+def test_the_estimate_is_what_running_requests_hold() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     manager = session.manager
-    assert ledger.growth_price() == 1.0
+    assert ledger.growth_estimate() == 1.0
     session.extend({1: 300, 2: 300})
-    assert ledger.growth_price() == 1.0, "a prompt that is not compacted yet says nothing"
+    assert ledger.growth_estimate() == 1.0, "a prompt that is not compacted yet says nothing"
     for row in (1, 2):
         session.end_prompt(row)
     session.step([1, 2])
     manager.counts.settle()
     held = sum(manager.device.pages_of(row) for row in (1, 2)) * manager.fmt.high.tokens / manager.geometry.heads
-    assert ledger.growth_price() == pytest.approx(PRICE_MARGIN * held / 602)
-    assert ledger.growth_price() < 0.75
-    price = ledger.growth_price()
+    assert ledger.growth_estimate() == pytest.approx(GROWTH_MARGIN * held / 602)
+    assert ledger.growth_estimate() < 0.75
+    before = ledger.growth_estimate()
     session.release(1)
-    assert PRICE_TOKENS > 302 and ledger.growth_price() == price, "too few tokens: the last value stands"
+    assert ESTIMATE_TOKENS > 302 and ledger.growth_estimate() == before, "too few tokens: the last value stands"
 
 
-def test_price_of_a_single_tier_is_one() -> None:
+def test_the_estimate_of_a_single_tier_is_one() -> None:
     session, ledger = session_of(UniformPolicy(), ("K8V4",))
     session.extend({1: 300, 2: 299}, scores=False)
     for row in (1, 2):
         session.end_prompt(row)
     session.manager.counts.settle()
-    assert ledger.growth_price() == 1.0
+    assert ledger.growth_estimate() == 1.0
 
 
 def request(limit: int, made: int) -> SimpleNamespace:
     return SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=limit), output_ids=[0] * made)
 
 
-def test_a_request_is_priced_for_admission_only() -> None:
+def test_a_request_is_expected_to_grow_less_for_admission_only() -> None:
     req = request(100, 30)
-    with compat.priced(req, 0.5):
+    with compat.estimated(req, 0.5):
         assert req.sampling_params.max_new_tokens == 30 + 35
     assert req.sampling_params.max_new_tokens == 100
-    with pytest.raises(KeyError), compat.priced(req, 0.5):
+    with pytest.raises(KeyError), compat.estimated(req, 0.5):
         raise KeyError
     assert req.sampling_params.max_new_tokens == 100
 
@@ -76,21 +76,21 @@ def test_a_refused_request_waits_for_room() -> None:
     assert ledger.room_for_refused([(None, 99.0)])
 
 
-def test_a_long_request_has_a_price_of_its_own() -> None:
+def test_a_long_request_has_an_estimate_of_its_own() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     manager = session.manager
     session.extend({1: 300, 2: 300, 3: 20})
-    assert ledger.price_of(1) == ledger.growth_price() == 1.0, "prompts say nothing"
+    assert ledger.growth_of(1) == ledger.growth_estimate() == 1.0, "prompts say nothing"
     manager.prompts.untouched.add(2)
     for row in (1, 2, 3):
         session.end_prompt(row)
     session.step([1, 2, 3])
     manager.counts.settle()
     held = manager.device.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
-    assert ledger.price_of(1) == pytest.approx(PRICE_MARGIN * held / 301)
-    assert ledger.price_of(1) < ledger.growth_price()
-    assert ledger.price_of(2) == 1.0, "all of it stayed in the high tier"
-    assert ledger.price_of(3) == ledger.price_of(None) == ledger.growth_price()
+    assert ledger.growth_of(1) == pytest.approx(GROWTH_MARGIN * held / 301)
+    assert ledger.growth_of(1) < ledger.growth_estimate()
+    assert ledger.growth_of(2) == 1.0, "all of it stayed in the high tier"
+    assert ledger.growth_of(3) == ledger.growth_of(None) == ledger.growth_estimate()
 
 
 class Adder(SimpleNamespace):
@@ -136,8 +136,8 @@ def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
 def test_what_a_compacted_prompt_is_expected_to_take() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     assert ledger.compacting_tokens(1000, 100) == 1000, "nothing is known yet"
-    ledger._price, ledger._priced_at = 0.55, (session.manager.counts.tick, session.manager.counts.counted_step)
-    assert ledger.compacting_tokens(1000, 100) == 100 + math.ceil(900 * 0.55 * PROMPT_MARGIN / PRICE_MARGIN)
+    ledger._estimate, ledger._estimated_at = 0.55, (session.manager.counts.tick, session.manager.counts.counted_step)
+    assert ledger.compacting_tokens(1000, 100) == 100 + math.ceil(900 * 0.55 * PROMPT_MARGIN / GROWTH_MARGIN)
     assert ledger.compacting_tokens(80, 100) == 80
     pages, heads = session.manager.geometry.num_pages, session.manager.geometry.heads
     tokens = (pages // heads - 40) * session.manager.fmt.high.tokens

@@ -22,7 +22,7 @@ def test_a_request_that_ends_at_once_leaves_its_prompt_exact() -> None:
     world.launch(req)
     world.decode(req)
     world.leave(req)
-    assert [(x.lo, x.hi, x.exact) for x in world.segments()] == [(0, 100, True), (100, 101, False)]
+    assert [(x.lo, x.hi, x.as_computed) for x in world.segments()] == [(0, 100, True), (100, 101, False)]
     assert world.low_tokens(world.segments()[0]) == 0
 
 
@@ -152,7 +152,7 @@ def test_a_reply_leaves_the_pages_of_its_prompt_s_copy() -> None:
     world.manager.counts.settle()
     assert reply.pages == 2, "11 tokens of 8 a page"
     assert world.manager.device.free_pages() == free + private - 2
-    assert not world.manager.segments.spread
+    assert not world.manager.segments.fragmented
 
 
 def two_readers(world: World, prefix: list[int], own: int) -> list[Any]:

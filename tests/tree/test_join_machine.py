@@ -15,7 +15,7 @@ from tests.tree.test_prefix_cache import ExactTreeMachine, TreeMachine, machine_
 def entries_taken(state: PageState, row: int, lo: int, hi: int) -> list[int]:
     """Entries of each tier, at most, of the pages of a row that hold a token of [lo, hi)."""
     most = []
-    for tier, seg in enumerate(state.segments):
+    for tier, seg in enumerate(state.tiers):
         rows = torch.tensor([row])
         page, page_lo, page_hi = (x[0] for x in row_table(state, rows, tier, max_entries(state, rows, tier)))
         at = seg.positions[page]

@@ -69,7 +69,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.running: list[Any] = []
         self.random = random.Random(0)
         self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)
-        self.names = itertools.count()
+        self.ids = itertools.count()
         self.meter = UsageMeter(self.manager)
 
     def _write(self, req: Any, start: int, end: int) -> None:
@@ -87,13 +87,13 @@ class TreeMachine(RuleBasedStateMachine):
         page = row_table(state, rows, 0, width)[0][0]
         entry = torch.arange(width).expand(page.shape)
         own = (entry >= state.own_entry[row, :, :, 0].unsqueeze(2)) & (entry < state.entries[row, :, :, 0].unsqueeze(2))
-        scores = state.segments[0].scores
+        scores = state.tiers[0].scores
         scores[page[own]] = torch.rand(int(own.sum()), scores.shape[1], generator=self.scores) * 0.05
 
     @rule(seed=st.integers(0, 5), length=st.integers(1, 70), tail=st.integers(0, 3))
     def admit(self, seed: int, length: int, tail: int) -> None:
         """A new request; equal seeds share a prefix."""
-        ledger, rid = self.allocator.ledger, str(next(self.names))
+        ledger, rid = self.allocator.ledger, str(next(self.ids))
         source = random.Random(seed)
         tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
         if len(self.running) == ROWS:
@@ -109,7 +109,7 @@ class TreeMachine(RuleBasedStateMachine):
         row = req.kv.req_pool_idx = take_row(self.pool)
         if len(match):
             self.requests.begin_prompt(req)
-        self.pool.write((row, slice(0, len(match))), match.names)
+        self.pool.write((row, slice(0, len(match))), match.kv_slots)
         self.running.append(req)
 
     @rule(seed=st.integers(0, 2), length=st.integers(20, 70), tail=st.integers(0, 3))
@@ -159,9 +159,9 @@ class TreeMachine(RuleBasedStateMachine):
                 return
             rows = [r.kv.req_pool_idx for r in batch]
             starts = [len(r.tokens) for r in batch]
-            names = self.allocator.alloc(len(batch)).int()
-            for req, name in zip(batch, names, strict=True):
-                self.pool.write((req.kv.req_pool_idx, len(req.tokens)), name)
+            kv_slots = self.allocator.alloc(len(batch)).int()
+            for req, kv_slot in zip(batch, kv_slots, strict=True):
+                self.pool.write((req.kv.req_pool_idx, len(req.tokens)), kv_slot)
                 req.output_ids.append(self.random.randrange(3))
                 req.tokens.append(req.output_ids[-1])
             begin_step(self.manager, rows, [1] * len(rows), starts)
@@ -249,7 +249,7 @@ class TreeMachine(RuleBasedStateMachine):
             expected = torch.tensor([name_of(req.tokens[: i + 1]) for i in range(length)])
             seen = torch.zeros(LAYERS, HEADS, max(length, 1), dtype=torch.int64)
             rows = torch.tensor([req.kv.req_pool_idx])
-            for tier, seg in enumerate(state.segments):
+            for tier, seg in enumerate(state.tiers):
                 page, lo, hi = (x[0] for x in row_table(state, rows, tier, max_entries(state, rows, tier)))
                 position = seg.positions[page]
                 valid = (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
@@ -262,7 +262,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @invariant()
     def exact_segments_hold_every_token_high(self) -> None:
-        segments = [s for s in self.manager.held_segments if s.exact]
+        segments = [s for s in self.manager.held_segments if s.as_computed]
         if segments:
             columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
             held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))

@@ -69,7 +69,7 @@ class World:
         match, row = Match(self.tree, prompt), take_row(self.pool)
         prefix = len(match)
         req = StandIn(prompt, row, match, len(prompt), rid=str(row), priority=priority)
-        self.pool.write((row, slice(0, prefix)), match.names)
+        self.pool.write((row, slice(0, prefix)), match.kv_slots)
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
 

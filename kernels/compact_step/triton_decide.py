@@ -25,7 +25,7 @@ def budget_of(length, tokens, fraction):
 
 
 @triton.jit(do_not_specialize=["batch", "parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
-def plan_kernel(
+def decide_kernel(
     found, parts, rows, seq_lens, num_valid, batch, first_rule, second_rule, demote_out,
     leave_out, target_out,
     entries, own_entry, own_tokens, demand_out, totals,

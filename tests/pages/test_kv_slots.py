@@ -1,11 +1,11 @@
-"""Names of tokens count as room: where they run out before pages do, the prefix cache gives some back or SGLang
+"""KV slots count as room: where they run out before pages do, the prefix cache gives some back or SGLang
 retracts, and no allocation fails."""
 
 from __future__ import annotations
 
 import pytest
 
-from sglang_diffkv.mem_pool.geometry import token_names
+from sglang_diffkv.mem_pool.geometry import kv_slots_for
 from tests.helpers import make_format
 from tests.tree.tree_world import World
 
@@ -13,26 +13,26 @@ from tests.tree.tree_world import World
 @pytest.mark.parametrize("tiers", [("K8V4", "K4V2"), ("BF16", "K1V1"), ("K8V8", "K1V1"), ("K8V4",)])
 @pytest.mark.parametrize("page_tokens", [8, 32])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_there_are_twice_the_names_that_unpruned_tokens_need(tiers, page_tokens, head_dim):
+def test_there_are_twice_the_kv_slots_that_unpruned_tokens_need(tiers, page_tokens, head_dim):
     fmt = make_format(tiers, head_dim, head_dim, page_tokens)
-    names = token_names(1000, fmt, prunes=False)
-    assert names >= 2 * 1000 * fmt.low.tokens / fmt.high.tokens
-    assert token_names(1000, fmt, prunes=True) >= names
+    kv_slots = kv_slots_for(1000, fmt, prunes=False)
+    assert kv_slots >= 2 * 1000 * fmt.low.tokens / fmt.high.tokens
+    assert kv_slots_for(1000, fmt, prunes=True) >= kv_slots
 
 
-def test_a_step_without_names_evicts_or_retracts():
+def test_a_step_without_kv_slots_evicts_or_retracts():
     world = World(400, exact=False)
     allocator, ledger = world.allocator, world.allocator.ledger
     cached = world.prompt(world.tokens(100))
     world.leave(cached)
     running = world.prompt(world.tokens(20))
-    held = allocator.alloc(allocator.names_free() - 3)
+    held = allocator.alloc(allocator.kv_slots_free() - 3)
     assert allocator.check_decode_capacity(num_tokens=3, tree_cache=world.tree)
-    assert ledger.uncommitted_names() == 3, "names were given back without need"
+    assert ledger.uncommitted_kv_slots() == 3, "KV slots were given back without need"
     assert allocator.check_decode_capacity(num_tokens=6, tree_cache=world.tree)
-    assert ledger.available() >= 6, "the cached prompt gave names back"
-    world.tree.evict_names(100)
-    more = allocator.alloc(allocator.names_free() - 3)
+    assert ledger.available() >= 6, "the cached prompt gave KV slots back"
+    world.tree.evict_kv_slots(100)
+    more = allocator.alloc(allocator.kv_slots_free() - 3)
     assert ledger.available() == 3
     assert not allocator.check_decode_capacity(num_tokens=6, tree_cache=world.tree), "SGLang would not retract"
     allocator.free(held)
@@ -41,17 +41,17 @@ def test_a_step_without_names_evicts_or_retracts():
     world.leave(running)
 
 
-def test_names_of_admitted_prompts_are_set_aside():
+def test_kv_slots_of_admitted_prompts_are_set_aside():
     world = World(400, exact=False)
     allocator, ledger = world.allocator, world.allocator.ledger
     running = world.prompt(world.tokens(20))
-    held = allocator.alloc(allocator.names_free() - 60)
+    held = allocator.alloc(allocator.kv_slots_free() - 60)
     assert ledger.admits([], 50)
     ledger.promise("chunked", [], 50)
     assert ledger.available() == 10
     assert not ledger.admits([], 11)
     with ledger.prefilling():
-        assert ledger.available() == 60, "the prompt's own allocation finds its names"
+        assert ledger.available() == 60, "the prompt's own allocation finds its KV slots"
     ledger.forget("chunked")
     allocator.free(held)
     world.leave(running)

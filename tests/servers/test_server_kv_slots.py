@@ -1,4 +1,4 @@
-"""Servers whose tokens are pruned, or shrink to a sixteenth: names of tokens run out before pages, and nothing ends."""
+"""Servers whose tokens are pruned, or shrink to a sixteenth: KV slots run out before pages, and nothing ends."""
 
 from __future__ import annotations
 
