@@ -118,8 +118,8 @@ def create_backend(runner: Any) -> DiffKVAttnBackend:
 
 
 def create_prefix_cache(ctx: Any) -> Any:
-    """The prefix cache for SGLang's context of building one. Registered with SGLang too; but its name cannot be put into
-    arguments that a launch has resolved (0.5.17), so a hook on the factory chooses it."""
+    """The prefix cache for SGLang's context of building one. It is registered with SGLang, but its name cannot be put
+    into arguments that a launch has resolved (0.5.17), so a hook on the factory chooses it."""
     config = load_config()
     exact = config.prefix_fidelity == "exact"
     return prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
