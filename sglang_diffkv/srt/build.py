@@ -118,14 +118,8 @@ def create_backend(runner: Any) -> DiffKVAttnBackend:
 
 
 def create_prefix_cache(ctx: Any) -> Any:
-    """The prefix cache of ``--radix-cache-backend diffkv``, which a launch sets; where it is switched off, what SGLang
-    builds instead."""
-    if not isinstance(ctx.params.token_to_kv_pool_allocator, DiffKVAllocator):
-        raise UnsupportedError("--radix-cache-backend diffkv: it comes with --attention-backend diffkv; drop it")
-    if ctx.disable_radix_cache and not compat.disabled_prefix_cache_needs_tree():
-        from sglang.srt.mem_cache.registry import default_radix_cache_factory
-
-        return default_radix_cache_factory(ctx)
+    """The prefix cache for SGLang's context of building one. It is registered with SGLang, but its name cannot be put
+    into arguments that a launch has resolved (0.5.17), so a hook on the factory chooses it."""
     config = load_config()
     exact = config.prefix_fidelity == "exact"
     return prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)

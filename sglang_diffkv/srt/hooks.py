@@ -81,6 +81,12 @@ def build_token_to_kv_pool_allocator(original: Any, self: Any, **kwargs: Any) ->
     return original(self, **kwargs)
 
 
+def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
+    ours = isinstance(ctx.params.token_to_kv_pool_allocator, DiffKVAllocator)
+    off = ctx.disable_radix_cache and not compat.disabled_prefix_cache_needs_tree()
+    return build.create_prefix_cache(ctx) if ours and not off else original(ctx)
+
+
 def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
     """Some models let the rotary embedding's kernel write K and V into SGLang's buffers, which the pool does not
     have: their K and V go to the attention backend as those of all others do."""
@@ -320,6 +326,7 @@ HOOKS = {
     ARGUMENTS + "from_cli_args": from_cli_args,
     ARGUMENTS + "check_server_args": check_server_args,
     SRT + "utils.common.support_triton": support_triton,
+    SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
     SRT + "models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
     SRT + "model_executor.pool_configurator.create_memory_pool_configurator": create_memory_pool_configurator,
     CONFIGURATOR + "_build_mha_kv_pool": build_mha_kv_pool,

@@ -53,7 +53,6 @@ def configure(server_args: Any, given: str) -> None:
     config, origin = resolve(given, server_args.model_path)
     compat.decline_prefill_graphs(server_args)
     check_server_args(server_args, config.gpu_ops)
-    server_args.radix_cache_backend = BACKEND
     text = config.model_dump_json(exclude_none=True)
     _launched = Launch(str(server_args.model_path), text, users_configuration())
     os.environ[CONFIG_ENV] = text
