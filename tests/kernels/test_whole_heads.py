@@ -15,6 +15,7 @@ from sglang_diffkv.kernels.copy_compact.reference import copy_compact as copy_re
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.gather_scores import reference
 from sglang_diffkv.kernels.gather_scores import triton as on_gpu
+from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
@@ -182,9 +183,9 @@ def test_copies_match_reference(tiers, dim, v_dim, judging, rule):
     manager.space.flush()
     twin = clone_state(state)
     cuts = Decisions.of(WHOLE_HEADS, state, policy, 100).of_parts(state, parts, 61, policy, judged)
-    ticket = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    spans = Spans.create(state, 1)
     for source, lo, hi in parts:
-        copy_compact(state, 5, source, lo, hi, 61, ticket, cuts, judged=judged)
+        copy_compact(state, 5, source, lo, hi, 61, spans, cuts, judged=judged)
     copy_reference(twin, 5, parts, 61, Decisions().of_parts(twin, parts, 61, policy, judged), judged)
     for name in ("entries", "own_tokens", "fault"):
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
