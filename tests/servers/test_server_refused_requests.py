@@ -35,16 +35,15 @@ def register():
         append(self, row, new_tokens)
 
     def refused_(self, rows, new_tokens):
-        positions = self.positions_for_test
         found = refused(self, rows, new_tokens)
-        found.update({{row: "injected in decode" for row in rows if positions.get(row) == {REPLY}}})
+        found.update({{row: "injected in decode" for row in rows if self.rows_for_test.length(row) == {REPLY}}})
         return found
 
     init = PageManager.__init__
 
     def init_(self, *args, **kwargs):
         init(self, *args, **kwargs)
-        self.space.positions_for_test = self.lengths
+        self.space.rows_for_test = self.rows
 
     PageManager.__init__ = init_
     PageManager.attach_prefix, TableSpace.append, TableSpace.refused = attach_prefix, append_, refused_

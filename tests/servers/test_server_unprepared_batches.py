@@ -41,13 +41,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("length", [KV_SLOTS, ROWS])
-def test_a_batch_without_names_or_rows(server: Server, length: int) -> None:
+def test_a_batch_without_kv_slots_or_rows(server: Server, length: int) -> None:
     (end,) = ask(server, [tokens(length, 1)], [4])
     assert "Retry it" in end
     assert ask(server, [tokens(50, 2)], [4]) == ["length"]
 
 
-def test_names_for_a_request_behind_a_prefix(server: Server) -> None:
+def test_kv_slots_for_a_request_behind_a_prefix(server: Server) -> None:
     prompt = tokens(400, 3)
     assert ask(server, [prompt], [2]) == ["length"]
     (end,) = ask(server, [prompt + tokens(KV_SLOTS, 4)], [4])
