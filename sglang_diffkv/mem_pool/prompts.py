@@ -169,7 +169,6 @@ class Prompts:
         self._restart(row, kept, length)
         device.copy(row, rows_of(copied), length, self.policy)
         device.copy(row, [(old, shared, length)], length, KEEP)
-        device.release(old)
         self.segments.return_row(old)
         self.counts.record(-device.geometry.most_pages(length - path_end(kept)))
         self.counts.touch(row, decoded=True)
@@ -224,7 +223,6 @@ class Prompts:
             self._drop(pending)
 
     def _drop(self, pending: Segment) -> None:
-        self.device.release(pending.row)
         self.segments.return_row(pending.row)
         self.counts.record(0)
 

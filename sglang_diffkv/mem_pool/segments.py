@@ -55,9 +55,9 @@ class SegmentStore:
         return self._free_rows.pop()
 
     def return_row(self, row: int) -> None:
-        """The segment row holds nothing any more."""
+        """Give up a segment row, with all that it holds."""
+        self.device.release(row)
         self.counts_of.gone(row)
-        self.device.space.release(row)
         self._free_rows.append(row)
 
     def has_room(self, rows: list[int]) -> bool:
@@ -102,9 +102,8 @@ class SegmentStore:
 
     def _empty(self, row: int, *, private: int | None = None) -> None:
         """Give up a segment's row, with ``private`` pages that no other row refers to, at least."""
-        self.device.release(row)
-        self.counts.forget(row, private=private)
         self.return_row(row)
+        self.counts.forget(row, private=private)
 
     def release(self, segment: Segment, *, exclusive: bool = False) -> None:
         """Drop a segment. Rows that refer to its pages keep them.

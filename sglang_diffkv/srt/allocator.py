@@ -45,3 +45,8 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
         if need_size > self.kv_slots_free() and self.requests.tree is not None:
             self.requests.tree.evict_kv_slots(need_size)
         return super().alloc(need_size)
+
+
+SERVED: dict[str, DiffKVAllocator] = {}
+"""The allocator of this process by its backend's name, once a server has built it, for what SGLang calls without one:
+the decode log line, metrics and the canary."""

@@ -13,14 +13,13 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat
-from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.scaling import layer_scalings
-from sglang_diffkv.srt.served import SERVED
 from sglang_diffkv.srt.validation import BACKEND, check_layers, check_model, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,11 @@ from typing import Any
 from sglang_diffkv.config import CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
 from sglang_diffkv.srt import build, compat, launch, metrics
-from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.kv_canary import CANARY_HOOKS
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.refused_requests import refuse_in_decode, tell_refused, undo_prefill
 from sglang_diffkv.srt.requests import BatchRefused, Requests
-from sglang_diffkv.srt.served import SERVED
 from sglang_diffkv.srt.validation import BACKEND, is_selected
 
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"

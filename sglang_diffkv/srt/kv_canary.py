@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.srt.allocator import SERVED
 from sglang_diffkv.srt.compat import CANARY_ON_CPU
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
-from sglang_diffkv.srt.served import SERVED
 from sglang_diffkv.srt.validation import BACKEND
 
 

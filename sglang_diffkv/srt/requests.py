@@ -196,7 +196,7 @@ class Requests:
             step = self.manager.plan_step(rows, counts, starts, prompts=prompts, ending=ending, compacting=compacting)
         if self.exact is not None:
             for row, req in zip(rows, reqs, strict=True):
-                if row in ending:
+                if row in step.ending:
                     insertable = not getattr(req, "skip_radix_cache_insert", False)
                     with self.refusing(reqs, req):
                         self.exact.plan(row, req.last_node, brief=brief_reply(req), insertable=insertable)
