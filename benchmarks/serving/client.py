@@ -98,8 +98,9 @@ def check_result(result: dict[str, Any], point: Point) -> None:
     lengths = result["output_lens"]
     if len(lengths) != point.requests or result["completed"] != point.requests:
         raise BenchmarkError(f"{result['completed']} of {point.requests} requests completed, {len(lengths)} recorded")
-    if short := [n for n in lengths if n != point.output]:
-        raise BenchmarkError(f"{len(short)} answers do not have {point.output} tokens, one has {short[0]}")
+    if wrong := [n for n in lengths if not point.shortest_output <= n <= point.output]:
+        asked = "" if point.shortest == 1 else f"{point.shortest_output} to "
+        raise BenchmarkError(f"{len(wrong)} answers do not have {asked}{point.output} tokens, one has {wrong[0]}")
     if missing := sum(ttft <= 0 for ttft in result["ttfts"]):
         raise BenchmarkError(f"{missing} answers have no first token")
     if any(result[name] is None for name in METRICS):

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Point:
-    """One call of the client: ``requests`` requests of exactly ``input`` and ``output`` tokens."""
+    """One call of the client: ``requests`` requests of ``input`` and ``output`` tokens, or of at least ``shortest`` of
+    either, drawn evenly."""
 
     load: str
     label: str
@@ -20,6 +21,11 @@ class Point:
     output: int
     concurrency: int | None
     args: tuple[str, ...]
+    shortest: float = 1.0
+
+    @property
+    def shortest_output(self) -> int:
+        return max(int(self.shortest * self.output), 1)
 
     @property
     def key(self) -> str:
@@ -39,33 +45,47 @@ class Load(Protocol):
     def points(self) -> list[Point]: ...
 
 
-def _random(requests: int, tokens_in: int, tokens_out: int, *more: object) -> tuple[str, ...]:
-    lengths = ("--random-input-len", tokens_in, "--random-output-len", tokens_out, "--random-range-ratio", "1.0")
+def _random(requests: int, tokens_in: int, tokens_out: int, *more: object, shortest: float = 1.0) -> tuple[str, ...]:
+    lengths = ("--random-input-len", tokens_in, "--random-output-len", tokens_out, "--random-range-ratio", shortest)
     text = ("--dataset-name", "random-ids", "--tokenize-prompt", "--num-prompts", requests, *lengths, *more)
     return tuple(str(x) for x in text)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Many requests at once, at a fixed concurrency."""
+    """Many requests at once, at a fixed concurrency. ``shortest``: least share of ``input`` and of ``output`` that a
+    request's lengths, drawn evenly, may have."""
 
     name: str
     requests: int = 128
     input: int = 1024
     output: int = 1024
     concurrency: int = 128
+    shortest: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.shortest <= 1:
+            raise ValueError(f"shortest {self.shortest} must be above 0 and at most 1")
 
     @property
     def title(self) -> str:
-        return f"{self.requests} requests of {self.input} + {self.output} tokens, concurrency {self.concurrency}"
+        lengths = f"{self.input} + {self.output} tokens"
+        if self.shortest < 1:
+            lengths = f"{_drawn(self.shortest, self.input)} + {_drawn(self.shortest, self.output)} tokens"
+        return f"{self.requests} requests of {lengths}, concurrency {self.concurrency}"
 
     @property
     def x_label(self) -> str:
         return ""
 
     def points(self) -> list[Point]:
-        args = _random(self.requests, self.input, self.output, "--max-concurrency", self.concurrency)
-        return [Point(self.name, "", 0.0, self.requests, self.input, self.output, self.concurrency, args)]
+        sizes = (self.requests, self.input, self.output)
+        args = _random(*sizes, "--max-concurrency", self.concurrency, shortest=self.shortest)
+        return [Point(self.name, "", 0.0, *sizes, self.concurrency, args, self.shortest)]
+
+
+def _drawn(shortest: float, tokens: int) -> str:
+    return f"{max(int(shortest * tokens), 1)} to {tokens}"
 
 
 @dataclass(frozen=True)
@@ -152,6 +172,8 @@ class Arrivals:
 
 LOADS: dict[str, Batch | Prefix | Arrivals] = {
     "batch": Batch("batch"),
+    "mixed": Batch("mixed", requests=320, input=4096, concurrency=160, shortest=1 / 4096),
+    "steady": Batch("steady", requests=512, concurrency=256),
     "reasoning": Batch("reasoning", requests=64, input=512, output=8192, concurrency=64),
     "prefix": Prefix("prefix"),
     "arrivals": Arrivals("arrivals"),

@@ -53,7 +53,9 @@ class RaggedPrefill:
         if buffer is None:
             size = workspace_bytes(q_heads, kv_heads, v_head_dim, device)
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD")
+        # Before and after Hopper, "auto" of FlashInfer 0.7 may take libraries whose log-sum-exp is another.
+        backend = "auto" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD", backend=backend)
         self._shape = (q_heads, kv_heads, head_dim, v_head_dim)
         self._options = {"causal": True, "sm_scale": scale, "logits_soft_cap": logit_cap, "q_data_type": dtype}
         self._copied: torch.cuda.Event | None = None

@@ -12,6 +12,7 @@ from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
+from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scaling import scaling_of
 
@@ -45,7 +46,7 @@ class DiffKVAttnBackend(AttentionBackend):
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
                 self._make_ready(runner.dtype, config, scalings)
-            if not runner.server_args.disable_overlap_schedule:
+            if not compat.resolved(runner.server_args).disable_overlap_schedule:
                 manager.device.stream = runner.forward_stream
         self.launched: LaunchedStep | None = None
         """The pass that runs, as the host planned it: prompts only."""

@@ -51,7 +51,6 @@ class PoolConfigurator(MemoryPoolConfigurator):
 
 def build_pool(configurator: Any, sizes: Any) -> DiffKVPool:
     """SGLang's pool, which gets its memory with the allocator. ``sizes``: the arguments of SGLang's builder."""
-    compat.decline_prefill_graphs(configurator.server_args)
     check_server_args(configurator.server_args, load_config().gpu_ops)
     check_model(configurator)
     register_canary()

@@ -16,7 +16,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.ranks import Ranks
 
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
-GPU_VERSIONS = ("0.5.17",)
+GPU_VERSIONS = ("0.5.17", "0.5.23")
 """Those of the tested versions that were tested on a GPU."""
 
 
@@ -155,17 +155,38 @@ def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:
         yield row_of(req), rest * (1.0 if whole else ratio)
 
 
+def resolved(server_args: Any) -> Any:
+    """The arguments with what SGLang has decided so far. From 0.5.21 on the arguments themselves are as the user gave
+    them."""
+    if release() < (0, 5, 21):
+        return server_args
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    return resolving_view(server_args)
+
+
 def prefill_graphs_wanted(server_args: Any) -> bool:
     """Whether prefill would run in CUDA graphs."""
-    config = getattr(server_args, "cuda_graph_config", None)
+    config = getattr(resolved(server_args), "cuda_graph_config", None)
     return config is not None and config.prefill.backend != "disabled"
 
 
 def decline_prefill_graphs(server_args: Any) -> None:
-    """Switch SGLang's default prefill graphs off, unless the user asked for them by name."""
-    config = getattr(server_args, "cuda_graph_config", None)
-    if config is not None and ("prefill", "backend") not in getattr(server_args, "_cuda_graph_config_locked", ()):
+    """Switch SGLang's default prefill graphs off, unless the user asked for them by name. Without effect before SGLang
+    has chosen them and after its processes have the arguments."""
+    if not prefill_graphs_wanted(server_args):
+        return
+    if ("prefill", "backend") in getattr(server_args, "_cuda_graph_config_locked", ()):
+        return
+    config = resolved(server_args).cuda_graph_config
+    if release() < (0, 5, 21):
         config.prefill.backend = "disabled"
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    without = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
+    declare_resolution(server_args, "sglang_diffkv", cuda_graph_config=without)
 
 
 def tensor_parallel_ranks() -> Ranks:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.calibration import resolve
-from sglang_diffkv.config import CONFIG_ENV
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.validation import BACKEND, check_server_args, is_selected
@@ -51,19 +51,26 @@ def configure(server_args: Any, given: str) -> None:
     """Hand the configuration for the model to the processes to come. Raises ConfigError or UnsupportedError."""
     global _launched
     config, origin = resolve(given, server_args.model_path)
-    compat.decline_prefill_graphs(server_args)
-    check_server_args(server_args, config.gpu_ops)
+    _check(server_args, config)
     text = config.model_dump_json(exclude_none=True)
     _launched = Launch(str(server_args.model_path), text, users_configuration())
     os.environ[CONFIG_ENV] = text
     logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
 
 
+def _check(server_args: Any, config: DiffKVConfig) -> None:
+    compat.decline_prefill_graphs(server_args)
+    check_server_args(server_args, config.gpu_ops)
+
+
 def configure_unless_done(server_args: Any) -> None:
-    """``configure`` for a launch that parsed no arguments: an ``Engine``."""
+    """``configure`` for a launch that parsed no arguments: an ``Engine``. Where it has been done, SGLang may have
+    decided something since that is refused."""
     launch = _left_there()
     if launch is None or launch.model_path != str(server_args.model_path):
         configure(server_args, users_configuration())
+    else:
+        _check(server_args, load_config())
 
 
 def configure_from_cli(server_args: Any, given: str | None) -> None:

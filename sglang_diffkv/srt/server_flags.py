@@ -85,7 +85,7 @@ def _broken_graphs(value: Any, args: Any) -> bool:
 
 
 _BACKENDS = "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv"
-_PREFILL_GRAPHS = "CUDA graphs for prefill: drop the option that asks for them (decode graphs work)"
+_PREFILL_GRAPHS = "CUDA graphs for prefill: drop that option, or add --disable-prefill-cuda-graph (decode graphs work)"
 _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1"
 _ELASTIC = "elastic expert parallelism, in which ranks leave while others decide with them: drop its options"
 

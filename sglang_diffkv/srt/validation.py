@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.srt.compat import GPU_VERSIONS, sglang_version
+from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
 
 
@@ -21,6 +21,7 @@ def is_selected(server_args: Any) -> bool:
 
 def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
     """Raise UnsupportedError, listing every refused option at once."""
+    args = resolved(args)
     problems = refusals(args)
     device = str(getattr(args, "device", None) or "")
     eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)

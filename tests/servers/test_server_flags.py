@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
+from benchmarks.paths import NANO
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.srt.compat import CANARY_ON_CPU, TESTED_VERSIONS, sglang_version
+from sglang_diffkv.srt import launch
+from sglang_diffkv.srt.compat import CANARY_ON_CPU, TESTED_VERSIONS, release, resolved, sglang_version
 from sglang_diffkv.srt.server_flags import REFUSED, OnlyWith, Refused, flags
 from sglang_diffkv.srt.supported_flags import WORKS
 from sglang_diffkv.srt.validation import check_server_args
@@ -22,8 +25,6 @@ FIELDS = {path.stem: set(path.read_text().split()) for path in (ROOT / "tests/da
 def server_args_fields() -> dict[str, Any]:
     """The installed ``ServerArgs``' fields and defaults; the class is a dataclass or a struct of msgspec."""
     import dataclasses
-
-    from sglang.srt.server_args import ServerArgs
 
     if dataclasses.is_dataclass(ServerArgs):
         return {x.name: x.default for x in dataclasses.fields(ServerArgs)}
@@ -123,6 +124,42 @@ def test_graphs_other_than_whole_decode_steps_are_refused_on_a_gpu(phase, monkey
     with pytest.raises(UnsupportedError, match="graphs"):
         check_server_args(_args(device="cuda", cuda_graph_config=SimpleNamespace(**backends)))
     check_server_args(_args(device="cpu", cuda_graph_config=SimpleNamespace(**backends)))
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_prefill_graphs_that_sglang_chooses_are_declined(asked, monkeypatch):
+    """Through SGLang's own resolution, which on a GPU ends with prefill graphs; only those a user asked for refuse."""
+    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", "")
+    monkeypatch.setattr(launch, "_launched", None)
+    more = {"cuda_graph_backend_prefill": "breakable"} if asked else {}
+    args = ServerArgs(str(NANO), attention_backend="diffkv", device="cuda", mm_feature_transport="cpu", **more)
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    _choose_prefill_graphs(args)
+    assert resolved(args).cuda_graph_config.prefill.backend == "breakable"
+    if asked:
+        with pytest.raises(UnsupportedError, match="CUDA graphs for prefill"):
+            launch.configure(args, "{}")
+        return
+    launch.configure(args, "{}")
+    assert resolved(args).cuda_graph_config.prefill.backend == "disabled"
+    assert resolved(args).cuda_graph_config.decode.backend == "full"
+    _choose_prefill_graphs(args)  # a launch from the command line is configured before SGLang has chosen anything
+    launch.configure_unless_done(args)
+    assert resolved(args).cuda_graph_config.prefill.backend == "disabled"
+
+
+def _choose_prefill_graphs(args: ServerArgs) -> None:
+    """What SGLang decides where there is a GPU."""
+    if release() < (0, 5, 21):
+        args.cuda_graph_config.prefill.backend = "breakable"
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.model_executor.cuda_graph_config import with_phase
+
+    config = with_phase(resolved(args).cuda_graph_config, "prefill", backend="breakable")
+    declare_resolution(args, "test", cuda_graph_config=config)
 
 
 @pytest.mark.skipif(not CANARY_ON_CPU, reason="SGLang 0.5.17 has no canary for a CPU")
