@@ -35,7 +35,7 @@ from tests.kernels.triton_helpers import (
 WINDOW = 8
 CASES = [
     # tiers, head_dim, v_head_dim, query heads of a KV head, splits, tile
-    ("K8V4 K4V2", 64, 64, 4, 2, 32),
+    pytest.param("K8V4 K4V2", 64, 64, 4, 2, 32, marks=pytest.mark.full),
     ("K8V4 K4V2", 96, 96, 1, 3, 64),
     ("K8V4 K4V2", 128, 64, 7, 1, 32),
     ("K8V4 K4V2", 256, 256, 8, 2, 32),
@@ -43,7 +43,7 @@ CASES = [
     ("K8V2 K4V1", 64, 64, 3, 2, 32),
     ("BF16 K8V4", 64, 64, 5, 2, 32),
     pytest.param("K8V4", 64, 64, 4, 2, 32, marks=pytest.mark.full),
-    ("BF16", 128, 128, 2, 3, 32),
+    pytest.param("BF16", 128, 128, 2, 3, 32, marks=pytest.mark.full),
 ]
 
 
@@ -90,7 +90,14 @@ def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
 
 
 @pytest.mark.parametrize(
-    "rule", [{"sinks": 2}, {"sinks": 53}, {"horizon": 1}, {"sinks": 2, "horizon": 5}, {"reduce": "mean"}]
+    "rule",
+    [
+        pytest.param({"sinks": 2}, marks=pytest.mark.full),
+        {"sinks": 53},
+        pytest.param({"horizon": 1}, marks=pytest.mark.full),
+        {"sinks": 2, "horizon": 5},
+        {"reduce": "mean"},
+    ],
 )
 def test_rules_of_the_search_are_the_reference_s(rule):
     """The second request's candidate, and with 53 sinks also the first's, is a sink."""

@@ -138,7 +138,13 @@ def kept(twin: Twin, row: int) -> list[set[int]]:
     return [set(p[h].tolist()) for p, h in zip(position.flatten(0, 1), held.flatten(0, 1), strict=True)]
 
 
-@pytest.mark.parametrize("method", [SnapKVPolicy(Budget(12), 6, 3), H2OPolicy(Budget(12), 6)], ids=["snapkv", "h2o"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(SnapKVPolicy(Budget(12), 6, 3), id="snapkv"),
+        pytest.param(H2OPolicy(Budget(12), 6), id="h2o", marks=pytest.mark.full),
+    ],
+)
 def test_both_ops_keep_the_same_tokens(method: Policy) -> None:
     """Prompts, one of them shorter than the window, and steps. Only tokens of nearly one score may differ."""
     twins = [Twin(triton=triton, tiers="K8V4", method=method) for triton in (True, False)]

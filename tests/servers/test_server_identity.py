@@ -56,9 +56,9 @@ def test_installed_but_not_selected_changes_nothing(
     prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
 ) -> None:
     server = server_of(stock_backend(), chunks)
-    found = _ask(server, prompts)
-    assert _tokens(found) == _tokens(stock)
-    assert [record.logprobs for record in found] == [record.logprobs for record in stock]
+    found, same = _ask(server, prompts[:8]), stock[:8]
+    assert _tokens(found) == _tokens(same)
+    assert [record.logprobs for record in found] == [record.logprobs for record in same]
     assert server.stats() is None
     assert "DiffKV plan" not in server.log_text()
 

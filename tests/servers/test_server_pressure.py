@@ -18,7 +18,7 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.identity import check_tokens
-from tests.servers.shared import EVERY_STEP, STRICT, check_idle, stats_of
+from tests.servers.shared import STRICT, check_idle, stats_of
 
 pytestmark = pytest.mark.server
 
@@ -111,7 +111,7 @@ def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix(
     room."""
     draw = random.Random(0)
     cached, wide = ([7, 8, *(draw.randrange(300, 8000) for _ in range(n))] for n in (500, 660))
-    server = server_of("diffkv", TIGHT, config=config, env=EVERY_STEP)
+    server = server_of("diffkv", TIGHT, config=config, env=STRICT)
     client.ask(server.url, cached, 4)
     assert client.ask(server.url, wide, 64, timeout=120.0).prompt_tokens == 662
     assert client.ask(server.url, cached, 4, timeout=120.0).completion_tokens > 0
@@ -121,6 +121,6 @@ def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix(
 def test_small_pool_under_compression_completes_all(
     prompts: list[list[int]], config: dict[str, Any], server_of: Callable[..., Server]
 ) -> None:
-    server = server_of("diffkv", TIGHT, config=config, env=EVERY_STEP)
+    server = server_of("diffkv", TIGHT, config=config, env=STRICT)
     assert all(x.completion_tokens > 0 for x in _load(server, prompts))
     assert "due to OOM" not in server.log_text()

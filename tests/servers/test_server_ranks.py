@@ -50,10 +50,11 @@ def _ids(items: list[Example]) -> list[list[int]]:
     return [chat_ids(load_tokenizer(NANO), item.prompt) for item in items]
 
 
-def test_two_ranks_give_the_tokens_of_stock_s_two(serve: Callable[..., Server]) -> None:
+@pytest.mark.parametrize(("questions", "shared"), [(6, 2), pytest.param(20, 4, marks=pytest.mark.full)])
+def test_two_ranks_give_the_tokens_of_stock_s_two(questions: int, shared: int, serve: Callable[..., Server]) -> None:
     """Not of one rank: the sums of two are rounded otherwise, and on some CPUs stock's own two leave its one."""
-    items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=20, seed=3)
-    prompts = _ids([*items, *[x for x in splits.load("dev") if x.task == "fewshot_shared"][:4]])
+    items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=questions, seed=3)
+    prompts = _ids([*items, *[x for x in splits.load("dev") if x.task == "fewshot_shared"][:shared]])
 
     def ask(server: Server, concurrency: int) -> list[Record]:
         return client.run(server.url, prompts, 48, concurrency=concurrency, top_logprobs=2)

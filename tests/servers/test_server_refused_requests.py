@@ -1,5 +1,5 @@
-"""Errors while a batch is prepared, injected by a plugin of the test: they end the requests that they concern, by name,
-and nobody else's."""
+"""Errors while a batch is prepared, ours and SGLang's own, injected by a plugin of the test: they end the requests that
+they concern, by name, and nobody else's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,28 @@ from tests.servers.shared import tokens
 pytestmark = pytest.mark.server
 
 PREFIX, CHUNK, REPLY = 400, 333, 555
-"""What fails: a matched prefix of so many tokens, a prompt of so many new ones, a decode step at this position."""
+"""What fails of ours: a matched prefix of so many tokens, a prompt of so many new ones, a decode step at this
+position."""
+KV_SLOTS, ROWS = 444, 222
+"""What fails of SGLang's: KV slots for so many new tokens, rows for a request with so many."""
 
 PLUGIN = f"""
 def register():
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
     from sglang_diffkv.mem_pool.page_manager import PageManager
     from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
+    from sglang_diffkv.srt.allocator import DiffKVAllocator
+
+    alloc, rows = DiffKVAllocator.alloc, ReqToTokenPool.alloc
+
+    def alloc_(self, need_size):
+        return None if need_size == {KV_SLOTS} else alloc(self, need_size)
+
+    def rows_(self, reqs):
+        return None if any(len(req.origin_input_ids) == {ROWS} for req in reqs) else rows(self, reqs)
+
+    DiffKVAllocator.alloc, ReqToTokenPool.alloc = alloc_, rows_
 
     attach, append, refused = PageManager.attach_prefix, TableSpace.append, TableSpace.refused
 
@@ -96,3 +112,19 @@ def test_a_step_of_decode(server: Server) -> None:
     ends = ask(server, [tokens(REPLY - 20, 12)], [60])
     assert "injected in decode" in ends[0], "alone in its batch"
     assert ask(server, [tokens(30, 13)], [5]) == ["length"]
+
+
+@pytest.mark.parametrize("length", [KV_SLOTS, ROWS])
+def test_a_batch_without_kv_slots_or_rows(server: Server, length: int) -> None:
+    (end,) = ask(server, [tokens(length, 21)], [4])
+    assert "Retry it" in end
+    assert ask(server, [tokens(50, 22)], [4]) == ["length"]
+
+
+def test_kv_slots_for_a_request_behind_a_prefix(server: Server) -> None:
+    """The batch got nothing, and is undone all the same."""
+    prompt = tokens(390, 23)
+    assert ask(server, [prompt], [2]) == ["length"]
+    (end,) = ask(server, [prompt + tokens(KV_SLOTS, 24)], [4])
+    assert "Retry it" in end
+    assert ask(server, [prompt + tokens(9, 25)], [4]) == ["length"]

@@ -196,7 +196,7 @@ class Fuzz:
 
 @FIDELITIES
 @pytest.mark.parametrize(
-    ("seed", "batches"), [(0, 25), *(pytest.param(seed, 150, marks=pytest.mark.full) for seed in range(1, 9))]
+    ("seed", "batches"), [(0, 15), *(pytest.param(seed, 150, marks=pytest.mark.full) for seed in range(1, 9))]
 )
 def test_the_cache_finds_what_stock_finds(seed, batches, exact):
     """A batch is 4 requests on average."""
