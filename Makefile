@@ -38,7 +38,7 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-versions test-fast fuzz test-gpu sanitize-gpu lint format clean distclean
+.PHONY: help venv demo test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu lint format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -76,6 +76,10 @@ $(VENV)/sglang-%/.installed: $(STAMP)
 
 test-fast: venv ## run the tests of make test that start no server
 	$(CPU_ENV) HYPOTHESIS_PROFILE=quick $(PYTEST) -m "not gpu and not full and not server" $(PYTEST_ARGS)
+
+# SGLANG: a checkout of the installed version, whose own test files run too.
+sglang-suite: venv ## run SGLang's own server tests on stock and on diffkv and print what differs (SGLANG=a checkout adds its files)
+	$(BIN)/python -m tests.sglang_suite $(if $(SGLANG),--checkout $(SGLANG)) $(SUITE_ARGS)
 
 fuzz: venv ## run the property tests on new examples, ten times as many
 	$(CPU_ENV) HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -q $(PYTEST_ARGS) \

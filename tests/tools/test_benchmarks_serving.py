@@ -102,6 +102,11 @@ def test_loads_become_client_arguments():
     (point,) = parse_load('batch={"requests": 4, "input": 64, "output": 32, "concurrency": 2}').points()
     assert "--num-prompts 4 --random-input-len 64 --random-output-len 32" in " ".join(point.args)
     assert point.args[-2:] == ("--max-concurrency", "2")
+    assert (point.shortest_output, point.args[point.args.index("--random-range-ratio") + 1]) == (32, "1.0")
+    (mixed,) = parse_load("mixed").points()
+    ratio = float(mixed.args[mixed.args.index("--random-range-ratio") + 1])
+    assert (int(ratio * mixed.input), mixed.shortest_output, mixed.output) == (1, 1, 1024)
+    assert "1 to 4096 + 1 to 1024 tokens" in LOADS["mixed"].title
     prefix = parse_load('prefix={"groups": [1, 8], "requests": 16}').points()
     assert [p.x for p in prefix] == [1, 8] and [p.key for p in prefix] == ["prefix 1 groups", "prefix 8 groups"]
     assert prefix[1].args[prefix[1].args.index("--gsp-prompts-per-group") + 1] == "2"
@@ -125,6 +130,32 @@ def test_loads_become_client_arguments():
 def test_impossible_loads_are_refused(text, message):
     with pytest.raises(argparse.ArgumentTypeError, match=message):
         parse_load(text)
+
+
+@pytest.mark.parametrize(
+    ("load", "lengths", "good"),
+    [
+        ('batch={"requests": 2, "output": 8}', [8, 8], True),
+        ('batch={"requests": 2, "output": 8}', [8, 7], False),
+        ('mixed={"requests": 2, "output": 8}', [8, 1], True),
+        ('mixed={"requests": 2, "output": 8}', [9, 1], False),
+        ('mixed={"requests": 2, "output": 8}', [8, 0], False),
+    ],
+)
+def test_answers_have_the_lengths_that_were_asked(load, lengths, good):
+    (point,) = parse_load(load).points()
+    result = {
+        "errors": [""],
+        "output_lens": lengths,
+        "completed": 2,
+        "ttfts": [0.1, 0.1],
+        **dict.fromkeys(serving_client.METRICS, 1.0),
+    }
+    if good:
+        serving_client.check_result(result, point)
+        return
+    with pytest.raises(serving_client.BenchmarkError, match="do not have"):
+        serving_client.check_result(result, point)
 
 
 def test_client_knows_the_arguments():
