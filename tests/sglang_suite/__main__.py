@@ -145,6 +145,8 @@ def run_checkout(variant: str, checkout: Path, model: Path) -> Outcomes:
     if config is not None:
         args += ["--diffkv-config", json.dumps(config)]
     env = {
+        # SGLang's tests start servers by the commands sglang and python3.
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "SUITE_MODEL": str(model),
         "SUITE_ARGS": json.dumps(args),
         "SUITE_ENV": json.dumps(STRICT),
