@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import time
 import unittest
 from typing import Any
 
@@ -85,7 +86,12 @@ class Host(unittest.TestCase):
 
     @classmethod
     def flush_cache(cls) -> None:
-        requests.post(URL + "/flush_cache", timeout=30).raise_for_status()
+        """Refused while a step runs, of which the client has the last token already."""
+        for _ in range(40):
+            if requests.post(URL + "/flush_cache", timeout=30).ok:
+                return
+            time.sleep(0.25)
+        raise RuntimeError("the server is not idle")
 
     def tearDown(self) -> None:
         self.assertIsNone(self.process.poll(), "the server ended")
