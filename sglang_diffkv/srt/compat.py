@@ -15,7 +15,7 @@ import numpy as np
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.ranks import Ranks
 
-TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
+TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")
 GPU_VERSIONS = ("0.5.17", "0.5.23")
 """Those of the tested versions that were tested on a GPU."""
 
