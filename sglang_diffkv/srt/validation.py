@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
+
+PAGE_DTYPES = (torch.bfloat16, torch.float16)
+"""What a raw tier can hold."""
 
 
 def is_selected(server_args: Any) -> bool:
@@ -41,8 +46,6 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
 
 def check_model(configurator: Any) -> None:
     """Refuse model architectures that diffkv cannot serve. ``configurator`` is SGLang's KVCacheConfigurator."""
-    import torch
-
     config = configurator.model_config
     name = getattr(config, "hf_config", None).__class__.__name__
     problems = []
@@ -56,7 +59,7 @@ def check_model(configurator: Any) -> None:
         problems.append("embeddings or scores for output, which would change once a prefix is cached")
     if getattr(config, "is_encoder_decoder", False):
         problems.append("cross attention")
-    if configurator.kv_cache_dtype not in (torch.bfloat16, torch.float16):
+    if configurator.kv_cache_dtype not in PAGE_DTYPES:
         problems.append(f"a KV dtype of {configurator.kv_cache_dtype}; start with --dtype bfloat16 or float16")
     _refuse_model(name, problems)
 
