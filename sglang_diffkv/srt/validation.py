@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version
+from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16)
@@ -36,10 +36,7 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
             "--disable-overlap-schedule"
         )
     if device == "cuda" and sglang_version() not in GPU_VERSIONS:
-        problems.append(
-            f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, "
-            "or serve with --device cpu"
-        )
+        problems.append(untested_on_a_gpu())
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 
