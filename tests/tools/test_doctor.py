@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +33,15 @@ long = pytest.mark.server
 """It imports all of SGLang, as a server does."""
 
 
-def _run(*args: str, first: Path | None = None, flags: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def _run(*args: str, first: Path | None = None, bare: bool = False) -> subprocess.CompletedProcess[str]:
+    """``bare``: in a Python without any other package."""
     env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}
     for name in ("TRITON_INTERPRET", "SGLANG_DIFFKV_CONFIG", "SGLANG_PLUGINS"):
         env.pop(name, None)
     path = [str(first)] if first else []
-    env["PYTHONPATH"] = os.pathsep.join([*path, str(REPOSITORY), env.get("PYTHONPATH", "")])
-    command = [sys.executable, *flags, "-m", "sglang_diffkv.doctor", *args]
+    path += [str(REPOSITORY)] if bare else [str(REPOSITORY), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    command = [sys.executable, *(["-S"] if bare else []), "-m", "sglang_diffkv.doctor", *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -105,7 +106,7 @@ def test_no_model() -> None:
 
 
 def test_a_python_without_sglang() -> None:
-    done = _run(flags=["-S"])  # a Python without any package
+    done = _run(bare=True)
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     said = " ".join(done.stdout.split())
