@@ -16,14 +16,16 @@ STAMP := $(VENV)/.installed
 PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
-OTHER_SGLANG := 0.5.17 0.5.23
-# Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer.
+OTHER_SGLANG := 0.5.17 0.5.22 0.5.23
+# Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer;
+# and where SGLang chooses the cache's dtype.
 VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_metrics.py \
 	tests/tree/test_admission.py tests/tree/test_exact_prompts.py tests/tree/test_tree_eviction.py tests/tree/test_prefix_cache.py \
 	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed \
 	tests/servers/test_server_requests.py::test_cancelled_stream_returns_its_pages \
 	tests/servers/test_server_exact.py::test_the_tree_keeps_prompts_high_and_requests_run_compressed \
-	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt
+	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt \
+	tests/servers/test_server_kv_dtype.py
 # How tests are spread over the processes: tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, usual_scaling
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill, workspace_bytes
@@ -26,7 +27,7 @@ def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int
             is not there or has no kernel for the model's heads.
     """
     fmt, heads = state.fmt, state.num_heads
-    ragged = prefill != "triton" and not _obstacle(state, prefill, ())
+    ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, ())
     least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device) if ragged else 0
     ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least)
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
@@ -34,8 +35,10 @@ def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int
     return ops
 
 
-def _obstacle(state: PageState, prefill: str, scalings: Sequence[Scaling]) -> str:
-    obstacle = RaggedPrefill.obstacle(state.fmt.head_dim, state.fmt.v_head_dim, scalings)
+def prefill_obstacle(fmt: PageFormat, prefill: str, scalings: Sequence[Scaling]) -> str:
+    """Why FlashInfer cannot compute the attention of new tokens for layers of these ``scalings``; empty if it can.
+    Raises UnsupportedError if it is asked for nevertheless."""
+    obstacle = RaggedPrefill.obstacle(fmt.head_dim, fmt.v_head_dim, scalings)
     if prefill == "flashinfer" and obstacle:
         raise UnsupportedError(f'"prefill": "flashinfer": {obstacle}; set "prefill" to "triton" or "auto"')
     return obstacle
@@ -44,7 +47,7 @@ def _obstacle(state: PageState, prefill: str, scalings: Sequence[Scaling]) -> st
 def choose_prefill(ops: TritonOps, state: PageState, prefill: str, scalings: Sequence[Scaling]) -> None:
     """Let FlashInfer compute the attention of new tokens among themselves if it can for layers of these ``scalings``.
     Raises UnsupportedError as ``build_ops`` does."""
-    obstacle = _obstacle(state, prefill, scalings)
+    obstacle = prefill_obstacle(state.fmt, prefill, scalings)
     ragged = prefill != "triton" and not obstacle
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     if ragged:

@@ -20,12 +20,35 @@ from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.scaling import layer_scalings
-from sglang_diffkv.srt.validation import BACKEND, check_layers, check_model, check_server_args, is_selected
+from sglang_diffkv.srt.validation import (
+    BACKEND,
+    PAGE_DTYPES,
+    check_layers,
+    check_model,
+    check_server_args,
+    is_selected,
+)
 
 logger = logging.getLogger(__name__)
 
 _budget: tuple[int, int] | None = None
 """Bytes that SGLang had for the last pool, and how many tokens fit."""
+
+
+def keep_computed_dtype(runner: Any) -> None:
+    """Let the cache of SGLang's model runner have the dtype in which the model computes K and V, whatever else its
+    checkpoint (FP8 with scales) or ``--kv-cache-dtype`` asked for: the tiers say what is stored, and only a raw tier
+    holds numbers of this dtype. ``check_model`` refuses one that pages cannot hold."""
+    asked, computed = runner.kv_cache_dtype, runner.dtype
+    if asked == computed:
+        return
+    runner.kv_cache_dtype, runner.kv_cache_dtype_str = computed, "auto"
+    if computed in PAGE_DTYPES:
+        logger.info(
+            "DiffKV: the KV cache of this model was to be %s (its checkpoint or --kv-cache-dtype). Pages take keys and "
+            "values in %s, as the model computes them, and store them in the tiers %s; scales of the checkpoint for "
+            "its KV cache are not applied.", asked, computed, ", ".join(load_config().tiers),
+        )  # fmt: skip
 
 
 class PoolConfigurator(MemoryPoolConfigurator):

@@ -15,7 +15,7 @@ import numpy as np
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.ranks import Ranks
 
-TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
+TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")
 GPU_VERSIONS = ("0.5.17", "0.5.23")
 """Those of the tested versions that were tested on a GPU."""
 
@@ -39,6 +39,14 @@ def require_tested_version() -> None:
         )
 
 
+def untested_on_a_gpu() -> str:
+    """What is wrong with a GPU server on the installed SGLang if it is none of ``GPU_VERSIONS``, and what to do."""
+    return (
+        f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, or "
+        "serve with --device cpu"
+    )
+
+
 @cache
 def release() -> tuple[int, ...]:
     return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
@@ -59,6 +67,12 @@ def _kv_of(req: Any) -> Any:
 def request_rows(configurator: Any, capacity: int) -> int:
     """Rows of SGLang's table of requests for a pool of ``capacity`` tokens, the padding row included."""
     return max(configurator.resolve_max_num_reqs(capacity), 1) + 1
+
+
+def planned_request_rows(max_running_requests: int | None, capacity: int, context: int) -> int:
+    """``request_rows`` by SGLang's rule, where there is no configurator yet: for a model of ``context`` tokens."""
+    usual = max(min(int(capacity / context * 512), 4096), 2048)
+    return max(min(max_running_requests or usual, capacity // 2), 1) + 1
 
 
 def row_of(req: Any) -> int | None:

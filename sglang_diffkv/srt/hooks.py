@@ -63,6 +63,14 @@ def support_triton(original: Any, backend: str) -> bool:
 # What a server builds
 
 
+def configure_kv_cache_dtype(original: Any, self: Any) -> Any:
+    """A checkpoint may ask for an FP8 cache, which SGLang decides once the model is loaded."""
+    result = original(self)
+    if is_selected(self.server_args):
+        build.keep_computed_dtype(self)
+    return result
+
+
 def create_memory_pool_configurator(original: Any, configurator: Any) -> Any:
     selected = is_selected(configurator.server_args)
     return build.PoolConfigurator(configurator) if selected else original(configurator)
@@ -325,6 +333,7 @@ HOOKS = {
     ARGUMENTS + "from_cli_args": from_cli_args,
     ARGUMENTS + "check_server_args": check_server_args,
     SRT + "utils.common.support_triton": support_triton,
+    SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype": configure_kv_cache_dtype,
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
     SRT + "models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
     SRT + "model_executor.pool_configurator.create_memory_pool_configurator": create_memory_pool_configurator,

@@ -94,7 +94,10 @@ REFUSED: dict[str, Refused] = {
     "prefill_attention_backend": Refused(_BACKENDS, _second_backend, "is --attention-backend for prefill"),
     "decode_attention_backend": Refused(_BACKENDS, _second_backend, "is --attention-backend for decode"),
     "kv_cache_dtype": Refused(
-        "--kv-cache-dtype {value}: leave it at auto and set tiers in --diffkv-config", _not("auto")
+        "--kv-cache-dtype {value}: drop it, tiers take its place (the default stores fewer than 8 bits a number, "
+        '{{"tiers": ["K8V8"]}} in --diffkv-config 8; auto, bf16 and bfloat16 are accepted)',
+        _not("auto", "bf16", "bfloat16"),
+        "tests/servers/test_server_kv_dtype.py::test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers",
     ),
     "speculative_algorithm": Refused("speculative decoding: drop --speculative-algorithm"),
     "enable_multi_layer_eagle": Refused("speculative decoding: drop --enable-multi-layer-eagle"),

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version
+from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
+
+PAGE_DTYPES = (torch.bfloat16, torch.float16)
+"""What a raw tier can hold."""
 
 
 def is_selected(server_args: Any) -> bool:
@@ -31,18 +36,13 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
             "--disable-overlap-schedule"
         )
     if device == "cuda" and sglang_version() not in GPU_VERSIONS:
-        problems.append(
-            f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, "
-            "or serve with --device cpu"
-        )
+        problems.append(untested_on_a_gpu())
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 
 
 def check_model(configurator: Any) -> None:
     """Refuse model architectures that diffkv cannot serve. ``configurator`` is SGLang's KVCacheConfigurator."""
-    import torch
-
     config = configurator.model_config
     name = getattr(config, "hf_config", None).__class__.__name__
     problems = []
@@ -56,7 +56,7 @@ def check_model(configurator: Any) -> None:
         problems.append("embeddings or scores for output, which would change once a prefix is cached")
     if getattr(config, "is_encoder_decoder", False):
         problems.append("cross attention")
-    if configurator.kv_cache_dtype not in (torch.bfloat16, torch.float16):
+    if configurator.kv_cache_dtype not in PAGE_DTYPES:
         problems.append(f"a KV dtype of {configurator.kv_cache_dtype}; start with --dtype bfloat16 or float16")
     _refuse_model(name, problems)
 

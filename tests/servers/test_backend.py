@@ -65,6 +65,7 @@ class Twin:
         if triton:
             self.backend.init_cuda_graph_state(4, 4)
         self.triton = triton
+        self.more_of_layers: dict[str, Any] = {}
 
     def layers(self, decode: bool, drawn: int, count: int, generator: torch.Generator) -> torch.Tensor:
         """All layers over the first ``count`` of ``drawn`` random tokens."""
@@ -77,6 +78,7 @@ class Twin:
             layer = SimpleNamespace(
                 layer_id=number, scaling=0.1, logit_cap=0.0, tp_q_head_num=self.heads * self.group,
                 tp_k_head_num=self.heads, tp_v_head_num=self.heads, qk_head_dim=self.dim, v_head_dim=self.dim,
+                **self.more_of_layers,
             )  # fmt: skip
             run = self.backend.forward_decode if decode else self.backend.forward_extend
             outs.append(run(q, k, v, layer, None))
@@ -127,6 +129,16 @@ def test_both_ops_agree(tiers: str) -> None:
         for row in (1, 2, 4):
             twin.manager.release(row)
         check_integrity(twin.manager)
+
+
+def test_a_checkpoint_s_scales_for_its_cache_are_not_applied() -> None:
+    """SGLang puts them on the layers of a model whose checkpoint is for an FP8 cache."""
+    plain, scaled = Twin(triton=False, tiers="K8V4 K4V2"), Twin(triton=False, tiers="K8V4 K4V2")
+    scale = torch.nn.Parameter(torch.tensor(7.0), requires_grad=False)
+    scaled.more_of_layers = {"k_scale": scale, "v_scale": scale, "k_scale_float": 7.0, "v_scale_float": 7.0}
+    assert torch.equal(*[t.extend([1], [22], [0], 1) for t in (plain, scaled)])
+    assert torch.equal(*[t.decode([1], 0, 2) for t in (plain, scaled)])
+    assert torch.equal(plain.manager.state.pages, scaled.manager.state.pages)
 
 
 def kept(twin: Twin, row: int) -> list[set[int]]:

@@ -140,6 +140,29 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
         check_model(SimpleNamespace(**{**good, **changes}))
 
 
+@pytest.mark.parametrize(
+    ("asked", "computed", "told"),
+    [
+        (torch.float8_e4m3fn, torch.bfloat16, True),
+        (torch.float8_e4m3fn, torch.float16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, False),  # check_model refuses it
+    ],
+)
+def test_the_cache_gets_the_dtype_that_the_model_computes(
+    asked: torch.dtype, computed: torch.dtype, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_diffkv.srt.build import keep_computed_dtype
+
+    runner = SimpleNamespace(kv_cache_dtype=asked, kv_cache_dtype_str="of SGLang", dtype=computed)
+    with caplog.at_level("INFO", logger="sglang_diffkv"):
+        keep_computed_dtype(runner)
+    assert runner.kv_cache_dtype == computed
+    assert runner.kv_cache_dtype_str == ("of SGLang" if asked == computed else "auto")
+    assert (f"was to be {asked}" in caplog.text) is told
+
+
 def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> str:
     """Output of a server that must refuse to start."""
     env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}

@@ -115,6 +115,11 @@ def test_each_refusal_says_what_to_do(name, monkeypatch):
     assert REFUSED[name].why.format(value=value) in str(refusal.value)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16"])
+def test_a_cache_of_the_model_s_numbers_may_be_asked_for(dtype):
+    check_server_args(_args(kv_cache_dtype=dtype))
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_graphs_other_than_whole_decode_steps_are_refused_on_a_gpu(phase, monkeypatch):
     monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)

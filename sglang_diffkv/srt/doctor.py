@@ -1,0 +1,239 @@
+"""The part of ``python -m sglang_diffkv.doctor`` that asks SGLang: hooks, options, the model's configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_diffkv.calibration import resolve
+from sglang_diffkv.config import DiffKVConfig, read_config
+from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.findings import Findings
+from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.srt import compat
+
+GIB = 1 << 30
+BACKEND_OPTION = "--attention-backend"
+
+
+def judge(
+    findings: Findings,
+    model: str | None,
+    config: str | None,
+    gib: float,
+    options: Sequence[str],
+    *,
+    gpu: bool,
+    found: bool,
+) -> None:
+    """Add what SGLang and the plugin say to ``findings``.
+
+    Args:
+        model: its folder, None to judge the installation alone. config: as for ``--diffkv-config``.
+        gib: of a device, for the cache. options: of the server. gpu: whether there is one.
+        found: whether SGLang finds the plugin.
+    """
+    if not gpu:
+        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    if not _hooks_fit(findings, gpu, found):
+        return
+    findings.section = "Server"
+    if model is None:
+        _configuration_alone(findings, config, gpu)
+        return
+    given = [] if config is None else ["--diffkv-config", config]
+    chosen = any(x.partition("=")[0] == BACKEND_OPTION for x in options)
+    device = [] if gpu or any(x.partition("=")[0] == "--device" for x in options) else ["--device", "cpu"]
+    backend = [] if chosen else [BACKEND_OPTION, "diffkv"]
+    least = ["--model-path", model, *device, *(x for x in options if x == "--trust-remote-code")]
+    args = _arguments(findings, ["--model-path", model, *device, *backend, *options, *given])
+    if args is None:  # the model is judged nevertheless, so that all is told at once
+        args = _arguments(findings, [*least, BACKEND_OPTION, "diffkv", "--diffkv-config", "{}"], again=True)
+        if args is not None:
+            _model(findings, args)
+        return
+    _server(findings, args)
+    configurator = _model(findings, args)
+    if configurator is not None:
+        _memory(findings, configurator, config, gib)
+
+
+def _hooks_fit(findings: Findings, gpu: bool, found: bool) -> bool:
+    """Load SGLang's plugins as a server does, or this one where SGLang does not find it."""
+    try:
+        compat.require_tested_version()
+    except UnsupportedError as error:
+        findings.refuse("SGLang", str(error))
+        return False
+    where = "a GPU and on a CPU" if compat.sglang_version() in compat.GPU_VERSIONS else "a CPU only"
+    findings.add("SGLang", f"{compat.sglang_version()} is a version that the plugin was tested with, on {where}")
+    if gpu and compat.sglang_version() not in compat.GPU_VERSIONS:
+        findings.refuse("SGLang", compat.untested_on_a_gpu())
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_diffkv.srt.plugin import register, verify_hooks
+
+    load_plugins()
+    if not found:
+        register()
+        HookRegistry.apply_hooks()
+    try:
+        verify_hooks()
+    except UnsupportedError as error:
+        findings.refuse("hooks", str(error))
+        return False
+    from sglang_diffkv.srt.hooks import HOOKS
+
+    findings.add("hooks", f"all {len(HOOKS)} fit this SGLang")
+    return True
+
+
+def _configuration_alone(findings: Findings, given: str | None, gpu: bool) -> None:
+    try:
+        config = read_config(given)
+        findings.add("kernels", _kernels(config, on_gpu=gpu))
+    except (ConfigError, UnsupportedError) as error:
+        findings.refuse("configuration", str(error))
+        return
+    findings.add("model", "none given: add --model-path DIR to have one judged")
+
+
+def _arguments(findings: Findings, argv: Sequence[str], *, again: bool = False) -> Any:
+    """SGLang's resolved arguments, by the way that a server takes; None if it would end there. What is found ``again``
+    is not new."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_diffkv.srt import launch, validation
+
+    level = [] if any(x.startswith("--log-level") for x in argv) else ["--log-level", "error"]
+    said = io.StringIO()
+    problem = ""
+    try:
+        with contextlib.redirect_stderr(said):
+            args = prepare_server_args([*argv, *level])
+        if not validation.is_selected(args):
+            findings.refuse("options", f"{BACKEND_OPTION} {args.attention_backend} is not this plugin's: use diffkv")
+            return None
+        if hasattr(args, "resolve_once"):
+            args.resolve_once()
+        launch.configure_unless_done(args)
+        return args
+    except SystemExit as end:
+        last = said.getvalue().strip().splitlines()[-1:]
+        problem = end.code if isinstance(end.code, str) else " ".join(last) or "SGLang does not take these options"
+    except (ConfigError, UnsupportedError) as error:
+        problem = str(error)
+    except Exception as error:
+        problem = _of_sglang(error)
+    if not again:
+        findings.refuse("options", problem.removeprefix("sglang_diffkv: "))
+    return None
+
+
+def _of_sglang(error: Exception) -> str:
+    return f"SGLang: {type(error).__name__}: {error}"
+
+
+def _server(findings: Findings, args: Any) -> None:
+    view = compat.resolved(args)
+    findings.add("device", view.device)
+    graphs = view.device == "cuda" and not view.disable_cuda_graph
+    findings.add("CUDA graphs", "decode steps; prefill runs eagerly" if graphs else "none")
+    findings.add("overlap", "no" if view.disable_overlap_schedule else "yes: a step is scheduled while one runs")
+
+
+def _model(findings: Findings, args: Any) -> Any:
+    """What of SGLang's KVCacheConfigurator is known before weights are loaded; None if the model is refused."""
+    from sglang_diffkv.srt.validation import check_model
+
+    findings.section = "Model"
+    try:
+        configurator = _configurator(args)
+        check_model(configurator)
+    except UnsupportedError as error:
+        findings.refuse("model", str(error))
+        return None
+    except Exception as error:
+        findings.refuse("model", _of_sglang(error))
+        return None
+    model = configurator.model_config
+    shape = f"{model.num_hidden_layers} layers, {model.num_attention_heads} query and {model.get_total_num_kv_heads()} "
+    shape += f"KV heads of {model.head_dim}, {str(model.dtype).removeprefix('torch.')}"
+    findings.add("model", f"can be served, as far as its config.json says: {shape}")
+    window = getattr(model.hf_text_config, "sliding_window", None)
+    if window and getattr(model.hf_text_config, "use_sliding_window", True):
+        text = f"config.json has one of {window}: if layers use it, the server refuses them once they are loaded"
+        findings.add("sliding window", text, window)
+    return configurator
+
+
+def _configurator(args: Any) -> SimpleNamespace:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+
+    model, view = ModelConfig.from_server_args(args), compat.resolved(args)
+    return SimpleNamespace(
+        model_config=model,
+        server_args=view,
+        device=view.device,
+        use_mla_backend=model.attention_arch == AttentionArch.MLA,
+        is_hybrid_swa=model.is_hybrid_swa,
+        sliding_window_size=model.attention_chunk_size,
+        mambaish_config=mambaish_config(model),
+        kv_cache_dtype=model.dtype,
+    )
+
+
+def _memory(findings: Findings, configurator: Any, given: str | None, gib: float) -> None:
+    """Thresholds, tiers and what fits into so many GiB of each device."""
+    from sglang_diffkv.srt.launch import users_configuration
+
+    model, view = configurator.model_config, configurator.server_args
+    context = model.context_len
+    try:
+        config, origin = resolve(users_configuration() if given is None else given, view.model_path)
+        findings.add("thresholds", f"{origin}: {config.build_policy()}")
+        findings.add("prefix cache", f"{config.prefix_fidelity} prompts")
+        plan = MemoryPlan.of(configurator, config, model.num_hidden_layers)
+        findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
+        tokens = plan.capacity_in(
+            int(gib * GIB),
+            lambda capacity: compat.planned_request_rows(view.max_running_requests, capacity, context),
+            context + compat.CONTEXT_SLACK,
+        )
+    except (ConfigError, UnsupportedError) as error:
+        findings.refuse("configuration", str(error))
+        return
+    fmt, stock = plan.fmt, plan.fmt.bf16_token_bytes * plan.heads
+    findings.add("bytes a token", f"bf16 {stock:,}" + (" on each rank" if view.tp_size > 1 else ""), stock)
+    for layout in fmt.layouts:
+        size = layout.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) * plan.heads
+        findings.add(f"  {layout.tier.name}", f"{size:,}, {size / stock:.3f} of bf16", size)
+    most = tokens * fmt.low.tokens // fmt.high.tokens
+    text = f"{tokens:,} if all are {fmt.high.tier.name}"
+    if len(fmt.layouts) > 1:
+        text += f", up to {most:,} if all are {fmt.low.tier.name}"
+    where = f"{gib:g} GiB" + (" of each GPU" if view.tp_size > 1 else "")
+    text += f", with tables and scratch; bf16 without either: {int(gib * GIB) // stock:,}"
+    findings.add(f"tokens in {where}", text, tokens)
+
+
+def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool) -> str:
+    """What a server runs on. Raises UnsupportedError for a FlashInfer that is asked for and cannot be used."""
+    if not on_gpu:
+        return "plain PyTorch, on the CPU: for tests, not for speed"
+    if config.gpu_ops == "reference":
+        return "plain PyTorch (gpu_ops)"
+    from sglang_diffkv.ops.gpu import prefill_obstacle
+
+    fmt = plan.fmt if plan is not None else config.page_format(128, 128)
+    obstacle = prefill_obstacle(fmt, config.prefill, ())
+    if config.prefill == "triton" or obstacle:
+        reason = f" ({obstacle})" if config.prefill == "auto" else ""
+        return f"Triton; new tokens attend among themselves by Triton{reason}"
+    return "Triton; new tokens attend among themselves by FlashInfer, if all layers have one scale and logit cap"

@@ -1,0 +1,178 @@
+"""``python -m sglang_diffkv.doctor``: of good and bad installations, options, configurations and models."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.paths import NANO, REPOSITORY
+from sglang_diffkv import doctor
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
+from sglang_diffkv.findings import Findings
+from sglang_diffkv.srt import compat
+
+MLA = REPOSITORY / "tests" / "data" / "mla"
+UNKNOWN = """
+import importlib.metadata as metadata
+known = metadata.entry_points
+metadata.entry_points = lambda **which: () if which.get("group") == "sglang.srt.plugins" else known(**which)
+"""
+"""A Python in which no package has the plugin's entry point: another than the one it was installed into."""
+
+long = pytest.mark.server
+"""It imports all of SGLang, as a server does."""
+
+
+def _run(*args: str, first: Path | None = None, bare: bool = False) -> subprocess.CompletedProcess[str]:
+    """``bare``: in a Python without any other package."""
+    env = {**os.environ, **CPU_ENV, **OFFLINE_ENV}
+    for name in ("TRITON_INTERPRET", "SGLANG_DIFFKV_CONFIG", "SGLANG_PLUGINS"):
+        env.pop(name, None)
+    path = [str(first)] if first else []
+    path += [str(REPOSITORY)] if bare else [str(REPOSITORY), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    command = [sys.executable, *(["-S"] if bare else []), "-m", "sglang_diffkv.doctor", *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+
+
+def _lines(report: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
+    return {x["name"]: x for x in report["sections"][section]}
+
+
+@long
+def test_a_good_model() -> None:
+    done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", "--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}')
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["refusals"]) == (True, [])
+    assert _lines(report, "Versions")["SGLang"]["value"] == compat.sglang_version()
+    assert "fit this SGLang" in _lines(report, "Plugin")["hooks"]["text"]
+    model = _lines(report, "Model")
+    assert "can be served" in model["model"]["text"]
+    assert "those of the configuration given" in model["thresholds"]["text"]
+    stock, high, low = (model[x]["value"] for x in ("bytes a token", "  K8V4", "  K4V2"))
+    assert (stock, high, low) == (6 * 2 * 2 * 64 * 2, 6 * 2 * (64 + 32 + 16), 6 * 2 * (32 + 16 + 16))
+    assert 0.9 < model["tokens in 2 GiB"]["value"] * high / (2 << 30) < 1
+
+
+@long
+def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    """A Python that does not know of the plugin, an option and a model that are refused."""
+    (tmp_path / "sitecustomize.py").write_text(UNKNOWN)
+    done = _run("--model-path", str(MLA), "--enable-mixed-chunk", first=tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "REFUSED: SGLang does not know of the plugin: in this Python no package has the entry point 'diffkv'" in said
+    assert "REFUSED: --attention-backend diffkv does not work with mixed chunks: drop --enable-mixed-chunk" in said
+    assert "REFUSED: --attention-backend diffkv cannot serve this model (DeepseekV2Config): it has multi-head" in said
+    assert "A server would be refused, for 3 reasons." in said
+
+
+@long
+def test_a_bad_configuration() -> None:
+    done = _run("--model-path", str(NANO), "--diffkv-config", '{"tiers": ["K3V4"]}', "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    (refusal,) = report["refusals"]
+    assert "impossible tier K3V4" in refusal
+    assert "can be served" in _lines(report, "Model")["model"]["text"]
+
+
+@long
+def test_an_option_that_sglang_does_not_have() -> None:
+    done = _run("--model-path", str(NANO), "--no-such-option", "--json")
+    assert done.returncode == 1
+    (refusal,) = json.loads(done.stdout)["refusals"]
+    assert "unrecognized arguments: --no-such-option" in refusal
+
+
+@long
+def test_no_model() -> None:
+    done = _run()
+    assert done.returncode == 0, done.stderr
+    assert "add --model-path DIR" in done.stdout
+    assert "Nothing found that would be refused." in done.stdout
+
+
+def test_a_python_without_sglang() -> None:
+    done = _run(bare=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "REFUSED: SGLang is not installed in this Python." in said
+    assert "REFUSED: torch cannot be imported" in said
+
+
+def test_the_plugin_s_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [SimpleNamespace(name="diffkv", dist=SimpleNamespace(name="sglang-diffkv", version="9.9"))]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == doctor.GROUP else [])
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, diffkv")
+    findings = Findings()
+    assert doctor._look_at_plugin(findings)
+    assert findings.items[-1].text == "found, of sglang-diffkv 9.9"
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    assert not doctor._look_at_plugin(findings)
+    points.clear()
+    assert not doctor._look_at_plugin(findings)
+    assert [x.split(":")[0] for x in findings.refusals] == [
+        "SGLANG_PLUGINS=other leaves the plugin out",
+        "SGLang does not know of the plugin",
+    ]
+
+
+def test_a_list_for_people_and_one_for_programs() -> None:
+    findings = Findings(section="One")
+    findings.add("short", "text", 7)
+    findings.section = "Two"
+    findings.refuse("a longer name", "why " * 40)
+    findings.refuse("again", "why " * 40)
+    lines = findings.describe().splitlines()
+    assert lines[:4] == ["One", "  short          text", "", "Two"]
+    assert lines[4].startswith("  a longer name  REFUSED: why why")
+    assert lines[5].startswith(" " * 17 + "why")
+    assert max(map(len, lines)) <= 110
+    assert lines[-1] == "A server would be refused, for 1 reason."
+    report = findings.report()
+    assert (report["ok"], report["refusals"]) == (False, ["why " * 40])
+    assert report["sections"]["One"] == [{"name": "short", "text": "text", "refused": False, "value": 7}]
+
+
+def test_what_a_gpu_server_would_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_diffkv.ops.ragged import RaggedPrefill
+    from sglang_diffkv.srt.doctor import _kernels
+
+    monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "")
+    assert _kernels(DiffKVConfig(), on_gpu=True).startswith("Triton; new tokens attend among themselves by FlashInfer")
+    assert _kernels(DiffKVConfig(prefill="triton"), on_gpu=True).endswith("by Triton")
+    monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "FlashInfer is not installed")
+    assert _kernels(DiffKVConfig(), on_gpu=True).endswith("by Triton (FlashInfer is not installed)")
+    with pytest.raises(UnsupportedError, match='set "prefill" to "triton" or "auto"'):
+        _kernels(DiffKVConfig(prefill="flashinfer"), on_gpu=True)
+
+
+@pytest.mark.parametrize("capacity", [1, 100, 5_000, 3_000_000])
+@pytest.mark.parametrize("most", [None, 48])
+def test_rows_of_requests_are_those_that_sglang_will_have(
+    capacity: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    monkeypatch.setattr(kv_cache_configurator, "get_schedule", lambda: SimpleNamespace(max_running_requests=most))
+    configurator = SimpleNamespace(
+        model_config=SimpleNamespace(context_len=8192), mambaish_config=None, attn_dp_size=1,
+        ps=SimpleNamespace(attn_dp_size=1),
+    )  # fmt: skip
+    resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
+    configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)
+    assert compat.planned_request_rows(most, capacity, 8192) == compat.request_rows(configurator, capacity)
