@@ -1,3 +1,3 @@
 """DiffKV: a compressed KV cache for SGLang, as a plugin (``--attention-backend diffkv``)."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
