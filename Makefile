@@ -40,7 +40,7 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu lint format clean distclean
+.PHONY: help venv demo test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu docs lint format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -97,6 +97,14 @@ sanitize-gpu: ## run the kernel tests under compute-sanitizer's memory check
 	PYTHONPATH=. PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) -m pytest -q tests/kernels \
 		tests/servers/test_backend.py --deselect tests/kernels/test_triton_rotate.py::test_in_a_cuda_graph $(PYTEST_ARGS)
 
+docs: $(VENV)-docs/.installed ## build the documentation as pages in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict
+
+$(VENV)-docs/.installed: requirements/docs.txt
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	@touch $@
+
 lint: venv ## check style, format, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -114,4 +122,4 @@ clean: ## remove build outputs and caches
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment too
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-docs
