@@ -80,6 +80,7 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 
 
 @long
+@pytest.mark.full
 def test_a_bad_configuration() -> None:
     done = _run("--model-path", str(NANO), "--diffkv-config", '{"tiers": ["K3V4"]}', "--json")
     assert done.returncode == 1
@@ -90,6 +91,7 @@ def test_a_bad_configuration() -> None:
 
 
 @long
+@pytest.mark.full
 def test_an_option_that_sglang_does_not_have() -> None:
     done = _run("--model-path", str(NANO), "--no-such-option", "--json")
     assert done.returncode == 1
@@ -98,6 +100,7 @@ def test_an_option_that_sglang_does_not_have() -> None:
 
 
 @long
+@pytest.mark.full
 def test_no_model() -> None:
     done = _run()
     assert done.returncode == 0, done.stderr

@@ -102,6 +102,7 @@ with Server(sys.argv[2], "diffkv", ["--max-total-tokens", "4000"], timeout=600) 
 
 
 @pytest.mark.server
+@pytest.mark.full
 def test_the_wheel_serves_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     """A server that imports the installed wheel and nothing of the checkout, whose folder is not at hand."""
     site = tmp_path / "site"
