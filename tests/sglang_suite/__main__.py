@@ -205,7 +205,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found[variant] |= run_checkout(variant, args.checkout.resolve(), args.model.resolve())
             print(f"{variant}: {list(found[variant].values()).count('passed')} passed", flush=True)
             if args.output is not None:
-                data = {"provenance": provenance("sglang_suite", argv), "outcomes": found}
+                made = provenance("sglang_suite", argv)
+                made["command"] = made["command"].replace("benchmarks.", "tests.", 1)
+                data = {"provenance": made, "outcomes": found}
                 args.output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(table(found))
     return int(bool(lost(found, "lossless"))) if {"stock", "lossless"} <= set(found) else 0
