@@ -40,7 +40,7 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu docs lint format clean distclean
+.PHONY: help venv demo test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu docs dist lint format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -104,6 +104,11 @@ $(VENV)-docs/.installed: requirements/docs.txt
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.txt
 	@touch $@
+
+dist: venv ## build the sdist and the wheel in dist/ and check what a package page would show; nothing is uploaded
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 lint: venv ## check style, format, types and who imports whom
 	$(BIN)/ruff check .

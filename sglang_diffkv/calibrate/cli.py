@@ -5,8 +5,8 @@ in bf16 on the same questions. The answers are kept in the work folder, so a sea
 with the same command. With --jobs several servers run at once; the choice is the same. Copy the result into the
 model's folder as diffkv_calibration.json. Example:
 
-    python -m sglang_diffkv.calibrate --model examples/models/nano --task reference=benchmarks/data/calib.jsonl.xz \\
-        --exclude chain vars --n 250 --tolerance 3 --work calibration --output diffkv_calibration.json
+    python -m sglang_diffkv.calibrate --model MODEL --task gsm8k=train.jsonl \\
+        --n 250 --tolerance 3 --work calibration --output diffkv_calibration.json
 """
 
 from __future__ import annotations

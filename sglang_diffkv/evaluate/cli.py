@@ -5,9 +5,9 @@ Servers are started one after the other, or --jobs of them at once.
 Answers are kept in the output folder as they come, so a run that was broken off goes on with the same command, and
 configurations can be added later. Example:
 
-    python -m sglang_diffkv.evaluate --model examples/models/nano --config stock --config fp8 \\
+    python -m sglang_diffkv.evaluate --model MODEL --config stock --config fp8 \\
         --config 'K8V4={"tiers":["K8V4"]}' --config 'default={}' \\
-        --task reference=benchmarks/data/dev.jsonl.xz --n 200 --output quality
+        --task gsm8k=test.jsonl --n 200 --output quality
 """
 
 from __future__ import annotations

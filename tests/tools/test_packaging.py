@@ -1,4 +1,4 @@
-"""What a wheel has, that it serves, and that the folder ``kernels`` hides nobody's package of that name."""
+"""What sdist and wheel have, that the wheel serves, and that the folder ``kernels`` hides no other package."""
 
 from __future__ import annotations
 
@@ -41,17 +41,26 @@ def _build(what: str, source: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tracked() -> list[str]:
-    paths = ["pyproject.toml", "README.md", "LICENSE", "sglang_diffkv", "kernels"]
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", *paths], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    return [x for x in listed.stdout.split("\0") if x]
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return [x for x in listed.split("\0") if x]
 
 
 @pytest.fixture(scope="module")
-def wheel(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, as an installer that finds no wheel does."""
-    folder = tmp_path_factory.mktemp("packages")
+def packaged(tracked: list[str]) -> set[str]:
+    """What a package has to hold: modules, shipped thresholds, the mark that types are there; kernels inside of it."""
+    shipped = (".py", ".json", "/py.typed")
+    expected = {name for name in tracked if name.startswith("sglang_diffkv/") and name.endswith(shipped)}
+    assert any(name.endswith(".json") for name in expected) and "sglang_diffkv/py.typed" in expected
+    kernels = {f"sglang_diffkv/{name}" for name in tracked if name.startswith("kernels/") and name.endswith(".py")}
+    assert len(kernels) > 30
+    return expected | kernels
+
+
+@pytest.fixture(scope="module")
+def sdist(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the whole repository, so that whatever setuptools takes beside the package would be in it."""
+    folder = tmp_path_factory.mktemp("sdist")
     copy = folder / "source"
     for name in tracked:
         target, source = copy / name, REPOSITORY / name
@@ -60,31 +69,56 @@ def wheel(tracked: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
             target.symlink_to(source.readlink())
         else:
             target.write_bytes(source.read_bytes())
-    with tarfile.open(_build("sdist", copy, folder)) as archive:
+    return _build("sdist", copy, folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as an installer that finds no wheel does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (unpacked,) = (folder / "unpacked").iterdir()
     return _build("wheel", unpacked, folder)
 
 
-def test_the_wheel_has_the_package_and_nothing_beside_it(wheel: Path, tracked: list[str]) -> None:
+def test_the_sdist_has_the_package_and_nothing_beside_it(sdist: Path, packaged: set[str]) -> None:
+    with tarfile.open(sdist) as archive:
+        members = [x for x in archive.getmembers() if not x.isdir()]
+    assert all(x.isfile() for x in members), "a link would lead out of the archive"
+    names = {x.name.partition("/")[2] for x in members}
+    about_it = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert names - about_it == packaged | {"pyproject.toml", "README.md", "LICENSE"}
+
+
+def test_the_wheel_has_the_package_and_nothing_beside_it(wheel: Path, packaged: set[str]) -> None:
     """Modules, shipped thresholds and SGLang's entry point; kernels as ``sglang_diffkv.kernels`` only."""
     with zipfile.ZipFile(wheel) as archive:
-        packaged = {name for name in archive.namelist() if ".dist-info/" not in name}
+        found = {name for name in archive.namelist() if ".dist-info/" not in name}
         (points,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         entry_points, about = archive.read(points).decode(), email.message_from_bytes(archive.read(metadata))
-    shipped = (".py", ".json", "/py.typed")
-    expected = {name for name in tracked if name.startswith("sglang_diffkv/") and name.endswith(shipped)}
-    assert any(name.endswith(".json") for name in expected) and "sglang_diffkv/py.typed" in expected
-    kernels = {f"sglang_diffkv/{name}" for name in tracked if name.startswith("kernels/") and name.endswith(".py")}
-    assert len(kernels) > 30
-    assert packaged == expected | kernels
+    assert found == packaged
     parser = configparser.ConfigParser()
     parser.read_string(entry_points)
     assert dict(parser["sglang.srt.plugins"]) == {"diffkv": "sglang_diffkv.srt.plugin:register"}
     assert about["Version"] == __version__
     needs = {re.split(r"[^\w-]", x)[0] for x in about.get_all("Requires-Dist") if "extra ==" not in x}
     assert needs == {"numpy", "pydantic", "sglang", "transformers"}
+
+
+def test_a_package_page_can_show_both(sdist: Path, wheel: Path) -> None:
+    """Their metadata is valid, and the README can be rendered."""
+    pytest.importorskip("twine")
+    command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", str(sdist), str(wheel)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_no_link_of_the_readme_needs_the_repository() -> None:
+    """A package page has the README alone: a relative link or picture leads nowhere there."""
+    targets = re.findall(r"\]\(([^)\s]*)", (REPOSITORY / "README.md").read_text())
+    assert targets and all(x.startswith(("https://", "#")) for x in targets), targets
 
 
 SERVE = """
@@ -110,7 +144,10 @@ def test_the_wheel_serves_away_from_the_checkout(wheel: Path, tmp_path: Path) ->
     subprocess.run([sys.executable, *install], check=True, capture_output=True)
     program = tmp_path / "serve.py"
     program.write_text(SERVE)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in (str(site), os.environ.get("PYTHONPATH")) if x)}
+    # Another SGLang may be on the path (make test-versions), but no checkout of this package.
+    others = [x for x in os.environ.get("PYTHONPATH", "").split(os.pathsep) if x]
+    others = [x for x in others if not (Path(x) / "sglang_diffkv").exists()]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *others])}
     command = [sys.executable, str(program), str(site), str(NANO)]
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800)
     assert run.stdout.split() == ["8", "True"], run.stderr[-3000:]

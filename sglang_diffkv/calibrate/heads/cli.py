@@ -5,8 +5,7 @@ change of what attention adds to the residual stream is measured, as are the byt
 sum of changes at the bytes of factor 1 everywhere. No server is started and no accuracy measured: give the file to
 calibrate --head-scale, or as policy.head_scale to a configuration, and compare. Example:
 
-    python -m sglang_diffkv.calibrate.heads --model examples/models/nano \\
-        --task reference=benchmarks/data/calib.jsonl.xz --exclude chain vars --levels easy medium \\
+    python -m sglang_diffkv.calibrate.heads --model MODEL --task gsm8k=train.jsonl \\
         --alpha-high 3 --window 64 --rotate keys --max-tokens 2048 --output heads.json
 """
 
