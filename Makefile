@@ -1,7 +1,7 @@
 # CPU development of sglang_diffkv: `make help` lists the targets.
 # Variables: PYTHON (3.11 or later, for test-gpu with torch, triton, SGLang and this package) creates the environment
 # and runs test-gpu; VENV is its folder;
-# JOBS is the number of test processes, each of which may have a server (2 GB; 8 GB with four ranks), and wait for it;
+# JOBS is the number of test processes, each of which may have a server (2 GB; 8 GB with four ranks);
 # TORCH_PIP_ARGS goes to the pip call that installs torch (an index of CPU builds, for example).
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tests.servers.shared import SharedServer
 
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
-settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=40)
+settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=30)
 settings.register_profile("fuzz", max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

@@ -233,6 +233,7 @@ def test_no_rows(tiers):
         assert op(state, none, none, none).shape == (0, 3, 3, len(state.tiers) + 1)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("scratch", [1000, 700, 64, pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("tiers", FORMATS)
 def test_owners(tiers, scratch, monkeypatch):

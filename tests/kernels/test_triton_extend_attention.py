@@ -138,6 +138,7 @@ def test_pages_of_a_large_model(dim):
         torch.testing.assert_close(view.scores[pages][held], ref.scores[pages][held], rtol=3e-2, atol=2e-4)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("since", [None, 70, 80, 88])
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
 def test_shared_tokens_are_judged_for_a_copy(tiers, since):
