@@ -21,10 +21,10 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w:/.~-])/(?:[^\s/'\",:]+/)+(?=[^\s/'\",:])", "", text)
 
 
-def command(module: str, argv: Sequence[str] | None = None) -> str:
+def command(module: str, argv: Sequence[str] | None = None, package: str = "benchmarks") -> str:
     """The command line as a user would type it in the repository."""
     arguments = sys.argv[1:] if argv is None else argv
-    return shlex.join(["python", "-m", f"benchmarks.{module}", *(without_paths(x) for x in arguments)])
+    return shlex.join(["python", "-m", f"{package}.{module}", *(without_paths(x) for x in arguments)])
 
 
 def commit() -> str | None:
@@ -38,7 +38,7 @@ def commit() -> str | None:
     return found.stdout.strip() or None if found.returncode == 0 else None
 
 
-def provenance(module: str, argv: Sequence[str] | None = None) -> dict[str, Any]:
+def provenance(module: str, argv: Sequence[str] | None = None, package: str = "benchmarks") -> dict[str, Any]:
     """Command, commit, versions and hardware of this run."""
     import torch
 
@@ -49,7 +49,7 @@ def provenance(module: str, argv: Sequence[str] | None = None) -> dict[str, Any]
         except metadata.PackageNotFoundError:
             found["versions"][name] = None
     found["versions"]["cuda"] = torch.version.cuda
-    return {**found, "command": command(module, argv), "commit": commit()}
+    return {**found, "command": command(module, argv, package), "commit": commit()}
 
 
 def headline(found: dict[str, Any]) -> str:

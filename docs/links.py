@@ -1,4 +1,4 @@
-"""MkDocs hook: files of the repository that are no pages are named instead of linked, pictures of them left out."""
+"""MkDocs hook: files of the repository that are no pages are named instead of linked or shown."""
 
 from __future__ import annotations
 

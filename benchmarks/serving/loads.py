@@ -25,7 +25,7 @@ class Point:
 
     @property
     def shortest_output(self) -> int:
-        return max(int(self.shortest * self.output), 1)
+        return _shortest(self.shortest, self.output)
 
     @property
     def key(self) -> str:
@@ -84,8 +84,13 @@ class Batch:
         return [Point(self.name, "", 0.0, *sizes, self.concurrency, args, self.shortest)]
 
 
-def _drawn(shortest: float, tokens: int) -> str:
-    return f"{max(int(shortest * tokens), 1)} to {tokens}"
+def _shortest(share: float, tokens: int) -> int:
+    """As SGLang's client draws lengths."""
+    return max(int(share * tokens), 1)
+
+
+def _drawn(share: float, tokens: int) -> str:
+    return f"{_shortest(share, tokens)} to {tokens}"
 
 
 @dataclass(frozen=True)

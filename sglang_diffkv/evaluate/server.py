@@ -53,6 +53,17 @@ def stop_servers_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def flush_cache(url: str) -> None:
+    """Empty the prefix cache of the server at ``url``; raises if requests are still running after a few seconds.
+
+    A request has left the scheduler only some steps after its reply, so a refusal is tried again.
+    """
+    deadline = time.monotonic() + 10.0
+    while not (response := requests.post(f"{url}/flush_cache", timeout=60.0)).ok and time.monotonic() < deadline:
+        time.sleep(0.1)
+    response.raise_for_status()
+
+
 class Server:
     """``python -m sglang.launch_server`` as a context manager.
 
@@ -185,14 +196,8 @@ class Server:
         return response.json()
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache; raises if requests are still running after a few seconds.
-
-        A request has left the scheduler only some steps after its reply, so a refusal is tried again.
-        """
-        deadline = time.monotonic() + 10.0
-        while not (response := self.post("/flush_cache")).ok and time.monotonic() < deadline:
-            time.sleep(0.1)
-        response.raise_for_status()
+        """``flush_cache`` of this server."""
+        flush_cache(self.url)
 
     def server_info(self) -> dict[str, Any]:
         """The reply of ``/server_info``: the resolved arguments and the schedulers' state."""

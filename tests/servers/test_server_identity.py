@@ -52,11 +52,13 @@ def _tokens(records: list[Record]) -> list[list[int]]:
     return [record.output_ids for record in records]
 
 
+@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.full)])
 def test_installed_but_not_selected_changes_nothing(
-    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+    count: int, prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
 ) -> None:
     server = server_of(stock_backend(), chunks)
-    found, same = _ask(server, prompts[:8]), stock[:8]
+    found, same = _ask(server, prompts[:count]), stock[:count]
+    assert len(found) == count
     assert _tokens(found) == _tokens(same)
     assert [record.logprobs for record in found] == [record.logprobs for record in same]
     assert server.stats() is None

@@ -84,10 +84,11 @@ def _ask_all(server: Server, lengths: list[int], new_tokens: int) -> None:
         assert list(threads.map(ask, range(len(lengths)))) == [new_tokens] * len(lengths)
 
 
-def test_room_that_compression_frees_is_admitted_again(server: Server) -> None:
+@pytest.mark.parametrize("requests", [4, pytest.param(6, marks=pytest.mark.full)])
+def test_room_that_compression_frees_is_admitted_again(requests: int, server: Server) -> None:
     """Nobody ends early, so only a look at the waiting requests while others run can admit a third."""
     before = len(server.log_text())
-    _ask_all(server, [120] * 4, 780)
+    _ask_all(server, [120] * requests, 780)
     running = [int(x) for x in re.findall(r"Decode batch, #running-req: (\d+)", server.log_text()[before:])]
     assert max(running) >= 3
 

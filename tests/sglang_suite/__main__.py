@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "compressed": {},
     "exact": {"prefix_fidelity": "exact"},
 }
-STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+LEAK_CHECK = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
 SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     "api": ([], {}),
     "cache": (["--load-format", "dummy", "--chunked-prefill-size", "512"], {}),
@@ -81,16 +81,7 @@ def run_pytest(target: Path, env: Mapping[str, str], *more: str, timeout: float 
     """Outcomes of the tests of a file, run with the environment's pytest in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="suite-") as folder:
         report = Path(folder) / "report.xml"
-        options = [
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            "--rootdir",
-            str(REPOSITORY),
-            f"--junitxml={report}",
-        ]
+        options = ["-q", "-pno:cacheprovider", "-pno:xdist", f"--rootdir={REPOSITORY}", f"--junitxml={report}"]
         command = [sys.executable, "-m", "pytest", *options, *more, str(target)]
         try:
             run = subprocess.run(
@@ -122,7 +113,7 @@ def run_kits(variant: str, groups: Sequence[str], model: Path, wide: Path) -> Ou
         args, env = SERVERS[group]
         served = wide if group == "cache" else model
         backend = stock_backend() if config is None else "diffkv"
-        with Server(served, backend, args, diffkv_config=config, env={**STRICT, **env}, timeout=600.0) as server:
+        with Server(served, backend, args, diffkv_config=config, env={**LEAK_CHECK, **env}, timeout=600.0) as server:
             here = {
                 "SUITE_URL": server.url,
                 "SUITE_PID": str(server.pid),
@@ -149,7 +140,7 @@ def run_checkout(variant: str, checkout: Path, model: Path) -> Outcomes:
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "SUITE_MODEL": str(model),
         "SUITE_ARGS": json.dumps(args),
-        "SUITE_ENV": json.dumps(STRICT),
+        "SUITE_ENV": json.dumps(LEAK_CHECK),
         **({} if has_gpu() else CPU_ENV),
         **OFFLINE_ENV,
     }
@@ -205,9 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found[variant] |= run_checkout(variant, args.checkout.resolve(), args.model.resolve())
             print(f"{variant}: {list(found[variant].values()).count('passed')} passed", flush=True)
             if args.output is not None:
-                made = provenance("sglang_suite", argv)
-                made["command"] = made["command"].replace("benchmarks.", "tests.", 1)
-                data = {"provenance": made, "outcomes": found}
+                data = {"provenance": provenance("sglang_suite", argv, package="tests"), "outcomes": found}
                 args.output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     print(table(found))
     return int(bool(lost(found, "lossless"))) if {"stock", "lossless"} <= set(found) else 0
