@@ -34,6 +34,7 @@ class DiffKVAttnBackend(AttentionBackend):
                 "--attention-backend diffkv: the KV pool is not DiffKV's, so nothing would be compressed. "
                 "The plugin's hooks did not take effect; see the log for 'Failed to apply hooks'."
             )
+        self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool  # where models look for them
         self.manager = manager = pool.manager
         self.state = manager.state
         self.first_layer = pool.start_layer

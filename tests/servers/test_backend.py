@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context, get_token_to_kv_pool
 
 from sglang_diffkv.kernels import device
 from sglang_diffkv.kernels.table import row_table
@@ -23,6 +24,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
+from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
 from sglang_diffkv.srt.pool import DiffKVPool
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
 
@@ -60,7 +62,9 @@ class Twin:
         pool.bind(self.manager)
         args = SimpleNamespace(disable_overlap_schedule=True)
         model = SimpleNamespace(num_attention_heads=heads * group)
-        runner = SimpleNamespace(token_to_kv_pool=pool, server_args=args, model_config=model, dtype=BF16)
+        runner = SimpleNamespace(
+            token_to_kv_pool=pool, req_to_token_pool=object(), server_args=args, model_config=model, dtype=BF16
+        )
         self.backend = DiffKVAttnBackend(runner)
         if triton:
             self.backend.init_cuda_graph_state(4, 4)
@@ -129,6 +133,14 @@ def test_both_ops_agree(tiers: str) -> None:
         for row in (1, 2, 4):
             twin.manager.release(row)
         check_integrity(twin.manager)
+
+
+def test_models_that_write_k_and_v_themselves_find_the_pool() -> None:
+    """Qwen3-MoE's layers and others ask the pass's backend for its pool, to write to it while they rotate; not to ours."""
+    backend = Twin(triton=False, tiers="K8V4 K4V2").backend
+    with forward_context(ForwardContext(attn_backend=backend)):
+        assert get_token_to_kv_pool() is backend.token_to_kv_pool
+        assert not enable_fused_set_kv_buffer(lambda batch: True, None)
 
 
 def test_a_checkpoint_s_scales_for_its_cache_are_not_applied() -> None:
