@@ -45,10 +45,11 @@ class Cuts:
 
 @dataclass(frozen=True)
 class StepCuts:
-    """Of a generation step: thresholds in units of ``1 / length``."""
+    """Of a generation step: thresholds in units of ``1 / length``, or, ``of_sum``, of the sum of a head's scores."""
 
     high: torch.Tensor  # [L, H] float32
     low: torch.Tensor  # [L, H] float32
+    of_sum: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,18 @@ def classify_prompt(
     return torch.where(position >= 0, tier, num_tiers)
 
 
-def step_moves(policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves | None:
+def step_moves(
+    policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int, sums: torch.Tensor | None = None
+) -> StepMoves | None:
     """A generation step's moves; None where the policy wants nothing of it."""
     rule = Decisions().step(_state(*found.candidate_slot.shape[1:], num_tiers), policy)
-    return None if rule is None else compact_step.step_moves(rule, found, seq_lens, num_tiers)
+    return None if rule is None else compact_step.step_moves(rule, found, seq_lens, num_tiers, sums)
 
 
-def moves_of(policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves:
+def moves_of(
+    policy: Policy, found: StepScores, seq_lens: torch.Tensor, num_tiers: int, sums: torch.Tensor | None = None
+) -> StepMoves:
     """Of a policy that wants something."""
-    moves = step_moves(policy, found, seq_lens, num_tiers)
+    moves = step_moves(policy, found, seq_lens, num_tiers, sums)
     assert moves is not None
     return moves

@@ -27,11 +27,14 @@ class StepMoves:
     replace: torch.Tensor  # low slot that the demoted token takes over; -1 appends it
 
 
-def step_moves(rule: StepRule, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves:
-    """What the rule makes of a step's searches, for all layers and heads. ``seq_lens`` [B] counts the new token."""
+def step_moves(
+    rule: StepRule, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int, sums: torch.Tensor | None = None
+) -> StepMoves:
+    """What the rule makes of a step's searches, for all layers and heads. ``seq_lens`` [B] counts the new token.
+    ``sums`` [B, L, H]: of heads' scores, where the rule is ``of_sum``."""
     if isinstance(rule, StepBudget):
         return _moves_by_budget(rule, scores, seq_lens)
-    return _moves_by_cuts(rule, scores, seq_lens, num_tiers)
+    return _moves_by_cuts(rule, scores, seq_lens, num_tiers, sums)
 
 
 def _moves_by_budget(rule: StepBudget, scores: StepScores, seq_lens: torch.Tensor) -> StepMoves:
@@ -41,11 +44,14 @@ def _moves_by_budget(rule: StepBudget, scores: StepScores, seq_lens: torch.Tenso
     return StepMoves(nothing, torch.where(full, scores.least_slot[..., 0], nothing), nothing)
 
 
-def _moves_by_cuts(cuts: StepCuts, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int) -> StepMoves:
+def _moves_by_cuts(
+    cuts: StepCuts, scores: StepScores, seq_lens: torch.Tensor, num_tiers: int, sums: torch.Tensor | None
+) -> StepMoves:
     """DiffKV's Algorithm 1. The searches pass over window and sinks."""
+    assert (sums is not None) == cuts.of_sum
     n = seq_lens.view(-1, 1, 1).float()
-    low = cuts.low / n
-    high = cuts.high / n if num_tiers > 1 else low
+    low = cuts.low / n if sums is None else cuts.low * sums
+    high = (cuts.high / n if sums is None else cuts.high * sums) if num_tiers > 1 else low
     candidate, least = scores.candidate_slot, scores.least_slot[..., 0]
     candidate_score, least_score = scores.candidate_score, scores.least_score[..., 0]
     present = candidate >= 0

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.allocate.triton import add_own_pages
 from sglang_diffkv.kernels.compact_step.triton_decide import decide_kernel
-from sglang_diffkv.kernels.cuts import StepBudget, StepRule
+from sglang_diffkv.kernels.cuts import StepBudget, StepCuts, StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, Spans
 from sglang_diffkv.kernels.triton_table import BLOCK, SAME_BITS, check_rows, format_constants, table_index
@@ -68,6 +68,7 @@ class CompactWorkspace:
     demote: torch.Tensor  # [B, L, H] int32
     leave: torch.Tensor  # [B, L, H] int32
     target: torch.Tensor  # [B, L, H] int32
+    sums: torch.Tensor  # [B, L, H] float32, of heads' scores
     spans: Spans
 
     @classmethod
@@ -76,7 +77,8 @@ class CompactWorkspace:
             return torch.zeros(shape, dtype=torch.int32, device=state.device)
 
         heads = (batch, state.num_layers, state.num_heads)
-        return cls(ints(*heads), ints(*heads), ints(*heads), Spans.create(state, batch))
+        sums = torch.zeros(heads, device=state.device)
+        return cls(ints(*heads), ints(*heads), ints(*heads), sums, Spans.create(state, batch))
 
 
 def compact_step(
@@ -93,22 +95,23 @@ def compact_step(
     Args:
         rows, seq_lens: [B] integers, the new token counted.
         found: the step's searches, for at least B requests.
-        workspace: for at least B requests.
+        workspace: for at least B requests; with the sums where the rule is ``of_sum``.
         rule: of [L, H] contiguous tensors.
     """
     check_rows(rows, num_valid, state)
     assert seq_lens.shape == rows.shape and found.packed.shape[0] >= rows.shape[0] <= workspace.leave.shape[0]
     assert rows.shape[0] <= workspace.spans.requests
-    budget = isinstance(rule, StepBudget)
+    budget, of_sum = isinstance(rule, StepBudget), isinstance(rule, StepCuts) and rule.of_sum
     first, second = (rule.tokens, rule.fraction) if isinstance(rule, StepBudget) else (rule.high, rule.low)
     assert all(x.shape == (state.num_layers, state.num_heads) and x.is_contiguous() for x in (first, second))
     fmt, layers, heads, batch = state.fmt, state.num_layers, state.num_heads, rows.shape[0]
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads}
     decide_kernel[(triton.cdiv(batch * layers * heads, HEADS),)](
         found.packed, found.packed.shape[4], rows, seq_lens, num_valid, batch, first,
-        second, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
+        second, workspace.sums, workspace.demote, workspace.leave, workspace.target, state.entries, state.own_entry,
         state.own_tokens, workspace.spans.demand, workspace.spans.totals,
-        TOKENS=fmt.low.tokens, TIERS=len(fmt.tiers), L=layers, H=heads, R=HEADS, BUDGET=budget, num_warps=4,
+        TOKENS=fmt.low.tokens, TIERS=len(fmt.tiers), L=layers, H=heads, R=HEADS, BUDGET=budget, OF_SUM=of_sum,
+        num_warps=4,
     )  # fmt: skip
     if len(fmt.tiers) > 1 and not budget:
         add_own_pages(state, rows, 1, workspace.spans)

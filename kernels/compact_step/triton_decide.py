@@ -26,17 +26,19 @@ def budget_of(length, tokens, fraction):
 
 @triton.jit(do_not_specialize=["batch", "parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def decide_kernel(
-    found, parts, rows, seq_lens, num_valid, batch, first_rule, second_rule, demote_out,
+    found, parts, rows, seq_lens, num_valid, batch, first_rule, second_rule, sums, demote_out,
     leave_out, target_out,
     entries, own_entry, own_tokens, demand_out, totals,
     TOKENS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BUDGET: tl.constexpr,
+    OF_SUM: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). ``parts`` programs searched each
     head.
 
     Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
     free, and the low slot that takes the token. ``TOKENS`` is the low tier's.
-    The rule [L, H] is ``StepCuts``' high and low, with ``BUDGET`` ``StepBudget``'s tokens and fraction.
+    The rule [L, H] is ``StepCuts``' high and low, with ``BUDGET`` ``StepBudget``'s tokens and fraction. ``sums``
+    [batch, L, H] is read with ``OF_SUM``.
     """
     flat = tl.program_id(0) * R + tl.arange(0, R)
     b = flat // (L * H)
@@ -55,9 +57,14 @@ def decide_kernel(
         tokens, fraction = tl.load(first_rule + flat % (L * H)), tl.load(second_rule + flat % (L * H))
         drop = tl.where(budget_of(length, tokens, fraction) == budget_of(length - 1, tokens, fraction), least, -1)
     else:
-        length = length.to(tl.float32)
-        low = tl.div_rn(tl.load(second_rule + flat % (L * H)), length)
-        high = tl.div_rn(tl.load(first_rule + flat % (L * H)), length) if TIERS == 2 else low
+        low = tl.load(second_rule + flat % (L * H))
+        high = tl.load(first_rule + flat % (L * H)) if TIERS == 2 else low
+        if OF_SUM:
+            whole = tl.load(sums + flat, mask=live, other=0.0)
+            low, high = low * whole, high * whole
+        else:
+            length = length.to(tl.float32)
+            low, high = tl.div_rn(low, length), tl.div_rn(high, length)
         candidate, candidate_score = best_found(found, first, live, parts)
         present = candidate >= 0
         stays = present & (candidate_score >= high)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 WEIGHT_BITS = 24
@@ -32,11 +34,35 @@ def select_count(values: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tenso
 
 def select_mass(values: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The fewest largest finite values of each head that sum to ``share`` of all of them; as ``select_count``."""
+    weight = _weights(values)
+    return _select(values, weight, share_of(weight.sum(2), share))
+
+
+def select_least(
+    values: torch.Tensor, shares: Sequence[float], *, window: int, sinks: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each of ``shares``, all but the most smallest finite values of each head that sum to less than that share of
+    all its finite values; as ``select_count``.
+
+    The newest ``window`` and first ``sinks`` positions count in the sum and are not among the smallest: ``values``
+    becomes infinite where they hold a token.
+    """
+    weight, length = _weights(values), values.shape[2]
+    total = weight.sum(2)
+    lasting = torch.ones(length, dtype=torch.bool, device=values.device)
+    lasting[sinks : max(length - window, sinks)] = False
+    values.masked_fill_(lasting & ~values.isnan(), float("inf"))
+    weight = weight.masked_fill(lasting, 0)
+    limits = [share_of(total, share) for share in shares]
+    return [_select(values, weight, (weight.sum(2) - limit + 1).clamp(min=0)) for limit in limits]
+
+
+def _weights(values: torch.Tensor) -> torch.Tensor:
+    """[L, H, n] int64, each finite value's in a sum."""
     finite = values.isfinite()
     top = torch.where(finite, values, 0.0).amax(2, keepdim=True) if values.shape[2] else values.new_zeros(1)
     scale = torch.where(top > 0, float(1 << WEIGHT_BITS) / top, 0.0).clamp(max=MOST_SCALE)
-    weight = torch.where(finite, values * scale, 0.0).floor().long()
-    return _select(values, weight, share_of(weight.sum(2), share))
+    return torch.where(finite, values * scale, 0.0).floor().long()
 
 
 def _select(values: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

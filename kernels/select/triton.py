@@ -7,6 +7,8 @@ of integers, so the order of programs does not matter.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,8 @@ SHARE_BITS = tl.constexpr(reference.SHARE_BITS)
 SHARE_ONE = tl.constexpr(1 << reference.SHARE_BITS)
 MOST_SCALE = tl.constexpr(reference.MOST_SCALE)
 SCALE = tl.constexpr(float(1 << reference.WEIGHT_BITS))
+EVERYTHING = tl.constexpr(1 << 60)
+"""More than any sum."""
 
 
 @triton.jit
@@ -81,10 +85,11 @@ def digit_kernel(
 
 
 @triton.jit(do_not_specialize=["share"])
-def choose_kernel(prefix, wanted, sums, share, FIRST: tl.constexpr, MASS: tl.constexpr):
+def choose_kernel(prefix, wanted, sums, share, FIRST: tl.constexpr, MASS: tl.constexpr, LEAST: tl.constexpr):
     """Grid (groups): the largest digit from which on the sums reach ``wanted``; it counts what is left for values equal
     to the cut so far. The first pass limits ``wanted`` to all there is, with ``MASS`` to ``share``, in units of
-    2^-SHARE_BITS, of it."""
+    2^-SHARE_BITS, of it. With ``LEAST`` less than ``share`` of it and of ``wanted`` is to be left over, of nothing
+    nothing, values that weigh nothing included."""
     group = tl.program_id(0)
     digit = tl.arange(0, RADIX)
     sums_at = sums + group * RADIX + digit
@@ -92,7 +97,11 @@ def choose_kernel(prefix, wanted, sums, share, FIRST: tl.constexpr, MASS: tl.con
     total = tl.sum(each, 0)
     need = tl.load(wanted + group)
     if FIRST:
-        need = (total * share + (SHARE_ONE - 1)) >> SHARE_BITS if MASS else tl.minimum(need, total)
+        if LEAST:
+            over = ((total + need) * share + (SHARE_ONE - 1)) >> SHARE_BITS
+            need = tl.where(over > 0, tl.maximum(total - over + 1, 0), EVERYTHING)
+        else:
+            need = (total * share + (SHARE_ONE - 1)) >> SHARE_BITS if MASS else tl.minimum(need, total)
     from_here = total - tl.cumsum(each, 0) + each  # the digit's and all larger ones'
     chosen = tl.max(tl.where((from_here >= need) & (each > 0), digit, 0), 0)
     above = tl.sum(tl.where(digit > chosen, each, 0), 0)
@@ -156,23 +165,47 @@ def select_mass(values: torch.Tensor, share: float) -> tuple[torch.Tensor, torch
     return _select(values, wanted, together=False, share=round(share * (1 << reference.SHARE_BITS)))
 
 
+def select_least(
+    values: torch.Tensor, shares: Sequence[float], *, window: int, sinks: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``reference.select_least``."""
+    layers, heads, length = values.shape
+    top = torch.zeros(layers * heads, device=values.device)
+    if length:
+        top_kernel[(layers * heads,)](values, top, length, N=VALUES, num_warps=4)
+    scale = torch.where(top > 0, float(1 << reference.WEIGHT_BITS) / top, 0.0).clamp(max=reference.MOST_SCALE)
+    lasting = torch.zeros(layers, heads, dtype=torch.int64, device=values.device)
+    for edge in (values[:, :, :sinks], values[:, :, max(length - window, sinks) :]):
+        weight = torch.where(edge.isfinite(), edge * scale.view(layers, heads, 1), 0.0).floor().long()
+        lasting += weight.sum(2)
+        edge.masked_fill_(~edge.isnan(), float("inf"))
+    return [
+        _select(values, lasting.clone(), together=False, share=round(x * (1 << reference.SHARE_BITS)), top=top)
+        for x in shares
+    ]
+
+
 def _select(
-    values: torch.Tensor, wanted: torch.Tensor, *, together: bool, share: int | None
+    values: torch.Tensor, wanted: torch.Tensor, *, together: bool, share: int | None, top: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """With ``top``, what scales the weights, ``share`` is what is to be left over."""
     assert values.dtype == torch.float32 and values.is_contiguous() and wanted.is_contiguous()
     layers, heads, length = values.shape
     count, groups, device, mass = layers * heads, wanted.numel(), values.device, share is not None
-    top = torch.zeros(count, device=device)
+    least = top is not None
+    if top is None:
+        top = torch.zeros(count, device=device)
     prefix = torch.zeros(groups, dtype=torch.int32, device=device)
     sums = torch.zeros(groups, RADIX.value, dtype=torch.int64, device=device)
-    if mass:
+    if mass and not least:
         top_kernel[(count,)](values, top, length, N=VALUES, num_warps=4)
     chunks = max(1, min(MOST_CHUNKS, triton.cdiv(length, CHUNK)))
     kinds = {"MASS": mass, "TOGETHER": together, "N": VALUES, "num_warps": 4}
     for place in range(DIGITS - 1, -1, -1):
         digit_kernel[(count, chunks)](values, top, prefix, sums, length, place, **kinds)
         first = place == DIGITS - 1
-        choose_kernel[(groups,)](prefix, wanted, sums, share or 0, FIRST=first, MASS=mass and first, num_warps=1)
+        chosen = {"FIRST": first, "MASS": mass and first, "LEAST": least and first}
+        choose_kernel[(groups,)](prefix, wanted, sums, share or 0, **chosen, num_warps=1)
     earlier = torch.zeros(count, dtype=torch.int64, device=device)
     if together:
         equal_kernel[(count,)](values, prefix, earlier, length, N=VALUES, num_warps=4)

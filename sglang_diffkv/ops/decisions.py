@@ -13,7 +13,17 @@ from sglang_diffkv.kernels.gather_scores import reference as gather_reference
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.select import reference as select_reference
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.policies.base import Across, Count, HeadValues, Pointwise, Policy, TopMass, WholeHead
+from sglang_diffkv.policies.base import (
+    Across,
+    Count,
+    HeadValues,
+    LeastMass,
+    Pointwise,
+    Policy,
+    Share,
+    TopMass,
+    WholeHead,
+)
 from sglang_diffkv.policies.budget import Budget
 
 Selected = tuple[torch.Tensor, torch.Tensor]
@@ -28,6 +38,7 @@ class WholeHeadKernels:
     smooth: Callable[..., torch.Tensor]
     count: Callable[..., Selected]
     mass: Callable[..., Selected]
+    least: Callable[..., list[Selected]]
 
 
 REFERENCE = WholeHeadKernels(
@@ -35,6 +46,7 @@ REFERENCE = WholeHeadKernels(
     gather_reference.smooth,
     select_reference.select_count,
     select_reference.select_mass,
+    select_reference.select_least,
 )
 
 
@@ -86,6 +98,8 @@ class Decisions:
         rule = policy.generation
         if isinstance(rule, Count):
             return self._step_budget(rule.budget, policy.window + policy.sinks, state)
+        if isinstance(rule, Share):
+            return StepCuts(*self._thresholds(Pointwise(rule.high, rule.low), state), of_sum=True)
         return None if rule is None else StepCuts(*self._thresholds(rule, state))
 
     def _thresholds(self, rule: Pointwise, state: PageState) -> Selected:
@@ -117,8 +131,15 @@ class Decisions:
             return Cuts(*self._thresholds(rule, state), *limits)
         values = self._room(state, 0, seq_len)
         sums = rule.quantity == "sum"
-        given = {"window": policy.window, "sinks": policy.sinks, "sums": sums, "judged": judged, "own": own}
-        stored = self.kernels.gather(state, parts, values, seq_len, **given)
+        given = {"sums": sums, "judged": judged, "own": own}
+        if isinstance(rule, LeastMass):
+            self.kernels.gather(state, parts, values, seq_len, window=0, sinks=0, **given)
+            shares = (rule.low, rule.out) if len(state.fmt.tiers) > 1 else (rule.out, rule.out)
+            (high, tie_high), (low, tie_low) = self.kernels.least(
+                values, shares, window=policy.window, sinks=policy.sinks
+            )
+            return Cuts(high, low, *limits, values, tie_high, tie_low)
+        stored = self.kernels.gather(state, parts, values, seq_len, window=policy.window, sinks=policy.sinks, **given)
         if rule.smooth > 1:
             values = self._smoothed(state, values, rule.smooth)
         kept = rule.share if isinstance(rule, TopMass) else rule.budget

@@ -15,6 +15,7 @@ from sglang_diffkv.kernels.compact_step.reference import compact_step, step_move
 from sglang_diffkv.kernels.copy_compact.reference import copy_compact
 from sglang_diffkv.kernels.count_owners.reference import count_owners
 from sglang_diffkv.kernels.count_rows.reference import count_rows
+from sglang_diffkv.kernels.cuts import StepCuts
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.kernels.measure.reference import measure
@@ -22,6 +23,7 @@ from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.kernels.release.reference import release, trim
 from sglang_diffkv.kernels.rotate.reference import rotate
+from sglang_diffkv.kernels.sum_scores.reference import sum_scores
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.ops.decisions import Decisions
@@ -108,7 +110,8 @@ class ReferenceOps:
     ) -> None:
         rule = self.decisions.step(state, policy)
         if rule is not None:
-            compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers)))
+            sums = sum_scores(state, rows) if isinstance(rule, StepCuts) and rule.of_sum else None
+            compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers), sums))
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         cuts = self.decisions.of_row(state, row, seq_len, policy)

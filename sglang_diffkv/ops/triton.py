@@ -15,6 +15,7 @@ from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
+from sglang_diffkv.kernels.cuts import StepCuts
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_of_each_variant, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
@@ -23,7 +24,8 @@ from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
-from sglang_diffkv.kernels.select.triton import select_count, select_mass
+from sglang_diffkv.kernels.select.triton import select_count, select_least, select_mass
+from sglang_diffkv.kernels.sum_scores.triton import sum_scores
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.ops.base import Scaling, Step
@@ -34,7 +36,7 @@ from sglang_diffkv.policies.base import Policy
 
 logger = logging.getLogger(__name__)
 
-WHOLE_HEADS = WholeHeadKernels(gather_scores, smooth, select_count, select_mass)
+WHOLE_HEADS = WholeHeadKernels(gather_scores, smooth, select_count, select_mass, select_least)
 
 
 class TritonOps:
@@ -224,6 +226,8 @@ class TritonOps:
         workspace = self._buffers(state, rows.shape[0]).compaction
         if num_valid is None:
             num_valid = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+        if isinstance(rule, StepCuts) and rule.of_sum:
+            sum_scores(state, rows, num_valid, workspace.sums)
         compact_step(state, rows, seq_lens, found, workspace, num_valid, rule)
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:

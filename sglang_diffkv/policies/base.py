@@ -94,11 +94,38 @@ class TopMass(_Ranked):
 
 
 @dataclass(frozen=True)
+class LeastMass(_Ranked):
+    """The most tokens of the smallest values go whose values sum to less than ``out`` (0 to 1) of those of all the
+    sequence's tokens; with two tiers the most that sum to less than ``low`` leave the high one. Window and sinks count
+    in the sum."""
+
+    out: float
+    low: float
+
+    @property
+    def prunes(self) -> bool:
+        return self.out > 0
+
+
+@dataclass(frozen=True)
 class Across(_Ranked):
     """One budget for all heads of all layers: the sum of what ``budget`` gives to each, for the first tokens of all."""
 
     budget: Budget
     high: Budget | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """As ``Pointwise`` in a generation step, but with thresholds that are shares of the sum of the scores of all tokens
+    that a head holds."""
+
+    high: float
+    low: float
+
+    @property
+    def prunes(self) -> bool:
+        return self.low > 0
 
 
 @dataclass(frozen=True)
@@ -112,9 +139,9 @@ class Count:
         return True
 
 
-WholeHead = TopCount | TopMass | Across
+WholeHead = TopCount | TopMass | LeastMass | Across
 PromptRule = Pointwise | WholeHead
-StepRule = Pointwise | Count
+StepRule = Pointwise | Share | Count
 
 
 class Policy:
@@ -149,6 +176,11 @@ class Policy:
     @property
     def judges_low(self) -> bool:
         """False if no decision reads scores of low-tier tokens, which are then not kept up."""
+        return self.prunes or isinstance(self.generation, Share)
+
+    @property
+    def prunes(self) -> bool:
+        """Whether tokens may be dropped where there is more than one tier."""
         return any(rule is not None and rule.prunes for rule in (self.prompt, self.generation))
 
     def of_rank(self, rank: int, ranks: int, heads: int) -> Policy:
@@ -158,4 +190,4 @@ class Policy:
 
 def prunes(policy: Policy, tiers: int) -> bool:
     """Whether a policy may drop tokens where there are so many tiers."""
-    return policy.judges_low or (policy.compresses and tiers == 1)
+    return policy.prunes or (policy.compresses and tiers == 1)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
+from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
 
-PolicyConfig = DiffKVPolicyConfig | UniformPolicyConfig | SnapKVPolicyConfig | H2OPolicyConfig | StreamingPolicyConfig
+PolicyConfig = (
+    DiffKVPolicyConfig
+    | LeanKVPolicyConfig
+    | UniformPolicyConfig
+    | SnapKVPolicyConfig
+    | H2OPolicyConfig
+    | StreamingPolicyConfig
+)

@@ -9,12 +9,14 @@ CONFIGS = {
     "capped": ("K8V4 K4V2", 64, 2),
     "snapkv": ("K8V4", 64, 4),
     "h2o": ("BF16", 128, 2),
+    "leankv": ("K8V4 K4V2", 128, 4),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
 
 METHODS = {
     "snapkv": '{"name": "snapkv", "budget": 512}',
     "h2o": '{"name": "h2o", "fraction": 0.5, "window": 16}',
+    "leankv": '{"name": "leankv", "mass_high": 0.1, "mass_low": 0.001}',
 }
 """Name of a configuration -> its policy, where it is not DiffKV's with two tiers or uniform with one."""
 

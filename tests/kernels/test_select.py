@@ -85,6 +85,44 @@ def test_a_mass_is_reached_by_no_fewer_tokens(kind, share):
             assert not len(left) or float(left.max()) <= float(line[here].min())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.05, 0.5, 1.0])
+def test_the_least_sum_to_less_than_a_share(kind, share):
+    """The paper's cumulative sum: sorted ascending, a token goes while the sum up to it is below the share of all
+    tokens' sum, those of window and sinks included."""
+    values = random_values(kind, 2, 3, 200).masked_fill(torch.arange(200) >= 197, 0.5)
+    values[0, 0] = NAN
+    whole, window, sinks = values.clone(), 16, 2
+    ((cut, tie),) = reference.select_least(values, [share], window=window, sinks=sinks)
+    stays = chosen(values, cut, tie)
+    lasting = (torch.arange(200) < sinks) | (torch.arange(200) >= 200 - window)
+    assert values[:, :, lasting].isinf().equal(~whole[:, :, lasting].isnan()), "window and sinks are no candidates"
+    for layer, number in np.ndindex(2, 3):
+        line, here = whole[layer, number].double(), stays[layer, number]
+        candidates = ~line.isnan() & ~lasting
+        gone, left = line[candidates & ~here], line[candidates & here]
+        limit = share * float(line.nansum())
+        slack = float(line.nansum()) * (2.0**-16 + 200 * 2.0**-24)
+        assert share or not len(gone), "below nothing there is nothing, tokens of no significance included"
+        assert float(gone.sum()) < limit + slack or not len(gone)
+        if len(left):
+            assert float(gone.sum()) + float(left.min()) >= limit - slack, "one more would have gone"
+            assert not len(gone) or float(gone.max()) <= float(left.min())
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, 517, 1300])
+@pytest.mark.parametrize("kind", [*KINDS, "tiny"])
+def test_triton_leaves_over_what_the_reference_does(kind, length):
+    values = random_values(kind, 2, 2, length) if length else torch.zeros(2, 2, 0)
+    other, shares = values.to(DEVICE, copy=True), [0.0, 0.004, 0.3, 1.0]
+    expected = reference.select_least(values, shares, window=7, sinks=3)
+    got = on_gpu.select_least(other, shares, window=7, sinks=3)
+    assert torch.equal(other.cpu().nan_to_num(nan=-1), values.nan_to_num(nan=-1))
+    for one, two in zip(got, expected, strict=True):
+        if length:
+            assert torch.equal(chosen(values, *(x.cpu() for x in one)), chosen(values, *two))
+
+
 def test_by_hand():
     values = torch.tensor([[[0.5, NAN, 0.25, 0.125, 0.125, INF], [0.0, 0.0, NAN, 0.0, INF, INF]]])
     cut, tie = reference.select_count(values, torch.tensor([[4, 3]]))

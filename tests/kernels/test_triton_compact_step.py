@@ -20,6 +20,7 @@ from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.policies.leankv import LeanKVPolicy
 from tests.kernels.triton_helpers import (
     DEVICE,
     add_prompt,
@@ -96,10 +97,11 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
     [
         ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
         ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)),
+        ("K8V4 K4V2", LeanKVPolicy(0.05, 0.01, 4)), ("K8V4", LeanKVPolicy(0.05, 0.02, 4)),
     ],
 )  # fmt: skip
 def test_steps_match_references(tiers, scales):
-    """``scales``: DiffKV's thresholds, with a factor of each head; or a budget."""
+    """``scales``: DiffKV's thresholds, with a factor of each head; or a budget, or LeanKV's shares."""
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=150, window=4)
     generator = torch.Generator().manual_seed(1)
     add_prompt(manager, 1, 37, generator)
@@ -115,6 +117,8 @@ def test_steps_match_references(tiers, scales):
     policy = scaled(manager.policy, state, generator) if scales is True else manager.policy
     if isinstance(scales, Budget):
         policy = H2OPolicy(scales, window=4)
+    if isinstance(scales, LeanKVPolicy):
+        policy = scales
     rule = Decisions().step(state, policy)
     assert rule is not None
     for step in range(14):
@@ -134,8 +138,11 @@ def test_steps_match_references(tiers, scales):
         scores = searches(twin, rows[:2], int(seq_lens[1]), 4, generator)
         found.packed.fill_(2**63 - 1)
         pack(scores, found)
+        sums = None
+        if isinstance(scales, LeanKVPolicy):
+            sums = workspace.sums[:2] = torch.rand(2, 2, 2, generator=generator).to(DEVICE)
         compact_step(state, rows, seq_lens, found, workspace, valid, rule)
-        compact_reference(twin, rows[:2], step_moves(rule, scores, seq_lens[:2], len(state.tiers)))
+        compact_reference(twin, rows[:2], step_moves(rule, scores, seq_lens[:2], len(state.tiers), sums))
         assert_same(state, twin, rows[:2])
         check_integrity(manager)
     assert not state.fault.any()

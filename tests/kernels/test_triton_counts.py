@@ -16,6 +16,8 @@ from sglang_diffkv.kernels.count_rows import triton as count_rows_triton
 from sglang_diffkv.kernels.count_rows.reference import count_rows as count_rows_reference
 from sglang_diffkv.kernels.measure import triton as measure_triton
 from sglang_diffkv.kernels.measure.reference import measure as measure_reference
+from sglang_diffkv.kernels.sum_scores import triton as sum_scores_triton
+from sglang_diffkv.kernels.sum_scores.reference import sum_scores as sum_scores_reference
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -304,3 +306,30 @@ def test_measure_is_a_rows_usage(tiers, make):
     sums = measure_reference(manager.state, rows, lo, hi).sum((1, 2)).tolist()  # [n][T + 1]
     for (row, span), values in zip(ranges.items(), sums, strict=True):
         assert values == row_usage(manager.state, row, *span)
+
+
+@pytest.mark.parametrize("tiers", FORMATS)
+def test_scores_are_summed_over_all_tokens_that_a_head_holds(tiers: str) -> None:
+    """Of both tiers, shared pages and pages in part; what lies in empty slots and on other pages does not matter."""
+    manager = busy_manager(tiers)
+    state = manager.state
+    random = torch.Generator().manual_seed(2)
+    for view in state.tiers:
+        drawn = torch.rand(view.scores.shape, generator=random).to(DEVICE)
+        drawn[view.positions < 0] = float("nan")
+        view.scores.copy_(drawn)
+    rows = torch.arange(8, device=DEVICE)
+    valid = torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    out = torch.full((9, 3, 3), -1.0, device=DEVICE)
+    sum_scores_triton.sum_scores(state, rows, valid, out)
+    expected = torch.zeros(8, 3, 3, device=DEVICE)
+    for row, layer, head in np.ndindex(8, 3, 3):
+        for tier, view in enumerate(state.tiers):
+            page, lo, hi = (x[0, layer, head] for x in row_table(state, rows[row : row + 1], tier, 40))
+            for one, first, end in zip(page.tolist(), lo.tolist(), hi.tolist(), strict=True):
+                position = view.positions[one]
+                expected[row, layer, head] += view.scores[one][(position >= first) & (position < end)].sum()
+    torch.testing.assert_close(sum_scores_reference(state, rows), expected)
+    torch.testing.assert_close(out[:7], expected[:7])
+    assert (out[7:] == -1).all(), "padding is left alone"
+    assert (expected[1:7] > 0).all() and not expected[0].any()

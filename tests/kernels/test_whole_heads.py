@@ -21,7 +21,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.ops.triton import WHOLE_HEADS
-from sglang_diffkv.policies.base import Across, Policy, TopCount, TopMass, WholeHead
+from sglang_diffkv.policies.base import Across, LeastMass, Policy, TopCount, TopMass, WholeHead
 from sglang_diffkv.policies.budget import Budget
 from tests.helpers import tier_map, visible
 from tests.kernels.test_triton_compact_prompt import tokens_of
@@ -128,6 +128,7 @@ RULES: list[WholeHead] = [
     TopCount(Budget(1000), Budget(9)),
     TopMass(0.6, 0.3),
     TopMass(0.99, quantity="sum"),
+    LeastMass(0.1, 0.4),
     Across(Budget(0, 0.6), Budget(0, 0.2), smooth=3),
 ]
 

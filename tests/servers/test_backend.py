@@ -136,7 +136,7 @@ def test_both_ops_agree(tiers: str) -> None:
 
 
 def test_models_that_write_k_and_v_themselves_find_the_pool() -> None:
-    """Qwen3-MoE's layers and others ask the pass's backend for its pool, to write to it while they rotate; not to ours."""
+    """Qwen3-MoE's layers and others ask the pass's backend for its pool, to write there while they rotate."""
     backend = Twin(triton=False, tiers="K8V4 K4V2").backend
     with forward_context(ForwardContext(attn_backend=backend)):
         assert get_token_to_kv_pool() is backend.token_to_kv_pool

@@ -1,0 +1,82 @@
+"""Sums of heads' scores in one launch, without host synchronisation."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, padded, table_index
+from sglang_diffkv.mem_pool.state import PageState
+
+ENTRIES = 16
+"""Table entries of an iteration."""
+
+
+@triton.jit
+def tier_sum(
+    row, layer, head, count, pages, page_table, range_lo, range_hi, row_blocks,
+    HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Of the tokens on the first ``count`` entries of a tier."""
+    token = tl.arange(0, padded(TOKENS))
+    total = tl.zeros([E, padded(TOKENS)], tl.float32)
+    for begin in range(0, count, E):
+        entry = begin + tl.arange(0, E)
+        live = entry < count
+        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
+        first = tl.load(range_lo + at, mask=live, other=0)  # [E]
+        end = tl.load(range_hi + at, mask=live, other=0)
+        page = tl.load(page_table + at, mask=live, other=0)
+        inside = (live & (first < end))[:, None] & (token[None, :] < TOKENS)  # never the scratch page
+        words = (pages + page.to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32))[:, None] + token[None, :]
+        position = tl.load(words + POSITIONS // 4, mask=inside, other=-1)  # [E, padded tokens]
+        held = inside & (position >= first[:, None]) & (position < end[:, None])
+        total += tl.load((words + SCORES // 4).to(tl.pointer_type(tl.float32)), mask=held, other=0.0)
+    return tl.sum(tl.sum(total, 1), 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def sum_kernel(
+    rows, num_valid, out, pages, page_table, range_lo, range_hi, row_blocks, entries,
+    H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
+    L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
+    TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * L * H): one head of a request."""
+    flat = tl.program_id(0)
+    place = flat % (L * H)
+    layer, head = place // H, place % H
+    if flat // (L * H) >= tl.load(num_valid):
+        return
+    row = tl.load(rows + flat // (L * H)).to(tl.int64)
+    at = entries + (row * (L * H) + place) * TIERS
+    total = tier_sum(
+        row, layer, head, tl.load(at), pages, page_table, range_lo, range_hi, row_blocks,
+        True, H_TOKENS, H_SCORES, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+    )  # fmt: skip
+    if TIERS == 2:
+        total += tier_sum(
+            row, layer, head, tl.load(at + 1), pages, page_table, range_lo, range_hi, row_blocks,
+            False, L_TOKENS, L_SCORES, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+        )  # fmt: skip
+    tl.store(out + flat, total)
+
+
+def sum_scores(state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, out: torch.Tensor) -> None:
+    """``reference.sum_scores`` of the first ``num_valid`` rows, into ``out``: at least B of [., L, H] float32."""
+    check_rows(rows, num_valid, state)
+    layers, heads, fmt = state.num_layers, state.num_heads, state.fmt
+    assert out.shape[0] >= rows.shape[0] and out.shape[1:] == (layers, heads)
+    assert out.dtype == torch.float32 and out.is_contiguous()
+    high, low = fmt.high, fmt.low
+    sum_kernel[(rows.shape[0] * layers * heads,)](
+        rows, num_valid, out, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
+        state.entries,
+        H_TOKENS=high.tokens, H_SCORES=high.score_offset, H_POSITIONS=high.position_offset, L_TOKENS=low.tokens,
+        L_SCORES=low.score_offset, L_POSITIONS=low.position_offset, TIERS=len(fmt.tiers), PAGE_BYTES=fmt.page_bytes,
+        MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, E=ENTRIES, num_warps=4,
+    )  # fmt: skip
