@@ -171,8 +171,7 @@ def select_least(
     """``reference.select_least``."""
     layers, heads, length = values.shape
     top = torch.zeros(layers * heads, device=values.device)
-    if length:
-        top_kernel[(layers * heads,)](values, top, length, N=VALUES, num_warps=4)
+    top_kernel[(layers * heads,)](values, top, length, N=VALUES, num_warps=4)
     scale = torch.where(top > 0, float(1 << reference.WEIGHT_BITS) / top, 0.0).clamp(max=reference.MOST_SCALE)
     lasting = torch.zeros(layers, heads, dtype=torch.int64, device=values.device)
     for edge in (values[:, :, :sinks], values[:, :, max(length - window, sinks) :]):

@@ -110,6 +110,7 @@ def test_the_least_sum_to_less_than_a_share(kind, share):
             assert not len(gone) or float(gone.max()) <= float(left.min())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("length", [0, 1, 40, 517, 1300])
 @pytest.mark.parametrize("kind", [*KINDS, "tiny"])
 def test_triton_leaves_over_what_the_reference_does(kind, length):
