@@ -1,0 +1,110 @@
+"""Every method on a real server, at both fidelities: shared prefixes, chunked prompts, samples, aborts, retraction.
+
+Replies are not compared, since methods lose differently; what is kept of the tokens is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_args
+
+import pytest
+import requests
+
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.policies.registry import PolicyConfig
+from tests.servers.shared import STRICT, check_idle, stats_of, tokens
+
+pytestmark = pytest.mark.server
+
+POOL, PREFIX, TAIL, REPLY, REQUESTS = 1000, 240, 60, 160, 8
+ONE, TWO = ["K8V4"], ["K8V4", "K4V2"]
+
+METHODS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "diffkv": (TWO, {"name": "diffkv", "alpha_high": 2.0, "alpha_low": 0.1, "window": 32}),
+    "uniform": (ONE, {"name": "uniform"}),
+    "leankv": (TWO, {"name": "leankv", "mass_high": 0.1, "mass_low": 0.002, "window": 32}),
+    "snapkv": (ONE, {"name": "snapkv", "fraction": 0.5, "window": 16}),
+    "h2o": (ONE, {"name": "h2o", "fraction": 0.5, "window": 32}),
+    "streaming": (ONE, {"name": "streaming", "window": 128}),
+}
+"""Name -> tiers and policy."""
+
+
+def test_no_method_is_left_out() -> None:
+    assert {*METHODS} == {x.model_fields["name"].default for x in get_args(PolicyConfig)}
+
+
+def _parameters(new_tokens: int = REPLY, **more: Any) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens, **more}
+
+
+def _prompt(family: int, number: int) -> list[int]:
+    return tokens(PREFIX, family) + tokens(TAIL, 100 + number)
+
+
+def _load(server: Server) -> list[int]:
+    """Two families of prompts, one after the other, with long replies; beside them streams that are broken off.
+    Returns the lengths of the replies."""
+
+    def ask(number: int) -> int:
+        time.sleep(0.1 * number)
+        payload = {"input_ids": _prompt(number % 2, number), "sampling_params": _parameters()}
+        return len(server.generate(payload)["output_ids"])
+
+    def abort(number: int) -> None:
+        time.sleep(0.2 * number)
+        payload = {"input_ids": _prompt(number % 2, 50 + number), "stream": True, "sampling_params": _parameters()}
+        with requests.post(f"{server.url}/generate", json=payload, stream=True, timeout=120) as reply:
+            lines = reply.iter_lines()
+            for _ in range(1 + 9 * number):
+                next(lines)
+
+    with ThreadPoolExecutor(REQUESTS + 3) as threads:
+        broken = [threads.submit(abort, number) for number in range(3)]
+        found = list(threads.map(ask, range(REQUESTS)))
+        for x in broken:
+            x.result()
+    return found
+
+
+QUICK = ("leankv", "exact")
+"""Of whole heads, in two tiers, with copies. DiffKV's other tests serve from it, so ``make test`` asks for no more."""
+CASES = [
+    pytest.param(name, fidelity, marks=() if (name, fidelity) == QUICK else pytest.mark.full)
+    for name in METHODS
+    for fidelity in ("compressed", "exact")
+    if (name, fidelity) != ("uniform", "exact")  # nothing is compressed, so there is one form of a prompt
+]
+
+
+@pytest.mark.parametrize(("name", "fidelity"), CASES)
+def test_a_method_under_load(name: str, fidelity: str, server_of: Callable[..., Server]) -> None:
+    tiers, policy = METHODS[name]
+    config = {"tiers": tiers, "policy": policy, "prefix_fidelity": fidelity, "page_tokens": 16}
+    args = ["--max-total-tokens", str(POOL), "--chunked-prefill-size", "128", "--schedule-conservativeness", "0.1"]
+    server = server_of("diffkv", args, config=config, env=STRICT)
+    alone = {"input_ids": _prompt(0, 0), "sampling_params": _parameters(24)}
+    first = server.generate(alone)
+    again = server.generate(alone)
+    assert first["meta_info"]["cached_tokens"] == 0
+    assert again["meta_info"]["cached_tokens"] == PREFIX + TAIL - 1, "in three chunks, then found whole"
+    other = server.generate({**alone, "input_ids": _prompt(0, 1)})
+    assert other["meta_info"]["cached_tokens"] == PREFIX
+    choices = server.generate({**alone, "sampling_params": _parameters(24, n=3)})
+    assert [len(x["output_ids"]) for x in choices] == [24] * 3
+    before = stats_of(server)["finished"]
+    assert _load(server) == [REPLY] * REQUESTS
+    stats = stats_of(server)
+    assert stats["faults"] == 0
+    ended = {key: stats["finished"][key] - before[key] for key in ("tokens", "high", "low")}
+    cells = ended["tokens"] * 12  # 6 layers of 2 heads
+    gone = cells - ended["high"] - ended["low"]
+    if name == "uniform":
+        assert gone == 0
+    else:
+        assert gone > 0.02 * cells, "nothing was pruned"
+    assert (ended["low"] > 0.1 * cells) == (tiers == TWO)
+    check_idle(server)
