@@ -5,9 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+
+def check_between(between: torch.Tensor | None, layers: int, heads: int, num_tiers: int) -> None:
+    """Thresholds between the first and the last one, as kernels rely on them."""
+    if num_tiers > 2:
+        assert between is not None and between.shape == (num_tiers - 2, layers, heads)
+        assert between.dtype == torch.float32 and between.is_contiguous()
+    else:
+        assert between is None
 
 
 @dataclass(frozen=True)
@@ -15,10 +25,11 @@ class Cuts:
     """What becomes of a prompt's tokens.
 
     Without ``values`` a token is judged by itself: with a score at or above ``high * (1 / (position + 1))`` it stays in
-    the high tier, at or above ``low * (1 / (position + 1))`` it stays, in the lowest tier at least.
+    the high tier, at or above ``low * (1 / (position + 1))`` it stays, in the lowest tier at least. With more than two
+    tiers the thresholds ``between`` say in which: each, from the high tier on, is what the next tier asks for.
 
-    With ``values`` heads were judged as a whole: a token is above a cut if its value is greater, or equal and its
-    position at most the cut's ``tie``.
+    With ``values`` heads were judged as a whole, for two tiers at most: a token is above a cut if its value is greater,
+    or equal and its position at most the cut's ``tie``.
 
     The newest ``window`` and first ``sinks`` tokens stay as they are. With a single tier ``low`` alone decides.
     """
@@ -30,11 +41,14 @@ class Cuts:
     values: torch.Tensor | None = None  # [L, H, n] float32 by position, contiguous
     tie_high: torch.Tensor | None = None  # [L, H] int32
     tie_low: torch.Tensor | None = None  # [L, H] int32
+    between: torch.Tensor | None = None  # [T - 2, L, H] float32, falling, none above high or below low
 
-    def check(self, layers: int, heads: int) -> None:
+    def check(self, layers: int, heads: int, num_tiers: int) -> None:
         """The shapes and types that kernels rely on."""
         for cut in (self.high, self.low):
             assert cut.shape == (layers, heads) and cut.dtype == torch.float32 and cut.is_contiguous()
+        check_between(self.between, layers, heads, num_tiers)
+        assert self.values is None or num_tiers <= 2, "whole heads are judged for two tiers at most"
         if self.values is not None:
             assert self.values.shape[:2] == (layers, heads) and self.values.dtype == torch.float32
             assert self.values.is_contiguous()
@@ -49,6 +63,7 @@ class StepCuts:
 
     high: torch.Tensor  # [L, H] float32
     low: torch.Tensor  # [L, H] float32
+    between: torch.Tensor | None = None  # [T - 2, L, H] float32, as of ``Cuts``
     of_sum: bool = False
 
 
@@ -72,24 +87,32 @@ StepRule = StepCuts | StepBudget
 def prompt_tiers(cuts: Cuts, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int) -> torch.Tensor:
     """Tier of each prompt token, ``num_tiers`` to prune it. score, position: [L, H, ...]; a position of -1 names no
     token, and what becomes of it means nothing."""
-    high, low = _above(cuts, score, position)
-    lower = torch.where(low, num_tiers - 1, num_tiers)
-    tier = torch.where(high, 0, lower) if num_tiers > 1 else lower
+    above = _above(cuts, score, position)
+    tier = tier_of(above if num_tiers > 1 else above[-1:])
     return torch.where((position >= seq_len - cuts.window) | (position < cuts.sinks), 0, tier)
 
 
-def _above(cuts: Cuts, score: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each token is above the upper and the lower cut."""
+def tier_of(above: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first of the cuts that each token is above, int64; their number where it is above none."""
+    tier = torch.full_like(above[0], len(above), dtype=torch.int64)
+    for number in reversed(range(len(above))):
+        tier = torch.where(above[number], number, tier)
+    return tier
+
+
+def _above(cuts: Cuts, score: torch.Tensor, position: torch.Tensor) -> list[torch.Tensor]:
+    """Whether each token is above each cut, the upper one first."""
 
     def of_heads(x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape, *[1] * (score.dim() - 2))
 
     if cuts.values is None:
         mean = 1.0 / (position + 1).clamp(min=1)
-        return score >= of_heads(cuts.high) * mean, score >= of_heads(cuts.low) * mean
+        between = () if cuts.between is None else cuts.between
+        return [score >= of_heads(cut) * mean for cut in (cuts.high, *between, cuts.low)]
     assert cuts.tie_high is not None and cuts.tie_low is not None
     value = cuts.values.gather(2, position.clamp(min=0).long().flatten(2)).view(position.shape)
     found = []
     for cut, tie in ((cuts.high, cuts.tie_high), (cuts.low, cuts.tie_low)):
         found.append((value > of_heads(cut)) | ((value == of_heads(cut)) & (position <= of_heads(tie))))
-    return found[0], found[1]
+    return found

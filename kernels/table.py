@@ -7,6 +7,15 @@ import torch
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 
+def table_column(state: PageState, tier: int, entry: torch.Tensor) -> torch.Tensor:
+    """Columns of entries of ``tier``, see ``PageState``; of the same shape."""
+    if tier == 0:
+        return entry
+    if tier == 1:
+        return state.width - 1 - entry
+    return state.width // 2 - 1 - entry if tier == 2 else state.width // 2 + entry
+
+
 def table_index(state: PageState, rows: torch.Tensor, tier: int, entry: torch.Tensor) -> torch.Tensor:
     """Flat index into ``page_table``/``range_lo``/``range_hi`` of table entries.
 
@@ -17,7 +26,7 @@ def table_index(state: PageState, rows: torch.Tensor, tier: int, entry: torch.Te
     Returns:
         [B, L, H, E] int64.
     """
-    column = entry if tier == 0 else state.width - 1 - entry
+    column = table_column(state, tier, entry)
     block = state.row_blocks[rows].long()  # [B, max_blocks]
     batch = torch.arange(rows.shape[0], device=rows.device).view(-1, 1, 1, 1)
     block = block[batch, column // TABLE_BLOCK]  # [B, L, H, E]
@@ -37,7 +46,7 @@ def layer_table(
         page [B, H, E] int64, lo [B, H, E] int32, hi [B, H, E] int32.
     """
     entry = torch.arange(width, device=rows.device)
-    column = entry if tier == 0 else state.width - 1 - entry
+    column = table_column(state, tier, entry)
     block = state.row_blocks[rows].long()[:, column // TABLE_BLOCK]  # [B, E]
     used = entry < state.entries[rows, layer, :, tier].unsqueeze(2)  # [B, H, E]
     flat = (block * state.num_layers + layer).unsqueeze(1) * state.num_heads  # [B, 1, E]

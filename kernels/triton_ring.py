@@ -29,18 +29,19 @@ class Spans:
     """
 
     requests: int  # at most
-    demand: torch.Tensor  # [max(requests, T) * L * H] int32: pages of each head
+    demand: torch.Tensor  # [max(requests * (T - 1 or 1), T) * L * H] int32: pages of each head, of each tier
     totals: torch.Tensor  # [programs] int32: pages of each program's heads together
     places: torch.Tensor  # [programs + 1] int64: where in the ring a program's span begins, and the end of all
 
     @classmethod
     def create(cls, state: PageState, requests: int) -> Spans:
-        """For ``requests`` requests' heads, or both tiers of one row."""
+        """For ``requests`` requests' heads, in each lower tier if there are more than two, or all tiers of one row."""
         heads, tiers = state.num_layers * state.num_heads, len(state.fmt.tiers)
-        programs = max(triton.cdiv(requests * heads, HEADS), tiers * heads)  # a row's pages return by head
+        lower = max(tiers - 1, 1)
+        programs = max(lower * triton.cdiv(requests * heads, HEADS), tiers * heads)  # a row's pages return by head
         return cls(
             requests,
-            torch.zeros(max(requests, tiers) * heads, dtype=torch.int32, device=state.device),
+            torch.zeros(max(requests * lower, tiers) * heads, dtype=torch.int32, device=state.device),
             torch.zeros(programs, dtype=torch.int32, device=state.device),
             torch.zeros(programs + 1, dtype=torch.int64, device=state.device),
         )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +22,20 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @triton.jit
+def table_column(entry, TIER: tl.constexpr, MAX_BLOCKS: tl.constexpr):
+    """Column of an entry of ``TIER`` (any shape), see ``PageState``."""
+    if TIER == 0:
+        column = entry
+    elif TIER == 1:
+        column = MAX_BLOCKS * BLOCK - 1 - entry
+    elif TIER == 2:
+        column = MAX_BLOCKS // 2 * BLOCK - 1 - entry
+    else:
+        column = MAX_BLOCKS // 2 * BLOCK + entry
+    return column
+
+
+@triton.jit
 def table_index(
     row_blocks, row, layer, head, column, live,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
@@ -33,14 +48,14 @@ def table_index(
 @triton.jit
 def earlier_entries(
     entries, own_entry, write_slot, head_at, extend,
-    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr,
+    TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Table entries of a head before those that hold only new tokens of a step of ``extend`` tokens.
 
     ``head_at`` is the head's place in [R, L, H]. A single new token may fill a hole anywhere.
     """
     count = tl.load(entries + head_at * TIERS + TIER)
-    if HIGH:
+    if TIER == 0:
         filled = (tl.load(write_slot + head_at) + TOKENS - 1) // TOKENS
         count = tl.where(extend > 1, tl.minimum(count, tl.load(own_entry + head_at * TIERS) + filled), count)
     return count
@@ -78,9 +93,25 @@ def ceil_div(a, b):
     return -(-a // b)
 
 
+I_KB, I_VB, I_TOKENS, I_KEYS, I_KMETA, I_VALUES, I_VMETA, I_SCORES, I_POSITIONS = (tl.constexpr(i) for i in range(9))
+"""Places of the numbers that ``layout_numbers`` gives of a tier: bits of keys and values, tokens of a page, offsets."""
+
+
+@triton.constexpr_function
+def layout_of(layouts, tier):
+    """A tier's numbers, for a function that takes one ``LAYOUT``."""
+    return layouts[tier]
+
+
 @cache
-def layout_constants(layout: TierLayout, prefix: str) -> Mapping[str, int]:
-    """Compile-time constants of one tier, each name with ``prefix`` in front."""
+def layout_numbers(fmt: PageFormat) -> tuple[tuple[int, ...], ...]:
+    """What kernels are told of each tier, as one compile-time constant: ``LAYOUTS[tier][I_TOKENS]``."""
+    return tuple(tuple(layout_constants(layout).values()) for layout in fmt.layouts)
+
+
+@cache
+def layout_constants(layout: TierLayout) -> Mapping[str, int]:
+    """Compile-time constants of one tier by name, in the order of ``I_KB`` and so on."""
     names = {
         "KB": layout.tier.k_bits,
         "VB": layout.tier.v_bits,
@@ -92,14 +123,14 @@ def layout_constants(layout: TierLayout, prefix: str) -> Mapping[str, int]:
         "SCORES": layout.score_offset,
         "POSITIONS": layout.position_offset,
     }
-    return MappingProxyType({prefix + name: value for name, value in names.items()})
+    return MappingProxyType(names)
 
 
 @cache
-def format_constants(fmt: PageFormat) -> Mapping[str, int]:
-    """Constants of both tiers (``H_`` and ``L_``) and of the page; a single tier stands for both."""
+def format_constants(fmt: PageFormat) -> Mapping[str, Any]:
+    """Constants of all tiers and of the page."""
     rest = {"TIERS": len(fmt.tiers), "D": fmt.head_dim, "DV": fmt.v_head_dim, "PAGE_BYTES": fmt.page_bytes}
-    return MappingProxyType({**layout_constants(fmt.high, "H_"), **layout_constants(fmt.low, "L_"), **rest})
+    return MappingProxyType({"LAYOUTS": layout_numbers(fmt), **rest})
 
 
 def check_rows(rows: torch.Tensor, num_valid: torch.Tensor, state: PageState) -> None:

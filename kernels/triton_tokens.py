@@ -10,15 +10,27 @@ import triton.language as tl
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.quantize.triton import plane_elements, quantize_planes
 from sglang_diffkv.kernels.triton_codec import meta_pair
-from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
+from sglang_diffkv.kernels.triton_table import (
+    I_KB,
+    I_KEYS,
+    I_KMETA,
+    I_POSITIONS,
+    I_SCORES,
+    I_VALUES,
+    I_VB,
+    I_VMETA,
+    padded,
+    table_column,
+    table_index,
+)
 
 
 def cut_arguments(cuts: Cuts) -> tuple[Any, ...]:
-    """``high_cut``, ``low_cut``, ``tie_high``, ``tie_low``, ``values`` and ``values_len`` of kernels; where heads were
-    not judged as a whole, the last four are not read."""
+    """``high_cut``, ``between``, ``low_cut``, ``tie_high``, ``tie_low``, ``values`` and ``values_len`` of kernels. If
+    heads were not judged as a whole, the last four are not read. With two tiers ``between`` is None."""
     if cuts.values is None:
-        return cuts.high, cuts.low, cuts.high, cuts.low, cuts.high, 0
-    return cuts.high, cuts.low, cuts.tie_high, cuts.tie_low, cuts.values, cuts.values.shape[2]
+        return cuts.high, cuts.between, cuts.low, cuts.high, cuts.low, cuts.high, 0
+    return cuts.high, None, cuts.low, cuts.tie_high, cuts.tie_low, cuts.values, cuts.values.shape[2]
 
 
 @triton.jit
@@ -28,37 +40,49 @@ def number_at(page, OFFSET: tl.constexpr, slot):
 
 
 @triton.jit
-def load_cuts(high_cut, low_cut, tie_high, tie_low, flat, WHOLE: tl.constexpr):
-    """A head's cuts and their ties; without ``WHOLE`` there are no ties."""
-    tie_of_high = 0
-    tie_of_low = 0
+def load_cuts(
+    high_cut, between, low_cut, tie_high, tie_low, flat, TIERS: tl.constexpr, HEADS: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
+    """Cuts of head ``flat`` of ``HEADS``, the one that tier t asks for at place t, and the ties of the first and the
+    last; two tuples. Without ``WHOLE`` there are no ties."""
+    cuts = ()
+    if TIERS > 1:
+        cuts = cuts + (tl.load(high_cut + flat),)
+    for tier in tl.static_range(1, TIERS - 1):
+        cuts = cuts + (tl.load(between + (tier - 1) * HEADS + flat),)
+    cuts = cuts + (tl.load(low_cut + flat),)
+    ties = (0, 0)
     if WHOLE:
-        tie_of_high = tl.load(tie_high + flat)
-        tie_of_low = tl.load(tie_low + flat)
-    return tl.load(high_cut + flat), tl.load(low_cut + flat), tie_of_high, tie_of_low
+        ties = (tl.load(tie_high + flat), tl.load(tie_low + flat))
+    return cuts, ties
 
 
 @triton.jit
 def prompt_decision(
-    score, position, live, seq_len, window, sinks, high_cut, low_cut, tie_high, tie_low, values, values_len,
-    LOWER: tl.constexpr, WHOLE: tl.constexpr,
+    score, position, live, seq_len, window, sinks, cuts, ties, values, values_len,
+    TIER: tl.constexpr, TIERS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``cuts.prompt_tiers`` for [T] tokens: whether each stays in its tier, and whether it goes down one, which none
-    does without a ``LOWER`` tier. ``WHOLE``: heads were judged as a whole; ``values`` points to those of this head."""
+    """``cuts.prompt_tiers`` for [T] tokens of ``TIER``, which rise to no tier above it: a tuple of masks, at place 0
+    those that stay, at place k those that go down k tiers. ``cuts`` and ``ties`` of ``load_cuts``. ``WHOLE``: heads
+    were judged as a whole; ``values`` points to those of this head."""
     lasting = (position >= seq_len - window) | (position < sinks)
+    above = ()
     if WHOLE:
         value = tl.load(values + position, mask=live & (position < values_len), other=float("nan"))
-        low_enough = (value > low_cut) | ((value == low_cut) & (position <= tie_low))
-        high_enough = (value > high_cut) | ((value == high_cut) & (position <= tie_high))
+        for tier in tl.static_range(TIER, TIERS):
+            tie = ties[0 if tier + 1 < TIERS else 1]
+            above = above + ((value > cuts[tier]) | ((value == cuts[tier]) & (position <= tie)),)
     else:
         mean = tl.div_rn(tl.full(position.shape, 1.0, tl.float32), tl.maximum(position + 1, 1).to(tl.float32))
-        low_enough = score >= low_cut * mean
-        high_enough = score >= high_cut * mean
-    if LOWER:
-        stays = live & (lasting | high_enough)
-    else:
-        stays = live & (lasting | low_enough)
-    return stays, live & (stays == 0) & low_enough
+        for tier in tl.static_range(TIER, TIERS):
+            above = above + (score >= cuts[tier] * mean,)
+    stays = live & (lasting | above[0])
+    found = (stays,)
+    rest = live & (stays == 0)
+    for lower in tl.static_range(1, TIERS - TIER):
+        found = found + (rest & above[lower],)
+        rest = rest & (above[lower] == 0)
+    return found
 
 
 @triton.jit
@@ -70,7 +94,7 @@ def held_page(
     """A page of a row, and for its [T] slots: scores, positions, and whether the page's range and [lo, hi) hold them.
     ``judged`` points to this head's scores by position for positions below ``judged_len``, which count where they are
     numbers."""
-    column = entry if TIER == 0 else MAX_BLOCKS * BLOCK - 1 - entry
+    column = table_column(entry, TIER, MAX_BLOCKS)
     at = table_index(row_blocks, source, layer, head, column, True, MAX_BLOCKS, L, H)
     page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
     first = tl.maximum(tl.load(range_lo + at), lo)
@@ -139,3 +163,33 @@ def store_numbers(page, slot, chosen, score, position, SCORES: tl.constexpr, POS
     """Write scores, as int32 words [T], and positions [T] to slots [T] of pages [T]."""
     tl.store(number_at(page, SCORES, slot), score, mask=chosen)
     tl.store(number_at(page, POSITIONS, slot), position, mask=chosen)
+
+
+@triton.jit
+def load_tokens(page, slot, chosen, LAYOUT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """The chosen of slots [T] of a page as they are: codes and metadata words of keys and of values, a tuple."""
+    RAW: tl.constexpr = LAYOUT[I_KB] == 16
+    k, kmeta = load_codes(page, slot, chosen, D * LAYOUT[I_KB] // 8, LAYOUT[I_KEYS], LAYOUT[I_KMETA], RAW)
+    v, vmeta = load_codes(page, slot, chosen, DV * LAYOUT[I_VB] // 8, LAYOUT[I_VALUES], LAYOUT[I_VMETA], RAW)
+    return k, kmeta, v, vmeta
+
+
+@triton.jit
+def requantized_tokens(
+    page, slot, chosen, raw, FROM: tl.constexpr, TO: tl.constexpr, D: tl.constexpr, DV: tl.constexpr
+):  # fmt: skip
+    """As ``load_tokens`` of a page of layout ``FROM``, in the form of the lower tier ``TO``."""
+    k, kmeta = requantized(page, slot, chosen, raw, D, FROM[I_KB], TO[I_KB], FROM[I_KEYS], FROM[I_KMETA])
+    v, vmeta = requantized(page, slot, chosen, raw, DV, FROM[I_VB], TO[I_VB], FROM[I_VALUES], FROM[I_VMETA])
+    return k, kmeta, v, vmeta
+
+
+@triton.jit
+def store_tokens(page, slot, chosen, codes, score, position, LAYOUT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """Write what ``load_tokens`` or ``requantized_tokens`` gave, scores, as int32 words [T], and positions [T] to slots
+    [T] of pages [T]."""
+    RAW: tl.constexpr = LAYOUT[I_KB] == 16
+    k, kmeta, v, vmeta = codes
+    store_codes(page, slot, chosen, k, kmeta, D * LAYOUT[I_KB] // 8, LAYOUT[I_KEYS], LAYOUT[I_KMETA], RAW)
+    store_codes(page, slot, chosen, v, vmeta, DV * LAYOUT[I_VB] // 8, LAYOUT[I_VALUES], LAYOUT[I_VMETA], RAW)
+    store_numbers(page, slot, chosen, score, position, LAYOUT[I_SCORES], LAYOUT[I_POSITIONS])

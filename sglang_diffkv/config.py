@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
@@ -24,9 +24,10 @@ class DiffKVConfig(Strict):
     """Everything a user can set.
 
     Attributes:
-        tiers: high tier first, for example ``["K8V4", "K4V2"]``, ``["K8V4"]`` or ``["BF16"]``.
+        tiers: high tier first, for example ``["K8V4", "K4V2"]``, ``["K8V4"]`` or ``["BF16"]``; up to four.
         policy: ``{"name": "diffkv", ...}`` or another method of ``policies/registry.py``; by default DiffKV with two
-            tiers, uniform with one. The others keep what they keep at one tier.
+            tiers, uniform with one. The others keep what they keep at one tier. More than two tiers need DiffKV with
+            its thresholds ``alpha_between``.
         page_tokens: high-tier tokens of a page.
         prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share, or
             ``exact``, all of it in the high tier, of which a running request takes a compressed copy of its own.
@@ -57,15 +58,19 @@ class DiffKVConfig(Strict):
     @field_validator("tiers")
     @classmethod
     def _possible(cls, tiers: tuple[str, ...]) -> tuple[str, ...]:
-        if not 1 <= len(tiers) <= 2:
-            raise ValueError(f"{len(tiers)} tiers given: one or two are supported")
+        if not 1 <= len(tiers) <= MOST_TIERS:
+            raise ValueError(f"{len(tiers)} tiers given: one to four are supported")
         return tuple(Tier.parse(name).name for name in tiers)
 
     @model_validator(mode="after")
     def _consistent(self) -> DiffKVConfig:
         PageFormat(128, 128, self.parsed_tiers, self.page_tokens)
-        if self.policy is not None and len(self.tiers) > self.policy.most_tiers:
-            raise ValueError(f"policy {self.policy.name} keeps tokens at one tier, but tiers lists two")
+        if self.policy is not None or len(self.tiers) > 1:
+            policy, count = self.policy or DiffKVPolicyConfig(), len(self.tiers)
+            if count > policy.most_tiers:
+                kept = ("one tier", "two tiers", "three tiers")[policy.most_tiers - 1]
+                raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}")
+            policy.check_tiers(count)
         if self.thresholds == "calibrated" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             named = " and ".join(sorted(given))
             raise ValueError(f'"thresholds": "calibrated" brings tiers, policy and rotate; drop {named}')

@@ -60,7 +60,7 @@ class MemoryPlan:
             fmt=self.fmt,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
-            num_pages=pages_for(capacity, self.fmt.high.tokens, self.heads),
+            num_pages=pages_for(capacity, self.fmt.high.tokens, self.heads, len(self.fmt.tiers)),
             num_rows=num_rows,
             num_segments=segments,
             max_tokens=max_tokens,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.prefix_sum.triton import take_spans
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, NO_LIMIT, Spans, record_demand
-from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, padded
+from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, padded, table_column
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -48,7 +50,7 @@ def grant_kernel(
             page = tl.load(ring + place % num_pages, mask=granted, other=0)
             page = tl.where(granted, page, num_pages)  # the scratch page lies behind the ring's
             entry = start + step
-            column = entry if TIER == 0 else MAX_BLOCKS * BLOCK - 1 - entry
+            column = table_column(entry, TIER, MAX_BLOCKS)
             block = tl.load(row_blocks + row * MAX_BLOCKS + column // BLOCK, mask=due, other=0)
             at = ((block.to(tl.int64) * L + layer) * H + head) * BLOCK + column % BLOCK
             tl.store(page_table + at, page, mask=due)
@@ -85,12 +87,14 @@ def grant_pages(
     )  # fmt: skip
 
 
-def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, spans: Spans) -> None:
-    """``reference.add_own_pages`` of the demand that ``record_demand`` left in ``spans``; rows [B], two launches."""
+def add_own_pages(state: PageState, rows: torch.Tensor, tiers: Sequence[int], spans: Spans) -> None:
+    """``reference.add_own_pages``, of one of ``tiers`` after the other, of the demand that ``record_demand`` left in
+    ``spans``: [tiers, heads], and totals [tiers, programs]. rows [B]; a launch, and one for each tier."""
     heads = rows.shape[0] * state.num_layers * state.num_heads
     programs = triton.cdiv(heads, HEADS)
-    take_spans(state.counters, spans.totals[:programs], spans.places)
-    grant_pages(state, rows, tier, heads, spans.demand, spans.places)
+    take_spans(state.counters, spans.totals[: len(tiers) * programs], spans.places)
+    for number, tier in enumerate(tiers):
+        grant_pages(state, rows, tier, heads, spans.demand[number * heads :], spans.places[number * programs :])
 
 
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows", "new_tokens"])
@@ -142,4 +146,4 @@ def reserve(
         state.write_slot, spans.demand, spans.totals,
         TOKENS=state.fmt.high.tokens, TIERS=len(state.fmt.tiers), L=layers, H=heads, R=HEADS, num_warps=4,
     )  # fmt: skip
-    add_own_pages(state, rows, 0, spans)
+    add_own_pages(state, rows, (0,), spans)

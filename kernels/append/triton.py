@@ -82,7 +82,7 @@ def append(
         key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), state.pages,
         state.page_table, state.row_blocks, state.own_entry, state.write_slot, rows, offset, position,
         num_valid, layer,
-        **layout_constants(fmt.high, ""), TIERS=len(fmt.tiers), D=fmt.head_dim, DV=fmt.v_head_dim,
+        **layout_constants(fmt.high), TIERS=len(fmt.tiers), D=fmt.head_dim, DV=fmt.v_head_dim,
         PAGE_BYTES=fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
         R=tokens, KWP=triton.next_power_of_2(fmt.head_dim * bits[0] // 8),
         VWP=triton.next_power_of_2(fmt.v_head_dim * bits[1] // 8), EARLY=launches_early(),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.attach.reference import keep, seal
-from sglang_diffkv.kernels.triton_table import BLOCK, layout_constants, padded, table_index
+from sglang_diffkv.kernels.triton_table import layout_constants, padded, table_column, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 __all__ = ["attach", "keep", "seal"]
@@ -30,7 +30,7 @@ def holds(page, lo, hi, live, pages, POSITIONS: tl.constexpr, TOKENS: tl.constex
 def attach_kernel(
     target, source, lo, hi, pages, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry,
     own_tokens, refcount, num_pages,
-    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KEPT_ONLY: tl.constexpr, TOKENS: tl.constexpr,
+    TIER: tl.constexpr, TIERS: tl.constexpr, KEPT_ONLY: tl.constexpr, TOKENS: tl.constexpr,
     POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def attach_kernel(
     for begin in range(first, count, E):
         entry = begin + tl.arange(0, E)
         live = entry < count
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, source, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0)
         page_lo = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)
@@ -53,7 +53,7 @@ def attach_kernel(
         keep = keep & holds(page, page_lo, page_hi, keep, pages, POSITIONS, TOKENS, PAGE_BYTES)
         rank = tl.cumsum(keep.to(tl.int32), 0) - 1
         entry = done + rank
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, target, layer, head, column, keep, MAX_BLOCKS, L, H)
         tl.store(page_table + at, page, mask=keep)
         tl.store(range_lo + at, page_lo, mask=keep)
@@ -73,12 +73,12 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
     """
     assert target != source
     for tier, layout in enumerate(state.fmt.layouts):
-        constants = layout_constants(layout, "")
+        constants = layout_constants(layout)
         attach_kernel[(state.num_layers * state.num_heads,)](
             target, source, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi,
             state.row_blocks, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.refcount,
             state.num_pages,
-            HIGH=tier == 0, TIER=tier, TIERS=len(state.fmt.tiers), KEPT_ONLY=kept_only, TOKENS=constants["TOKENS"],
+            TIER=tier, TIERS=len(state.fmt.tiers), KEPT_ONLY=kept_only, TOKENS=constants["TOKENS"],
             POSITIONS=constants["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes,
             MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES, num_warps=1,
         )  # fmt: skip

@@ -38,17 +38,15 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None
     if bool((kept == used).all()):
         return
 
-    demoted = (tier_of == 1) & (tiers > 1)
-    at = page[demoted], place[demoted]
-    key, value = read_tokens(view, *at)
-    score = view.scores[at]
+    demoted = [tier_of == tier for tier in range(1, tiers)]
+    lowered = [(*read_tokens(view, page[x], place[x]), view.scores[page[x], place[x]], position[x]) for x in demoted]
     _close_ranks(view, page, place, tier_of == 0, present)
     _return_pages(state, row, kept, tokens)
     state.own_tokens[row, :, :, 0] = kept.int()
     state.hole[row] = EMPTY
-    if tiers > 1:
-        at = append_slots(state, row, 1, demoted)
-        write_tokens(state.tiers[1], *at, key, value, score, position[demoted], view.layout.tier)
+    for tier, (chosen, tokens_of) in enumerate(zip(demoted, lowered, strict=True), 1):
+        at = append_slots(state, row, tier, chosen)
+        write_tokens(state.tiers[tier], *at, *tokens_of, view.layout.tier)
 
 
 def _close_ranks(

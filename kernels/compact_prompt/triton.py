@@ -20,7 +20,7 @@ from sglang_diffkv.mem_pool.state import PageState
 class PromptWorkspace:
     """Pages that compaction may need beyond a row's own, and those that it leaves over."""
 
-    spare: torch.Tensor  # [L * H] int32
+    spare: torch.Tensor  # [max(T - 1, 1), L * H] int32, of each lower tier
     surplus: torch.Tensor  # [L * H, 2] int32, high table entries from and to
     spans: Spans
 
@@ -28,7 +28,7 @@ class PromptWorkspace:
     def create(cls, state: PageState) -> PromptWorkspace:
         count = state.num_layers * state.num_heads
         return cls(
-            torch.zeros(count, dtype=torch.int32, device=state.device),
+            torch.zeros(max(len(state.fmt.tiers) - 1, 1), count, dtype=torch.int32, device=state.device),
             torch.zeros(count, 2, dtype=torch.int32, device=state.device),
             Spans.create(state, 1),
         )
@@ -43,15 +43,16 @@ def compact_prompt(
 ) -> None:
     """``reference.compact_prompt``: sort the own high-tier tokens of ``row`` into tiers.
 
-    It borrows one page a head from the ring; a head that gets none keeps in the high tier what would go low. The
-    other new pages are the row's own, so they are as many as the reference's, but not the same ones.
+    It borrows one page a head and lower tier from the ring; a head that gets none keeps in the high tier what would go
+    to that tier. The other new pages are the row's own, so they are as many as the reference's, but not the same ones.
     """
-    cuts.check(state.num_layers, state.num_heads)
+    cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
     fmt, count = state.fmt, state.num_layers * state.num_heads
     freed = workspace.spans.totals[:count]
     if len(fmt.tiers) > 1:
         spare_kernel[(1,)](
-            workspace.spare, state.ring, state.counters, state.refcount, state.num_pages, count, R=256, num_warps=4,
+            workspace.spare, state.ring, state.counters, state.refcount, state.num_pages,
+            (len(fmt.tiers) - 1) * count, R=256, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
         row, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), workspace.spare, workspace.surplus, freed,

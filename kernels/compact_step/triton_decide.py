@@ -5,6 +5,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING
 from sglang_diffkv.kernels.triton_ring import record_demand
+from sglang_diffkv.kernels.triton_table import I_TOKENS
 
 
 @triton.jit
@@ -26,19 +27,20 @@ def budget_of(length, tokens, fraction):
 
 @triton.jit(do_not_specialize=["batch", "parts"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def decide_kernel(
-    found, parts, rows, seq_lens, num_valid, batch, first_rule, second_rule, sums, demote_out,
-    leave_out, target_out,
+    found, parts, rows, seq_lens, num_valid, batch, first_rule, between, second_rule, sums, demote_out,
+    leave_out, target_out, tier_out,
     entries, own_entry, own_tokens, demand_out, totals,
-    TOKENS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BUDGET: tl.constexpr,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, BUDGET: tl.constexpr,
     OF_SUM: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). ``parts`` programs searched each
     head.
 
     Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
-    free, and the low slot that takes the token. ``TOKENS`` is the low tier's.
-    The rule [L, H] is ``StepCuts``' high and low, with ``BUDGET`` ``StepBudget``'s tokens and fraction. ``sums``
-    [batch, L, H] is read with ``OF_SUM``.
+    free, and the slot of a lower tier that takes the token; with more than two tiers also which tier. The demand of
+    each lower tier comes behind that of the one before, and so do ``totals``.
+    The rule [L, H] is ``StepCuts``' high and low, with ``BUDGET`` ``StepBudget``'s tokens and fraction; ``between``
+    [TIERS - 2, L, H], None with two tiers. ``sums`` [batch, L, H] is read with ``OF_SUM``.
     """
     flat = tl.program_id(0) * R + tl.arange(0, R)
     b = flat // (L * H)
@@ -57,14 +59,14 @@ def decide_kernel(
         tokens, fraction = tl.load(first_rule + flat % (L * H)), tl.load(second_rule + flat % (L * H))
         drop = tl.where(budget_of(length, tokens, fraction) == budget_of(length - 1, tokens, fraction), least, -1)
     else:
-        low = tl.load(second_rule + flat % (L * H))
-        high = tl.load(first_rule + flat % (L * H)) if TIERS == 2 else low
         if OF_SUM:
             whole = tl.load(sums + flat, mask=live, other=0.0)
-            low, high = low * whole, high * whole
+            low = tl.load(second_rule + flat % (L * H)) * whole
+            high = tl.load(first_rule + flat % (L * H)) * whole if TIERS > 1 else low
         else:
             length = length.to(tl.float32)
-            low, high = tl.div_rn(low, length), tl.div_rn(high, length)
+            low = tl.div_rn(tl.load(second_rule + flat % (L * H)), length)
+            high = tl.div_rn(tl.load(first_rule + flat % (L * H)), length) if TIERS > 1 else low
         candidate, candidate_score = best_found(found, first, live, parts)
         present = candidate >= 0
         stays = present & (candidate_score >= high)
@@ -73,17 +75,33 @@ def decide_kernel(
         victim = stays & (least >= 0) & (least_score < high)
         demote = tl.where(goes_low, candidate, tl.where(victim & (least_score >= low), least, -1))
         drop = tl.where(goes_out, candidate, tl.where(victim & (least_score < low), least, -1))
-    if TIERS == 2 and not BUDGET:
-        worst, worst_score = best_found(found, first + 2 * parts, live, parts)
-        replace = goes_low & (worst >= 0) & (worst_score < low)
-        used = tl.load(own_tokens + at * TIERS + 1, mask=live, other=0)
-        appended = live & (demote >= 0) & (replace == 0)
-        start = tl.load(entries + at * TIERS + 1, mask=live, other=0)
-        have = start - tl.load(own_entry + at * TIERS + 1, mask=live, other=0)
-        demand = (appended & (used >= have * TOKENS)).to(tl.int32)
-        tl.store(own_tokens + at * TIERS + 1, used + 1, mask=appended)
-        target = tl.where(replace, worst, used)
-        record_demand(demand, flat, inside, tl.program_id(0), demand_out, totals)
+    if TIERS > 1 and not BUDGET:
+        named = tl.full([R], TIERS - 1, tl.int32)
+        if TIERS > 2:
+            moved = tl.where(goes_low, candidate_score, least_score)
+            for step in tl.static_range(1, TIERS - 1):
+                lower = TIERS - 1 - step  # from the lowest threshold between up
+                cut = tl.div_rn(tl.load(between + (lower - 1) * L * H + flat % (L * H)), length)
+                named = tl.where(moved >= cut, lower, named)
+            tl.store(tier_out + flat, named, mask=inside)
+        for tier in tl.static_range(1, TIERS):
+            worst, worst_score = best_found(found, first + (1 + tier) * parts, live, parts)
+            replace = goes_low & (worst >= 0) & (worst_score < low)
+            used = tl.load(own_tokens + at * TIERS + tier, mask=live, other=0)
+            moves = live & (demote >= 0)
+            if TIERS > 2:
+                moves = moves & (named == tier)
+            appended = moves & (replace == 0)
+            start = tl.load(entries + at * TIERS + tier, mask=live, other=0)
+            have = start - tl.load(own_entry + at * TIERS + tier, mask=live, other=0)
+            demand = (appended & (used >= have * LAYOUTS[tier][I_TOKENS])).to(tl.int32)
+            tl.store(own_tokens + at * TIERS + tier, used + 1, mask=appended)
+            if TIERS > 2:
+                target = tl.where(moves, tl.where(replace, worst, used), target)
+            else:
+                target = tl.where(replace, worst, used)
+            program = (tier - 1) * tl.num_programs(0) + tl.program_id(0)
+            record_demand(demand, flat, inside, program, demand_out + (tier - 1) * batch * (L * H), totals)
     tl.store(demote_out + flat, tl.where(live, demote, -1), mask=inside)
     tl.store(leave_out + flat, tl.where(live, tl.maximum(demote, drop), -1), mask=inside)
     tl.store(target_out + flat, target, mask=inside)

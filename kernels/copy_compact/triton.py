@@ -34,10 +34,11 @@ def copy_compact(
         judged: [L, H, n] float32, contiguous.
     """
     assert target != source
-    cuts.check(state.num_layers, state.num_heads)
+    cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
     fmt, layers, heads = state.fmt, state.num_layers, state.num_heads
     count = layers * heads
-    counts = torch.empty(count, 2, dtype=torch.int32, device=state.device)
+    tiers = len(fmt.tiers)
+    counts = torch.empty(count, tiers, dtype=torch.int32, device=state.device)
     known = 0
     if judged is not None:
         assert judged.shape[:2] == (layers, heads) and judged.dtype == torch.float32 and judged.is_contiguous()
@@ -48,17 +49,15 @@ def copy_compact(
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads}
     whole = cuts.values is not None
     rule = (judged, known, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), counts)
-    names = ("TOKENS", "SCORES", "POSITIONS")
     count_kernel[(count,)](
         source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
         state.entries,
-        **{f"{tier}_{name}": every[f"{tier}_{name}"] for tier in "HL" for name in names}, TIERS=every["TIERS"],
-        **shape, WHOLE=whole, num_warps=1,
+        LAYOUTS=every["LAYOUTS"], TIERS=tiers, **shape, WHOLE=whole, num_warps=1,
     )  # fmt: skip
-    tiers, programs = every["TIERS"], triton.cdiv(count, HEADS)
+    programs = triton.cdiv(count, HEADS)
     take_kernel[(programs, tiers)](
         target, counts, count, state.entries, state.own_entry, state.own_tokens, spans.demand, spans.totals,
-        H_TOKENS=fmt.high.tokens, L_TOKENS=fmt.low.tokens, TIERS=tiers, L=layers, H=heads, R=HEADS, num_warps=4,
+        LAYOUTS=every["LAYOUTS"], TIERS=tiers, L=layers, H=heads, R=HEADS, num_warps=4,
     )  # fmt: skip
     take_spans(state.counters, spans.totals[: tiers * programs], spans.places)
     for tier in range(tiers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang_diffkv.kernels.table import table_column
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 OWNERS = ("private", "shared", "cached", "free")
@@ -28,7 +29,7 @@ def count_owners(state: PageState, rows: torch.Tensor) -> torch.Tensor:
         count = state.entries[rows, :, :, tier].long().flatten()  # [n * L * H]
         owner = torch.arange(count.shape[0], device=state.device).repeat_interleave(count)  # [entries]
         entry = torch.arange(owner.shape[0], device=state.device) - (count.cumsum(0) - count)[owner]
-        column = entry if tier == 0 else state.width - 1 - entry
+        column = table_column(state, tier, entry)
         block = state.row_blocks[rows[owner // heads], column // TABLE_BLOCK].long()
         at = (block * heads + owner % heads) * TABLE_BLOCK + column % TABLE_BLOCK
         counts = (state.range_hi.view(-1)[at] > 0).int()

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_table import BLOCK, table_index
+from sglang_diffkv.kernels.triton_table import table_column, table_index
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 ENTRIES = 32
@@ -18,13 +18,13 @@ PAGES = 1024
 @triton.jit
 def add_references(
     row, layer, head, count, first, pages, page_table, range_hi, row_blocks, held,
-    HIGH: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+    TIER: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """One tier's first ``count`` entries of a head."""
     for begin in range(0, count, E):
         entry = begin + tl.arange(0, E)
         live = entry < count
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0) - first
         live = live & (tl.load(range_hi + at, mask=live, other=0) > 0)  # never the scratch page
@@ -41,14 +41,10 @@ def held_kernel(
     place = tl.program_id(1)
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     at = entries + (row * (L * H) + place) * TIERS
-    add_references(
-        row, place // H, place % H, tl.load(at), first, pages, page_table, range_hi, row_blocks, held,
-        True, MAX_BLOCKS, L, H, E,
-    )  # fmt: skip
-    if TIERS == 2:
+    for tier in tl.static_range(TIERS):
         add_references(
-            row, place // H, place % H, tl.load(at + 1), first, pages, page_table, range_hi, row_blocks, held,
-            False, MAX_BLOCKS, L, H, E,
+            row, place // H, place % H, tl.load(at + tier), first, pages, page_table, range_hi, row_blocks, held,
+            tier, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
 
 

@@ -6,8 +6,13 @@ import torch
 
 from sglang_diffkv.mem_pool.state import PageState
 
-COLUMNS = 6
-"""Demand, most entries of tier 0 and of tier 1, entries, private entries, fault."""
+DEMAND, ENTRIES, PRIVATE, FAULT = range(4)
+"""First columns. Behind them the most entries of each tier."""
+
+
+def columns(tiers: int) -> int:
+    """Columns of what is counted."""
+    return FAULT + 1 + tiers
 
 
 def count_rows(
@@ -15,17 +20,17 @@ def count_rows(
 ) -> torch.Tensor:
     """Counts of each row, and the ring's counters.
 
-    Row i of the result is, for ``rows[i]``: the most pages that its next ``steps`` decode steps can take; the
-    most entries that a head has in tier 0 and in tier 1 (0 without one); its entries over all layers, heads and
-    tiers; those of them that no segment holds; its fault. The last row is pages taken, pages put, and zeros.
+    Row i of the result is, for ``rows[i]``: the most pages that its next ``steps`` decode steps can take; its entries
+    over all layers, heads and tiers; those of them that no segment holds; its fault; the most entries that a head has
+    in each tier. The last row is pages taken, pages put, and zeros.
 
     Args:
         rows: [n] int32 or int64, n may be 0.
-        low_grows: whether a step can add a token to the low tier too (the policy compresses).
-        out: [n + 1, COLUMNS] int64 to write to, or None for a new tensor.
+        low_grows: whether a step can add a token to one of the lower tiers too (the policy compresses).
+        out: [n + 1, 4 + T] int64 to write to, or None for a new tensor.
 
     Returns:
-        [n + 1, COLUMNS] int64.
+        [n + 1, 4 + T] int64.
     """
     assert steps >= 0
     rows = rows.long()
@@ -34,17 +39,17 @@ def count_rows(
     slack = (entries - state.own_entry[rows]) * tokens - state.own_tokens[rows]  # [n, L, H, T]
     slack[..., 0] += state.hole[rows] >= 0
     demand = -(-(steps - slack).clamp(min=0) // tokens)  # [n, L, H, T]
-    if not low_grows:
-        demand[..., 1:] = 0
+    lower = demand[..., 1:].sum(3).clamp(max=steps)  # a step moves one token of a head
+    shape = (rows.shape[0] + 1, columns(len(state.tiers)))
     if out is None:
-        out = torch.empty(rows.shape[0] + 1, COLUMNS, dtype=torch.int64, device=state.device)
-    assert out.shape == (rows.shape[0] + 1, COLUMNS) and out.dtype == torch.int64
+        out = torch.empty(shape, dtype=torch.int64, device=state.device)
+    assert out.shape == shape and out.dtype == torch.int64
     out.zero_()
-    counts = out[:-1]  # [n, COLUMNS]
-    counts[:, 0] = demand.sum((1, 2, 3))
-    counts[:, 1 : 1 + entries.shape[3]] = entries.amax((1, 2))
-    counts[:, 3] = entries.sum((1, 2, 3))
-    counts[:, 4] = (entries - state.kept_entry[rows]).sum((1, 2, 3))
-    counts[:, 5] = state.fault[rows]
+    counts = out[:-1]  # [n, 4 + T]
+    counts[:, DEMAND] = (demand[..., 0] + lower * low_grows).sum((1, 2))
+    counts[:, ENTRIES] = entries.sum((1, 2, 3))
+    counts[:, PRIVATE] = (entries - state.kept_entry[rows]).sum((1, 2, 3))
+    counts[:, FAULT] = state.fault[rows]
+    counts[:, FAULT + 1 :] = entries.amax((1, 2))
     out[-1, :2] = state.counters
     return out

@@ -6,11 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.count_rows.reference import COLUMNS
+from sglang_diffkv.kernels.count_rows import reference
+from sglang_diffkv.kernels.triton_table import I_TOKENS, layout_numbers
 from sglang_diffkv.mem_pool.state import PageState
 
 HEADS = 256
 """(Layer, head) pairs of an iteration."""
+DEMAND, ENTRIES, PRIVATE, FAULT = (
+    tl.constexpr(x) for x in (reference.DEMAND, reference.ENTRIES, reference.PRIVATE, reference.FAULT)
+)
 
 
 @triton.jit
@@ -24,8 +28,8 @@ def pages_needed(held, own_entry, own_tokens, at, live, spare, steps, TOKENS: tl
 @triton.jit(do_not_specialize=["steps"], do_not_specialize_on_alignment=["rows"])
 def count_rows_kernel(
     rows, steps, entries, kept_entry, own_entry, own_tokens, hole, fault, counters, out,
-    H_TOKENS: tl.constexpr, L_TOKENS: tl.constexpr, TIERS: tl.constexpr, LOW_GROWS: tl.constexpr,
-    LH: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, LOW_GROWS: tl.constexpr, LH: tl.constexpr, R: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Grid (n + 1): a row each, and last the ring's counters. ``R`` of a row's ``LH`` heads at a time."""
     number = tl.program_id(0)
@@ -38,37 +42,41 @@ def count_rows_kernel(
     else:
         row = tl.load(rows + number).to(tl.int64)
         demand = tl.zeros([R], tl.int32)
-        most_high = tl.zeros([R], tl.int32)
-        most_low = tl.zeros([R], tl.int32)
+        most = ()
+        for _ in tl.static_range(TIERS):
+            most = most + (tl.zeros([R], tl.int32),)  # type: ignore[assignment]
         total = tl.zeros([R], tl.int32)
         private = tl.zeros([R], tl.int32)
         for begin in range(0, LH, R):
             head = begin + tl.arange(0, R)
             live = head < LH
             at = (row * LH + head) * TIERS
-            held = tl.load(entries + at, mask=live, other=0)
             spare = (tl.load(hole + row * LH + head, mask=live, other=-1) >= 0).to(tl.int32)
-            demand += pages_needed(held, own_entry, own_tokens, at, live, spare, steps, H_TOKENS)
-            most_high = tl.maximum(most_high, held)
-            total += held
-            private += held - tl.load(kept_entry + at, mask=live, other=0)
-            if TIERS == 2:
-                held = tl.load(entries + at + 1, mask=live, other=0)
-                if LOW_GROWS:
-                    demand += pages_needed(held, own_entry, own_tokens, at + 1, live, 0, steps, L_TOKENS)
-                most_low = tl.maximum(most_low, held)
+            lower = tl.zeros([R], tl.int32)
+            counted = ()
+            for tier in tl.static_range(TIERS):
+                held = tl.load(entries + at + tier, mask=live, other=0)
+                if tier == 0:
+                    demand += pages_needed(held, own_entry, own_tokens, at, live, spare, steps, LAYOUTS[0][I_TOKENS])
+                elif LOW_GROWS:
+                    lower += pages_needed(
+                        held, own_entry, own_tokens, at + tier, live, 0, steps, LAYOUTS[tier][I_TOKENS]
+                    )
+                counted = counted + (tl.maximum(most[tier], held),)  # type: ignore[assignment]
                 total += held
-                private += held - tl.load(kept_entry + at + 1, mask=live, other=0)
-        tl.store(target, tl.sum(demand.to(tl.int64), 0))
-        tl.store(target + 1, tl.max(most_high, 0).to(tl.int64))
-        tl.store(target + 2, tl.max(most_low, 0).to(tl.int64))
-        tl.store(target + 3, tl.sum(total.to(tl.int64), 0))
-        tl.store(target + 4, tl.sum(private.to(tl.int64), 0))
-        tl.store(target + 5, tl.load(fault + row).to(tl.int64))
+                private += held - tl.load(kept_entry + at + tier, mask=live, other=0)
+            demand += tl.minimum(lower, steps) if TIERS > 2 else lower  # a step moves one token of a head
+            most = counted
+        tl.store(target + DEMAND, tl.sum(demand.to(tl.int64), 0))
+        tl.store(target + ENTRIES, tl.sum(total.to(tl.int64), 0))
+        tl.store(target + PRIVATE, tl.sum(private.to(tl.int64), 0))
+        tl.store(target + FAULT, tl.load(fault + row).to(tl.int64))
+        for tier in tl.static_range(TIERS):
+            tl.store(target + FAULT + 1 + tier, tl.max(most[tier], 0).to(tl.int64))
 
 
 def count_rows(state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
-    """Counts of each row, and the ring's counters: [n + 1, COLUMNS] int64; see ``reference.count_rows``.
+    """Counts of each row, and the ring's counters: [n + 1, 4 + T] int64; see ``reference.count_rows``.
 
     Args:
         rows: [n] int32 or int64, n may be 0.
@@ -78,11 +86,13 @@ def count_rows(state: PageState, rows: torch.Tensor, *, steps: int, low_grows: b
     for counts in (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault):
         assert counts.dtype == torch.int32 and counts.is_contiguous()  # [R, L, H, T], [R, L, H] or [R]
     assert state.counters.shape == (2,) and state.counters.dtype == torch.int64
-    out = torch.empty(rows.shape[0] + 1, COLUMNS, dtype=torch.int64, device=state.device)
+    tiers = len(state.fmt.tiers)
+    columns = reference.columns(tiers)
+    out = torch.empty(rows.shape[0] + 1, columns, dtype=torch.int64, device=state.device)
     count_rows_kernel[(rows.shape[0] + 1,)](
         rows, steps, state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.fault,
         state.counters, out,
-        H_TOKENS=state.fmt.high.tokens, L_TOKENS=state.fmt.low.tokens, TIERS=len(state.fmt.tiers),
-        LOW_GROWS=low_grows, LH=state.num_layers * state.num_heads, R=HEADS, COLUMNS=COLUMNS, num_warps=4,
+        LAYOUTS=layout_numbers(state.fmt), TIERS=tiers, LOW_GROWS=low_grows, LH=state.num_layers * state.num_heads,
+        R=HEADS, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out

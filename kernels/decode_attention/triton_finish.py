@@ -9,8 +9,16 @@ found is named by its own slot: ``TOKENS`` of each page.
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, kept_slots, kept_tiles, split_work
-from sglang_diffkv.kernels.triton_table import BLOCK, ceil_div, padded, table_index
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, head_tiles, kept_slots, split_work
+from sglang_diffkv.kernels.triton_table import (
+    I_POSITIONS,
+    I_SCORES,
+    I_TOKENS,
+    ceil_div,
+    padded,
+    table_column,
+    table_index,
+)
 
 NOTHING = tl.constexpr(2**63 - 1)
 """Search result of a program that found no token; above every (score bits, slot) pair."""
@@ -19,11 +27,11 @@ NOTHING = tl.constexpr(2**63 - 1)
 @triton.jit
 def own_pages(
     tiles, live, row_blocks, page_table, row, layer, head, own_first,
-    HIGH: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    TIER: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Page ids, int64, of tiles [T] counted from a tier's first own page."""
     entry = own_first + tiles // CHUNKS
-    column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+    column = table_column(entry, TIER, MAX_BLOCKS)
     index = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
     return tl.load(page_table + index, mask=live, other=0).to(tl.int64)
 
@@ -76,7 +84,7 @@ def page_numbers(
 @triton.jit
 def first_tokens(
     part, parts, room, pages, page_table, row_blocks, row, layer, head, count, own_first,
-    HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
@@ -91,11 +99,11 @@ def first_tokens(
     stop = tl.minimum(total, start + share)
     tiles = start + tl.arange(0, T)
     page = own_pages(
-        tiles, tiles < stop, row_blocks, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        tiles, tiles < stop, row_blocks, page_table, row, layer, head, own_first, TIER, CHUNKS, MAX_BLOCKS, L, H
     )
     ahead = tiles + T
     page_ahead = own_pages(
-        ahead, ahead < stop, row_blocks, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        ahead, ahead < stop, row_blocks, page_table, row, layer, head, own_first, TIER, CHUNKS, MAX_BLOCKS, L, H
     )
     position, old = page_numbers(page, tiles, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES)
     return start, stop, page, page_ahead, position, old
@@ -105,7 +113,7 @@ def first_tokens(
 def score_tier(
     start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
     pages, page_table, row_blocks, row, layer, head, own_first,
-    HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +134,7 @@ def score_tier(
         )
         ahead = tiles + 2 * T
         page_after = own_pages(
-            ahead, ahead < stop, row_blocks, page_table, row, layer, head, own_first, HIGH, CHUNKS, MAX_BLOCKS, L, H
+            ahead, ahead < stop, row_blocks, page_table, row, layer, head, own_first, TIER, CHUNKS, MAX_BLOCKS, L, H
         )
         slot = (tiles % CHUNKS)[:, None] * N + tl.arange(0, N)[None, :]
         own = (tiles < stop)[:, None] & (slot < TOKENS) & (power > float("-inf"))
@@ -138,7 +146,7 @@ def score_tier(
         number = (tiles // CHUNKS * TOKENS)[:, None] + slot
         bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
-        if HIGH:
+        if TIER == 0:
             leaving = own & (position == newest - window) & (position >= sinks)
             candidate = tl.minimum(candidate, tl.where(leaving, packed, NOTHING))
         least = tl.minimum(least, tl.where(own & (position <= newest - window) & (position >= sinks), packed, NOTHING))
@@ -163,11 +171,9 @@ def store_found(found_ptr, value, part, parts, max_parts):
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table,
     row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
-    H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
-    L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
-    TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
-    N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr, SIZE: tl.constexpr,
+    TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr,
     MEAN: tl.constexpr,
 ):  # fmt: skip
@@ -204,19 +210,18 @@ def finish_kernel(
     row = tl.load(rows + b).to(tl.int64)
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
-    count_high = tl.load(entries + counts)
-    count_low = tl.load(entries + counts + TIERS - 1)
-    tiles_low = count_low * ceil_div(L_TOKENS, N_L) if TIERS == 2 else 0
-    work, per = split_work(splits, count_high * ceil_div(H_TOKENS, N_H), tiles_low, WEIGHT_H, WEIGHT_L)
+    tier_entries, tiles = head_tiles(entries + counts, LAYOUTS, TILES, TIERS)
+    work, per = split_work(splits, tiles, WEIGHTS, TIERS)
     used = tl.cdiv(work, per) + TIERS - 1
     own_high = tl.load(own_entry + counts)
-    high = (count_high - own_high) * ceil_div(H_TOKENS, N_H)
+    tiles_before = (tier_entries[0] - own_high) * ceil_div(LAYOUTS[0][I_TOKENS], TILES[0])  # of the tiers so far
+    tokens_before = tiles_before * TILES[0]
     kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
-    room_high, room_low = kept_tiles(high, room - kept_from, N_H, N_L)
+    room_high = (room - kept_from) // TILES[0]
     start, stop, page, page_ahead, position, old = first_tokens(
         tl.maximum(part, 0), tl.maximum(parts, 1), tl.where(part >= 0, room_high, 0), pages, page_table, row_blocks,
-        row, layer, head, count_high, own_high,
-        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
+        row, layer, head, tier_entries[0], own_high, 0, LAYOUTS[0][I_TOKENS], LAYOUTS[0][I_SCORES],
+        LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -257,23 +262,28 @@ def finish_kernel(
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
         start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
-        pages, page_table, row_blocks, row, layer, head, own_high,
-        True, H_TOKENS, H_SCORES, H_POSITIONS, N_H, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
+        pages, page_table, row_blocks, row, layer, head, own_high, 0, LAYOUTS[0][I_TOKENS], LAYOUTS[0][I_SCORES],
+        LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
     )  # fmt: skip
     store_found(found_ptr, candidate, part, parts, max_parts)
     store_found(found_ptr + max_parts, least, part, parts, max_parts)
-    if TIERS == 2 and JUDGE_LOW:
-        own_low = tl.load(own_entry + counts + 1)
-        start, stop, page, page_ahead, position, old = first_tokens(
-            part, parts, room_low, pages, page_table, row_blocks, row, layer, head, count_low, own_low,
-            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
-        )  # fmt: skip
-        _, least = score_tier(
-            start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon,
-            logits_ptr + high * N_H * G, tile_max_ptr + high * G, pages, page_table, row_blocks, row, layer, head,
-            own_low,
-            False, L_TOKENS, L_SCORES, L_POSITIONS, N_L, SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
-        )  # fmt: skip
-        store_found(found_ptr + 2 * max_parts, least, part, parts, max_parts)
-    elif TIERS == 2:
-        store_found(found_ptr + 2 * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
+    for tier in tl.static_range(1, TIERS):
+        least = tl.full([], NOTHING, tl.int64)
+        if JUDGE_LOW:
+            own_first = tl.load(own_entry + counts + tier)
+            fitting = tl.maximum(room - kept_from - tokens_before, 0) // TILES[tier]
+            start, stop, page, page_ahead, position, old = first_tokens(
+                part, parts, fitting, pages, page_table, row_blocks, row, layer, head, tier_entries[tier], own_first,
+                tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_SCORES], LAYOUTS[tier][I_POSITIONS], TILES[tier], SIZE,
+                PAGE_BYTES, MAX_BLOCKS, L, H,
+            )  # fmt: skip
+            _, least = score_tier(
+                start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon,
+                logits_ptr + tokens_before * G, tile_max_ptr + tiles_before * G, pages, page_table,
+                row_blocks, row, layer, head, own_first, tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_SCORES],
+                LAYOUTS[tier][I_POSITIONS], TILES[tier], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
+            )  # fmt: skip
+            kept = (tier_entries[tier] - own_first) * ceil_div(LAYOUTS[tier][I_TOKENS], TILES[tier])
+            tiles_before += kept
+            tokens_before += kept * TILES[tier]
+        store_found(found_ptr + (1 + tier) * max_parts, least, part, parts, max_parts)

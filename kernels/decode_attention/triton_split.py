@@ -12,6 +12,7 @@ import triton.language as tl
 from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     LOG2E,
     NEVER,
+    head_tiles,
     kept_slots,
     kept_tiles,
     split_span,
@@ -26,7 +27,20 @@ from sglang_diffkv.kernels.triton_codec import (
     shifted_codes,
     weight_exponent,
 )
-from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, padded
+from sglang_diffkv.kernels.triton_table import (
+    I_KB,
+    I_KEYS,
+    I_KMETA,
+    I_POSITIONS,
+    I_TOKENS,
+    I_VALUES,
+    I_VB,
+    I_VMETA,
+    ceil_div,
+    dot_padded,
+    layout_of,
+    padded,
+)
 
 
 @triton.jit
@@ -46,9 +60,7 @@ def attend_tier(
     q_ptr, qscale, sm_scale, logit_cap,
     pages, page_table, range_lo, range_hi, row_blocks, row, layer, head, count, first, last,
     logits_ptr, tile_max_ptr, shared, room, out_ptr, lse_ptr,
-    HIGH: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr,
-    KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr, POSITIONS: tl.constexpr,
-    N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    TIER: tl.constexpr, LAYOUT: tl.constexpr, N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -61,6 +73,9 @@ def attend_tier(
     cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for ``room``
     tiles.
     """
+    KB: tl.constexpr = LAYOUT[I_KB]
+    VB: tl.constexpr = LAYOUT[I_VB]
+    TOKENS: tl.constexpr = LAYOUT[I_TOKENS]
     RAW: tl.constexpr = KB == 16
     BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
     KPARTS: tl.constexpr = 1 if RAW else BYTES * 8 // KB
@@ -102,7 +117,7 @@ def attend_tier(
 
     page, lo, hi = tile_page(
         first, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
-        HIGH, CHUNKS, MAX_BLOCKS, L, H,
+        TIER, CHUNKS, MAX_BLOCKS, L, H,
     )  # fmt: skip
     for tile in range(first, last):
         slot = (tile % CHUNKS) * N + tl.arange(0, N)
@@ -110,9 +125,9 @@ def attend_tier(
         page_at = page.to(tl.int64) * PAGE_BYTES
         numbers = (pages + page_at).to(tl.pointer_type(tl.int32))
         words = word_ptr + page_at // 2
-        position = tl.load(numbers + POSITIONS // 4 + slot, mask=live, other=-1)
-        kptr = words + KEYS // 2 + slot[:, None] * KW + kcol[None, :]
-        vptr = words + VALUES // 2 + slot[None, :] * VW + vcol[:, None]
+        position = tl.load(numbers + LAYOUT[I_POSITIONS] // 4 + slot, mask=live, other=-1)
+        kptr = words + LAYOUT[I_KEYS] // 2 + slot[:, None] * KW + kcol[None, :]
+        vptr = words + LAYOUT[I_VALUES] // 2 + slot[None, :] * VW + vcol[:, None]
         kmask = live[:, None] if KWP == KW else live[:, None] & (kcol[None, :] < KW)
         vmask = live[None, :] if VWP == VW else live[None, :] & (vcol[:, None] < VW)
         k = tl.load(kptr, mask=kmask, other=0)
@@ -121,8 +136,8 @@ def attend_tier(
         if RAW:
             s = tl.dot(k.to(dot_type), q_parts[0]) * factor
         else:
-            kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4 + slot, mask=live, other=0))
-            vword = tl.load(numbers + VMETA // 4 + slot, mask=live, other=0)
+            kscale, kzero = meta_pair(tl.load(numbers + LAYOUT[I_KMETA] // 4 + slot, mask=live, other=0))
+            vword = tl.load(numbers + LAYOUT[I_VMETA] // 4 + slot, mask=live, other=0)
             vscale, vzero = meta_pair(tl.where(valid, vword, 0))
             s = tl.broadcast_to(-offset[None, :], [N, GP])
             for part in tl.static_range(KPARTS):
@@ -167,7 +182,7 @@ def attend_tier(
             tl.store(tile_max_ptr + kept * G + g, m, mask=fits, eviction_policy="evict_last")
         page, lo, hi = tile_page(
             tile + 1, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
-            HIGH, CHUNKS, MAX_BLOCKS, L, H,
+            TIER, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
 
     norm = tl.sum(l_part, 0)
@@ -189,19 +204,15 @@ def attend_tier(
 def split_kernel(
     q, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, rows, num_valid, layer, sm_scale, logit_cap, room,
-    H_KB: tl.constexpr, H_VB: tl.constexpr, H_TOKENS: tl.constexpr, H_KEYS: tl.constexpr, H_KMETA: tl.constexpr,
-    H_VALUES: tl.constexpr, H_VMETA: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
-    L_KB: tl.constexpr, L_VB: tl.constexpr, L_TOKENS: tl.constexpr, L_KEYS: tl.constexpr, L_KMETA: tl.constexpr,
-    L_VALUES: tl.constexpr, L_VMETA: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
-    TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    N_H: tl.constexpr, N_L: tl.constexpr, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, TILES: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
-    tier has ended, the low tier of split ``s - 1``: with two tiers there are S + 1 slots, each written once
-    up to the last that holds something.
+    tier has ended, the next tier of split ``s - 1``, and so on: with T tiers there are S + T - 1 slots, each written
+    once up to the last that holds something.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:  # in this order: the second pass, once begun, reads what was written before this one
@@ -214,20 +225,17 @@ def split_kernel(
         return
     row = tl.load(rows + b).to(tl.int64)
     counts = entries + ((row * L + layer) * H + head) * TIERS
-    count_high = tl.load(counts)
-    count_low = tl.load(counts + TIERS - 1)
-    high, high_first, high_last, low_first, low_last, turn, busy = split_span(
-        split, splits, count_high, count_low, WEIGHT_H, WEIGHT_L, ceil_div(H_TOKENS, N_H), ceil_div(L_TOKENS, N_L),
-        TIERS,
-    )  # fmt: skip
+    held, tiles = head_tiles(counts, LAYOUTS, TILES, TIERS)
+    firsts, lasts, turns, busy = split_span(split, splits, tiles, WEIGHTS, TIERS)
     if split > busy:
         return  # past the slots that are joined
     own = own_entry + ((row * L + layer) * H + head) * TIERS
-    shared_high = tl.load(own) * ceil_div(H_TOKENS, N_H)
-    shared_low = tl.load(own + TIERS - 1) * ceil_div(L_TOKENS, N_L)
+    _, shared = head_tiles(own, LAYOUTS, TILES, TIERS)
+    kept = ()
+    for tier in tl.static_range(TIERS):
+        kept = kept + (tiles[tier] - shared[tier],)
     kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
-    kept_high = high - shared_high
-    room_high, room_low = kept_tiles(kept_high, room - kept_from, N_H, N_L)
+    tokens_before, tiles_before, rooms = kept_tiles(kept, room - kept_from, TILES, TIERS)
     bh64 = bh.to(tl.int64)
     q_ptr = q + bh64 * G * D
     slot = bh64 * (splits + TIERS - 1) + split
@@ -242,19 +250,12 @@ def split_kernel(
     largest = tl.max(tl.max(tl.abs(tl.load(q_ptr + g[:, None] * D + d[None, :], mask=inside, other=0.0)), 1), 0)
     qscale = power_scale(largest)
 
-    if TIERS == 1 or split <= turn:
-        attend_tier(
-            q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row, layer,
-            head, count_high, high_first, high_last, logits_ptr, tile_max_ptr, shared_high, room_high, out_ptr, lse_ptr,
-            True, H_KB, H_VB, H_TOKENS, H_KEYS, H_KMETA, H_VALUES, H_VMETA, H_POSITIONS, N_H,
-            PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP, ASM,
-        )  # fmt: skip
-    if TIERS == 2:  # noqa: SIM102
-        if split >= turn:
+    for tier in tl.static_range(TIERS):
+        if (tier == TIERS - 1 or split <= turns[tier]) and (tier == 0 or split >= turns[tier - 1]):
             attend_tier(
-                q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row,
-                layer, head, count_low, low_first, low_last, logits_ptr + kept_high * N_H * G,
-                tile_max_ptr + kept_high * G, shared_low, room_low, out_ptr + G * DV, lse_ptr + G,
-                False, L_KB, L_VB, L_TOKENS, L_KEYS, L_KMETA, L_VALUES, L_VMETA, L_POSITIONS, N_L,
-                PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP_LOW, ASM,
+                q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row, layer,
+                head, held[tier], firsts[tier], lasts[tier], logits_ptr + tokens_before[tier] * G,
+                tile_max_ptr + tiles_before[tier] * G, shared[tier], rooms[tier], out_ptr + tier * G * DV,
+                lse_ptr + tier * G, tier, layout_of(LAYOUTS, tier), TILES[tier],
+                PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP if tier == 0 else KEEP_LOW, ASM,
             )  # fmt: skip

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_table import BLOCK, table_index
+from sglang_diffkv.kernels.triton_table import I_TOKENS, ceil_div, table_column, table_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-1e30)
@@ -15,12 +15,12 @@ LEAST_TILES = tl.constexpr(2)
 @triton.jit
 def tile_page(
     tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
-    HIGH: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    TIER: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Page of a tile and its position range; past the last entry, page 0 and an empty range. Scalars."""
     entry = tile // CHUNKS
     live = entry < count
-    column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+    column = table_column(entry, TIER, MAX_BLOCKS)
     at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
     page = tl.load(page_table + at, mask=live, other=0)
     lo = tl.load(range_lo + at, mask=live, other=0)
@@ -28,35 +28,54 @@ def tile_page(
     return page, lo, hi
 
 
-@triton.jit
-def split_work(
-    splits, high, low, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr
-):  # fmt: skip
-    """Work of a head's ``high`` and ``low`` tiles, and a split's share of it: splits past the last share are empty."""
-    work = high * WEIGHT_H + low * WEIGHT_L
-    return work, tl.maximum(tl.cdiv(work, splits), LEAST_TILES * max(WEIGHT_H, WEIGHT_L))
+@triton.constexpr_function
+def heaviest(weights):
+    """Cost of the dearest tile."""
+    return max(weights)
 
 
 @triton.jit
-def split_span(
-    split, splits, count_high, count_low, WEIGHT_H: tl.constexpr, WEIGHT_L: tl.constexpr,
-    CHUNKS_H: tl.constexpr, CHUNKS_L: tl.constexpr, TIERS: tl.constexpr,
-):  # fmt: skip
-    """A split's share of a head's tiles, balanced by ``WEIGHT``, the cost of a tile.
+def head_tiles(counts, LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.constexpr):
+    """Table entries that a head has in each tier, to which ``counts`` points, and tiles of them: two tuples.
+    ``TILES``: slots of a tile of each tier."""
+    entries = ()
+    tiles = ()
+    for tier in tl.static_range(TIERS):
+        count = tl.load(counts + tier)
+        entries = entries + (count,)
+        tiles = tiles + (count * ceil_div(LAYOUTS[tier][I_TOKENS], TILES[tier]),)
+    return entries, tiles
 
-    Returns tiles of the high tier, its span [first, last), the low tier's span, the split in which the
-    high tier ends, and how many splits have work.
+
+@triton.jit
+def split_work(splits, tiles, WEIGHTS: tl.constexpr, TIERS: tl.constexpr):
+    """Work of a head's ``tiles`` of each tier, and a split's share of it: splits past the last share are empty.
+    ``WEIGHTS``: the cost of a tile of each tier."""
+    work = tiles[0] * WEIGHTS[0]
+    for tier in tl.static_range(1, TIERS):
+        work += tiles[tier] * WEIGHTS[tier]
+    return work, tl.maximum(tl.cdiv(work, splits), LEAST_TILES * heaviest(WEIGHTS))
+
+
+@triton.jit
+def split_span(split, splits, tiles, WEIGHTS: tl.constexpr, TIERS: tl.constexpr):
+    """A split's share of a head's ``tiles`` of each tier, balanced by their cost.
+
+    Returns its span [first, last) of each tier and the split in which each tier ends, three tuples, and how many splits
+    have work.
     """
-    high = count_high * CHUNKS_H
-    low = count_low * CHUNKS_L if TIERS == 2 else 0
-    end = high * WEIGHT_H
-    work, per = split_work(splits, high, low, WEIGHT_H, WEIGHT_L)
+    work, per = split_work(splits, tiles, WEIGHTS, TIERS)
     start, stop = split * per, (split + 1) * per
-    high_first = tl.minimum(tl.cdiv(start, WEIGHT_H), high)
-    high_last = tl.minimum(tl.cdiv(stop, WEIGHT_H), high)
-    low_first = tl.minimum(tl.cdiv(tl.maximum(start - end, 0), WEIGHT_L), low)
-    low_last = tl.minimum(tl.cdiv(tl.maximum(stop - end, 0), WEIGHT_L), low)
-    return high, high_first, high_last, low_first, low_last, tl.minimum(end // per, splits - 1), tl.cdiv(work, per)
+    end = tiles[0] * WEIGHTS[0]
+    firsts = (tl.minimum(tl.cdiv(start, WEIGHTS[0]), tiles[0]),)
+    lasts = (tl.minimum(tl.cdiv(stop, WEIGHTS[0]), tiles[0]),)
+    turns = (tl.minimum(end // per, splits - 1),)
+    for tier in tl.static_range(1, TIERS):
+        firsts = firsts + (tl.minimum(tl.cdiv(tl.maximum(start - end, 0), WEIGHTS[tier]), tiles[tier]),)
+        lasts = lasts + (tl.minimum(tl.cdiv(tl.maximum(stop - end, 0), WEIGHTS[tier]), tiles[tier]),)
+        end += tiles[tier] * WEIGHTS[tier]
+        turns = turns + (tl.minimum(end // per, splits - 1),)
+    return firsts, lasts, turns, tl.cdiv(work, per)
 
 
 @triton.jit
@@ -66,6 +85,14 @@ def kept_slots(offsets, b, layer, head, room, H: tl.constexpr, ROOM_FOR: tl.cons
 
 
 @triton.jit
-def kept_tiles(high, room, N_H: tl.constexpr, N_L: tl.constexpr):
-    """Tiles of each tier whose logits fit into ``room`` tokens, the high tier's ``high`` tiles first."""
-    return room // N_H, tl.maximum(room - high * N_H, 0) // N_L
+def kept_tiles(own, room, TILES: tl.constexpr, TIERS: tl.constexpr):
+    """Where the logits of a head's ``own`` tiles of each tier lie, one tier behind the other in ``room`` tokens: tokens
+    and tiles before each tier's, and how many of its tiles fit; three tuples."""
+    tokens = (0,)
+    tiles = (0,)
+    fitting = (room // TILES[0],)
+    for tier in tl.static_range(1, TIERS):
+        tokens = tokens + (tokens[tier - 1] + own[tier - 1] * TILES[tier - 1],)
+        tiles = tiles + (tiles[tier - 1] + own[tier - 1],)
+        fitting = fitting + (tl.maximum(room - tokens[tier], 0) // TILES[tier],)
+    return tokens, tiles, fitting

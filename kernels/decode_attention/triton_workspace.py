@@ -40,14 +40,13 @@ def tile_tokens(layout: TierLayout, limit: int) -> int:
     return min(sizes, key=lambda n: (-(-layout.tokens // n) * (n + 16), -n))
 
 
-def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, int]:
+def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, tuple[int, ...]]:
     """Tokens and bytes of a tile of each tier."""
-    sizes = [tile_tokens(layout, config.tile) for layout in (fmt.high, fmt.low)]
-    cost = [
-        n * x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) // 16
-        for n, x in zip(sizes, (fmt.high, fmt.low), strict=True)
-    ]
-    return {"N_H": sizes[0], "N_L": sizes[1], "WEIGHT_H": cost[0], "WEIGHT_L": cost[1]}
+    sizes = tuple(tile_tokens(layout, config.tile) for layout in fmt.layouts)
+    cost = tuple(
+        n * x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) // 16 for n, x in zip(sizes, fmt.layouts, strict=True)
+    )
+    return {"TILES": sizes, "WEIGHTS": cost}
 
 
 def padded_slots(layout: TierLayout, tile: int) -> int:
@@ -58,30 +57,32 @@ def padded_slots(layout: TierLayout, tile: int) -> int:
 @triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows"])
 def offsets_kernel(
     offsets, rows, num_valid, batch, entries, own_entry,
-    SLOTS_H: tl.constexpr, SLOTS_L: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    SLOTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     ROOM_FOR: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have."""
+    """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have, ``SLOTS`` each in
+    the first ``JUDGED`` tiers."""
     b = tl.arange(0, R)
     live = (b < batch) & (b < tl.load(num_valid))
     row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
     at = (row * (L * H) + tl.program_id(0)) * TIERS
     own = tl.load(entries + at, mask=live, other=0) - tl.load(own_entry + at, mask=live, other=0)
-    need = own * SLOTS_H
-    if SLOTS_L > 0:
-        own = tl.load(entries + at + 1, mask=live, other=0) - tl.load(own_entry + at + 1, mask=live, other=0)
-        need += own * SLOTS_L
+    need = own * SLOTS[0]
+    for tier in tl.static_range(1, JUDGED):
+        own = tl.load(entries + at + tier, mask=live, other=0) - tl.load(own_entry + at + tier, mask=live, other=0)
+        need += own * SLOTS[tier]
     tl.store(offsets + tl.program_id(0) * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
 
 
-MAX_SPLITS = 127
-"""Splits of a head at most: with two tiers they leave one partial result more."""
+MAX_SLOTS = 128
+"""Partial results of a head at most: with T tiers T - 1 more than splits."""
 
 
 def default_splits(state: PageState, batch: int) -> int:
     """Splits of a head's pages that fill the GPU once for a batch of this size."""
     resident = 12 if state.fmt.head_dim <= 128 else 8  # one-warp programs that a processor's registers hold
-    return max(1, min(MAX_SPLITS, processors_of(state.device) * resident // (batch * state.num_heads)))
+    most = MAX_SLOTS - max(len(state.fmt.tiers) - 1, 1)
+    return max(1, min(most, processors_of(state.device) * resident // (batch * state.num_heads)))
 
 
 MAX_SCORE_PARTS = 8
@@ -144,13 +145,12 @@ class DecodeWorkspace:
         check_rows(rows, num_valid, state)
         batch, layers, heads = rows.shape[0], state.num_layers, state.num_heads
         assert self.room > 0 and batch <= self.offsets.shape[2]
-        tile = tile_constants(state.fmt, self.config)
+        tiles = tile_constants(state.fmt, self.config)["TILES"]
+        slots = tuple(padded_slots(x, n) for x, n in zip(state.fmt.layouts, tiles, strict=True))
         offsets_kernel[(layers * heads,)](
             self.offsets, rows, num_valid, batch, state.entries, state.own_entry,
-            SLOTS_H=padded_slots(state.fmt.high, tile["N_H"]),
-            SLOTS_L=padded_slots(state.fmt.low, tile["N_L"]) if judge_low and len(state.fmt.tiers) > 1 else 0,
-            TIERS=len(state.fmt.tiers), L=layers, H=heads, ROOM_FOR=self.offsets.shape[2],
-            R=triton.next_power_of_2(self.offsets.shape[2]), num_warps=1,
+            SLOTS=slots, JUDGED=len(slots) if judge_low else 1, TIERS=len(slots), L=layers, H=heads,
+            ROOM_FOR=self.offsets.shape[2], R=triton.next_power_of_2(self.offsets.shape[2]), num_warps=1,
         )  # fmt: skip
 
 
@@ -199,10 +199,9 @@ class DecodeScratch:
         fmt, heads = state.fmt, state.num_heads
         extra = len(fmt.tiers) - 1
         slots = max(b * ((splits or default_splits(state, b)) + extra) for b in range(1, max_batch + 1))
-        # The ends of both tiers may be part-filled: half as many slots again as tokens. All requests together own no
+        # The ends of all tiers may be part-filled: half as many slots again as tokens. All requests together own no
         # more pages than there are; a head whose tokens are all high owns the more of them the denser the low tier is.
-        tile = tile_constants(fmt, config)
-        layouts = ((fmt.high, tile["N_H"]), (fmt.low, tile["N_L"]))
+        layouts = tuple(zip(fmt.layouts, tile_constants(fmt, config)["TILES"], strict=True))
         waste = max(padded_slots(x, n) / x.tokens for x, n in layouts)
         longest = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
         page_slots = max(padded_slots(x, n) for x, n in layouts)

@@ -42,9 +42,7 @@ def _constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int) -> tup
     }
     tile = 32 if fmt.head_dim > 128 else 64
     return tuple(
-        MappingProxyType(
-            {**layout_constants(x, ""), **shared, "HIGH": tier == 0, "TIER": tier, "N": tile_tokens(x, tile)}
-        )
+        MappingProxyType({**layout_constants(x), **shared, "TIER": tier, "N": tile_tokens(x, tile)})
         for tier, x in enumerate(fmt.layouts)
     )
 

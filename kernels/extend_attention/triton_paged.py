@@ -49,7 +49,7 @@ def largest_of(q, vector, live, D: tl.constexpr):
 def paged_kernel(
     q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, write_slot, layer, sm_scale, logit_cap,
-    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+    TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
@@ -78,7 +78,7 @@ def paged_kernel(
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
     head_at = (row * L + layer) * H + head
-    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, HIGH, TIER, TIERS, TOKENS)
+    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
     count = tl.where(prefix > 0, count, 0)
 
     kcol = tl.arange(0, KWP)
@@ -106,7 +106,7 @@ def paged_kernel(
     for _ in tl.static_range(VPARTS):
         accs = accs + (tl.zeros([M, VWP], tl.float32),)
     page, lo, hi = tile_page(
-        0, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
+        0, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
     )
     for tile in range(0, count * CHUNKS):
         slot = (tile % CHUNKS) * N + tl.arange(0, N)
@@ -160,7 +160,7 @@ def paged_kernel(
         accs = updated
         page, lo, hi = tile_page(
             tile + 1, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
-            HIGH, CHUNKS, MAX_BLOCKS, L, H,
+            TIER, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
 
     inverse = tl.where(norm > 0, 1.0 / norm, 0.0)

@@ -128,7 +128,7 @@ def new_scores_kernel(
 def page_scores_kernel(
     q, lse, starts, extend_lens, prefix_lens, since, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, write_slot, judged, judged_len, request, layer, sm_scale, logit_cap,
-    HIGH: tl.constexpr, TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
+    TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
@@ -157,7 +157,7 @@ def page_scores_kernel(
     head_at = (row * L + layer) * H + head
     start = tl.load(starts + b)
     extend = tl.load(extend_lens + b).to(tl.int32)
-    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, HIGH, TIER, TIERS, TOKENS)
+    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     silent = 0
     observed_since = 0
@@ -174,7 +174,7 @@ def page_scores_kernel(
         most = judged_len
     for tile in range(begin_tile + tl.program_id(2), end_tile, tl.num_programs(2)):
         page, lo, hi = tile_page(
-            tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, HIGH, CHUNKS, MAX_BLOCKS, L, H
+            tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
         )
         slot = (tile % CHUNKS) * N + tl.arange(0, N)
         live = slot < TOKENS

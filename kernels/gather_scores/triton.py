@@ -74,7 +74,7 @@ def gather_scores(
     names = ("TOKENS", "SCORES", "POSITIONS")
     for row, lo, hi in parts:
         for tier, layout in enumerate(fmt.layouts):
-            every = layout_constants(layout, "")
+            every = layout_constants(layout)
             gather_kernel[(layers * heads, PROGRAMS)](
                 row, lo, min(hi, length), scores, known, seq_len, window, sinks, values, length, stored, state.pages,
                 state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,

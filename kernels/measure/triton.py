@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.triton_ring import NO_LIMIT
-from sglang_diffkv.kernels.triton_table import BLOCK, padded, table_index
+from sglang_diffkv.kernels.triton_table import I_POSITIONS, I_TOKENS, layout_numbers, padded, table_column, table_index
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 ENTRIES = 16
@@ -23,7 +23,7 @@ def clamped(position):
 @triton.jit
 def count_held(
     row, layer, head, count, lo, hi, pages, page_table, range_lo, range_hi, row_blocks,
-    HIGH: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TIER: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Tokens with position in [lo, hi) on the first ``count`` entries of a tier, and pages that hold one."""
@@ -33,7 +33,7 @@ def count_held(
     for begin in range(0, count, E):
         entry = begin + tl.arange(0, E)
         live = entry < count
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         first = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)  # [E]
         end = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
@@ -52,29 +52,24 @@ def count_held(
 @triton.jit(do_not_specialize_on_alignment=["rows", "lo", "hi"])
 def measure_kernel(
     rows, lo, hi, pages, page_table, range_lo, range_hi, row_blocks, entries, out,
-    H_TOKENS: tl.constexpr, H_POSITIONS: tl.constexpr, L_TOKENS: tl.constexpr, L_POSITIONS: tl.constexpr,
-    TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-    E: tl.constexpr,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n, L * H): one (layer, head) of a row, both tiers."""
+    """Grid (n, L * H): one (layer, head) of a row, all tiers."""
     number, place = tl.program_id(0), tl.program_id(1)
     layer, head = place // H, place % H
     row = tl.load(rows + number).to(tl.int64)
     first, end = clamped(tl.load(lo + number)), clamped(tl.load(hi + number))
     at = entries + (row * (L * H) + place) * TIERS
     target = out + (number.to(tl.int64) * (L * H) + place) * (TIERS + 1)
-    tokens, held_pages = count_held(
-        row, layer, head, tl.load(at), first, end, pages, page_table, range_lo, range_hi, row_blocks,
-        True, H_TOKENS, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
-    )  # fmt: skip
-    tl.store(target, tokens)
-    if TIERS == 2:
-        tokens, low_pages = count_held(
-            row, layer, head, tl.load(at + 1), first, end, pages, page_table, range_lo, range_hi, row_blocks,
-            False, L_TOKENS, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+    held_pages = 0
+    for tier in tl.static_range(TIERS):
+        tokens, of_tier = count_held(
+            row, layer, head, tl.load(at + tier), first, end, pages, page_table, range_lo, range_hi, row_blocks,
+            tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
-        tl.store(target + 1, tokens)
-        held_pages += low_pages
+        tl.store(target + tier, tokens)
+        held_pages += of_tier
     tl.store(target + TIERS, held_pages)
 
 
@@ -96,12 +91,10 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
     assert state.pages.shape[1] == state.fmt.page_bytes and state.pages.is_contiguous()
     out = torch.empty(rows.shape[0], layers, heads, tiers + 1, dtype=torch.int32, device=state.device)
     if rows.shape[0]:
-        high, low = state.fmt.high, state.fmt.low
         measure_kernel[(rows.shape[0], layers * heads)](
             rows, lo, hi, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
             state.entries, out,
-            H_TOKENS=high.tokens, H_POSITIONS=high.position_offset, L_TOKENS=low.tokens,
-            L_POSITIONS=low.position_offset, TIERS=tiers, PAGE_BYTES=state.fmt.page_bytes,
+            LAYOUTS=layout_numbers(state.fmt), TIERS=tiers, PAGE_BYTES=state.fmt.page_bytes,
             MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, E=ENTRIES, num_warps=4,
         )  # fmt: skip
     return out

@@ -11,14 +11,14 @@ import triton.language as tl
 from sglang_diffkv.kernels.attach.triton import ENTRIES, holds
 from sglang_diffkv.kernels.prefix_sum.triton import return_spans
 from sglang_diffkv.kernels.triton_ring import Spans, drop_references, place_pages
-from sglang_diffkv.kernels.triton_table import BLOCK, format_constants, table_index
+from sglang_diffkv.kernels.triton_table import I_POSITIONS, I_TOKENS, layout_numbers, table_column, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 
 @triton.jit
 def drop_pages(
     row, layer, head, count, end, pages, page_table, range_lo, range_hi, row_blocks, refcount,
-    HIGH: tl.constexpr, ALL: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TIER: tl.constexpr, ALL: tl.constexpr, TOKENS: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Drop a head's references of one tier, as ``release_kernel``; returns the number of pages that fall free.
@@ -28,7 +28,7 @@ def drop_pages(
     for begin in range(0, count, E):
         entry = begin + tl.arange(0, E)
         live = entry < count
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0)
         hi = tl.load(range_hi + at, mask=live, other=0)
@@ -46,7 +46,7 @@ def drop_pages(
 @triton.jit
 def tidy_table(
     row, layer, head, count, place, page_table, range_lo, range_hi, row_blocks, ring, refcount, num_pages,
-    HIGH: tl.constexpr, ALL: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    TIER: tl.constexpr, ALL: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
     """Put a head's pages of one tier without references into the ring from ``place`` on; without ``ALL`` the kept
@@ -55,7 +55,7 @@ def tidy_table(
     for begin in range(0, count, E):
         entry = begin + tl.arange(0, E)
         live = entry < count
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=num_pages)
         live = live & (page != num_pages)
@@ -67,7 +67,7 @@ def tidy_table(
             tl.debug_barrier()
             keep = live & (hi > 0)
             entry = done + tl.cumsum(keep.to(tl.int32), 0) - 1
-            column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+            column = table_column(entry, TIER, MAX_BLOCKS)
             at = table_index(row_blocks, row, layer, head, column, keep, MAX_BLOCKS, L, H)
             tl.store(page_table + at, page, mask=keep)
             tl.store(range_lo + at, lo, mask=keep)
@@ -79,9 +79,8 @@ def tidy_table(
 @triton.jit(do_not_specialize=["row", "end"])
 def drop_kernel(
     row, end, pages, page_table, range_lo, range_hi, row_blocks, entries, refcount, freed,
-    ALL: tl.constexpr, TIERS: tl.constexpr, H_TOKENS: tl.constexpr, H_POSITIONS: tl.constexpr,
-    L_TOKENS: tl.constexpr, L_POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+    ALL: tl.constexpr, TIERS: tl.constexpr, LAYOUTS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H): one (layer, head). ``ALL`` drops every page, else those without a token below ``end``.
 
@@ -89,17 +88,12 @@ def drop_kernel(
     """
     layer, head = tl.program_id(0) // H, tl.program_id(0) % H
     row_at = ((row.to(tl.int64) * L + layer) * H + head) * TIERS
-    high = drop_pages(
-        row, layer, head, tl.load(entries + row_at), end, pages, page_table, range_lo, range_hi, row_blocks, refcount,
-        True, ALL, H_TOKENS, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
-    )  # fmt: skip
-    tl.store(freed + tl.program_id(0), high)
-    if TIERS == 2:
-        low = drop_pages(
-            row, layer, head, tl.load(entries + row_at + 1), end, pages, page_table, range_lo, range_hi, row_blocks,
-            refcount, False, ALL, L_TOKENS, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+    for tier in tl.static_range(TIERS):
+        count = drop_pages(
+            row, layer, head, tl.load(entries + row_at + tier), end, pages, page_table, range_lo, range_hi, row_blocks,
+            refcount, tier, ALL, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
-        tl.store(freed + L * H + tl.program_id(0), low)
+        tl.store(freed + tier * L * H + tl.program_id(0), count)
 
 
 @triton.jit(do_not_specialize=["row"])
@@ -117,7 +111,7 @@ def release_kernel(
         row_at = heads_at * TIERS + tier
         done = tidy_table(
             row, layer, head, tl.load(entries + row_at), tl.load(places + tier * L * H + tl.program_id(0)), page_table,
-            range_lo, range_hi, row_blocks, ring, refcount, num_pages, tier == 0, ALL, MAX_BLOCKS, L, H, E,
+            range_lo, range_hi, row_blocks, ring, refcount, num_pages, tier, ALL, MAX_BLOCKS, L, H, E,
         )  # fmt: skip
         tl.store(entries + row_at, done)
         tl.store(kept_entry + row_at, done)
@@ -130,8 +124,7 @@ def release_kernel(
 
 
 def _launch(state: PageState, row: int, end: int, spans: Spans, everything: bool) -> None:
-    every, heads = format_constants(state.fmt), state.num_layers * state.num_heads
-    tiers = len(state.fmt.tiers)
+    tiers, heads = len(state.fmt.tiers), state.num_layers * state.num_heads
     shape = {
         "ALL": everything, "TIERS": tiers, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers,
         "H": state.num_heads, "E": ENTRIES, "num_warps": 1,
@@ -140,8 +133,7 @@ def _launch(state: PageState, row: int, end: int, spans: Spans, everything: bool
     drop_kernel[(heads,)](
         row, end, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
         state.refcount, freed,
-        H_TOKENS=every["H_TOKENS"], H_POSITIONS=every["H_POSITIONS"], L_TOKENS=every["L_TOKENS"],
-        L_POSITIONS=every["L_POSITIONS"], PAGE_BYTES=state.fmt.page_bytes, **shape,
+        LAYOUTS=layout_numbers(state.fmt), PAGE_BYTES=state.fmt.page_bytes, **shape,
     )  # fmt: skip
     return_spans(state.counters, freed, spans.places)
     release_kernel[(heads,)](

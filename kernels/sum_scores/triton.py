@@ -6,7 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, padded, table_index
+from sglang_diffkv.kernels.triton_table import (
+    I_POSITIONS,
+    I_SCORES,
+    I_TOKENS,
+    check_rows,
+    layout_numbers,
+    padded,
+    table_column,
+    table_index,
+)
 from sglang_diffkv.mem_pool.state import PageState
 
 ENTRIES = 16
@@ -16,7 +25,7 @@ ENTRIES = 16
 @triton.jit
 def tier_sum(
     row, layer, head, count, pages, page_table, range_lo, range_hi, row_blocks,
-    HIGH: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Of the tokens on the first ``count`` entries of a tier."""
@@ -25,7 +34,7 @@ def tier_sum(
     for begin in range(0, count, E):
         entry = begin + tl.arange(0, E)
         live = entry < count
-        column = entry if HIGH else MAX_BLOCKS * BLOCK - 1 - entry
+        column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         first = tl.load(range_lo + at, mask=live, other=0)  # [E]
         end = tl.load(range_hi + at, mask=live, other=0)
@@ -41,10 +50,8 @@ def tier_sum(
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def sum_kernel(
     rows, num_valid, out, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    H_TOKENS: tl.constexpr, H_SCORES: tl.constexpr, H_POSITIONS: tl.constexpr,
-    L_TOKENS: tl.constexpr, L_SCORES: tl.constexpr, L_POSITIONS: tl.constexpr,
-    TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-    E: tl.constexpr,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * L * H): one head of a request."""
     flat = tl.program_id(0)
@@ -54,14 +61,12 @@ def sum_kernel(
         return
     row = tl.load(rows + flat // (L * H)).to(tl.int64)
     at = entries + (row * (L * H) + place) * TIERS
-    total = tier_sum(
-        row, layer, head, tl.load(at), pages, page_table, range_lo, range_hi, row_blocks,
-        True, H_TOKENS, H_SCORES, H_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
-    )  # fmt: skip
-    if TIERS == 2:
+    total = 0.0
+    for tier in tl.static_range(TIERS):
         total += tier_sum(
-            row, layer, head, tl.load(at + 1), pages, page_table, range_lo, range_hi, row_blocks,
-            False, L_TOKENS, L_SCORES, L_POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H, E,
+            row, layer, head, tl.load(at + tier), pages, page_table, range_lo, range_hi, row_blocks,
+            tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_SCORES], LAYOUTS[tier][I_POSITIONS], PAGE_BYTES, MAX_BLOCKS,
+            L, H, E,
         )  # fmt: skip
     tl.store(out + flat, total)
 
@@ -72,11 +77,9 @@ def sum_scores(state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, ou
     layers, heads, fmt = state.num_layers, state.num_heads, state.fmt
     assert out.shape[0] >= rows.shape[0] and out.shape[1:] == (layers, heads)
     assert out.dtype == torch.float32 and out.is_contiguous()
-    high, low = fmt.high, fmt.low
     sum_kernel[(rows.shape[0] * layers * heads,)](
         rows, num_valid, out, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
         state.entries,
-        H_TOKENS=high.tokens, H_SCORES=high.score_offset, H_POSITIONS=high.position_offset, L_TOKENS=low.tokens,
-        L_SCORES=low.score_offset, L_POSITIONS=low.position_offset, TIERS=len(fmt.tiers), PAGE_BYTES=fmt.page_bytes,
+        LAYOUTS=layout_numbers(fmt), TIERS=len(fmt.tiers), PAGE_BYTES=fmt.page_bytes,
         MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, E=ENTRIES, num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_diffkv.kernels.count_rows.reference import DEMAND, ENTRIES, FAULT, PRIVATE
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.ranks import RankError, Ranks
@@ -26,9 +27,6 @@ from sglang_diffkv.mem_pool.transfer import to_host
 
 LOOKAHEAD = 2
 """Decode steps that a snapshot has to cover: the one launched after it and the one scheduled while that runs."""
-
-PAGES, PRIVATE = 3, 4
-"""Columns of ``kernels/count_rows`` that are named here."""
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Snapshot:
     total: np.ndarray  # [n] int64, tokens ever appended to each row
     steady: np.ndarray  # [n] bool, rows past their prompt's compaction: a step moves one token of a head at most
     slack: int  # pages that this rank counts as used for ranks that hold more, see ``RankCounts``
-    values: torch.Tensor  # [n + 1, 6] int64 on the host
+    values: torch.Tensor  # [n + 1, 4 + T] int64 on the host
     event: Any  # device event that marks ``values`` as written, or None
 
     def wait(self) -> np.ndarray:
@@ -68,26 +66,30 @@ class RankCounts:
         """Exchange a snapshot.
 
         Args:
-            mine: [n + 1, 6], what ``kernels/count_rows`` gave on this rank.
+            mine: [n + 1, 4 + T], what ``kernels/count_rows`` gave on this rank.
             rows: [n], what it counted.
             new: [n] bool, segments that count from now on.
             slack: when the snapshot was taken.
 
         Returns:
-            [n + 1, 6], the same for all ranks together; its last row gives 0 pages taken and the free pages as put.
+            [n + 1, 4 + T], the same for all ranks together; its last row gives 0 pages taken and the free pages as
+            put.
         """
         if self.ranks.alone:
             return mine
         tag = zlib.crc32(rows.tobytes())
         packed = mine.copy()
         packed[:-1, PRIVATE] *= -1
-        used = mine[-1, 0] - mine[-1, 1] + slack - mine[:-1, PAGES][new].sum()
-        packed[-1] = (used, tag, -tag, 0, 0, 0)
+        used = mine[-1, 0] - mine[-1, 1] + slack - mine[:-1, ENTRIES][new].sum()
+        packed[-1] = 0
+        packed[-1, :3] = (used, tag, -tag)
         worst = self.ranks.largest(packed.ravel()).reshape(packed.shape)
         if worst[-1, 1] != -worst[-1, 2]:
             raise RankError(f"diffkv: ranks count different rows; rank {self.ranks.rank} {rows.tolist()}")
         worst[:-1, PRIVATE] *= -1
-        worst[-1] = (0, -worst[-1, 0] - worst[:-1, PAGES][new].sum(), 0, 0, 0, 0)
+        free = -worst[-1, 0] - worst[:-1, ENTRIES][new].sum()
+        worst[-1] = 0
+        worst[-1, 1] = free
         return worst
 
     def count(self, row: int, pages: int, mine: int) -> None:
@@ -108,7 +110,7 @@ class PageCounts:
     """Bounds of the pages of the ring and of every row, the pages of segments, and faults.
 
     Args:
-        low_grows: whether a decode step may take a page of the low tier too.
+        low_grows: whether a decode step may take a page of a lower tier too.
 
     Attributes:
         tick: grows with every change of who owns pages. faulted: rows that found the ring empty.
@@ -122,8 +124,10 @@ class PageCounts:
         count = geometry.num_rows + geometry.num_segments
         self.device, self.rows, self.low_grows = device, rows, low_grows
         self.ranks = RankCounts(ranks)
-        self.unknown = geometry.heads * (2 if low_grows else 1)
-        """Pages that a row may take in ``LOOKAHEAD`` decode steps when nothing is known of it."""
+        lower = min(len(geometry.fmt.tiers) - 1, LOOKAHEAD) if low_grows else 0
+        self.unknown = geometry.heads * (1 + lower)
+        """Pages that a row may take in ``LOOKAHEAD`` decode steps when nothing is known of it: of the high tier, and of
+        the lower tiers to which the token goes that each step may move."""
         self.tick = 0
         self.known_free = geometry.num_pages
         self.log: deque[tuple[int, int]] = deque()  # (tick, pages given or taken since the last snapshot)
@@ -242,8 +246,9 @@ class PageCounts:
             values = self.ranks.worst(mine, snapshot.rows, new, snapshot.slack)
             self._apply(snapshot, values, current & requests)
             bounded = current & snapshot.steady
-            self.device.space.tighten(snapshot.rows[bounded], values[:-1, 1:3][bounded], snapshot.total[bounded])
-            held = zip(*(x[:-1, PAGES][new].tolist() for x in (values, mine)), strict=True)
+            most = values[:-1, FAULT + 1 :][bounded]
+            self.device.space.tighten(snapshot.rows[bounded], most, snapshot.total[bounded])
+            held = zip(*(x[:-1, ENTRIES][new].tolist() for x in (values, mine)), strict=True)
             for row, (pages, here) in zip(snapshot.rows[new].tolist(), held, strict=True):
                 if segment := self.uncounted.pop(row, None):
                     segment.pages = pages
@@ -258,10 +263,10 @@ class PageCounts:
         while self.log and self.log[0][0] <= snapshot.tick:
             self.log.popleft()
         rows, counts = snapshot.rows[told], values[:-1][told]
-        self.demand[rows] = counts[:, 0]
-        self.private[rows] = counts[:, 4]
-        self.pages[rows] = counts[:, 3]
-        found = set(rows[counts[:, 5] != 0].tolist()) - self.faulted
+        self.demand[rows] = counts[:, DEMAND]
+        self.private[rows] = counts[:, PRIVATE]
+        self.pages[rows] = counts[:, ENTRIES]
+        found = set(rows[counts[:, FAULT] != 0].tolist()) - self.faulted
         self.faults += len(found)
         self.faulted |= found
 

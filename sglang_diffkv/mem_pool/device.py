@@ -45,7 +45,7 @@ class PageDevice:
 
     def attach(self, row: int, segment: Segment, lo: int, hi: int) -> None:
         """Append references to a segment's pages to a row's table. Raises TableFull, changing nothing."""
-        self.space.extend(row, *self.space.path_entries([(segment, lo, hi)]))
+        self.space.extend(row, self.space.path_entries([(segment, lo, hi)]))
         with self.launching():
             self.ops.attach(self.state, row, segment.row, lo, hi)
 

@@ -44,7 +44,7 @@ class Segment:
     nodes: int = field(default=1)
     as_computed: bool = False
     first: int = 0
-    reads: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    reads: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """Entries of each tier, at most, that a row takes to read a range [lo, hi), where the device has counted them."""
 
 
@@ -94,23 +94,26 @@ class Geometry:
         return self.num_layers * self.num_heads
 
     def most_pages(self, tokens: int) -> int:
-        """Upper bound of the pages of ``tokens`` in pages of their own: the ends of both tiers may be part-filled."""
-        return self.heads * (-(-tokens // self.fmt.high.tokens) + 1)
+        """Upper bound of the pages of ``tokens`` in pages of their own: the ends of all tiers may be part-filled."""
+        return self.heads * (-(-tokens // self.fmt.high.tokens) + max(len(self.fmt.tiers) - 1, 1))
 
     @property
     def max_blocks(self) -> int:
-        """Table blocks of a row: twice what its longest sequence needs, for the part-filled pages of segments."""
-        high = -(-self.max_tokens // (self.fmt.high.tokens * TABLE_BLOCK)) + 1
-        low = -(-self.max_tokens // (self.fmt.low.tokens * TABLE_BLOCK)) + 1
-        return 2 * (high + low)
+        """Table blocks of a row: twice what its longest sequence needs, for the part-filled pages of segments.
+
+        With more than two tiers, of two tables of one size: that of tiers 0 and 2 needs more than that of 1 and 3."""
+        layouts = self.fmt.layouts
+        tables = 1 if len(layouts) <= 2 else 2
+        first = layouts[0], layouts[-1 if tables == 1 else 2]
+        return tables * 2 * sum(-(-self.max_tokens // (x.tokens * TABLE_BLOCK)) + 1 for x in first)
 
     @property
     def num_blocks(self) -> int:
-        """Table blocks: the entries of all pages twice over, and two blocks (an end of each tier) for rows that
+        """Table blocks: the entries of all pages twice over, and an end of each tier, two at least, for rows that
         are in use together. Where they run out, prefixes are evicted, then requests retracted."""
         entries = -(-self.num_pages // self.heads)
         rows = min(self.num_rows, 512) + min(self.num_segments, 512)
-        return 1 + 2 * -(-entries // TABLE_BLOCK) + 2 * min(rows, entries)
+        return 1 + 2 * -(-entries // TABLE_BLOCK) + max(len(self.fmt.tiers), 2) * min(rows, entries)
 
     @property
     def judged_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
                 hole = state.hole[row].unsqueeze(2).unsqueeze(3)
                 assert torch.equal(empty, inside & (slot == hole)), f"row {row}: empty slot that is no hole"
             else:
-                assert not empty.any(), f"row {row}: empty low slot"
+                assert not empty.any(), f"row {row}: empty slot of tier {tier}"
             assert not (own.unsqueeze(3) & ~inside & (position >= 0)).any(), f"row {row}: token past the end"
             valid = used.unsqueeze(3) & (position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))
             flat = valid.flatten(2)
@@ -124,9 +125,23 @@ def _check_blocks(manager: PageManager) -> None:
     everything = sorted(held + space.free_blocks)
     assert everything == list(range(1, space.num_blocks + 1)), "table blocks are lost or held twice"
     table = space.state.row_blocks.tolist()
-    for row, (left, right) in enumerate(space.blocks):
-        expected = left + [0] * (space.max_blocks - len(left) - len(right)) + right[::-1]
+    for row, of_tiers in enumerate(space.blocks):
+        expected = _row_blocks(of_tiers, space.max_blocks)
         assert table[row] == expected, f"row {row}: its blocks on the device are not the host's"
+
+
+def _row_blocks(of_tiers: Sequence[list[int]], width: int) -> list[int]:
+    """A row's blocks, of each tier, as its bidirectional tables have them: tiers 0 and 1 in one table, or tiers 0 and 2
+    in the first half and 3 and 1 in the second."""
+    tiers = [*of_tiers, *[[]] * (4 - len(of_tiers))]
+    if len(of_tiers) <= 2:
+        tables = [(tiers[0], tiers[1])]
+    else:
+        tables = [(tiers[0], tiers[2]), (tiers[3], tiers[1])]
+    found = []
+    for left, right in tables:
+        found += [*left, *[0] * (width // len(tables) - len(left) - len(right)), *right[::-1]]
+    return found
 
 
 def decision_digest(requests: Any) -> int:

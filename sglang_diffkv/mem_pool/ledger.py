@@ -18,14 +18,16 @@ from sglang_diffkv.policies.base import prunes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-SPARE_PAGES = 3
-"""Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
-reach it: a part-filled page of each tier and the page a step takes before it returns another."""
+
+def spare_pages(tiers: int) -> int:
+    """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
+    reach it: a part-filled page of each of two tiers or more and the page a step takes before it returns another."""
+    return max(tiers, 2) + 1
 
 
-def pages_for(capacity: int, page_tokens: int, heads: int) -> int:
+def pages_for(capacity: int, page_tokens: int, heads: int, tiers: int = 2) -> int:
     """Pages of a pool that holds ``capacity`` tokens at the high tier."""
-    return heads * (-(-capacity // page_tokens) + SPARE_PAGES)
+    return heads * (-(-capacity // page_tokens) + spare_pages(tiers))
 
 
 GROWTH_MARGIN = 1.1
@@ -132,10 +134,15 @@ class PageLedger:
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())
 
+    @property
+    def next_blocks(self) -> int:
+        """Table blocks that a request may take in a step: one of each tier."""
+        return max(len(self.manager.fmt.tiers), 2)
+
     def table_starved(self, new_blocks: int = 0) -> bool:
         """Whether the page table might not hold the next step, all promises and ``new_blocks``."""
         manager, promised = self.manager, sum(promise.blocks for promise in self.promised.values())
-        needed = 2 * len(manager.rows) + new_blocks + promised + manager.prompts.planned_blocks()
+        needed = self.next_blocks * len(manager.rows) + new_blocks + promised + manager.prompts.planned_blocks()
         return needed > len(manager.space.free_blocks)
 
     def uncommitted_pages(self) -> int:
@@ -165,7 +172,7 @@ class PageLedger:
     def _tokens(self, used_pages: int) -> int:
         """Capacity, in tokens, that ``used_pages`` take."""
         heads = self.manager.geometry.heads
-        beyond_spare = max(used_pages - SPARE_PAGES * heads, 0)
+        beyond_spare = max(used_pages - spare_pages(len(self.manager.fmt.tiers)) * heads, 0)
         return min(-(-beyond_spare * self.manager.fmt.high.tokens // heads), self.capacity)
 
     def available(self) -> int:
@@ -241,7 +248,7 @@ class PageLedger:
         ended or were retracted. So the prompt and the last of them, of ``most`` pages, have to fit together even if
         nothing compresses.
         """
-        spare = SPARE_PAGES * self.manager.geometry.heads
+        spare = spare_pages(len(self.manager.fmt.tiers)) * self.manager.geometry.heads
         if self.most_pages(path, new_tokens) + most + spare > self.manager.geometry.num_pages:
             return False
         if self.uncommitted_kv_slots() < new_tokens:
@@ -255,7 +262,7 @@ class PageLedger:
 
     def blocks_for(self, path: Path, new_tokens: int) -> int:
         """Table blocks of an admitted prompt until its first decode step."""
-        return self.manager.space.blocks_for(path, new_tokens) + 2
+        return self.manager.space.blocks_for(path, new_tokens) + self.next_blocks
 
     def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
         """Set aside pages, table blocks and KV slots for ``new_tokens`` prompt tokens that are still to be computed,

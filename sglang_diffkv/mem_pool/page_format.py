@@ -23,6 +23,9 @@ EMPTY = -1
 
 SUPPORTED_HEAD_DIMS = (64, 96, 128, 256)
 
+MOST_TIERS = 4
+"""Two bidirectional page tables hold so many (DiffKV, section 5.3)."""
+
 
 @dataclass(frozen=True)
 class Tier:
@@ -115,8 +118,8 @@ class PageFormat:
         for name in ("head_dim", "v_head_dim"):
             if getattr(self, name) not in SUPPORTED_HEAD_DIMS:
                 raise ValueError(f"{name} {getattr(self, name)} is not one of {SUPPORTED_HEAD_DIMS}")
-        if not 1 <= len(self.tiers) <= 2:
-            raise ValueError(f"{len(self.tiers)} tiers given: one bidirectional page table holds one or two")
+        if not 1 <= len(self.tiers) <= MOST_TIERS:
+            raise ValueError(f"{len(self.tiers)} tiers given: two bidirectional page tables hold one to {MOST_TIERS}")
         if not 4 <= self.page_tokens <= 256:
             raise ValueError(f"page_tokens {self.page_tokens} is not between 4 and 256")
         sizes = [t.token_bytes(self.head_dim, self.v_head_dim) for t in self.tiers]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.kernels.count_rows.reference import DEMAND
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
@@ -198,4 +199,4 @@ class PageManager:
         with self.launching():
             rows = self.to_device(list(self.rows))
             counts = self.ops.count_rows(self.state, rows, steps=1, low_grows=self.counts.low_grows)
-            return int(counts[:-1, 0].sum())
+            return int(counts[:-1, DEMAND].sum())

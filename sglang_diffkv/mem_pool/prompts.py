@@ -97,7 +97,7 @@ class Prompts:
         with device.launching():
             device.ops.compact_prompt(device.state, row, length, self.policy)
         if self.counts.low_grows:
-            self.counts.record(-device.geometry.heads)
+            self.counts.record(-device.geometry.heads * (len(device.fmt.tiers) - 1))
         return True
 
     # Copies
@@ -135,7 +135,8 @@ class Prompts:
         tokens = length - path_end(kept)
         blocks = self.blocks_for(row, kept, tokens)
         own = length - self.rows.shared(row)
-        segment_row = self.segments.take_row(-(-own // geometry.fmt.high.tokens), 0)
+        lower = [0] * (len(geometry.fmt.tiers) - 1)
+        segment_row = self.segments.take_row((-(-own // geometry.fmt.high.tokens), *lower))
         if segment_row is None:
             return False
         self.plans[row] = CopyPlan(kept, copied, publish, segment_row, geometry.most_pages(tokens), blocks)
@@ -162,7 +163,7 @@ class Prompts:
         Returns False, changing nothing, if no segment row or table block is left.
         """
         device, length, shared = self.device, self.rows.length(row), self.rows.shared(row)
-        old = self.segments.take_row(*device.space.bound(row))
+        old = self.segments.take_row(device.space.bound(row))
         if old is None:
             return False
         device.share(old, row, shared, length, kept_only=True)
@@ -181,7 +182,7 @@ class Prompts:
             self.device.attach(row, *part)
         start = path_end(kept)
         space = self.device.space
-        space.extend(row, *space.dense_entries(length - start))
+        space.extend(row, space.dense_entries(length - start))
         self.rows.share(row, start)
 
     # For the prefix cache
@@ -207,7 +208,7 @@ class Prompts:
         if pending is None or not pending.lo <= lo < hi <= pending.hi:
             return None
         if (lo, hi) != (pending.lo, pending.hi):
-            narrow = self.segments.take_row(*self.device.space.bound(pending.row))
+            narrow = self.segments.take_row(self.device.space.bound(pending.row))
             if narrow is None:
                 return None
             self.device.share(narrow, pending.row, lo, hi)

@@ -12,7 +12,7 @@ from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Path, Segment, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
-from sglang_diffkv.mem_pool.table_space import TableFull, blocks_of
+from sglang_diffkv.mem_pool.table_space import Entries, TableFull, blocks_of
 from sglang_diffkv.policies.diffkv import KEEP
 
 MOST_READS = 64
@@ -43,13 +43,13 @@ class SegmentStore:
         """Rows for further segments."""
         return len(self._free_rows)
 
-    def take_row(self, high: int, low: int) -> int | None:
-        """A free row for a segment, with room for ``high`` and ``low`` entries; None, changing nothing, if no row or no
+    def take_row(self, entries: Entries) -> int | None:
+        """A free row for a segment, with room for so many entries of each tier; None, changing nothing, if no row or no
         table block is left."""
         if not self._free_rows:
             return None
         try:
-            self.device.space.extend(self._free_rows[-1], high, low)
+            self.device.space.extend(self._free_rows[-1], entries)
         except TableFull:
             return None
         return self._free_rows.pop()
@@ -75,7 +75,7 @@ class SegmentStore:
         Returns None, changing nothing, if no segment row or table block is left.
         """
         device = self.device
-        segment_row = self.take_row(*device.space.bound(row))
+        segment_row = self.take_row(device.space.bound(row))
         if segment_row is None:
             return None
         device.share(segment_row, row, lo, hi, kept_only=True)
@@ -137,7 +137,7 @@ class SegmentStore:
     def cut_front(self, segment: Segment, lo: int) -> None:
         """Forget positions below ``lo`` and return the pages that held nothing else and no row refers to. The caller
         has made sure of a segment row and of table blocks."""
-        row = self.take_row(*self.device.space.bound(segment.row))
+        row = self.take_row(self.device.space.bound(segment.row))
         assert row is not None, "no room to cut a segment"
         self.device.share(row, segment.row, lo, segment.hi)
         self._move(segment, row, lo)
@@ -163,7 +163,7 @@ class SegmentStore:
         """A segment of the tokens of consecutive parts, copied as they are to dense pages, that no node names yet. The
         caller has made sure of pages, a segment row and table blocks."""
         lo, hi = parts[0][1], parts[-1][2]
-        row = self.take_row(*self.device.space.dense_entries(hi - lo))
+        row = self.take_row(self.device.space.dense_entries(hi - lo))
         assert row is not None, "no room to join segments"
         self._copy(row, parts)
         as_computed = all(segment.as_computed for segment, _, _ in parts)
@@ -185,7 +185,7 @@ class SegmentStore:
         Only for a segment whose pages no other row refers to and the prefix cache does not count. Returns False,
         changing nothing, if no segment row or table block is left.
         """
-        row = self.take_row(*self.device.space.dense_entries(segment.hi - segment.lo))
+        row = self.take_row(self.device.space.dense_entries(segment.hi - segment.lo))
         if row is None:
             return False
         self._copy(row, [(segment, segment.lo, segment.hi)])
@@ -213,7 +213,7 @@ class SegmentStore:
         for (segment, lo, hi), of_tiers in zip(parts, entries, strict=True):
             if len(segment.reads) >= MOST_READS:
                 del segment.reads[next(iter(segment.reads))]
-            segment.reads[lo, hi] = (of_tiers[0], of_tiers[1] if len(of_tiers) > 1 else 0)
+            segment.reads[lo, hi] = tuple(of_tiers)
 
     def computed_pages(self, segment: Segment) -> int:
         """Pages of a segment as computed."""

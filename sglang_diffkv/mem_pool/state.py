@@ -4,8 +4,10 @@ Shapes use ``P`` pages, ``R`` rows, ``L`` layers, ``H`` KV heads, ``T`` tiers, `
 A *row* is one owner: a request (its index is SGLang's ``req_pool_idx``) or a radix-tree segment.
 
 Bidirectional page table (DiffKV, section 5.2): a row has ``width = max_blocks * TABLE_BLOCK``
-columns for each (layer, head). Entry ``i`` of the high tier is column ``i``, entry ``i`` of the low
-tier is column ``width - 1 - i``. Columns are backed by blocks of ``TABLE_BLOCK`` columns that the host
+columns for each (layer, head). Entry ``i`` of tier 0 is column ``i``, entry ``i`` of tier 1 is column
+``width - 1 - i``. With more tiers the columns are two such tables (section 5.3), a half each: tier 2 grows from the
+right end of the first half towards tier 0, tier 3 from the left end of the second half towards tier 1
+(``table_column``). Columns are backed by blocks of ``TABLE_BLOCK`` columns that the host
 hands out as a row grows, so table memory follows need and not ``max_requests x max_length``.
 """
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
-from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.transfer import to_device
 
 PART_FILLED = 2
 """Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was sealed."""
+
+
+Entries = tuple[int, ...]
+"""Table entries of each tier."""
 
 
 def blocks_of(entries: Iterable[int]) -> int:
@@ -39,10 +43,12 @@ class TableSpace:
         self.state = state
         rows, self.max_blocks = state.row_blocks.shape
         self.free_blocks = list(range(state.page_table.shape[0] - 1, 0, -1))
-        self.base = np.zeros((rows, 2), dtype=np.int64)  # entries when they were last counted
+        self.tokens = tuple(layout.tokens for layout in state.fmt.layouts)
+        self.base = np.zeros((rows, len(self.tokens)), dtype=np.int64)  # entries when they were last counted
         self.total = np.zeros(rows, dtype=np.int64)  # own tokens ever appended
         self.counted = np.zeros(rows, dtype=np.int64)  # of these, those that ``base`` covers
-        self.blocks: list[tuple[list[int], list[int]]] = [([], []) for _ in range(rows)]
+        self.blocks: list[tuple[list[int], ...]] = [tuple([] for _ in self.tokens) for _ in range(rows)]
+        """Of each row, those of each tier."""
         self._writes: dict[int, int] = {}  # flat index into the row blocks -> block
 
     @property
@@ -50,41 +56,50 @@ class TableSpace:
         """Blocks that rows can use (block 0 backs unused columns)."""
         return self.state.page_table.shape[0] - 1
 
-    def bound(self, row: int, new_tokens: int = 0) -> tuple[int, int]:
-        """Upper bound of the row's high and low entries after ``new_tokens`` more."""
-        layouts = self.state.fmt.layouts
-        tokens = int(self.total[row] - self.counted[row]) + new_tokens
-        high = int(self.base[row, 0]) + -(-tokens // layouts[0].tokens)
-        low = int(self.base[row, 1]) + -(-tokens // layouts[1].tokens) if len(layouts) > 1 else 0
-        return high, low
+    def bound(self, row: int, new_tokens: int = 0) -> Entries:
+        """Upper bound of the row's entries after ``new_tokens`` more."""
+        added = self.dense_entries(int(self.total[row] - self.counted[row]) + new_tokens)
+        return tuple(n + more for n, more in zip(self.base[row].tolist(), added, strict=True))
 
-    def part_entries(self, segment: Segment, lo: int, hi: int) -> tuple[int, int]:
-        """Upper bound of the entries, of each tier, that attaching a part of a segment takes: a page holds a token at
-        least, and to read less takes no more."""
+    def part_entries(self, segment: Segment, lo: int, hi: int) -> Entries:
+        """Upper bound of the entries that attaching a part of a segment takes: a page holds a token at least, and to
+        read less takes no more."""
         counted = [reads for (start, end), reads in segment.reads.items() if start <= lo and hi <= end]
-        high, low = (min(column) for column in zip(self.bound(segment.row), *counted, strict=True))
-        return min(high, hi - lo), min(low, hi - lo)
+        return tuple(min(*column, hi - lo) for column in zip(self.bound(segment.row), *counted, strict=True))
 
-    def path_entries(self, path: Path) -> tuple[int, int]:
-        """Upper bound of the entries, of each tier, that attaching ``path`` takes."""
+    def path_entries(self, path: Path) -> Entries:
+        """Upper bound of the entries that attaching ``path`` takes."""
         parts = [self.part_entries(*part) for part in path]
-        return sum(high for high, _ in parts), sum(low for _, low in parts)
+        return tuple(sum(part[tier] for part in parts) for tier in range(len(self.tokens)))
 
-    def dense_entries(self, tokens: int) -> tuple[int, int]:
-        """Entries of each tier, at most, of ``tokens`` in dense pages."""
-        high, *low = (-(-tokens // layout.tokens) for layout in self.state.fmt.layouts)
-        return high, low[0] if low else 0
+    def dense_entries(self, tokens: int) -> Entries:
+        """Entries, at most, of ``tokens`` in dense pages."""
+        return tuple(-(-tokens // of_page) for of_page in self.tokens)
 
     def blocks_for(self, path: Path, new_tokens: int, *, spare: int = 0) -> int:
         """Upper bound of the blocks of a row with ``path`` attached, ``new_tokens`` of its own and ``spare`` entries
         of each tier."""
-        layouts = self.state.fmt.layouts
-        own = [-(-new_tokens // layouts[0].tokens), -(-new_tokens // layouts[-1].tokens)]
-        return blocks_of(n + m + spare for n, m in zip(self.path_entries(path), own, strict=True))
+        return blocks_of(self._row_entries(path, new_tokens, spare))
+
+    def _row_entries(self, path: Path, new_tokens: int, spare: int) -> Entries:
+        own = self.dense_entries(new_tokens)
+        return tuple(n + m + spare for n, m in zip(self.path_entries(path), own, strict=True))
 
     def fits(self, path: Path, max_tokens: int) -> bool:
         """Whether a row with ``path`` attached has room to grow to ``max_tokens``, whatever becomes of the rest."""
-        return self.blocks_for(path, max_tokens - path_end(path), spare=PART_FILLED) <= self.max_blocks
+        entries = self._row_entries(path, max_tokens - path_end(path), PART_FILLED)
+        return self._fits_tables([blocks_of([n]) for n in entries])
+
+    @property
+    def table_blocks(self) -> int:
+        """Blocks of each of a row's bidirectional tables."""
+        return self.max_blocks if len(self.tokens) <= 2 else self.max_blocks // 2
+
+    def _fits_tables(self, blocks: Sequence[int]) -> bool:
+        """Whether a row's tables have room for so many blocks of each tier."""
+        if len(blocks) <= 2:
+            return sum(blocks) <= self.table_blocks
+        return sum(blocks[::2]) <= self.table_blocks and sum(blocks[1::2]) <= self.table_blocks
 
     def fitting(self, path: Path, max_tokens: int) -> Path:
         """The longest start of ``path`` that fits."""
@@ -97,40 +112,42 @@ class TableSpace:
         """Those of ``rows``, in this order, that have no room for ``new_tokens`` more each, and why."""
         found: dict[int, str] = {}
         free = len(self.free_blocks)
-        most = 2 * -(-new_tokens // TABLE_BLOCK)  # a token takes an entry of each tier at most
-        if most * len(rows) <= free and all(sum(map(len, self.blocks[row])) + most <= self.max_blocks for row in rows):
+        most = len(self.tokens) * -(-new_tokens // TABLE_BLOCK)  # a token takes an entry of each tier at most
+        least = self.table_blocks - most
+        if most * len(rows) <= free and all(sum(map(len, self.blocks[row])) <= least for row in rows):
             return found
         for row in rows:
-            needed = sum(self._needed(row, *self.bound(row, new_tokens)))
+            needed = self._needed(row, self.bound(row, new_tokens))
             if problem := self._problem(row, needed, free):
                 found[row] = problem
             else:
-                free -= needed
+                free -= sum(needed)
         return found
 
-    def _needed(self, row: int, high: int, low: int) -> tuple[int, int]:
+    def _needed(self, row: int, entries: Entries) -> list[int]:
         """Blocks of each tier that a row lacks for so many entries."""
-        left, right = self.blocks[row]
-        return max(-(-high // TABLE_BLOCK) - len(left), 0), max(-(-low // TABLE_BLOCK) - len(right), 0)
+        held = zip(entries, self.blocks[row], strict=True)
+        return [max(-(-n // TABLE_BLOCK) - len(blocks), 0) for n, blocks in held]
 
-    def _problem(self, row: int, needed: int, free: int) -> str | None:
+    def _problem(self, row: int, needed: Sequence[int], free: int) -> str | None:
         """Why a row cannot have ``needed`` more of ``free`` blocks; None if it can."""
-        if needed > free:
-            return f"the page table has {free} free blocks, {needed} needed"
-        if needed and needed + sum(map(len, self.blocks[row])) > self.max_blocks:
-            return f"a row holds at most {self.max_blocks} table blocks; too many shared segments"
+        if sum(needed) > free:
+            return f"the page table has {free} free blocks, {sum(needed)} needed"
+        held = zip(needed, self.blocks[row], strict=True)
+        if any(needed) and not self._fits_tables([more + len(blocks) for more, blocks in held]):
+            return f"a row holds at most {self.table_blocks} table blocks; too many shared segments"
         return None
 
     def append(self, row: int, new_tokens: int) -> None:
         """Room for ``new_tokens`` more own tokens. Raises TableFull, changing nothing."""
-        self._grow(row, *self.bound(row, new_tokens))
+        self._grow(row, self.bound(row, new_tokens))
         self.total[row] += new_tokens
 
-    def extend(self, row: int, high: int, low: int) -> None:
-        """Room for ``high`` and ``low`` attached entries. Raises TableFull, changing nothing."""
-        have_high, have_low = self.bound(row)
-        self._grow(row, have_high + high, have_low + low)
-        self.base[row] = (have_high + high, have_low + low)
+    def extend(self, row: int, attached: Entries) -> None:
+        """Room for so many attached entries. Raises TableFull, changing nothing."""
+        entries = tuple(n + more for n, more in zip(self.bound(row), attached, strict=True))
+        self._grow(row, entries)
+        self.base[row] = entries
         self.counted[row] = self.total[row]
 
     def seal(self, row: int) -> None:
@@ -141,7 +158,7 @@ class TableSpace:
     def withdraw(self, row: int, new_tokens: int) -> None:
         """Undo the last ``append`` of a step that did not run; blocks stay with a row that holds entries."""
         self.total[row] -= new_tokens
-        if self.bound(row) == (0, 0):
+        if not any(self.bound(row)):
             self.release(row)
 
     def tighten(self, rows: np.ndarray, entries: np.ndarray, total: np.ndarray) -> None:
@@ -149,13 +166,13 @@ class TableSpace:
 
         Args:
             rows: [n], rows that only appended since they were counted.
-            entries: [n, 2], high and low entries counted.
+            entries: [n, T], entries counted.
             total: [n], what ``self.total`` was when they were counted.
         """
-        tokens = np.array([x.tokens for x in self.state.fmt.layouts] + [NO_LIMIT])[:2]
+        tokens = np.array(self.tokens)
 
         def bound(base: np.ndarray, counted: np.ndarray) -> np.ndarray:
-            return base + -(-(self.total[rows] - counted)[:, None] // tokens)  # [n, 2]
+            return base + -(-(self.total[rows] - counted)[:, None] // tokens)  # [n, T]
 
         lower = (bound(entries, total) <= bound(self.base[rows], self.counted[rows])).all(1)
         self.base[rows[lower]] = entries[lower]
@@ -163,23 +180,26 @@ class TableSpace:
 
     def release(self, row: int) -> None:
         """Take all blocks of the row back."""
-        left, right = self.blocks[row]
-        first = row * self.max_blocks
-        for at in [*range(len(left)), *range(self.max_blocks - len(right), self.max_blocks)]:
-            self._writes[first + at] = 0
-        for side in (left, right):
-            self.free_blocks.extend(side)
-            side.clear()
+        for tier, blocks in enumerate(self.blocks[row]):
+            for number in range(len(blocks)):
+                self._writes[self._place(row, tier, number)] = 0
+            self.free_blocks.extend(blocks)
+            blocks.clear()
         self.base[row] = 0
         self.counted[row] = self.total[row]
 
     def shrink(self, row: int) -> None:
         """Take back the blocks that a row's entries do not reach, if it takes no more."""
-        first = row * self.max_blocks
-        for side, n, right in zip(self.blocks[row], self.bound(row), (False, True), strict=True):
-            while len(side) > -(-n // TABLE_BLOCK):
-                self.free_blocks.append(side.pop())
-                self._writes[first + (self.max_blocks - 1 - len(side) if right else len(side))] = 0
+        for tier, (blocks, n) in enumerate(zip(self.blocks[row], self.bound(row), strict=True)):
+            while len(blocks) > -(-n // TABLE_BLOCK):
+                self.free_blocks.append(blocks.pop())
+                self._writes[self._place(row, tier, len(blocks))] = 0
+
+    def _place(self, row: int, tier: int, number: int) -> int:
+        """Flat index into the row blocks of a tier's block."""
+        middle = self.max_blocks // 2
+        column = (number, self.max_blocks - 1 - number, middle - 1 - number, middle + number)[tier]
+        return row * self.max_blocks + column
 
     def flush(self) -> None:
         """Bring the device's row blocks up to date, on the current stream, without waiting."""
@@ -190,17 +210,14 @@ class TableSpace:
         table.view(-1)[changes[0]] = changes[1].int()
         self._writes.clear()
 
-    def _grow(self, row: int, high: int, low: int) -> None:
-        left, right = self.blocks[row]
-        need_left, need_right = self._needed(row, high, low)
-        if not need_left and not need_right:
+    def _grow(self, row: int, entries: Entries) -> None:
+        needed = self._needed(row, entries)
+        if not any(needed):
             return
-        if problem := self._problem(row, need_left + need_right, len(self.free_blocks)):
+        if problem := self._problem(row, needed, len(self.free_blocks)):
             raise TableFull(row, problem)
-        at = [len(left) + i for i in range(need_left)]
-        at += [self.max_blocks - 1 - len(right) - i for i in range(need_right)]
-        taken = [self.free_blocks.pop() for _ in at]
-        left.extend(taken[:need_left])
-        right.extend(taken[need_left:])
-        for column, block in zip(at, taken, strict=True):
-            self._writes[row * self.max_blocks + column] = block
+        for tier, (more, blocks) in enumerate(zip(needed, self.blocks[row], strict=True)):
+            for _ in range(more):
+                block = self.free_blocks.pop()
+                self._writes[self._place(row, tier, len(blocks))] = block
+                blocks.append(block)

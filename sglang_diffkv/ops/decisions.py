@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.cuts import Cuts, StepBudget, StepCuts
 from sglang_diffkv.kernels.cuts import StepRule as StepTensors
 from sglang_diffkv.kernels.gather_scores import reference as gather_reference
@@ -25,6 +26,7 @@ from sglang_diffkv.policies.base import (
     WholeHead,
 )
 from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.diffkv import KEEP
 
 Selected = tuple[torch.Tensor, torch.Tensor]
 """Cut [L, H] float32 and tie [L, H] int32."""
@@ -61,6 +63,7 @@ class Decisions:
     kernels: WholeHeadKernels = REFERENCE
     memory: torch.Tensor | None = None
     pointwise: dict[object, Selected] = field(default_factory=dict)  # (rule, shape) -> high and low, [L, H] float32
+    between: dict[object, torch.Tensor] = field(default_factory=dict)  # (rule, shape) -> [T - 2, L, H] float32
     budgets: dict[object, StepBudget] = field(default_factory=dict)
 
     @classmethod
@@ -73,12 +76,13 @@ class Decisions:
             decisions.memory = torch.empty(2 if rule.smooth > 1 else 1, cells, device=state.device)
         elif rule is not None:
             decisions._thresholds(rule, state)
+            decisions._between(rule, state)
         decisions.step(state, policy)
         return decisions
 
     def nbytes(self) -> int:
         """Bytes of the tensors that are kept."""
-        tensors = [x for pair in self.pointwise.values() for x in pair]
+        tensors = [*self.between.values(), *(x for pair in self.pointwise.values() for x in pair)]
         tensors += [x for budget in self.budgets.values() for x in (budget.tokens, budget.fraction)]
         return sum(x.nbytes for x in tensors) + (0 if self.memory is None else self.memory.nbytes)
 
@@ -91,7 +95,7 @@ class Decisions:
     ) -> Cuts:
         """For copies of ``parts``; ``judged`` as for ``copy_compact``."""
         cuts = self._prompt(state, parts, seq_len, policy, judged, own=False)
-        return cuts or Cuts(*self._thresholds(Pointwise(0.0, 0.0), state), policy.window, policy.sinks)
+        return cuts or self._pointwise(KEEP.prompt, state, policy)
 
     def step(self, state: PageState, policy: Policy) -> StepTensors | None:
         """For generation steps; None if nothing happens in them."""
@@ -100,7 +104,11 @@ class Decisions:
             return self._step_budget(rule.budget, policy.window + policy.sinks, state)
         if isinstance(rule, Share):
             return StepCuts(*self._thresholds(Pointwise(rule.high, rule.low), state), of_sum=True)
-        return None if rule is None else StepCuts(*self._thresholds(rule, state))
+        return None if rule is None else StepCuts(*self._thresholds(rule, state), self._between(rule, state))
+
+    def _pointwise(self, rule: Pointwise, state: PageState, policy: Policy) -> Cuts:
+        between = self._between(rule, state)
+        return Cuts(*self._thresholds(rule, state), policy.window, policy.sinks, between=between)
 
     def _thresholds(self, rule: Pointwise, state: PageState) -> Selected:
         shape = (state.num_layers, state.num_heads)
@@ -110,6 +118,19 @@ class Decisions:
             low = scale * (_by_head(rule.low, state) if isinstance(rule.low, tuple) else rule.low)
             self.pointwise[rule, shape] = high, low
         return self.pointwise[rule, shape]
+
+    def _between(self, rule: Pointwise, state: PageState) -> torch.Tensor | None:
+        shape = (max(len(state.fmt.tiers) - 2, 0), state.num_layers, state.num_heads)
+        if not shape[0]:
+            return None
+        if (rule, shape) not in self.between:
+            if len(rule.between) < shape[0]:
+                raise UnsupportedError(
+                    f"{shape[0] + 2} tiers need {shape[0]} thresholds between the first and the last"
+                )
+            scale = _by_head(1.0 if rule.scale is None else rule.scale, state)
+            self.between[rule, shape] = torch.stack([scale * threshold for threshold in rule.between[: shape[0]]])
+        return self.between[rule, shape]
 
     def _step_budget(self, budget: Budget, least: int, state: PageState) -> StepBudget:
         key = (budget, least, state.num_layers, state.num_heads)
@@ -128,7 +149,9 @@ class Decisions:
         if rule is None:
             return None
         if isinstance(rule, Pointwise):
-            return Cuts(*self._thresholds(rule, state), *limits)
+            return self._pointwise(rule, state, policy)
+        if len(state.fmt.tiers) > 2:
+            raise UnsupportedError(f"{type(rule).__name__} sorts the tokens of a head into two tiers at most")
         values = self._room(state, 0, seq_len)
         sums = rule.quantity == "sum"
         given = {"sums": sums, "judged": judged, "own": own}

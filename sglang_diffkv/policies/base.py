@@ -39,7 +39,8 @@ class Observation:
 @dataclass(frozen=True)
 class Pointwise:
     """Each token by itself: at or above ``high`` times the mean attention it stays in the high tier, at or above
-    ``low`` times that it stays. With a single tier ``low`` alone decides.
+    ``low`` times that it stays. With a single tier ``low`` alone decides. With more than two, ``between`` are the
+    thresholds of the tiers from the second to the last but one, falling; those that are too many are not used.
 
     The mean attention of a prompt's token at 0-based position ``i`` is ``1 / (i + 1)``, that of a generation step
     ``1 / length``. There the candidate, which leaves the window, is judged, and if it stays the least significant token
@@ -49,7 +50,8 @@ class Pointwise:
     high: float | HeadValues
     low: float | HeadValues
     scale: HeadValues | None = field(default=None, repr=False)
-    """Positive factors of both; None for 1 everywhere."""
+    """Positive factors of all thresholds; None for 1 everywhere."""
+    between: tuple[float, ...] = ()
 
     @property
     def prunes(self) -> bool:

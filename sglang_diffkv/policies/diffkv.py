@@ -12,9 +12,14 @@ Beyond the paper:
   ``1 / horizon`` for the newest token's attention, as with the forgetting factor of sums in Jo and Shin, "A2SF:
   Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder", 2024. The prompt
   phase stays a mean over all later prompt tokens, which then counts as that of ``horizon - 1`` tokens at most;
-- both thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose
+- all thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose
   (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
-  give heads budgets of their own; here a head's share follows from its thresholds, as in the paper).
+  give heads budgets of their own; here a head's share follows from its thresholds, as in the paper);
+- there may be three or four tiers, for which the paper has page tables (section 5.3) and no algorithm. A prompt's token
+  goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier,
+  the candidate or, if that stays, the high tier's least significant token, goes to the tier that its own score names,
+  where the candidate takes the place of the tier's least significant token if that is below the last threshold. Tokens
+  of the tiers between stay there: at most one token of a head moves in a step.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from sglang_diffkv.mem_pool.page_format import MOST_TIERS
 from sglang_diffkv.policies.base import HeadValues, Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
 
@@ -32,9 +38,10 @@ from sglang_diffkv.policies.options import PolicyOptions
 class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
     ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
-    ``head_scale``: [layers][KV heads] positive factors of both thresholds, None for 1 everywhere.
+    ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
 
-    With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go.
+    With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
+    two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
     """
 
     alpha_high: float = 1.0
@@ -43,11 +50,12 @@ class DiffKVPolicy(Policy):
     sinks: int = 0
     horizon: int = 0
     head_scale: HeadValues | None = field(default=None, repr=False)
+    alpha_between: tuple[float, ...] = ()
 
     @property
     def prompt(self) -> Pointwise:
         """The token at 0-based ``position`` is compared with ``alpha / (position + 1)``."""
-        return Pointwise(self.alpha_high, self.alpha_low, self.head_scale)
+        return Pointwise(self.alpha_high, self.alpha_low, self.head_scale, self.alpha_between)
 
     @property
     def generation(self) -> Pointwise:
@@ -63,23 +71,28 @@ class DiffKVPolicy(Policy):
         return replace(self, head_scale=tuple(layer[first : first + heads] for layer in self.head_scale))
 
 
-KEEP = DiffKVPolicy(alpha_high=0.0, alpha_low=0.0, window=0)
+KEEP = DiffKVPolicy(alpha_high=0.0, alpha_low=0.0, window=0, alpha_between=(0.0,) * (MOST_TIERS - 2))
 """Every token stays in its tier: for copies."""
 
 
 class DiffKVPolicyConfig(PolicyOptions):
     """DiffKV's thresholds, in units of the mean attention of a sequence."""
 
-    most_tiers: ClassVar[int] = 2
+    most_tiers: ClassVar[int] = MOST_TIERS
 
     name: Literal["diffkv"] = "diffkv"
     alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
+    alpha_between: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        default=(),
+        description="with three and four tiers: below alpha_high, at or above the first of these, a token is in the "
+        "second tier; below that, at or above the next, in the third",
+    )
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
     sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
     head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
-        default=None, min_length=1, description="[layers][KV heads] factors of both thresholds"
+        default=None, min_length=1, description="[layers][KV heads] factors of all thresholds"
     )
 
     @field_validator("head_scale", mode="before")
@@ -92,7 +105,21 @@ class DiffKVPolicyConfig(PolicyOptions):
     def _ordered(self) -> DiffKVPolicyConfig:
         if self.alpha_low > self.alpha_high:
             raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
+        falling = (self.alpha_high, *self.alpha_between, self.alpha_low)
+        if list(falling) != sorted(falling, reverse=True):
+            raise ValueError(
+                f"alpha_between {list(self.alpha_between)} must fall from alpha_high {self.alpha_high} to alpha_low "
+                f"{self.alpha_low}"
+            )
         return self
+
+    def check_tiers(self, tiers: int) -> None:
+        """Every threshold between two tiers is given, and no more."""
+        if (found := len(self.alpha_between)) != (wanted := max(tiers - 2, 0)):
+            raise ValueError(
+                f"policy.alpha_between has {found} thresholds, {tiers} tiers take {wanted}: alpha_high ends the first "
+                "tier, alpha_between the tiers behind it but the last, alpha_low the last"
+            )
 
     @field_validator("head_scale")
     @classmethod
@@ -103,4 +130,4 @@ class DiffKVPolicyConfig(PolicyOptions):
 
     def build(self) -> DiffKVPolicy:
         rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
-        return DiffKVPolicy(*rule, head_scale=self.head_scale)
+        return DiffKVPolicy(*rule, head_scale=self.head_scale, alpha_between=self.alpha_between)

@@ -22,6 +22,9 @@ class PolicyOptions(Strict):
     most_tiers: ClassVar[int] = 1
     """Tiers that the method can use."""
 
+    def check_tiers(self, tiers: int) -> None:
+        """Raise ValueError if the method, as it is configured, lacks something for so many tiers."""
+
     def build(self) -> Policy:
         raise NotImplementedError
 

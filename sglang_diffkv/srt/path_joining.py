@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.segments import MOST_READS
-from sglang_diffkv.mem_pool.table_space import blocks_of
+from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
 
 if TYPE_CHECKING:
     from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
@@ -116,15 +116,15 @@ class PathJoiner:
                 manager.segments.cut_front(segment, end)
         self.joined += 1
 
-    def _reads(self, parts: Path) -> dict[tuple[int, int], tuple[int, int]]:
+    def _reads(self, parts: Path) -> dict[tuple[int, int], Entries]:
         """Entries of the joined segment's starts. Parts are copied in order, so a start is dense: who branches off
         early does not pay for what is behind it, nor more than for the parts as they were."""
-        reads, high, low, lo = {}, 0, 0, parts[0][1]
+        space, reads, lo = self.manager.space, {}, parts[0][1]
+        so_far = space.dense_entries(0)
         for segment, start, end in parts[:MOST_READS]:
-            more_high, more_low = self.manager.space.part_entries(segment, start, end)
-            high, low = high + more_high, low + more_low
-            dense = self.manager.space.dense_entries(end - lo)
-            reads[lo, end] = (min(high, dense[0]), min(low, dense[1]))
+            more = space.part_entries(segment, start, end)
+            so_far = tuple(n + m for n, m in zip(so_far, more, strict=True))
+            reads[lo, end] = tuple(map(min, so_far, space.dense_entries(end - lo)))
         return reads
 
     def _rename(self, node: Any, joined: Segment) -> None:

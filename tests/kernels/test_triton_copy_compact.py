@@ -50,7 +50,7 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
     if judging:
         judged = torch.rand(2, 2, 31, generator=generator).to(DEVICE) * 0.2
         judged[:, :, 7:20] = float("nan")
-    manager.space.extend(TARGET, 30, 30)
+    manager.space.extend(TARGET, (30,) * len(manager.fmt.tiers))
     manager.space.flush()
     twin = clone_state(state)
     policy = replace(manager.policy, sinks=sinks)
@@ -76,7 +76,7 @@ def test_an_empty_ring_raises_the_fault_and_writes_to_nobody() -> None:
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=40, layers=2, heads=2)
     state, generator = manager.state, torch.Generator().manual_seed(4)
     add_prompt(manager, 2, 23, generator, compact=False)
-    manager.space.extend(TARGET, 30, 30)
+    manager.space.extend(TARGET, (30,) * len(manager.fmt.tiers))
     manager.space.flush()
     before = [x.clone() for tier in range(2) for x in tokens_of(state, 2, tier)]
     spans = Spans.create(state, 1)

@@ -26,7 +26,7 @@ from tests.helpers import begin_step, table_of
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
 from tests.pages.usage_oracle import page_owners
 
-FORMATS = ["K8V4 K4V2", "BF16 K8V4", "K8V4", "BF16"]
+FORMATS = ["K8V4 K4V2", "BF16 K8V4", "K8V4", "BF16", "BF16 K8V4 K4V2", "K8V8 K8V4 K4V4 K4V2"]
 
 HORIZONS = [
     (0, True, torch.int64),
@@ -53,7 +53,8 @@ def decode_step(manager: PageManager, rows: list[int], generator: torch.Generato
     demoted = 0.5 if len(state.tiers) > 1 else 0.0
     demote = torch.where(choice < demoted, slot, -1)
     drop = torch.where((choice >= demoted) & (choice < 0.7), slot, -1)
-    compact_step(state, index, StepMoves(demote, drop, torch.full_like(slot, -1)))
+    tier = 1 + slot % max(len(state.tiers) - 1, 1)
+    compact_step(state, index, StepMoves(demote, drop, torch.full_like(slot, -1), tier))
 
 
 def busy_manager(tiers: str) -> PageManager:
@@ -117,11 +118,12 @@ def pages_taken(own: int, used: int, hole: bool, tokens: int, steps: int) -> int
 
 
 def full_heads(state: PageState, row: int, low_grows: bool) -> int:
-    """Pages that the row's next decode step can take: one for each head and tier whose own slots are all in use."""
+    """Pages that the row's next decode step can take: one for each head whose own high slots are all in use, and one
+    where those of a lower tier are."""
     own = state.entries[row] - state.own_entry[row]  # [L, H, T]
     full = state.own_tokens[row] >= own * torch.tensor([x.tokens for x in state.fmt.layouts], device=state.device)
     full[..., 0] &= state.hole[row] < 0
-    return int(full.sum() if low_grows else full[..., 0].sum())
+    return int(full[..., 0].sum() + (full[..., 1:].any(-1).sum() if low_grows else 0))
 
 
 def expected_counts(state: PageState, rows: list[int], steps: int, low_grows: bool) -> list[list[int]]:
@@ -132,17 +134,18 @@ def expected_counts(state: PageState, rows: list[int], steps: int, low_grows: bo
         entries = state.entries[row].flatten(0, 1).tolist()  # [L * H][T]
         own, used, kept = (x[row].flatten(0, 1).tolist() for x in (state.own_entry, state.own_tokens, state.kept_entry))
         hole = state.hole[row].flatten().tolist()
-        demand = sum(
-            pages_taken(entries[i][t] - own[i][t], used[i][t], t == 0 and hole[i] >= 0, tokens, steps)
-            for i in range(len(entries))
-            for t, tokens in tiers
-            if t == 0 or low_grows
-        )
+        demand = 0
+        for i in range(len(entries)):
+            high, *lower = (
+                pages_taken(entries[i][t] - own[i][t], used[i][t], t == 0 and hole[i] >= 0, tokens, steps)
+                for t, tokens in tiers
+            )
+            demand += high + low_grows * min(sum(lower), steps)  # a step moves one token
         most = [max(column) for column in zip(*entries)]
         total = sum(map(sum, entries))
         private = total - sum(map(sum, kept))
-        out.append([demand, most[0], most[1] if len(most) > 1 else 0, total, private, int(state.fault[row])])
-    return [*out, [*state.counters.tolist(), 0, 0, 0, 0]]
+        out.append([demand, total, private, int(state.fault[row]), *most])
+    return [*out, [*state.counters.tolist(), 0, 0, *([0] * len(state.tiers))]]
 
 
 def expected_measure(state: PageState, row: int, lo: int, hi: int) -> np.ndarray:
@@ -230,7 +233,9 @@ def test_no_rows(tiers):
     state = busy_manager(tiers).state
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     for op in (count_rows_reference, count_rows_triton.count_rows):
-        assert op(state, none, steps=1, low_grows=True).tolist() == [[*state.counters.tolist(), 0, 0, 0, 0]]
+        assert op(state, none, steps=1, low_grows=True).tolist() == [
+            [*state.counters.tolist(), 0, 0, *([0] * len(state.tiers))]
+        ]
     for op in (measure_reference, measure_triton.measure):
         assert op(state, none, none, none).shape == (0, 3, 3, len(state.tiers) + 1)
 
@@ -272,13 +277,13 @@ def test_owners_without_requests_and_on_the_scratch_page():
 def test_counts_are_full_heads_and_entries(tiers, low_grows):
     manager = busy_manager(tiers)
     rows = list(manager.rows)
-    out = torch.full((len(rows) + 1, 6), -9, device=DEVICE)
+    out = torch.full((len(rows) + 1, 4 + len(manager.state.tiers)), -9, device=DEVICE)
     index = torch.tensor(rows, device=DEVICE)
     assert count_rows_reference(manager.state, index, steps=1, low_grows=low_grows, out=out) is out
     counts = out.tolist()
     for row, values in zip(rows, counts[:-1], strict=True):
         assert values[0] == full_heads(manager.state, row, low_grows)
-        assert values[3] == manager.device.pages_of(row)
+        assert values[1] == manager.device.pages_of(row)
     assert any(values[0] for values in counts[:-1])
     assert counts[-1][1] - counts[-1][0] == manager.device.free_pages()
 

@@ -41,7 +41,7 @@ def test_rows_share_and_return_pages(tiers):
     spans = Spans.create(state, 1)
     for target in (9, 10, 3):
         blocks = [b for b in state.row_blocks[1].tolist() if b]
-        manager.space.extend(target, *manager.space.bound(1))
+        manager.space.extend(target, manager.space.bound(1))
         manager.space.flush()
         twin.row_blocks.copy_(state.row_blocks)
         assert blocks

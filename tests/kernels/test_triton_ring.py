@@ -236,7 +236,7 @@ class Twins:
             self.prompts.add(fresh[0])
 
     def attach(self, target: int, source: int, end: int) -> None:
-        self.manager.space.extend(target, *self.manager.space.bound(source))
+        self.manager.space.extend(target, self.manager.space.bound(source))
         self.flush()
         self.both(lambda ops, state: ops.attach(state, target, source, 0, end), "attach")
 
@@ -250,7 +250,7 @@ class Twins:
         parts = [(segment, lo, hi) for lo, hi in ((0, cut), (cut, end)) if lo < hi]
         if not parts:
             return
-        self.manager.space.extend(row, LENGTH // 8 + 2, LENGTH // 8 + 2)
+        self.manager.space.extend(row, (LENGTH // 8 + 2,) * len(self.manager.fmt.tiers))
         self.flush()
         self.lengths[row] = end
         self.both(lambda ops, state: ops.copy_compact(state, row, parts, end, self.policy, None), "copy_compact")

@@ -180,7 +180,7 @@ def test_copies_match_reference(tiers, dim, v_dim, judging, rule):
     manager, parts = two_parts(tiers, dim, v_dim)
     state, policy = manager.state, Whole(rule)
     judged = torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(5)).to(DEVICE) * 0.1 if judging else None
-    manager.space.extend(5, 30, 30)
+    manager.space.extend(5, (30,) * len(manager.fmt.tiers))
     manager.space.flush()
     twin = clone_state(state)
     cuts = Decisions.of(WHOLE_HEADS, state, policy, 100).of_parts(state, parts, 61, policy, judged)

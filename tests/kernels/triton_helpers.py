@@ -24,6 +24,8 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
 from tests.helpers import begin_step  # noqa: E402
 
 BF16 = torch.bfloat16
+BETWEEN = (0.7, 0.4)
+"""Thresholds of three and four tiers between those of the first and the last."""
 
 
 def make_format(tiers: str, head_dim: int = 64, v_head_dim: int = 0, page_tokens: int = 8) -> PageFormat:
@@ -38,7 +40,7 @@ def make_manager(
 ) -> PageManager:  # fmt: skip
     """An empty manager whose page memory is all NaN, and whose positions look like real ones."""
     geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)
-    rule = policy or DiffKVPolicy(1.0, 0.2, window)
+    rule = policy or DiffKVPolicy(1.0, 0.2, window, alpha_between=BETWEEN[: max(len(fmt.tiers) - 2, 0)])
     manager = PageManager(geometry, rule, dtype=dtype, device=DEVICE, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
     return manager

@@ -140,7 +140,7 @@ def test_a_copy_keeps_what_compaction_in_place_keeps():
     manager = make_manager(make_format(("K8V4", "K4V2"), page_tokens=4), policy=LeanKVPolicy(0.3, 0.02, 4))
     session = Session(manager, spread=3.0)
     session.extend({1: 41})
-    manager.space.extend(2, 50, 50)
+    manager.space.extend(2, (50, 50))
     with manager.launching():
         manager.ops.copy_compact(manager.state, 2, [(1, 0, 9), (1, 9, 41)], 41, manager.policy, None)
     copied = tier_map(manager.state, 2, 41)

@@ -191,7 +191,7 @@ def test_a_step_moves_one_token_and_no_other_byte():
     shape = (1, 2, 2)
     for step, (demote, drop, replace) in enumerate([(17, -1, -1), (-1, 3, -1), (5, -1, 0), (-1, -1, -1), (29, -1, -1)]):
         before, seen = codes(manager, 2), visible(manager.state, 2)
-        moves = StepMoves(*(torch.full(shape, x) for x in (demote, drop, replace)))
+        moves = StepMoves(*(torch.full(shape, x) for x in (demote, drop, replace, 1)))
         compact_step(manager.state, torch.tensor([2]), moves)
         gone = {(la, h, max(demote, drop)) for la, h in np.ndindex(2, 2)} if max(demote, drop) >= 0 else set()
         after = codes(manager, 2)

@@ -45,7 +45,7 @@ def test_triton_cuts_prompts_and_copies():
     session = Session(manager)
     session.extend({1: 40}, scores=False, check=False)
     ops = TritonOps(manager.state, policy, 4, 400)
-    manager.space.extend(2, 40, 0)
+    manager.space.extend(2, (40,))
     with manager.launching():
         manager.state.tiers[0].scores.fill_(1.0)  # as large as scores get
         ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
