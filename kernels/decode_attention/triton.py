@@ -147,8 +147,8 @@ def decode_attention(
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
     split_kernel[(batch * heads, splits)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
-        state.own_entry, rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
+        workspace.shares, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
+        state.entries, state.own_entry, rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
         num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
@@ -157,7 +157,7 @@ def decode_attention(
     finish_kernel[(batch * heads, joining["JOINERS"] + parts)](
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        state.pages, state.page_table, state.row_blocks, state.entries, state.own_entry,
+        workspace.shares, state.pages, state.page_table, state.row_blocks, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
         **kept, **shape, **joining,
         SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean", num_warps=config.score_warps,

@@ -9,7 +9,7 @@ found is named by its own slot: ``TOKENS`` of each page.
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, head_tiles, kept_slots, split_work
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, head_tiles, kept_slots, share_of, split_work
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_SCORES,
@@ -169,7 +169,7 @@ def store_found(found_ptr, value, part, parts, max_parts):
     do_not_specialize_on_alignment=["rows", "seq_lens"],
 )
 def finish_kernel(
-    out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table,
+    out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, shares, pages, page_table,
     row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
@@ -179,7 +179,7 @@ def finish_kernel(
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its splits' results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
-    scores. With 0, the first of the latter joins before.
+    scores, as many of them as its share in ``shares``. With 0, the first of the latter joins before.
     ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a head at most. ``EARLY``:
     the launch may begin while the first pass ends, and waits for it here."""
     bh = tl.program_id(0)
@@ -210,8 +210,15 @@ def finish_kernel(
     row = tl.load(rows + b).to(tl.int64)
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
+    mine, scoring = share_of(shares, b, layer, head, splits, tl.maximum(parts, 1), H, ROOM_FOR)
+    if part >= scoring and not joins:
+        for k in tl.static_range(TIERS + 1):
+            store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        return
     tier_entries, tiles = head_tiles(entries + counts, LAYOUTS, TILES, TIERS)
-    work, per = split_work(splits, tiles, WEIGHTS, TIERS)
+    work, per = split_work(mine, tiles, WEIGHTS, TIERS)
     used = tl.cdiv(work, per) + TIERS - 1
     own_high = tl.load(own_entry + counts)
     tiles_before = (tier_entries[0] - own_high) * ceil_div(LAYOUTS[0][I_TOKENS], TILES[0])  # of the tiers so far
@@ -219,7 +226,7 @@ def finish_kernel(
     kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
     room_high = (room - kept_from) // TILES[0]
     start, stop, page, page_ahead, position, old = first_tokens(
-        tl.maximum(part, 0), tl.maximum(parts, 1), tl.where(part >= 0, room_high, 0), pages, page_table, row_blocks,
+        tl.maximum(part, 0), scoring, tl.where(part >= 0, room_high, 0), pages, page_table, row_blocks,
         row, layer, head, tier_entries[0], own_high, 0, LAYOUTS[0][I_TOKENS], LAYOUTS[0][I_SCORES],
         LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
@@ -273,7 +280,7 @@ def finish_kernel(
             own_first = tl.load(own_entry + counts + tier)
             fitting = tl.maximum(room - kept_from - tokens_before, 0) // TILES[tier]
             start, stop, page, page_ahead, position, old = first_tokens(
-                part, parts, fitting, pages, page_table, row_blocks, row, layer, head, tier_entries[tier], own_first,
+                part, scoring, fitting, pages, page_table, row_blocks, row, layer, head, tier_entries[tier], own_first,
                 tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_SCORES], LAYOUTS[tier][I_POSITIONS], TILES[tier], SIZE,
                 PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip

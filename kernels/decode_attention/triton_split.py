@@ -15,6 +15,7 @@ from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     head_tiles,
     kept_slots,
     kept_tiles,
+    share_of,
     split_span,
     tile_page,
 )
@@ -202,17 +203,17 @@ def attend_tier(
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows"])
 def split_kernel(
-    q, partial_out, partial_lse, logits, tile_max, offsets, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, rows, num_valid, layer, sm_scale, logit_cap, room,
+    q, partial_out, partial_lse, logits, tile_max, offsets, shares, pages, page_table, range_lo, range_hi, row_blocks,
+    entries, own_entry, rows, num_valid, layer, sm_scale, logit_cap, room,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, TILES: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, S). Slot ``s`` of the partial results takes the high tier of split ``s`` or, once the high
-    tier has ended, the next tier of split ``s - 1``, and so on: with T tiers there are S + T - 1 slots, each written
-    once up to the last that holds something.
+    """Grid (B * H, S), of which a head's share in ``shares`` has work. Slot ``s`` of the partial results takes the high
+    tier of split ``s`` or, once the high tier has ended, the next tier of split ``s - 1``, and so on: with T tiers there
+    are S + T - 1 slots, each written once up to the last that holds something.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:  # in this order: the second pass, once begun, reads what was written before this one
@@ -226,7 +227,8 @@ def split_kernel(
     row = tl.load(rows + b).to(tl.int64)
     counts = entries + ((row * L + layer) * H + head) * TIERS
     held, tiles = head_tiles(counts, LAYOUTS, TILES, TIERS)
-    firsts, lasts, turns, busy = split_span(split, splits, tiles, WEIGHTS, TIERS)
+    mine, _ = share_of(shares, b, layer, head, splits, 1, H, ROOM_FOR)
+    firsts, lasts, turns, busy = split_span(split, mine, tiles, WEIGHTS, TIERS)
     if split > busy:
         return  # past the slots that are joined
     own = own_entry + ((row * L + layer) * H + head) * TIERS

@@ -47,6 +47,21 @@ def head_tiles(counts, LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.con
     return entries, tiles
 
 
+PARTS_UNIT = tl.constexpr(1 << 16)
+"""In ``shares`` a head's programs of the score pass are multiples of this, and its splits the rest."""
+
+
+@triton.jit
+def share_of(shares, b, layer, head, splits, parts, H: tl.constexpr, ROOM_FOR: tl.constexpr):
+    """How many of the ``splits`` programs of the first pass and of the ``parts`` of the score pass work on a head of a
+    request: what ``DecodeWorkspace.plan`` gave it, all before the first plan."""
+    packed = tl.load(shares + (layer * H + head) * ROOM_FOR + b)
+    of_splits, of_parts = packed % PARTS_UNIT, packed // PARTS_UNIT
+    return tl.where(packed > 0, tl.minimum(of_splits, splits), splits), tl.where(
+        packed > 0, tl.minimum(of_parts, parts), parts
+    )
+
+
 @triton.jit
 def split_work(splits, tiles, WEIGHTS: tl.constexpr, TIERS: tl.constexpr):
     """Work of a head's ``tiles`` of each tier, and a split's share of it: splits past the last share are empty.

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.decode_attention.triton_tiles import PARTS_UNIT
 from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.triton_table import check_rows
 from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
@@ -54,35 +55,83 @@ def padded_slots(layout: TierLayout, tile: int) -> int:
     return -(-layout.tokens // tile) * tile
 
 
-@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows"])
-def offsets_kernel(
-    offsets, rows, num_valid, batch, entries, own_entry,
-    SLOTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-    ROOM_FOR: tl.constexpr, R: tl.constexpr,
+@triton.jit
+def fair_share(work, total, heads, programs):
+    """Programs of a head with ``work`` [R] if ``total``, of so many ``heads``, is spread over ``programs`` for each; an
+    eighth more than an even share is no reason for one more."""
+    each = tl.maximum(tl.cdiv(total, tl.maximum(heads * programs, 1).to(tl.int64)), 1)
+    return ((work.to(tl.int64) + each * 7 // 8) // each).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["batch", "splits", "most_splits", "parts", "most_parts"],
+    do_not_specialize_on_alignment=["rows"],
+)
+def plan_kernel(
+    offsets, shares, rows, num_valid, batch, splits, most_splits, parts, most_parts, entries, own_entry,
+    SLOTS: tl.constexpr, COSTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr, ROOM_FOR: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have, ``SLOTS`` each in
-    the first ``JUDGED`` tiers."""
+    the first ``JUDGED`` tiers; and how many programs each request's head gets in either pass. ``COSTS``: of a page of
+    each tier. ``splits`` and ``parts``: of each head, were all equal."""
     b = tl.arange(0, R)
-    live = (b < batch) & (b < tl.load(num_valid))
+    place = tl.program_id(0)
+    layer, head = place // H, place % H
+    valid = tl.load(num_valid)
+    live = (b < batch) & (b < valid)
     row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
-    at = (row * (L * H) + tl.program_id(0)) * TIERS
-    own = tl.load(entries + at, mask=live, other=0) - tl.load(own_entry + at, mask=live, other=0)
-    need = own * SLOTS[0]
-    for tier in tl.static_range(1, JUDGED):
-        own = tl.load(entries + at + tier, mask=live, other=0) - tl.load(own_entry + at + tier, mask=live, other=0)
-        need += own * SLOTS[tier]
-    tl.store(offsets + tl.program_id(0) * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
+    need = tl.zeros([R], tl.int32)
+    work = tl.zeros([R], tl.int32)
+    all_work = tl.zeros([R], tl.int64)
+    all_need = tl.zeros([R], tl.int64)
+    for one in tl.static_range(H):
+        at = ((row * L + layer) * H + one) * TIERS
+        for tier in tl.static_range(TIERS):
+            pages = tl.load(entries + at + tier, mask=live, other=0)
+            all_work += pages * COSTS[tier]
+            work = tl.where(head == one, work + pages * COSTS[tier], work)
+            if tier < JUDGED:
+                own = pages - tl.load(own_entry + at + tier, mask=live, other=0)
+                all_need += own * SLOTS[tier]
+                need = tl.where(head == one, need + own * SLOTS[tier], need)
+    heads = tl.minimum(valid, batch) * H
+    of_splits = tl.minimum(fair_share(work, tl.sum(all_work, 0), heads, splits), most_splits)
+    of_parts = tl.minimum(fair_share(need, tl.sum(all_need, 0), heads, parts), most_parts)
+    packed = tl.maximum(of_splits, 1) + tl.maximum(of_parts, 1) * PARTS_UNIT
+    tl.store(shares + place * ROOM_FOR + b, packed, mask=b < batch)
+    tl.store(offsets + place * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
 
 
 MAX_SLOTS = 128
 """Partial results of a head at most: with T tiers T - 1 more than splits."""
 
 
-def default_splits(state: PageState, batch: int) -> int:
-    """Splits of a head's pages that fill the GPU once for a batch of this size."""
-    resident = 12 if state.fmt.head_dim <= 128 else 8  # one-warp programs that a processor's registers hold
+UNEVEN = 2
+"""How many times the programs of an even batch a head may get, and as many more."""
+IDLE = 8
+"""Programs, in those that run at once, of which most may have nothing to do."""
+
+
+def resident_programs(state: PageState) -> int:
+    """Programs of the first pass, of one warp, that the registers of a GPU hold at once."""
+    return processors_of(state.device) * (12 if state.fmt.head_dim <= 128 else 8)
+
+
+def even_splits(state: PageState, batch: int) -> int:
+    """Splits of a head's pages that fill the GPU once for a batch of this size, of equal lengths."""
     most = MAX_SLOTS - max(len(state.fmt.tiers) - 1, 1)
-    return max(1, min(most, processors_of(state.device) * resident // (batch * state.num_heads)))
+    return max(1, min(most, resident_programs(state) // (batch * state.num_heads)))
+
+
+def default_splits(state: PageState, batch: int) -> int:
+    """Splits at most, for requests and heads that have more than others."""
+    return uneven(even_splits(state, batch), resident_programs(state), batch * state.num_heads, even_splits(state, 1))
+
+
+def uneven(even: int, resident: int, heads: int, most: int) -> int:
+    """Programs at most of one of ``heads`` that would get ``even`` each."""
+    return max(even, min(UNEVEN * even + UNEVEN, IDLE * resident // heads, most))
 
 
 MAX_SCORE_PARTS = 8
@@ -98,9 +147,22 @@ def score_programs(state: PageState, batch: int, config: DecodeConfig) -> tuple[
 
     As many as run at once with 64 registers a thread: then a very large batch has none to spare for joining alone. (The
     kernel takes 72, and 127 where eight programs join; held to 64, or with fewer programs, it is no faster on an H200.)
+    Of the former, heads with more tokens than others get more: so many at most.
     """
-    resident = processors_of(state.device) * 32 // config.score_warps
-    each = resident // (batch * state.num_heads)
+    even, joiners = even_parts(state, batch, config)
+    if config.score_parts:
+        return config.score_parts, joiners
+    return uneven(even, score_residents(state, config), batch * state.num_heads, MAX_SCORE_PARTS), joiners
+
+
+def score_residents(state: PageState, config: DecodeConfig) -> int:
+    """Programs of the score pass that run at once."""
+    return processors_of(state.device) * 32 // config.score_warps
+
+
+def even_parts(state: PageState, batch: int, config: DecodeConfig) -> tuple[int, int]:
+    """``score_programs`` for a batch of equal lengths."""
+    each = score_residents(state, config) // (batch * state.num_heads)
     joiners = JOINERS if each >= JOINERS + MAX_SCORE_PARTS // 2 else int(each > 2)
     return config.score_parts or max(1, min(MAX_SCORE_PARTS, each - joiners)), joiners
 
@@ -121,6 +183,7 @@ class DecodeWorkspace:
     logits: torch.Tensor  # [H, room, G] fp16, base 2, relative to tile_max
     tile_max: torch.Tensor  # [H, room / 16, G] float32
     offsets: torch.Tensor  # [L, H, at least B] int32, first slot of each request
+    shares: torch.Tensor  # [L, H, at least B] int32, programs of each request, see ``triton_tiles.share_of``
 
     @classmethod
     def create(
@@ -138,18 +201,23 @@ class DecodeWorkspace:
         return scratch.workspace(state, batch)
 
     def plan(self, state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, *, judge_low: bool = True) -> None:
-        """Give each request room for its logits in all layers: once a step whose scores are kept, after ``reserve``.
+        """Give each request room for its logits in all layers, and its share of the programs: once a step, after
+        ``reserve``. Without it, all heads get as many programs, and no scores can be kept.
 
         ``rows`` [B] and ``num_valid`` [1] as for :func:`decode_attention`.
         """
         check_rows(rows, num_valid, state)
         batch, layers, heads = rows.shape[0], state.num_layers, state.num_heads
-        assert self.room > 0 and batch <= self.offsets.shape[2]
-        tiles = tile_constants(state.fmt, self.config)["TILES"]
-        slots = tuple(padded_slots(x, n) for x, n in zip(state.fmt.layouts, tiles, strict=True))
-        offsets_kernel[(layers * heads,)](
-            self.offsets, rows, num_valid, batch, state.entries, state.own_entry,
-            SLOTS=slots, JUDGED=len(slots) if judge_low else 1, TIERS=len(slots), L=layers, H=heads,
+        assert batch <= self.offsets.shape[2]
+        constants = tile_constants(state.fmt, self.config)
+        slots = tuple(padded_slots(x, n) for x, n in zip(state.fmt.layouts, constants["TILES"], strict=True))
+        costs = tuple(n // tile * w for n, tile, w in zip(slots, constants["TILES"], constants["WEIGHTS"], strict=True))
+        even = self.splits if self.splits != default_splits(state, batch) else even_splits(state, batch)
+        plan_kernel[(layers * heads,)](
+            self.offsets, self.shares, rows, num_valid, batch, even, self.splits,
+            even_parts(state, batch, self.config)[0], score_programs(state, batch, self.config)[0], state.entries,
+            state.own_entry,
+            SLOTS=slots, COSTS=costs, JUDGED=len(slots) if judge_low else 1, TIERS=len(slots), L=layers, H=heads,
             ROOM_FOR=self.offsets.shape[2], R=triton.next_power_of_2(self.offsets.shape[2]), num_warps=1,
         )  # fmt: skip
 
@@ -178,6 +246,7 @@ class DecodeScratch:
     group: int
     memory: torch.Tensor  # uint8
     offsets: torch.Tensor  # [L, H, max batch] int32
+    shares: torch.Tensor  # [L, H, max batch] int32
 
     @classmethod
     def create(
@@ -209,7 +278,7 @@ class DecodeScratch:
         held = (int(skew * state.num_pages * page_slots / (state.num_layers * heads)) // 128 + 1) * 128
         room = min(max_batch * longest, max(longest, held))
         offsets = torch.zeros(state.num_layers, heads, max_batch, dtype=torch.int32, device=state.device)
-        scratch = cls(config, splits, slots, room, q_heads // heads, torch.empty(0), offsets)
+        scratch = cls(config, splits, slots, room, q_heads // heads, torch.empty(0), offsets, torch.zeros_like(offsets))
         size = sum(aligned_bytes(shape, dtype) for shape, dtype in scratch._parts(state, slots, 1))
         scratch.memory = torch.empty(max(size, least_bytes), dtype=torch.uint8, device=state.device)
         return scratch
@@ -235,4 +304,5 @@ class DecodeScratch:
             cut.append(self.memory[at:end].view(dtype).view(shape))
             at += aligned_bytes(shape, dtype)
         logits, tile_max, partial_out, partial_lse = cut
-        return DecodeWorkspace(self.config, splits, self.room, partial_out, partial_lse, logits, tile_max, self.offsets)
+        rest = partial_out, partial_lse, logits, tile_max, self.offsets, self.shares
+        return DecodeWorkspace(self.config, splits, self.room, *rest)

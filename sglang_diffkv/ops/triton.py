@@ -131,8 +131,9 @@ class TritonOps:
         elif self.ragged is not None:
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
-        if decode and step.found is not None:
-            step.scratch[0].plan(state, step.rows, step.num_valid, judge_low=step.found.judge_low)
+        if decode:
+            judge_low = step.found is not None and step.found.judge_low
+            step.scratch[0].plan(state, step.rows, step.num_valid, judge_low=judge_low)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)

@@ -19,6 +19,8 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     DecodeConfig,
     DecodeWorkspace,
     default_splits,
+    even_parts,
+    even_splits,
     score_programs,
 )
 from tests.kernels.triton_helpers import (
@@ -149,12 +151,64 @@ def test_a_program_may_join_alone_and_others_score_in_many_iterations(monkeypatc
     check_against_reference(*results)
 
 
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param("BF16 K8V4 K4V2", marks=pytest.mark.full)])
+def test_long_requests_get_more_programs(monkeypatch, tiers):
+    """Lengths of 10 to 1: the long request's heads are cut where the short ones' are not, and so are their scores."""
+    module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
+    monkeypatch.setattr(f"{module}.processors_of", lambda device: 1)  # 12 programs at once for 8 heads, 16 to score
+    manager = make_manager(make_format(tiers, 64, page_tokens=8), window=WINDOW, pages=400)
+    generator, state = torch.Generator().manual_seed(3), manager.state
+    lengths = (300, 31, 30, 29)
+    for row, count in enumerate(lengths, 1):
+        add_prompt(manager, row, count, generator)
+    rows, seq_lens = torch.arange(1, 5, device=DEVICE), torch.tensor(lengths, device=DEVICE)
+    q = torch.randn(4, 4, 64, generator=generator).to(DEVICE, BF16)
+    config = DecodeConfig(tile=16, score_tokens=16)
+    workspace = DecodeWorkspace.create(state, 4, 4, max_tokens=400, config=config)
+    workspace.partial_out.fill_(float("nan"))
+    valid = torch.tensor([4], dtype=torch.int32, device=DEVICE)
+    workspace.plan(state, rows, valid)
+    of_splits, of_parts = workspace.shares & 0xFFFF, workspace.shares >> 16  # [L, H, B]
+    assert (even_splits(state, 4), workspace.splits, score_programs(state, 4, config)[0]) == (1, 4, 6)
+    assert (of_splits[..., 0] >= 3).all() and (of_splits[..., 1:] == 1).all()
+    assert (of_parts[..., 0] >= 4).all() and (of_parts[..., 1:] <= 2).all()
+    twin, found, expected = clone_state(state), FoundTokens.create(state, 4, config), StepScores.create(state, 4)
+    for layer in range(state.num_layers):
+        out, lse = decode_attention(state, layer, q, rows, seq_lens, 0.1, workspace, valid, found=found, window=WINDOW)
+        ref_out, ref_lse = reference(twin, layer, q, rows, seq_lens, 0.1, scores=expected, window=WINDOW)
+        assert close(out, ref_out) < 6e-3 and (lse - ref_lse).abs().max() < 5e-3
+    got = found.unpack()
+    assert torch.equal(got.candidate_slot, expected.candidate_slot) and (got.candidate_slot >= 0).any()
+    assert torch.equal(got.least_slot >= 0, expected.least_slot >= 0)
+    for tier in range(len(state.tiers)):
+        held = held_pages(twin, rows, tier)
+        there = twin.tiers[tier].positions[held] >= 0
+        got_scores, scores = (x.tiers[tier].scores[held][there] for x in (state, twin))
+        torch.testing.assert_close(got_scores, scores, rtol=5e-2, atol=1e-4)
+
+
+def test_equal_requests_share_the_programs_equally():
+    manager = make_manager(make_format("K8V4", 64, page_tokens=8), window=WINDOW, pages=400)
+    for row in (1, 2, 3):
+        add_prompt(manager, row, 100 + row, torch.Generator().manual_seed(1))
+    rows = torch.tensor([1, 2, 3, 0], device=DEVICE)
+    for splits in (1, 5, 120):
+        workspace = DecodeWorkspace.create(manager.state, 4, 4, splits=splits, max_tokens=200)
+        workspace.plan(manager.state, rows, torch.tensor([3], dtype=torch.int32, device=DEVICE))
+        of_splits = workspace.shares[..., :3] & 0xFFFF
+        assert (of_splits == splits).all() or (splits == 120 and of_splits.min() > 100)
+
+
 def test_programs_fill_the_gpu(monkeypatch):
     state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state  # 2 heads
     module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
     monkeypatch.setattr(f"{module}.processors_of", lambda device: 132)  # 2,112 programs at once
-    counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
+    counts = {batch: even_parts(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
     assert counts == {1: (8, 8), 64: (8, 8), 150: (6, 1), 256: (3, 1), 512: (2, 0), 1000: (1, 0)}
+    most = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 150, 512, 1000, 10000)}
+    assert most == {1: (8, 8), 150: (8, 1), 512: (6, 0), 1000: (4, 0), 10000: (1, 0)}
+    splits = {batch: (even_splits(state, batch), default_splits(state, batch)) for batch in (1, 32, 256, 800, 10000)}
+    assert splits == {1: (127, 127), 32: (24, 50), 256: (3, 8), 800: (1, 4), 10000: (1, 1)}
     assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 8)
 
 
