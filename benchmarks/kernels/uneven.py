@@ -71,7 +71,7 @@ def times(shape: str, batch: int, high: float, timer: Timer = median_ms, device:
     by_length = DecodeWorkspace.create(state, batch, Q_HEADS, max_tokens=LONGEST)
     for workspace in (equally, by_length):
         workspace.plan(state, rows, valid, judge_low=False)
-    equally.shares.fill_(even + even_parts(state, batch, equally.config)[0] * PARTS_UNIT)
+    equally.shares.fill_(even + even_parts(state, batch, equally.config)[0] * PARTS_UNIT.value)
     return {
         "equally": 1000 * timer(partial(attend, equally), layers),
         "by length": 1000 * timer(partial(attend, by_length), layers),
