@@ -18,14 +18,11 @@ from tests.helpers import Visible, begin_step, end_decode, new_scores, visible
 
 
 def stored(x: torch.Tensor, tiers: tuple[Tier, ...], bits: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """``x`` as each tier gives it back: a lower tier quantises what the tier above stored."""
-    out, source = [], 16
-    for tier in tiers:
-        n = getattr(tier, bits)
-        x = x.to(dtype).float() if tier.is_raw else dequantize(*quantize(x, n, source), n)
-        out.append(x)
-        source = n
-    return out
+    """``x`` as each tier gives it back: the lower tiers quantise what the high one stored."""
+    high = getattr(tiers[0], bits)
+    first = x.to(dtype).float() if tiers[0].is_raw else dequantize(*quantize(x, high, 16), high)
+    lower = [getattr(tier, bits) for tier in tiers[1:]]
+    return [first, *(dequantize(*quantize(first, n, high), n) for n in lower)]
 
 
 @dataclass

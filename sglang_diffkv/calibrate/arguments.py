@@ -37,8 +37,11 @@ def new_parser(program: str, description: str | None) -> argparse.ArgumentParser
 
 
 def tier_names(text: str) -> tuple[str, ...]:
-    """``HIGH,LOW``."""
-    return tuple(text.upper().split(","))
+    """``HIGH,LOW``, or one tier."""
+    names = tuple(text.upper().split(","))
+    if len(names) > 2:
+        raise argparse.ArgumentTypeError(f"{len(names)} tiers: thresholds are searched for one or two")
+    return names
 
 
 def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:

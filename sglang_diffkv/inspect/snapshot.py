@@ -24,7 +24,7 @@ class InspectError(RuntimeError):
 class ByHead(BaseModel):
     """Figures by [layer][KV head]: pages held, live tokens in each tier; ``tokens`` of all live sequences.
 
-    ``low`` is empty with a single tier.
+    ``low`` counts all lower tiers, and is empty with a single one.
     """
 
     pages: list[list[int]]
@@ -48,6 +48,7 @@ class Snapshot(BaseModel):
     share_high: float
     share_low: float
     share_pruned: float
+    share_by_tier: dict[str, float] = {}
     tokens: int
     pages: int
     pages_used: int

@@ -11,6 +11,7 @@ import torch
 
 from sglang_diffkv.kernels.count_owners.reference import OWNERS
 from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.transfer import to_host
 
@@ -29,6 +30,7 @@ class Usage:
     """Totals over rows. ``tokens`` counts sequence tokens; the rest counts (token, layer, KV head) triples.
 
     Attributes:
+        high: in the first tier. low: in all lower tiers.
         page_bytes: bytes of the pages held. token_bytes: bytes of the slots in use, without empty slots.
         bf16_bytes: what a two-byte cache takes for the same tokens.
         ratio_sum: sum over requests of each one's own token_bytes / bf16_bytes (short requests count as much as
@@ -74,6 +76,12 @@ class Reading:
     by_head: list[list[list[int]]]
     owners: dict[str, int]
     free_pages: int
+
+    def share_by_tier(self, fmt: PageFormat) -> dict[str, float]:
+        """Share of the held tokens by the tier's name."""
+        whole = self.live.high + self.live.low + self.live.pruned
+        held = [sum(head[i] for layer in self.by_head for head in layer) for i in range(len(fmt.tiers))]
+        return {tier.name: count / whole if whole else 0.0 for tier, count in zip(fmt.tiers, held, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -223,9 +231,12 @@ class UsageMeter:
         """
         manager, reading = self.manager, self.read()
         live, heads = reading.live, reading.by_head
-        names = ("high", "low")[: len(manager.fmt.tiers)]
+        by_head = {"high": [[head[0] for head in layer] for layer in heads]}
+        if len(manager.fmt.tiers) > 1:
+            by_head["low"] = [[sum(head[1:-1]) for head in layer] for layer in heads]
         return {
             **live.summary(),
+            "share_by_tier": reading.share_by_tier(manager.fmt),
             "tokens": live.tokens,
             "ranks": manager.ranks.size,
             "kv_heads": manager.geometry.num_heads,
@@ -239,6 +250,7 @@ class UsageMeter:
             "finished_1k": asdict(self.finished_1k),
             "by_head": {
                 "tokens": live.tokens,
-                **{name: [[head[i] for head in layer] for layer in heads] for i, name in enumerate((*names, "pages"))},
+                **by_head,
+                "pages": [[head[-1] for head in layer] for layer in heads],
             },
         }

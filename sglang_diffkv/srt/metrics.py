@@ -34,7 +34,10 @@ class Family:
 FAMILIES = (
     Family("diffkv_ratio", "Bytes of the KV pages in use over the bf16 bytes of the tokens that they hold."),
     Family("diffkv_ratio_tokens", "The same without the empty slots of part-filled pages."),
-    Family("diffkv_share", "Share of the held tokens by tier, over layers and KV heads.", "tier"),
+    Family(
+        "diffkv_share", "Share of the held tokens by tier, over layers and KV heads; low: in all lower tiers.", "tier"
+    ),
+    Family("diffkv_share_by_tier", "The same by the names of the tiers.", "tier"),
     Family("diffkv_tokens", "Sequence tokens that running requests and the prefix cache hold, a shared one once."),
     Family("diffkv_pages", "KV pages by who refers to them.", "owner"),
     Family("diffkv_page_bytes", "Bytes of a page."),
@@ -77,6 +80,7 @@ def values_of(requests: Requests, reading: Reading, finished: Usage) -> dict[str
         "diffkv_ratio": live["ratio_pages"],
         "diffkv_ratio_tokens": live["ratio_tokens"],
         "diffkv_share": {tier: live[f"share_{tier}"] for tier in tiers},
+        "diffkv_share_by_tier": reading.share_by_tier(manager.fmt),
         "diffkv_tokens": reading.live.tokens,
         "diffkv_pages": reading.owners,
         "diffkv_page_bytes": manager.fmt.page_bytes,

@@ -70,7 +70,8 @@ def start(
 ) -> tuple[PageManager, TritonOps]:
     """What a server calls at its start, before it captures graphs."""
     fmt = PageFormat(head_dim, head_dim, tuple(Tier.parse(x) for x in tiers.split()))
-    policy: Policy = DiffKVPolicy(1.0, 0.0, 64) if len(fmt.tiers) > 1 else UniformPolicy()
+    between = (0.7, 0.4)[: max(len(fmt.tiers) - 2, 0)]
+    policy: Policy = DiffKVPolicy(1.0, 0.0, 64, alpha_between=between) if len(fmt.tiers) > 1 else UniformPolicy()
     if method:
         policy = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method)).build_policy()
     compresses = policy.compresses

@@ -10,6 +10,8 @@ CONFIGS = {
     "snapkv": ("K8V4", 64, 4),
     "h2o": ("BF16", 128, 2),
     "leankv": ("K8V4 K4V2", 128, 4),
+    "three tiers": ("BF16 K8V4 K4V2", 128, 4),
+    "four tiers": ("K8V8 K8V4 K4V4 K4V2", 64, 7),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
 

@@ -25,13 +25,16 @@ FORMATS = [
     ("K8V2", "K4V1"),
     ("K8V8", "K8V4"),
     ("K2V2", "K1V1"),
+    ("BF16", "K8V4", "K4V2"),
+    ("K8V8", "K8V4", "K4V4", "K4V2"),
 ]
 
 
 def compressed_session(poison: str = "nan", **kwargs) -> Session:
     """Three rows of odd lengths, prompts compacted: high, low and pruned tokens in each."""
     fmt = kwargs.pop("fmt", make_format())
-    policy = kwargs.pop("policy", DiffKVPolicy(1.0, 0.5, window=5))
+    between = (0.8, 0.65)[: max(len(fmt.tiers) - 2, 0)]
+    policy = kwargs.pop("policy", DiffKVPolicy(1.0, 0.5, window=5, alpha_between=between))
     session = Session(make_manager(fmt, policy=policy, poison=poison), spread=4.0, **kwargs)
     session.extend({1: 41, 2: 3, 3: 17})
     session.extend({3: 24, 1: 1})

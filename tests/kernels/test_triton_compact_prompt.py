@@ -14,7 +14,17 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
+from tests.kernels.triton_helpers import (
+    DEVICE,
+    FOUR,
+    THREE,
+    add_prompt,
+    clone_state,
+    make_format,
+    make_manager,
+    scaled,
+    with_between,
+)
 
 
 def cuts_of(policy: DiffKVPolicy, state: PageState) -> Cuts:
@@ -43,9 +53,9 @@ def tokens_of(state, row, layer, tier):
 @pytest.mark.cover(2)
 @pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4"])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4", THREE, FOUR])
 def test_matches_reference(tiers, alphas, sinks, scales):
-    policy = DiffKVPolicy(*alphas, window=5, sinks=sinks)
+    policy = with_between(DiffKVPolicy(*alphas, window=5, sinks=sinks), len(tiers.split()))
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=120, window=5)
     generator = torch.Generator().manual_seed(3)
     state = manager.state
@@ -69,9 +79,10 @@ def test_matches_reference(tiers, alphas, sinks, scales):
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
 
 
-def test_a_second_chunk_joins_what_went_down():
-    policy = DiffKVPolicy(1.0, 0.0, window=5)
-    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=160, window=5)
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", FOUR])
+def test_a_second_chunk_joins_what_went_down(tiers):
+    policy = with_between(DiffKVPolicy(1.0, 0.0, window=5), len(tiers.split()))
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=160, window=5)
     generator = torch.Generator().manual_seed(3)
     state, workspace = manager.state, PromptWorkspace.create(manager.state)
     for end, count in ((30, 30), (47, 17), (61, 14)):
@@ -83,21 +94,22 @@ def test_a_second_chunk_joins_what_went_down():
         for name in ("entries", "own_tokens", "hole", "fault"):
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
         for layer in range(2):
-            for tier in range(2):
+            for tier in range(len(state.tiers)):
                 for got, expected in zip(
                     tokens_of(state, 1, layer, tier), tokens_of(twin, 1, layer, tier), strict=True
                 ):
                     assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
                     for a, b in zip(got[1:3], expected[1:3], strict=True):
                         torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
-    assert state.own_tokens[1, :, :, 1].all()
+    assert state.own_tokens[1].all()
 
 
-def test_without_spare_pages_nothing_is_demoted():
-    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=48, layers=2, heads=2)
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", THREE])
+def test_without_spare_pages_nothing_is_demoted(tiers):
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=48, layers=2, heads=2)
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
     assert manager.device.free_pages() == 0
-    policy, state = DiffKVPolicy(9e9, 0.0, window=4), manager.state
+    policy, state = with_between(DiffKVPolicy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
     compact_prompt(state, 1, 48, PromptWorkspace.create(state), cuts_of(policy, state))
-    assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1].any()
+    assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1:].any()
     check_integrity(manager)

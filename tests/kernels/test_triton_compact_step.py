@@ -23,6 +23,8 @@ from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.leankv import LeanKVPolicy
 from tests.kernels.triton_helpers import (
     DEVICE,
+    FOUR,
+    THREE,
     add_prompt,
     clone_state,
     held_pages,
@@ -87,7 +89,7 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
             result.candidate_score = torch.rand(used.shape, generator=generator).to(DEVICE) * 2.4 / length
             result.least_slot[..., 0] = torch.where(usable, other, -1)
         else:
-            result.least_slot[..., 1] = torch.where(present, pick, -1)
+            result.least_slot[..., tier] = torch.where(present, pick, -1)
         result.least_score[..., tier] = torch.rand(used.shape, generator=generator).to(DEVICE) * 1.8 / length
     return result
 
@@ -96,7 +98,7 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
     ("tiers", "scales"),
     [
         ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
-        ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)),
+        ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)), (THREE, True), (FOUR, False),
         ("K8V4 K4V2", LeanKVPolicy(0.05, 0.01, 4)), ("K8V4", LeanKVPolicy(0.05, 0.02, 4)),
     ],
 )  # fmt: skip

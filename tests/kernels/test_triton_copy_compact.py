@@ -14,7 +14,7 @@ from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import KEEP
-from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, scaled
+from tests.kernels.triton_helpers import DEVICE, FOUR, THREE, add_prompt, clone_state, make_format, make_manager, scaled
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "counters", "refcount", "page_table")
 TARGET = 5
@@ -35,7 +35,15 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
 @pytest.mark.cover(1)
 @pytest.mark.parametrize(("judging", "sinks", "scales"), [(False, 0, False), (True, 0, False), (True, 5, True)])
 @pytest.mark.parametrize(
-    "tiers, dim, v_dim", [("K8V4 K4V2", 64, 64), ("BF16 K4V2", 96, 64), ("K8V4", 64, 128), ("K8V8 K4V1", 128, 128)]
+    "tiers, dim, v_dim",
+    [
+        ("K8V4 K4V2", 64, 64),
+        ("BF16 K4V2", 96, 64),
+        ("K8V4", 64, 128),
+        ("K8V8 K4V1", 128, 128),
+        (THREE, 64, 96),
+        (FOUR, 64, 64),
+    ],
 )
 def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
     manager = make_manager(make_format(tiers, dim, v_dim, page_tokens=4), pages=300, layers=2, heads=2)

@@ -26,6 +26,8 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
 from tests.kernels.triton_helpers import (
     BF16,
     DEVICE,
+    FOUR,
+    THREE,
     add_prompt,
     clone_state,
     close,
@@ -38,6 +40,11 @@ WINDOW = 8
 CASES = [
     # tiers, head_dim, v_head_dim, query heads of a KV head, splits, tile
     pytest.param("K8V4 K4V2", 64, 64, 4, 2, 32, marks=pytest.mark.full),
+    (FOUR, 64, 96, 3, 5, 32),
+    pytest.param(THREE, 64, 64, 2, 3, 32, marks=pytest.mark.full),
+    pytest.param(THREE, 128, 64, 1, 1, 64, marks=pytest.mark.full),
+    pytest.param(FOUR, 96, 64, 7, 1, 16, marks=pytest.mark.full),
+    pytest.param(FOUR, 64, 64, 2, 19, 16, marks=pytest.mark.full),
     ("K8V4 K4V2", 96, 96, 1, 3, 64),
     ("K8V4 K4V2", 128, 64, 7, 1, 32),
     ("K8V4 K4V2", 256, 256, 8, 2, 32),
@@ -140,7 +147,7 @@ def test_programs_may_join_and_score(monkeypatch):
     test_matches_reference("K8V4 K4V2", 64, 64, 4, 3, 32)
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4"])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", pytest.param(FOUR, marks=pytest.mark.full)])
 def test_a_program_may_join_alone_and_others_score_in_many_iterations(monkeypatch, tiers):
     """As in batches of tens of requests; page ids are read two iterations ahead, positions and scores one."""
     monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 1))

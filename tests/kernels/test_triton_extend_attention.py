@@ -12,6 +12,8 @@ from tests.helpers import begin_step
 from tests.kernels.triton_helpers import (
     BF16,
     DEVICE,
+    FOUR,
+    THREE,
     add_prompt,
     clone_state,
     close,
@@ -28,6 +30,8 @@ CASES = [
     ("K8V2 K4V1", 128, 64, 1, (30, 0, 5), (3, 8, 20), 3.0),
     ("BF16 K8V4", 64, 64, 5, (40, 7, 0), (6, 18, 3), 0.0),
     ("K8V4", 64, 64, 7, (0, 0, 0), (21, 1, 13), 0.0),
+    (FOUR, 64, 64, 2, (45, 0, 33), (9, 12, 1), 0.0),
+    pytest.param(THREE, 64, 96, 3, (20, 53, 0), (5, 2, 11), 2.0, marks=pytest.mark.full),
 ]
 
 

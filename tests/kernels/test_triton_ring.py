@@ -26,7 +26,16 @@ from sglang_diffkv.ops import ReferenceOps
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.test_triton_compact_step import pack, searches
-from tests.kernels.triton_helpers import DEVICE, clone_state, make_format, make_manager, vectors
+from tests.kernels.triton_helpers import (
+    DEVICE,
+    FOUR,
+    THREE,
+    clone_state,
+    make_format,
+    make_manager,
+    vectors,
+    with_between,
+)
 
 PAGES, LENGTH, WINDOW = 32, 60, 4
 """Pages of the ring, for all of which there is use; tokens of a row at most; tokens that stay in the high tier."""
@@ -334,7 +343,7 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_ring(tiers: str) -> PageManager:
     manager = make_manager(make_format(tiers, page_tokens=8), pages=PAGES, layers=1, heads=3, window=WINDOW)
-    manager.policy = DiffKVPolicy(1.5, 0.3, WINDOW)
+    manager.policy = with_between(DiffKVPolicy(1.5, 0.3, WINDOW), len(manager.fmt.tiers))
     manager.state.counters += PAGES - 20  # the ring wraps
     return manager
 
@@ -343,7 +352,7 @@ EVERY = {"reserve", "compact_step", "compact_prompt", "copy_compact", "attach", 
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4", pytest.param(FOUR, marks=pytest.mark.full)])
 @pytest.mark.parametrize("order", [descending, shuffled])
 @pytest.mark.usefixtures("small_programs")
 def test_pages_do_not_depend_on_the_order_of_programs(tiers: str, order: Order) -> None:
@@ -353,7 +362,7 @@ def test_pages_do_not_depend_on_the_order_of_programs(tiers: str, order: Order) 
     assert twins.faults > 0 and int(twins.state.counters[1]) > 3 * PAGES
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4", FOUR, pytest.param(THREE, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("small_programs")
 def test_pages_are_the_reference_s(tiers: str) -> None:
     twins = Specified(small_ring(tiers), 7)

@@ -13,7 +13,7 @@ from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.leankv import LeanKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
-from tests.kernels.triton_helpers import BF16, add_prompt, clone_state, make_format, make_manager
+from tests.kernels.triton_helpers import BF16, FOUR, add_prompt, clone_state, make_format, make_manager
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "page_table")
 
@@ -23,6 +23,7 @@ COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "
     [
         ("K8V4 K4V2", None),
         ("BF16", None),
+        (FOUR, None),
         ("K8V4", SnapKVPolicy(Budget(0, 0.5), window=4)),
         ("K8V4", H2OPolicy(Budget(20), window=4)),
         ("K8V4 K4V2", LeanKVPolicy(0.1, 0.01, window=4)),

@@ -24,8 +24,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
 from tests.helpers import begin_step  # noqa: E402
 
 BF16 = torch.bfloat16
-BETWEEN = (0.7, 0.4)
-"""Thresholds of three and four tiers between those of the first and the last."""
+THREE, FOUR = "BF16 K8V4 K4V2", "K8V8 K8V4 K4V4 K4V2"
 
 
 def make_format(tiers: str, head_dim: int = 64, v_head_dim: int = 0, page_tokens: int = 8) -> PageFormat:
@@ -34,13 +33,19 @@ def make_format(tiers: str, head_dim: int = 64, v_head_dim: int = 0, page_tokens
     return PageFormat(head_dim, v_head_dim or head_dim, parsed, page_tokens)
 
 
+def with_between(policy: DiffKVPolicy, tiers: int) -> DiffKVPolicy:
+    """The same thresholds with those that so many tiers have between them."""
+    low, span = policy.alpha_low, policy.alpha_high - policy.alpha_low
+    return replace(policy, alpha_between=tuple(low + share * span for share in (0.5, 0.2)[: max(tiers - 2, 0)]))
+
+
 def make_manager(
     fmt: PageFormat, *, layers: int = 2, heads: int = 2, pages: int = 400, window: int = 8, dtype=BF16,
     policy: Policy | None = None, make_ops: OpsOf | None = None,
 ) -> PageManager:  # fmt: skip
     """An empty manager whose page memory is all NaN, and whose positions look like real ones."""
     geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)
-    rule = policy or DiffKVPolicy(1.0, 0.2, window, alpha_between=BETWEEN[: max(len(fmt.tiers) - 2, 0)])
+    rule = policy or with_between(DiffKVPolicy(1.0, 0.2, window), len(fmt.tiers))
     manager = PageManager(geometry, rule, dtype=dtype, device=DEVICE, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
     return manager

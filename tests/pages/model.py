@@ -14,7 +14,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.checks import check_row
 from tests.dense import Session
 from tests.helpers import Visible, faults, own_pages, tier_map
-from tests.pages.paper import Caches, algorithm_1, classify_prompt
+from tests.pages.paper import Caches, algorithm_1, classify_prompt, step_of_tiers
 
 Parts = list[tuple[Segment, int, int]]
 
@@ -50,24 +50,30 @@ class RowModel:
         mine = seen.pick(seen.own & (seen.tier == 0) & (self.length > policy.window))
         for layer, head, position, score in zip(mine.layer, mine.head, mine.position, mine.score):
             self.tier[layer, head, position] = classify_prompt(
-                score, position, self.length, tiers, policy.alpha_high, policy.alpha_low, policy.window, policy.sinks
-            )
+                score, position, self.length, tiers, policy.alpha_high, policy.alpha_low, policy.window, policy.sinks,
+                policy.alpha_between,
+            )  # fmt: skip
 
     def end_decode(self, seen: Visible, policy: DiffKVPolicy, tiers: int) -> None:
-        """Algorithm 1 for each head, by the scores that the pages hold."""
+        """Algorithm 1 for each head, or its like for more tiers, by the scores that the pages hold."""
+        alphas = (policy.alpha_high, *policy.alpha_between, policy.alpha_low)
         leaving = self.length - 1 - policy.window
         for layer, head in np.ndindex(self.tier.shape[:2]):
             here = seen.at(layer, head)
             here = here.pick(here.own & (here.position <= leaving) & (here.position >= policy.sinks))
             sides = [
                 {int(p): float(s) for p, s in zip(here.position[at], here.score[at])}
-                for at in (here.tier == 0, here.tier == 1)
+                for at in (here.tier == number for number in range(max(tiers, 2)))
             ]
             candidate = leaving if leaving in sides[0] else None
-            after = algorithm_1(Caches(*sides, candidate), self.length, policy.alpha_high, policy.alpha_low, tiers)
-            for position in sides[0].keys() | sides[1].keys():
-                kept = 0 if position in after.high else 1 if position in after.low else tiers
-                self.tier[layer, head, position] = kept
+            if tiers > 2:
+                after = step_of_tiers(sides, candidate, self.length, alphas)
+            else:
+                caches = algorithm_1(Caches(*sides, candidate), self.length, alphas[0], alphas[-1], tiers)
+                after = [caches.high, caches.low]
+            for position in set().union(*sides):
+                kept = (number for number, side in enumerate(after) if position in side)
+                self.tier[layer, head, position] = next(kept, tiers)
 
 
 @dataclass
@@ -117,7 +123,7 @@ class Model:
 
     def pages_for(self, count: int) -> int:
         """Safe bound of the pages that an extend and the end of a prompt can take."""
-        return self.manager.geometry.heads * (-(-count // self.manager.fmt.high.tokens) + 2)
+        return self.manager.geometry.heads * (-(-count // self.manager.fmt.high.tokens) + max(self.tiers, 2))
 
     def freeze(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages in use, other than those that ``rows`` may write, with their bytes."""

@@ -16,6 +16,9 @@ from tests.pages.model import Model, RowModel, SegmentModel, split
 
 LAYERS, HEADS = 1, 2
 ROWS, SEGMENTS, LONGEST = 6, 9, 150
+ALPHAS = [(1.0, 0.7, 0.3, 0.0), (1.0, 0.8, 0.6, 0.4), (1e9, 2.0, 0.8, 0.5), (2.0, 1.7, 1.3, 1.0)]
+"""Of as many tiers as there are, or two."""
+MANY = [("BF16", "K8V4", "K4V2"), ("K8V8", "K8V4", "K4V4", "K4V2")]
 
 
 class PageManagerMachine(RuleBasedStateMachine):
@@ -27,19 +30,22 @@ class PageManagerMachine(RuleBasedStateMachine):
     loose_bounds = False
 
     @initialize(
-        tiers=st.sampled_from([PAIR, PAIR, ("K8V4",), ("BF16", "K4V4"), ("K8V8", "K8V4")]),
+        tiers=st.sampled_from([PAIR, PAIR, ("K8V4",), ("BF16", "K4V4"), ("K8V8", "K8V4"), *MANY]),
         page_tokens=st.sampled_from([4, 5]),
         pages=st.integers(24, 100),
         blocks=st.sampled_from([0, 0, 9, 14, 19]),
         window=st.sampled_from([1, 3, 6, 20]),
         sinks=st.sampled_from([0, 0, 2, 9]),
         horizon=st.sampled_from([0, 0, 5]),
-        alphas=st.sampled_from([(1.0, 0.0), (1.0, 0.4), (1e9, 0.5), (2.0, 1.0)]),
+        alphas=st.sampled_from(
+            [(1.0, 0.7, 0.3, 0.0), (1.0, 0.8, 0.6, 0.4), (1e9, 2.0, 0.8, 0.5), (2.0, 1.7, 1.3, 1.0)]
+        ),
         seal_from=st.sampled_from([None, 1, 12]),
         seed=st.integers(0, 999),
     )
     def start(self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, seed):
-        policy = DiffKVPolicy(*alphas, window, sinks, horizon)
+        between = alphas[1 : max(len(tiers) - 1, 1)]
+        policy = DiffKVPolicy(alphas[0], alphas[-1], window, sinks, horizon, alpha_between=between)
         manager = make_manager(
             make_format(tiers, page_tokens=page_tokens),
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,

@@ -167,6 +167,8 @@ def rule_of(config: DiffKVConfig) -> Rule:
     """What decides which tokens are low. Raises ConfigError where nothing does."""
     if len(config.tiers) < 2:
         raise ConfigError(f"tier {config.tiers[0]} alone: factors move tokens between two tiers")
+    if len(config.tiers) > 2:
+        raise ConfigError(f"{len(config.tiers)} tiers: factors are fitted for two")
     policy = config.policy
     assert isinstance(policy, DiffKVPolicyConfig)
     high, low = config.parsed_tiers

@@ -1,0 +1,141 @@
+"""Three and four tiers: what becomes of prompts' and generated tokens, against plain transcriptions of the rules."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from tests.deciding import classify_prompt as classify
+from tests.deciding import moves_of
+from tests.pages.paper import classify_prompt, step_of_tiers
+
+THREE, FOUR = ["BF16", "K8V4", "K4V2"], ["K8V8", "K8V4", "K4V4", "K4V2"]
+ALPHAS = st.lists(st.sampled_from([0.0, 0.02, 0.5, 0.5, 1.0, 1.5, 3.0, 1e9]), min_size=3, max_size=4)
+
+
+def policy_of(alphas: list[float], window: int, sinks: int = 0, scale: float = 1.0) -> DiffKVPolicy:
+    high, *between, low = alphas
+    head_scale = None if scale == 1.0 else ((scale,),)
+    return DiffKVPolicy(high, low, window, sinks, head_scale=head_scale, alpha_between=tuple(between))
+
+
+@given(
+    alphas=ALPHAS,
+    length=st.integers(1, 90),
+    window=st.integers(0, 70),
+    sinks=st.integers(0, 40),
+    scale=st.sampled_from([0.5, 1.0, 4.0]),
+    seed=st.integers(0, 999),
+)
+def test_a_prompt_is_sorted_by_all_thresholds(alphas, length, window, sinks, scale, seed):
+    alphas, random = sorted(alphas, reverse=True), np.random.default_rng(seed)
+    position = torch.arange(length)
+    score = torch.tensor(random.exponential(1.5, length) / (np.arange(length) + 1), dtype=torch.float32)
+    got = classify(policy_of(alphas, window, sinks, scale), score, position, length, len(alphas))
+    high, *between, low = (np.float32(scale) * np.float32(alpha) for alpha in alphas)
+    for at in range(length):
+        value = np.float32(score[at])
+        assert got[at] == classify_prompt(value, at, length, len(alphas), high, low, window, sinks, between)
+
+
+def test_scores_at_a_threshold_stay():
+    score = torch.tensor([x / 8 for x in (2, 1, 0.5, 0.25)])
+    below = torch.nextafter(score, torch.zeros(()))
+    policy = policy_of([2.0, 1.0, 0.5, 0.25], 0)
+    at = torch.full((4,), 7)
+    assert classify(policy, score, at, 100, 4).tolist() == [0, 1, 2, 3]
+    assert classify(policy, below, at, 100, 4).tolist() == [1, 2, 3, 4]
+
+
+@given(alphas=ALPHAS, length=st.integers(2, 300), seed=st.integers(0, 999))
+def test_a_step_moves_what_the_rule_says(alphas, length, seed):
+    """Moves of random scores, applied to plain sets, give what the rule gives."""
+    alphas, random = sorted(alphas, reverse=True), np.random.default_rng(seed)
+    tiers, heads = len(alphas), 12
+    found = StepScores(
+        torch.full((1, 1, heads), -1),
+        torch.zeros(1, 1, heads),
+        torch.full((1, 1, heads, tiers), -1),
+        torch.full((1, 1, heads, tiers), float("inf")),
+    )
+    scores = iter(random.permutation(10_000) / 2500.0 / length)
+    held, candidates = [], []
+    for head in range(heads):
+        sizes = [int(random.integers(0, 5)) for _ in range(tiers)]
+        held.append([{100 * t + s: float(np.float32(next(scores))) for s in range(n)} for t, n in enumerate(sizes)])
+        candidate = int(random.integers(sizes[0])) if sizes[0] and random.random() < 0.9 else None
+        candidates.append(candidate)
+        if candidate is not None:
+            found.candidate_slot[0, 0, head] = candidate
+            found.candidate_score[0, 0, head] = held[head][0][candidate]
+        for tier, tokens in enumerate(held[head]):
+            if tokens:
+                found.least_slot[0, 0, head, tier] = least = min(tokens, key=tokens.__getitem__)
+                found.least_score[0, 0, head, tier] = tokens[least]
+    moves = moves_of(policy_of(alphas, 4), found, torch.tensor([length]), tiers)
+    for head in range(heads):
+        demote, drop, replace, tier = (int(x[0, 0, head]) for x in vars(moves).values())
+        after = [dict(tokens) for tokens in held[head]]
+        assert (demote < 0 or drop < 0) and (demote >= 0 or replace < 0)
+        if replace >= 0:
+            del after[tier][replace]
+        if demote >= 0:
+            after[tier][demote] = after[0].pop(demote)
+        if drop >= 0:
+            del after[0][drop]
+        assert after == step_of_tiers(held[head], candidates[head], length, alphas)
+
+
+def config(**fields: object) -> DiffKVConfig:
+    return load_config(DiffKVConfig.model_construct(**fields).model_dump_json(include=set(fields)))
+
+
+def diffkv(*between: float) -> dict[str, object]:
+    return {"name": "diffkv", "alpha_high": 1.0, "alpha_between": between, "alpha_low": 0.1}
+
+
+def test_configurations_of_more_tiers():
+    assert config(tiers=THREE, policy=diffkv(0.5)).build_policy() == DiffKVPolicy(1.0, 0.1, alpha_between=(0.5,))
+    assert config(tiers=FOUR, policy=diffkv(0.5, 0.5)).build_policy().alpha_between == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tiers": THREE}, "alpha_between has 0 thresholds, 3 tiers take 1: alpha_high ends"),
+        ({"tiers": FOUR, "policy": diffkv(0.5)}, "alpha_between has 1 thresholds, 4 tiers take 2"),
+        ({"tiers": THREE[:2], "policy": diffkv(0.5)}, "alpha_between has 1 thresholds, 2 tiers take 0"),
+        ({"tiers": FOUR, "policy": diffkv(0.3, 0.5)}, "must fall from alpha_high 1.0 to alpha_low 0.1"),
+        ({"tiers": THREE, "policy": diffkv(1.5)}, "must fall"),
+        ({"tiers": THREE, "policy": diffkv(0.05)}, "must fall"),
+        ({"tiers": THREE, "policy": diffkv(-1.0)}, "alpha_between"),
+        ({"tiers": [*FOUR, "K4V1"]}, "5 tiers given: one to four are supported"),
+        ({"tiers": ["K8V4", "BF16", "K4V2"], "policy": diffkv(0.5)}, "ever fewer bytes"),
+        ({"tiers": THREE, "policy": {"name": "snapkv", "budget": 512}}, "snapkv keeps tokens at one tier, but .* 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**fields)
+
+
+def test_whole_heads_are_judged_for_two_tiers_at_most():
+    policy = SnapKVPolicy(Budget(20), window=4)
+    with pytest.raises(UnsupportedError, match="TopCount sorts the tokens of a head into two tiers at most"):
+        classify(policy, torch.rand(30), torch.arange(30), 30, 3)
+
+
+def test_pages_of_four_tiers():
+    tiers = config(tiers=FOUR, policy=diffkv(0.5, 0.3)).parsed_tiers
+    tokens = [layout.tokens for layout in PageFormat(128, 128, tiers).layouts]
+    assert tokens[0] == 32 and tokens == sorted(set(tokens))

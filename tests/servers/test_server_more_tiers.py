@@ -1,0 +1,45 @@
+"""Servers of three and four tiers: prompts, shared prefixes and replies, with all structures checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sglang_diffkv.evaluate.server import Server
+from tests.servers.shared import STRICT, stats_of, tokens
+
+pytestmark = pytest.mark.server
+
+CONFIGS = {
+    "three": {
+        "tiers": ["BF16", "K8V4", "K4V2"],
+        "policy": {"name": "diffkv", "alpha_high": 2.0, "alpha_between": [0.9], "alpha_low": 0.1, "window": 16},
+    },
+    "four": {
+        "tiers": ["K8V8", "K8V4", "K4V4", "K4V2"],
+        "policy": {"name": "diffkv", "alpha_high": 2.0, "alpha_between": [1.2, 0.6], "alpha_low": 0.1, "window": 16},
+        "prefix_fidelity": "exact",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIGS["three"], pytest.param(CONFIGS["four"], marks=pytest.mark.full)], ids=["three", "four"]
+)
+def test_an_answer_from_all_tiers(server_of: Callable[..., Server], config: dict[str, Any]) -> None:
+    server = server_of("diffkv", ["--max-total-tokens", "3000"], config={**config, "page_tokens": 8}, env=STRICT)
+    shared = tokens(200, 1)
+    prompts = [shared + tokens(150, seed) for seed in (2, 3, 2)] + [tokens(90, 4)]
+    sampling = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    alone = server.generate({"input_ids": prompts[0], "sampling_params": sampling})["output_ids"]
+    server.flush_cache()
+    assert server.generate({"input_ids": prompts[0], "sampling_params": sampling})["output_ids"] == alone
+    shares = stats_of(server)["share_by_tier"]
+    assert list(shares) == config["tiers"] and all(shares.values()), shares
+    replies = server.generate({"input_ids": prompts, "sampling_params": sampling})
+    assert [reply["meta_info"]["completion_tokens"] for reply in replies] == [60] * 4
+    stats = stats_of(server)
+    assert stats["faults"] == 0 and stats["share_pruned"] > 0
+    assert sum(stats["share_by_tier"].values()) + stats["share_pruned"] == pytest.approx(1)
