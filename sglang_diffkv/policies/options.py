@@ -16,11 +16,26 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def odd(pool: int) -> int:
+    """The width of a pooling, if it is possible."""
+    if pool % 2 == 0:
+        raise ValueError(f"pool {pool} is even: a neighbourhood has the token in its middle")
+    return pool
+
+
 class PolicyOptions(Strict):
     """A method's fields. Each class has a ``name``, a ``Literal`` by which the configuration tells methods apart."""
 
     most_tiers: ClassVar[int] = 1
     """Tiers that the method can use."""
+
+    def obstacle(self, layers: int, kv_heads: int) -> str:
+        """Why it cannot serve a model of this shape, all ranks' heads together; empty if it can."""
+        return ""
+
+    def rank_obstacle(self, ranks: int) -> str:
+        """Why it cannot run on so many tensor-parallel ranks, and what to do; empty if it can."""
+        return ""
 
     def build(self) -> Policy:
         raise NotImplementedError

@@ -7,5 +7,13 @@ from sglang_diffkv.policies.h2o import H2OPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
+from sglang_diffkv.policies.xkv import XKVPolicyConfig
 
-PolicyConfig = DiffKVPolicyConfig | UniformPolicyConfig | SnapKVPolicyConfig | H2OPolicyConfig | StreamingPolicyConfig
+PolicyConfig = (
+    DiffKVPolicyConfig
+    | UniformPolicyConfig
+    | SnapKVPolicyConfig
+    | H2OPolicyConfig
+    | StreamingPolicyConfig
+    | XKVPolicyConfig
+)

@@ -9,12 +9,16 @@ CONFIGS = {
     "capped": ("K8V4 K4V2", 64, 2),
     "snapkv": ("K8V4", 64, 4),
     "h2o": ("BF16", 128, 2),
+    "xkv": ("K8V4 K4V2", 128, 4),
+    "xkv by retention": ("BF16", 64, 7),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
 
 METHODS = {
     "snapkv": '{"name": "snapkv", "budget": 512}',
     "h2o": '{"name": "h2o", "fraction": 0.5, "window": 16}',
+    "xkv": '{"name": "xkv", "keep": 0.3, "high": 0.5}',
+    "xkv by retention": '{"name": "xkv", "min_retention": 0.8}',
 }
 """Name of a configuration -> its policy, where it is not DiffKV's with two tiers or uniform with one."""
 
