@@ -93,13 +93,14 @@ class DiffKVConfig(Strict):
         return DiffKVPolicyConfig().build() if len(self.tiers) > 1 else UniformPolicy()
 
     def check_heads(self, layers: int, kv_heads: int) -> None:
-        """Raise ConfigError if factors by head are not for a model of this shape, all ranks' heads together."""
-        scale = getattr(self.policy, "head_scale", None)
-        if scale is not None and (found := (len(scale), len(scale[0]))) != (layers, kv_heads):
-            raise ConfigError(
-                f"policy.head_scale is of {found[0]} layers with {found[1]} KV heads, the model has {layers} with "
-                f"{kv_heads}"
-            )
+        """Raise ConfigError if the method is not set for a model of this shape, all ranks' heads together."""
+        if self.policy is not None and (problem := self.policy.obstacle(layers, kv_heads)):
+            raise ConfigError(problem)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ConfigError if the method cannot run on so many tensor-parallel ranks."""
+        if self.policy is not None and (problem := self.policy.rank_obstacle(ranks)):
+            raise ConfigError(problem)
 
     def page_format(self, head_dim: int, v_head_dim: int) -> PageFormat:
         """The page format for a model's head sizes. Raises ConfigError for sizes that are not supported."""

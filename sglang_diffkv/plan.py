@@ -33,11 +33,12 @@ class MemoryPlan:
     def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
 
-        Raises ConfigError for unsupported head sizes, and for factors by head of another model.
+        Raises ConfigError for unsupported head sizes, and for a method that cannot serve this model.
         """
         model, ranks = configurator.model_config, configurator.server_args.tp_size
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim)
         config.check_heads(num_layers, model.get_total_num_kv_heads())
+        config.check_ranks(ranks)
         on_gpu = torch.device(configurator.device).type == "cuda"
         return cls(
             config, fmt, num_layers, model.get_num_kv_heads(ranks), model.num_attention_heads // ranks, gpu=on_gpu

@@ -212,8 +212,8 @@ def split_kernel(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S), of which a head's share in ``shares`` has work. Slot ``s`` of the partial results takes the high
-    tier of split ``s`` or, once the high tier has ended, the next tier of split ``s - 1``, and so on: with T tiers there
-    are S + T - 1 slots, each written once up to the last that holds something.
+    tier of split ``s`` or, once the high tier has ended, the next tier of split ``s - 1``, and so on: with T tiers
+    there are S + T - 1 slots, each written once up to the last that holds something.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:  # in this order: the second pass, once begun, reads what was written before this one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import max_pool1d
+from torch.nn.functional import max_pool1d, pad
 
 from sglang_diffkv.kernels.parts import Part, held_tokens
 from sglang_diffkv.mem_pool.state import PageState
@@ -52,9 +52,19 @@ def gather_scores(
     return stored
 
 
-def smooth(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Each finite value becomes the largest finite one of the ``width`` (odd) positions around it; [L, H, n]."""
+def smooth(values: torch.Tensor, width: int, *, average: bool = False) -> torch.Tensor:
+    """Each finite value becomes the largest one of the ``width`` (odd) positions around it, or with ``average`` their
+    sum over ``width``; [L, H, n]. What is not finite, and what lies before the first position or behind the last,
+    counts as 0. Sums go from the first position to the last.
+    """
     finite = values.isfinite()
-    line = torch.where(finite, values, 0.0).flatten(0, 1).unsqueeze(1)
-    pooled = max_pool1d(line, width, stride=1, padding=width // 2).view(values.shape)
-    return torch.where(finite, pooled, values)
+    line = torch.where(finite, values, 0.0).flatten(0, 1)
+    if average:
+        padded = pad(line, (width // 2, width // 2))
+        total = torch.zeros_like(line)
+        for step in range(width):
+            total = total + padded[:, step : step + line.shape[1]]
+        pooled = total / width
+    else:
+        pooled = max_pool1d(line.unsqueeze(1), width, stride=1, padding=width // 2)
+    return torch.where(finite, pooled.view(values.shape), values)

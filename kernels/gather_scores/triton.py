@@ -85,7 +85,7 @@ def gather_scores(
 
 
 @triton.jit(do_not_specialize=["length"])
-def smooth_kernel(values, out, length, WIDTH: tl.constexpr, N: tl.constexpr):
+def smooth_kernel(values, out, length, WIDTH: tl.constexpr, AVERAGE: tl.constexpr, N: tl.constexpr):
     """Grid (heads, ceil(length / N)): ``N`` positions of values [heads, length]."""
     head = tl.program_id(0).to(tl.int64) * length
     position = tl.program_id(1) * N + tl.arange(0, N)
@@ -94,16 +94,22 @@ def smooth_kernel(values, out, length, WIDTH: tl.constexpr, N: tl.constexpr):
     for step in range(WIDTH):
         at = position + step - WIDTH // 2
         value = tl.load(values + head + at, mask=(at >= 0) & (at < length), other=NO_VALUE)
-        best = tl.maximum(best, tl.where(tl.abs(value) < float("inf"), value, 0.0))
+        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+        if AVERAGE:
+            best += value
+        else:
+            best = tl.maximum(best, value)
+    if AVERAGE:
+        best = tl.div_rn(best, tl.full([N], WIDTH, tl.float32))
     tl.store(out + head + position, tl.where(tl.abs(own) < float("inf"), best, own), mask=position < length)
 
 
-def smooth(values: torch.Tensor, width: int, out: torch.Tensor | None = None) -> torch.Tensor:
+def smooth(values: torch.Tensor, width: int, out: torch.Tensor | None = None, *, average: bool = False) -> torch.Tensor:
     """``reference.smooth``, into ``out`` where it is given: like ``values``, contiguous."""
     out = torch.empty_like(values) if out is None else out
     assert values.is_contiguous() and out.is_contiguous() and out.shape == values.shape
     layers, heads, length = values.shape
     smooth_kernel[(layers * heads, max(1, triton.cdiv(length, POSITIONS)))](
-        values, out, length, WIDTH=width, N=POSITIONS, num_warps=4
+        values, out, length, WIDTH=width, AVERAGE=average, N=POSITIONS, num_warps=4
     )
     return out

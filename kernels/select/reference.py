@@ -9,6 +9,8 @@ import torch
 WEIGHT_BITS = 24
 """A value's weight in a sum is an integer, relative to the largest of its head, so that sums do not depend on order."""
 SHARE_BITS = 16
+PART_BITS = 36
+"""Bits of a weight in a sum over all heads, whose values are parts of 1: layers are at most 2^10."""
 MOST_SCALE = 2.0**100
 """Of weights, so that sums of values that are hardly numbers are sums all the same."""
 
@@ -32,8 +34,14 @@ def select_count(values: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tenso
     return _select(values, (~values.isnan()).long(), count)
 
 
-def select_mass(values: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fewest largest finite values of each head that sum to ``share`` of all of them; as ``select_count``."""
+def select_mass(values: torch.Tensor, share: float, *, together: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fewest largest finite values of each head that sum to ``share`` of all of them; as ``select_count``.
+
+    ``together``: of all heads together, whose values sum to 1 each, or to 0.
+    """
+    if together:
+        weight = torch.where(values.isfinite(), values * float(1 << PART_BITS), 0.0).floor().long()
+        return _select(values, weight, share_of(weight.sum(), share).view(1, 1))
     weight = _weights(values)
     return _select(values, weight, share_of(weight.sum(2), share))
 
@@ -63,6 +71,13 @@ def _weights(values: torch.Tensor) -> torch.Tensor:
     top = torch.where(finite, values, 0.0).amax(2, keepdim=True) if values.shape[2] else values.new_zeros(1)
     scale = torch.where(top > 0, float(1 << WEIGHT_BITS) / top, 0.0).clamp(max=MOST_SCALE)
     return torch.where(finite, values * scale, 0.0).floor().long()
+
+
+def count_above(values: torch.Tensor, cut: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
+    """[L, H] int64: values of each head that ``cut`` [L, H] and ``tie`` [L, H], as the selections give them, choose."""
+    cut, tie = cut.unsqueeze(2), tie.unsqueeze(2)
+    at = torch.arange(values.shape[2], device=values.device)
+    return ((values > cut) | ((values == cut) & (at <= tie))).sum(2)
 
 
 def _select(values: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

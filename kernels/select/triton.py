@@ -31,14 +31,18 @@ MOST_SCALE = tl.constexpr(reference.MOST_SCALE)
 SCALE = tl.constexpr(float(1 << reference.WEIGHT_BITS))
 EVERYTHING = tl.constexpr(1 << 60)
 """More than any sum."""
+PARTS = tl.constexpr(float(1 << reference.PART_BITS))
 
 
 @triton.jit
-def weight_of(value, top, MASS: tl.constexpr):
-    """What a value adds to a sum, int64: its share of the head's largest finite one, or 1 for any token."""
+def weight_of(value, top, MASS: tl.constexpr, TOGETHER: tl.constexpr):
+    """What a value adds to a sum, int64: its share of the head's largest finite one, with ``TOGETHER`` itself as a part
+    of 1; or 1 for any token."""
     if MASS:
         finite = tl.abs(value) < float("inf")
-        scale = tl.minimum(tl.where(top > 0, tl.div_rn(SCALE, tl.where(top > 0, top, 1.0)), 0.0), MOST_SCALE)
+        scale = PARTS
+        if not TOGETHER:
+            scale = tl.minimum(tl.where(top > 0, tl.div_rn(SCALE, tl.where(top > 0, top, 1.0)), 0.0), MOST_SCALE)
         return tl.floor(tl.where(finite, value, 0.0) * scale).to(tl.int64)
     return (value == value).to(tl.int64)
 
@@ -70,7 +74,9 @@ def digit_kernel(
     group = 0 if TOGETHER else head
     digit = tl.arange(0, RADIX)
     agreed = tl.load(prefix + group)
-    largest = tl.load(top + head) if MASS else 0.0
+    largest = 0.0
+    if MASS and not TOGETHER:
+        largest = tl.load(top + head)
     share = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), N) * N
     total = tl.zeros([RADIX], tl.int64)
     begin = tl.program_id(1) * share
@@ -78,7 +84,7 @@ def digit_kernel(
         at = first + tl.arange(0, N)
         value = tl.load(values + head.to(tl.int64) * length + at, mask=at < length, other=float("nan"))
         bits = value_bits(value) >> (place * DIGIT)
-        weight = tl.where((value == value) & (bits >> DIGIT == agreed), weight_of(value, largest, MASS), 0)
+        weight = tl.where((value == value) & (bits >> DIGIT == agreed), weight_of(value, largest, MASS, TOGETHER), 0)
         here = (bits & (RADIX - 1))[:, None] == digit[None, :]
         total += tl.sum(tl.where(here, weight[:, None], 0), 0)
     tl.atomic_add(sums + group * RADIX + digit, total)
@@ -137,7 +143,7 @@ def tie_kernel(
     left = tl.load(wanted + group)
     none = left == 0
     if MASS:
-        left = tl.cdiv(left, tl.maximum(weight_of(cut, tl.load(top + head), MASS), 1))
+        left = tl.cdiv(left, tl.maximum(weight_of(cut, tl.load(top + head), MASS, TOGETHER), 1))
     if TOGETHER:
         left = tl.maximum(left - tl.load(earlier + head), 0)
     tie = tl.full([N], -1, tl.int32)
@@ -159,10 +165,41 @@ def select_count(values: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tenso
     return _select(values, count.clone(), together=count.shape != values.shape[:2], share=None)
 
 
-def select_mass(values: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
+def select_mass(values: torch.Tensor, share: float, *, together: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """``reference.select_mass``."""
-    wanted = torch.zeros(values.shape[:2], dtype=torch.int64, device=values.device)
-    return _select(values, wanted, together=False, share=round(share * (1 << reference.SHARE_BITS)))
+    groups = (1, 1) if together else values.shape[:2]
+    wanted = torch.zeros(groups, dtype=torch.int64, device=values.device)
+    return _select(values, wanted, together=together, share=round(share * (1 << reference.SHARE_BITS)))
+
+
+@triton.jit(do_not_specialize=["length"])
+def above_kernel(values, cut, tie, count, length, N: tl.constexpr):
+    """Grid (heads, chunks): count [heads] int64 gets the values that cut and tie choose."""
+    head = tl.program_id(0)
+    least, last = tl.load(cut + head), tl.load(tie + head)
+    share = tl.cdiv(tl.cdiv(length, tl.num_programs(1)), N) * N
+    begin = tl.program_id(1) * share
+    found = tl.zeros([N], tl.int64)
+    for first in range(begin, tl.minimum(begin + share, length), N):
+        at = first + tl.arange(0, N)
+        value = tl.load(values + head.to(tl.int64) * length + at, mask=at < length, other=float("nan"))
+        found += ((value > least) | ((value == least) & (at <= last))).to(tl.int64)
+    tl.atomic_add(count + head, tl.sum(found, 0))
+
+
+def count_above(values: torch.Tensor, cut: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
+    """``reference.count_above``."""
+    assert values.is_contiguous() and cut.is_contiguous() and tie.is_contiguous()
+    assert cut.shape == tie.shape == values.shape[:2] and cut.dtype == torch.float32 and tie.dtype == torch.int32
+    layers, heads, length = values.shape
+    count = torch.zeros(layers, heads, dtype=torch.int64, device=values.device)
+    above_kernel[(layers * heads, chunks_of(length))](values, cut, tie, count, length, N=VALUES, num_warps=4)
+    return count
+
+
+def chunks_of(length: int) -> int:
+    """Programs that share a head's values."""
+    return max(1, min(MOST_CHUNKS, triton.cdiv(length, CHUNK)))
 
 
 def select_least(
@@ -196,9 +233,9 @@ def _select(
         top = torch.zeros(count, device=device)
     prefix = torch.zeros(groups, dtype=torch.int32, device=device)
     sums = torch.zeros(groups, RADIX.value, dtype=torch.int64, device=device)
-    if mass and not least:
+    if mass and not least and not together:
         top_kernel[(count,)](values, top, length, N=VALUES, num_warps=4)
-    chunks = max(1, min(MOST_CHUNKS, triton.cdiv(length, CHUNK)))
+    chunks = chunks_of(length)
     kinds = {"MASS": mass, "TOGETHER": together, "N": VALUES, "num_warps": 4}
     for place in range(DIGITS - 1, -1, -1):
         digit_kernel[(count, chunks)](values, top, prefix, sums, length, place, **kinds)

@@ -11,11 +11,13 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.cuts import Cuts, StepBudget, StepCuts
 from sglang_diffkv.kernels.cuts import StepRule as StepTensors
 from sglang_diffkv.kernels.gather_scores import reference as gather_reference
+from sglang_diffkv.kernels.importance import reference as importance_reference
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.select import reference as select_reference
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import (
     Across,
+    AcrossLayers,
     Count,
     HeadValues,
     LeastMass,
@@ -25,7 +27,7 @@ from sglang_diffkv.policies.base import (
     TopMass,
     WholeHead,
 )
-from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.budget import Budget, Limits
 from sglang_diffkv.policies.diffkv import KEEP
 
 Selected = tuple[torch.Tensor, torch.Tensor]
@@ -41,6 +43,8 @@ class WholeHeadKernels:
     count: Callable[..., Selected]
     mass: Callable[..., Selected]
     least: Callable[..., list[Selected]]
+    above: Callable[..., torch.Tensor]
+    importance: Callable[..., torch.Tensor]
 
 
 REFERENCE = WholeHeadKernels(
@@ -49,6 +53,8 @@ REFERENCE = WholeHeadKernels(
     select_reference.select_count,
     select_reference.select_mass,
     select_reference.select_least,
+    select_reference.count_above,
+    importance_reference.importance,
 )
 
 
@@ -56,8 +62,9 @@ REFERENCE = WholeHeadKernels(
 class Decisions:
     """Cuts of policies on one device.
 
-    ``memory``: [k, cells] float32 for the values of whole heads, k of them where they are smoothed; None to take it
-    from PyTorch each time. Cuts that do not change are made once, so that CUDA graphs may hold them.
+    ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed or judged by
+    layer; None to take it from PyTorch each time. Cuts that do not change are made once, so that CUDA graphs may hold
+    them.
     """
 
     kernels: WholeHeadKernels = REFERENCE
@@ -65,6 +72,7 @@ class Decisions:
     pointwise: dict[object, Selected] = field(default_factory=dict)  # (rule, shape) -> high and low, [L, H] float32
     between: dict[object, torch.Tensor] = field(default_factory=dict)  # (rule, shape) -> [T - 2, L, H] float32
     budgets: dict[object, StepBudget] = field(default_factory=dict)
+    limits: dict[object, Limits] = field(default_factory=dict)  # of budgets that differ between heads
 
     @classmethod
     def of(cls, kernels: WholeHeadKernels, state: PageState, policy: Policy, max_tokens: int) -> Decisions:
@@ -73,7 +81,11 @@ class Decisions:
         rule = policy.prompt
         if isinstance(rule, WholeHead):
             cells = state.num_layers * state.num_heads * max_tokens
-            decisions.memory = torch.empty(2 if rule.smooth > 1 else 1, cells, device=state.device)
+            rooms = 2 if rule.smooth > 1 or isinstance(rule, AcrossLayers) else 1
+            decisions.memory = torch.empty(rooms, cells, device=state.device)
+            for budget in (getattr(rule, name, None) for name in ("budget", "high")):
+                if isinstance(budget, Budget):
+                    decisions._limits(budget, state)
         elif rule is not None:
             decisions._thresholds(rule, state)
             decisions._between(rule, state)
@@ -84,6 +96,7 @@ class Decisions:
         """Bytes of the tensors that are kept."""
         tensors = [*self.between.values(), *(x for pair in self.pointwise.values() for x in pair)]
         tensors += [x for budget in self.budgets.values() for x in (budget.tokens, budget.fraction)]
+        tensors += [x for pair in self.limits.values() for x in pair if isinstance(x, torch.Tensor)]
         return sum(x.nbytes for x in tensors) + (0 if self.memory is None else self.memory.nbytes)
 
     def of_row(self, state: PageState, row: int, seq_len: int, policy: Policy) -> Cuts | None:
@@ -136,10 +149,23 @@ class Decisions:
         key = (budget, least, state.num_layers, state.num_heads)
         if key not in self.budgets:
             shape, device = (state.num_layers, state.num_heads), state.device
-            tokens = torch.full(shape, max(budget.tokens, least), dtype=torch.int32, device=device)
-            fraction = torch.full(shape, budget.fraction, dtype=torch.float64, device=device)
-            self.budgets[key] = StepBudget(tokens, fraction)
+            assert not budget.beside, "a step is not given how many tokens lie outside the window"
+            tokens, fraction = budget.limits(device)
+            least_tokens = (torch.zeros(shape, dtype=torch.int64, device=device) + tokens).clamp(min=least).int()
+            shares = torch.zeros(shape, dtype=torch.float64, device=device) + fraction
+            self.budgets[key] = StepBudget(least_tokens, shares)
         return self.budgets[key]
+
+    def _limits(self, budget: Budget, state: PageState) -> Limits:
+        """Of a budget by layer or head, made once: a host that writes them to the device would wait for it."""
+        key = (budget, state.num_layers, state.num_heads)
+        if key not in self.limits:
+            limits = budget.limits(state.device)
+            for found in limits:
+                if isinstance(found, torch.Tensor):
+                    _check_shape(found, state)
+            self.limits[key] = limits
+        return self.limits[key]
 
     def _prompt(
         self, state: PageState, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None, *,
@@ -152,44 +178,76 @@ class Decisions:
             return self._pointwise(rule, state, policy)
         if len(state.fmt.tiers) > 2:
             raise UnsupportedError(f"{type(rule).__name__} sorts the tokens of a head into two tiers at most")
-        values = self._room(state, 0, seq_len)
-        sums = rule.quantity == "sum"
+        heads = (state.num_layers, state.num_heads, seq_len)
+        values, sums = self._room(state, 0, heads), rule.quantity == "sum"
         given = {"sums": sums, "judged": judged, "own": own}
         if isinstance(rule, LeastMass):
             self.kernels.gather(state, parts, values, seq_len, window=0, sinks=0, **given)
             shares = (rule.low, rule.out) if len(state.fmt.tiers) > 1 else (rule.out, rule.out)
-            (high, tie_high), (low, tie_low) = self.kernels.least(
-                values, shares, window=policy.window, sinks=policy.sinks
-            )
-            return Cuts(high, low, *limits, values, tie_high, tie_low)
+            upper, lower = self.kernels.least(values, shares, window=policy.window, sinks=policy.sinks)
+            return Cuts(upper[0], lower[0], *limits, values, upper[1], lower[1])
         stored = self.kernels.gather(state, parts, values, seq_len, window=policy.window, sinks=policy.sinks, **given)
         if rule.smooth > 1:
-            values = self._smoothed(state, values, rule.smooth)
-        kept = rule.share if isinstance(rule, TopMass) else rule.budget
-        low, tie_low = self._select(rule, values, stored, sum(limits), kept)
-        high, tie_high = low, tie_low
-        if rule.high is not None and len(state.fmt.tiers) > 1:
-            high, tie_high = self._select(rule, values, stored, sum(limits), rule.high)
-        return Cuts(high, low, *limits, values, tie_high, tie_low)
+            values = self._smoothed(state, values, rule)
+        tiers = len(state.fmt.tiers)
+        if isinstance(rule, AcrossLayers):
+            low, high = self._across_layers(rule, state, values, tiers)
+        else:
+            kept = rule.share if isinstance(rule, TopMass) else rule.budget
+            low = high = self._select(rule, state, values, stored, sum(limits), kept)
+            if rule.high is not None and tiers > 1:
+                high = self._select(rule, state, values, stored, sum(limits), rule.high)
+        return Cuts(high[0], low[0], *limits, values, high[1], low[1])
 
     def _select(
-        self, rule: WholeHead, values: torch.Tensor, stored: torch.Tensor, least: int, kept: Budget | float
-    ) -> Selected:
+        self, rule: WholeHead, state: PageState, values: torch.Tensor, stored: torch.Tensor, least: int,
+        kept: Budget | float,
+    ) -> Selected:  # fmt: skip
         if not isinstance(kept, Budget):
             return self.kernels.mass(values, kept)
-        count = kept.kept(stored, least)
+        lasting = self._lasting(values) if kept.beside else least
+        count = kept.kept(stored, lasting, self._limits(kept, state))
         return self.kernels.count(values, count.sum().view(1, 1) if isinstance(rule, Across) else count)
 
-    def _room(self, state: PageState, number: int, length: int) -> torch.Tensor:
-        shape = (state.num_layers, state.num_heads, length)
-        if self.memory is None:
-            return torch.empty(shape, device=state.device)
-        return self.memory[number, : shape[0] * shape[1] * length].view(shape)
+    def _across_layers(
+        self, rule: AcrossLayers, state: PageState, values: torch.Tensor, tiers: int
+    ) -> tuple[Selected, Selected]:
+        """Cuts of what is kept and of the high tier. Layers that are given their next token one after the other, the
+        one that gains most first, have in the end the largest parts of all, so one selection finds what each gets."""
+        parts = self._room(state, 0 if rule.smooth > 1 else 1, (state.num_layers, 1, values.shape[2]))
+        tokens = self.kernels.importance(values, parts)
+        if rule.retention is None:
+            total = (tokens.sum().double() * rule.keep).ceil().long()
+            chosen = self.kernels.count(parts, total.view(1, 1))
+        else:
+            chosen = self.kernels.mass(parts, rule.retention, together=True)
+        given, lasting = self.kernels.above(parts, *chosen), self._lasting(values)  # [L, 1] and [L, H]
+        low = self.kernels.count(values, lasting + given)
+        if rule.high is None or tiers == 1:
+            return low, low
+        return low, self.kernels.count(values, lasting + (given.double() * rule.high).ceil().long())
 
-    def _smoothed(self, state: PageState, values: torch.Tensor, width: int) -> torch.Tensor:
+    def _lasting(self, values: torch.Tensor) -> torch.Tensor:
+        """[L, H] int64, tokens that stay in any case, window and sinks."""
+        layers, heads, length = values.shape
+        cut = torch.full((layers, heads), float("inf"), device=values.device)
+        return self.kernels.above(values, cut, torch.full_like(cut, length, dtype=torch.int32))
+
+    def _room(self, state: PageState, number: int, shape: Sequence[int]) -> torch.Tensor:
         if self.memory is None:
-            return self.kernels.smooth(values, width)
-        return self.kernels.smooth(values, width, self._room(state, 1, values.shape[2]))
+            return torch.empty(*shape, device=state.device)
+        return self.memory[number, : shape[0] * shape[1] * shape[2]].view(*shape)
+
+    def _smoothed(self, state: PageState, values: torch.Tensor, rule: WholeHead) -> torch.Tensor:
+        kind = {"average": rule.pooling == "average"}
+        if self.memory is None:
+            return self.kernels.smooth(values, rule.smooth, **kind)
+        return self.kernels.smooth(values, rule.smooth, self._room(state, 1, values.shape), **kind)
+
+
+def _check_shape(found: torch.Tensor, state: PageState) -> None:
+    shape = (state.num_layers, state.num_heads)
+    assert found.shape in (shape, (shape[0], 1)), f"values of {tuple(found.shape)} layers and heads for {shape}"
 
 
 def _by_head(value: float | HeadValues, state: PageState) -> torch.Tensor:

@@ -20,11 +20,12 @@ from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_o
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
+from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
-from sglang_diffkv.kernels.select.triton import select_count, select_least, select_mass
+from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
 from sglang_diffkv.kernels.sum_scores.triton import sum_scores
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
@@ -36,7 +37,7 @@ from sglang_diffkv.policies.base import Policy
 
 logger = logging.getLogger(__name__)
 
-WHOLE_HEADS = WholeHeadKernels(gather_scores, smooth, select_count, select_mass, select_least)
+WHOLE_HEADS = WholeHeadKernels(gather_scores, smooth, select_count, select_mass, select_least, count_above, importance)
 
 
 class TritonOps:

@@ -66,11 +66,13 @@ class _Ranked:
     case.
 
     ``quantity``: rank by the mean attention or by its sum over the later tokens. ``smooth`` (odd): a token counts with
-    the largest value of so many neighbours, itself in the middle, window and sinks left out.
+    the largest value (``pooling`` "max") or the mean ("average") of so many neighbours, itself in the middle. Window,
+    sinks and what lies beyond the ends count as 0.
     """
 
     quantity: Literal["mean", "sum"] = field(default="mean", kw_only=True)
     smooth: int = field(default=1, kw_only=True)
+    pooling: Literal["max", "average"] = field(default="max", kw_only=True)
 
     @property
     def prunes(self) -> bool:
@@ -118,6 +120,22 @@ class Across(_Ranked):
 
 
 @dataclass(frozen=True)
+class AcrossLayers(_Ranked):
+    """One size for all layers: token after token goes to the layer whose next one adds most to the share of importance
+    that is retained, of equals to the first. Each head keeps as many as its layer was given, its own first ones.
+
+    A token's importance in a layer is the mean of its values over the layer's KV heads. Layers are given tokens until
+    they have on average the share ``keep`` of those outside window and sinks, or, if it is given, until the mean over
+    layers of the share of importance is ``retention``. With two tiers the first ``high`` (a share) of what a head keeps
+    so stay in the high one, all by default.
+    """
+
+    keep: float = 1.0
+    retention: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
 class Share:
     """As ``Pointwise`` in a generation step, but with thresholds that are shares of the sum of the scores of all tokens
     that a head holds."""
@@ -141,7 +159,7 @@ class Count:
         return True
 
 
-WholeHead = TopCount | TopMass | LeastMass | Across
+WholeHead = TopCount | TopMass | LeastMass | Across | AcrossLayers
 PromptRule = Pointwise | WholeHead
 StepRule = Pointwise | Share | Count
 

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+Limits = tuple[Any, Any]
+"""Tokens and fraction: numbers, or tensors that broadcast to [layers, KV heads]."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A head keeps ``fraction`` of its tokens, but at least ``tokens`` of them."""
+    """A head keeps ``fraction`` of its tokens, but at least ``tokens`` of them. Each is one number for all heads, one
+    for each layer, or [layers][KV heads].
 
-    tokens: int = 0
-    fraction: float = 0.0
+    ``beside``: both are of the tokens outside window and sinks, which stay beside them. Otherwise they are among them.
+    """
 
-    def kept(self, length: torch.Tensor, window: int) -> torch.Tensor:
-        """Tokens that a head keeps of ``length`` (int64, any shape), never fewer than the newest ``window``."""
-        share = (length.double() * self.fraction).ceil().long()
-        return torch.minimum(length, share.clamp(min=max(self.tokens, window)))
+    tokens: int | tuple[Any, ...] = 0
+    fraction: float | tuple[Any, ...] = 0.0
+    beside: bool = False
+
+    def limits(self, device: torch.device) -> Limits:
+        """``tokens`` and ``fraction`` as ``kept`` takes them, on the device of its lengths."""
+        return _by_head(self.tokens, torch.int64, device), _by_head(self.fraction, torch.float64, device)
+
+    def kept(self, length: torch.Tensor, window: int | torch.Tensor, limits: Limits | None = None) -> torch.Tensor:
+        """Tokens that a head keeps of ``length`` (int64; any shape, [layers, KV heads] where heads differ), never fewer
+        than the ``window`` that stays in any case. ``limits``: what ``limits`` gives, if it was asked before."""
+        tokens, fraction = limits or self.limits(length.device)
+        judged = (length - window).clamp(min=0) if self.beside else length
+        share = (judged.double() * fraction).ceil().long().clamp(min=tokens)
+        share = share + window if self.beside else share.clamp(min=window)
+        return torch.minimum(length, share)
+
+
+def _by_head(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A number as it is; a list by layer as [L, 1], by layer and head as [L, H]."""
+    if not isinstance(value, tuple):
+        return value
+    found = torch.tensor(value, dtype=dtype, device=device)
+    return found.unsqueeze(1) if found.dim() == 1 else found

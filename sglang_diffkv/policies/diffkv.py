@@ -128,6 +128,13 @@ class DiffKVPolicyConfig(PolicyOptions):
             raise ValueError("every layer needs a factor for each KV head, so all lists have one length above 0")
         return scale
 
+    def obstacle(self, layers: int, kv_heads: int) -> str:
+        scale = self.head_scale
+        if scale is None or (found := (len(scale), len(scale[0]))) == (layers, kv_heads):
+            return ""
+        of = f"{found[0]} layers with {found[1]} KV heads"
+        return f"policy.head_scale is of {of}, the model has {layers} with {kv_heads}"
+
     def build(self) -> DiffKVPolicy:
         rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
         return DiffKVPolicy(*rule, head_scale=self.head_scale, alpha_between=self.alpha_between)

@@ -16,6 +16,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def odd(pool: int) -> int:
+    """The width of a pooling, if it is possible."""
+    if pool % 2 == 0:
+        raise ValueError(f"pool {pool} is even: a neighbourhood has the token in its middle")
+    return pool
+
+
 class PolicyOptions(Strict):
     """A method's fields. Each class has a ``name``, a ``Literal`` by which the configuration tells methods apart."""
 
@@ -24,6 +31,14 @@ class PolicyOptions(Strict):
 
     def check_tiers(self, tiers: int) -> None:
         """Raise ValueError if the method, as it is configured, lacks something for so many tiers."""
+
+    def obstacle(self, layers: int, kv_heads: int) -> str:
+        """Why it cannot serve a model of this shape, all ranks' heads together; empty if it can."""
+        return ""
+
+    def rank_obstacle(self, ranks: int) -> str:
+        """Why it cannot run on so many tensor-parallel ranks, and what to do; empty if it can."""
+        return ""
 
     def build(self) -> Policy:
         raise NotImplementedError

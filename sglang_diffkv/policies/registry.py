@@ -8,6 +8,7 @@ from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
+from sglang_diffkv.policies.xkv import XKVPolicyConfig
 
 PolicyConfig = (
     DiffKVPolicyConfig
@@ -16,4 +17,5 @@ PolicyConfig = (
     | SnapKVPolicyConfig
     | H2OPolicyConfig
     | StreamingPolicyConfig
+    | XKVPolicyConfig
 )

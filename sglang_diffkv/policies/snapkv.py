@@ -23,7 +23,7 @@ from pydantic import Field, field_validator
 
 from sglang_diffkv.policies.base import Observation, Policy, TopCount
 from sglang_diffkv.policies.budget import Budget
-from sglang_diffkv.policies.options import BudgetOptions
+from sglang_diffkv.policies.options import BudgetOptions, odd
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class SnapKVPolicyConfig(BudgetOptions):
     @field_validator("pool")
     @classmethod
     def _odd(cls, pool: int) -> int:
-        if pool % 2 == 0:
-            raise ValueError(f"pool {pool} is even: a neighbourhood has the token in its middle")
-        return pool
+        return odd(pool)
 
     def build(self) -> SnapKVPolicy:
         return SnapKVPolicy(self.kept, self.window, self.pool)

@@ -12,6 +12,8 @@ CONFIGS = {
     "leankv": ("K8V4 K4V2", 128, 4),
     "three tiers": ("BF16 K8V4 K4V2", 128, 4),
     "four tiers": ("K8V8 K8V4 K4V4 K4V2", 64, 7),
+    "xkv": ("K8V4 K4V2", 128, 4),
+    "xkv by retention": ("BF16", 64, 7),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
 
@@ -19,6 +21,8 @@ METHODS = {
     "snapkv": '{"name": "snapkv", "budget": 512}',
     "h2o": '{"name": "h2o", "fraction": 0.5, "window": 16}',
     "leankv": '{"name": "leankv", "mass_high": 0.1, "mass_low": 0.001}',
+    "xkv": '{"name": "xkv", "keep": 0.3, "high": 0.5}',
+    "xkv by retention": '{"name": "xkv", "min_retention": 0.8}',
 }
 """Name of a configuration -> its policy, where it is not DiffKV's with two tiers or uniform with one."""
 

@@ -137,12 +137,19 @@ def test_by_hand():
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("length", [0, 1, 40, 517, 1300])
 @pytest.mark.parametrize("kind", [*KINDS, "tiny"])
-@pytest.mark.parametrize("by", ["few", "most", "none", "more than there are", "together", "0.3", "1.0"])
+@pytest.mark.parametrize(
+    "by", ["few", "most", "none", "more than there are", "together", "0.3", "1.0", "parts 0.3", "parts 1.0"]
+)
 def test_triton_selects_what_the_reference_does(kind, by, length):
     values = random_values(kind, 2, 2, length) if length else torch.zeros(2, 2, 0)
     if by[0] in "01":
         expected = reference.select_mass(values, float(by))
         got = on_gpu.select_mass(values.to(DEVICE), float(by))
+    elif by.startswith("parts"):
+        values = values / values.masked_fill(~values.isfinite(), 0.0).sum(2, keepdim=True).clamp(min=1e-30)
+        share = float(by.split()[1])
+        expected = reference.select_mass(values, share, together=True)
+        got = on_gpu.select_mass(values.to(DEVICE), share, together=True)
     else:
         wanted = {"few": 3, "most": length * 3 // 5, "none": 0, "together": length}.get(by, 2 * length)
         count = torch.tensor([[wanted]]) if by == "together" else torch.tensor([[wanted, wanted + 1], [wanted, 2]])
@@ -151,3 +158,6 @@ def test_triton_selects_what_the_reference_does(kind, by, length):
     if length:
         assert torch.equal(chosen(values, *(x.cpu() for x in got)), chosen(values, *expected))
     assert torch.equal(got[0].cpu(), expected[0]) and torch.equal(got[1].cpu(), expected[1])
+    above = chosen(values, *expected).sum(2)
+    assert torch.equal(reference.count_above(values, *expected), above)
+    assert torch.equal(on_gpu.count_above(values.to(DEVICE), *got).cpu(), above)

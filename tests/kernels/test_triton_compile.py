@@ -20,6 +20,7 @@ COMPRESSING = {"take_kernel", "copy_kernel", "new_scores_kernel", *COMPACTING, *
 
 
 WHOLE_HEADS = {"gather_kernel", "digit_kernel", "choose_kernel", "tie_kernel", "compact_kernel", "copy_kernel"}
+ACROSS_LAYERS = {"mean_kernel", "sum_kernel", "part_kernel", "above_kernel", "smooth_kernel"}
 
 QUICK = {"llama3-8b", "snapkv"}
 """What ``make test`` compiles. Triton keeps what it compiled, by the kernels' sources and options."""
@@ -46,6 +47,8 @@ def test_kernels_compile_for_hopper(config: str) -> None:
         assert names >= COMPRESSING
     if config in METHODS:
         assert names >= WHOLE_HEADS
+    if config.startswith("xkv"):
+        assert names >= ACROSS_LAYERS
     assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
     for kernel in kernels:
         if str(kernel["kernel"]).split()[0] in UNPACKING:

@@ -13,6 +13,7 @@ from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.leankv import LeanKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from sglang_diffkv.policies.xkv import XKVPolicy
 from tests.kernels.triton_helpers import BF16, FOUR, add_prompt, clone_state, make_format, make_manager
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "page_table")
@@ -27,6 +28,8 @@ COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "
         ("K8V4", SnapKVPolicy(Budget(0, 0.5), window=4)),
         ("K8V4", H2OPolicy(Budget(20), window=4)),
         ("K8V4 K4V2", LeanKVPolicy(0.1, 0.01, window=4)),
+        ("K8V4 K4V2", XKVPolicy(window=4, keep=0.3, high=0.5)),
+        ("K8V4", XKVPolicy(window=4, min_retention=0.9)),
     ],
 )
 def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:

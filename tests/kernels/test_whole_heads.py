@@ -21,7 +21,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.ops.triton import WHOLE_HEADS
-from sglang_diffkv.policies.base import Across, LeastMass, Policy, TopCount, TopMass, WholeHead
+from sglang_diffkv.policies.base import Across, AcrossLayers, LeastMass, Policy, TopCount, TopMass, WholeHead
 from sglang_diffkv.policies.budget import Budget
 from tests.helpers import tier_map, visible
 from tests.kernels.test_triton_compact_prompt import tokens_of
@@ -107,9 +107,11 @@ def test_triton_gathers_what_the_reference_does(tiers, dim, v_dim, sums):
         assert torch.equal(values[0].nan_to_num(nan=-1.0), values[1].nan_to_num(nan=-1.0))
 
 
+@pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("width", [1, 3, 7])
 @pytest.mark.parametrize("length", [1, 5, 1500])
-def test_smoothing(width, length):
+def test_smoothing(width, length, average):
+    """Of means: positions that have no finite value, and those beyond the ends, count as 0."""
     values = torch.rand(1, 2, length, generator=torch.Generator().manual_seed(length))
     values[values < 0.2] = NAN
     values[..., -2:] = float("inf")
@@ -117,9 +119,12 @@ def test_smoothing(width, length):
     for head, at in np.ndindex(2, length):
         if values[0, head, at].isfinite():
             near = values[0, head, max(at - width // 2, 0) : at + width // 2 + 1]
-            expected[0, head, at] = near[near.isfinite()].max()
-    for got in (reference.smooth(values, width), on_gpu.smooth(values.to(DEVICE), width).cpu()):
-        assert torch.equal(got.nan_to_num(nan=-1.0), expected.nan_to_num(nan=-1.0))
+            near = near[near.isfinite()]
+            expected[0, head, at] = near.double().sum() / width if average else near.max()
+    got = reference.smooth(values, width, average=average)
+    torch.testing.assert_close(got, expected, rtol=1e-6 if average else 0, atol=0, equal_nan=True)
+    mine = on_gpu.smooth(values.to(DEVICE), width, average=average).cpu()
+    assert torch.equal(mine.nan_to_num(nan=-1.0), got.nan_to_num(nan=-1.0))
 
 
 RULES: list[WholeHead] = [
@@ -130,6 +135,10 @@ RULES: list[WholeHead] = [
     TopMass(0.99, quantity="sum"),
     LeastMass(0.1, 0.4),
     Across(Budget(0, 0.6), Budget(0, 0.2), smooth=3),
+    TopCount(Budget(fraction=(0.1, 0.7), beside=True), smooth=3, pooling="average"),
+    TopCount(Budget(((7, 20), (9, 3))), Budget((6, 5))),
+    AcrossLayers(0.4, high=0.5, smooth=7, pooling="average"),
+    AcrossLayers(retention=0.7),
 ]
 
 

@@ -29,6 +29,7 @@ from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.usage import UsageMeter
+from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
@@ -52,13 +53,15 @@ class TreeMachine(RuleBasedStateMachine):
     """Admit, extend in chunks, decode, finish, abort or retract, evict, flush."""
 
     exact = False
+    tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2))
+    policy: Policy = DiffKVPolicy(1.0, 0.0, WINDOW)
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
-        fmt = PageFormat(DIM, DIM, (Tier(8, 4), Tier(4, 2)), 8)
+        fmt = PageFormat(DIM, DIM, self.tiers, 8)
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300)
-        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, WINDOW), ranks=ranks)
+        self.manager = PageManager(geometry, self.policy, ranks=ranks)
         self.pool = ReqToTokenPool(ROWS, 300, "cpu", False)
         self.requests = Requests(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
@@ -93,9 +96,12 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 5), length=st.integers(1, 70), tail=st.integers(0, 3))
     def admit(self, seed: int, length: int, tail: int) -> None:
         """A new request; equal seeds share a prefix."""
-        ledger, rid = self.allocator.ledger, str(next(self.ids))
         source = random.Random(seed)
-        tokens = array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9])
+        self.admit_tokens(array("q", [source.randrange(3) for _ in range(length)] + [tail] * tail + [9]))
+
+    def admit_tokens(self, tokens: array) -> None:
+        """A new request of this prompt, if there is room."""
+        ledger, rid = self.allocator.ledger, str(next(self.ids))
         if len(self.running) == ROWS:
             return
         match = Match(self.tree, tokens)
@@ -258,7 +264,11 @@ class TreeMachine(RuleBasedStateMachine):
                 keys, _ = read_tokens(view, page[layer, head, entry], slot)
                 assert torch.equal(keys[:, 0], expected[at]), "a row reads another sequence's token"
                 seen.index_put_((layer, head, at), torch.ones_like(at), accumulate=True)
-            assert (seen[..., :length] == 1).all(), "a token is missing or stored twice"
+            self.check_stored(req, seen[..., :length])
+
+    def check_stored(self, req: Any, times: torch.Tensor) -> None:
+        """``times`` that each token of a running request is stored, [layers, heads, length]."""
+        assert (times == 1).all(), "a token is missing or stored twice"
 
     @invariant()
     def exact_segments_hold_every_token_high(self) -> None:
@@ -268,7 +278,7 @@ class TreeMachine(RuleBasedStateMachine):
             held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))
             for segment, counts in zip(segments, held, strict=True):
                 assert (counts[..., 0] == segment.hi - segment.lo).all()
-                assert not counts[..., 1].any()
+                assert not counts[..., 1 : len(self.tiers)].any()
 
 
 class ExactTreeMachine(TreeMachine):

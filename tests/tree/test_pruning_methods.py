@@ -1,0 +1,61 @@
+"""Random lives of requests, as in ``test_prefix_cache.py``, under methods that prune prompts: chunks, shared prefixes
+at both fidelities, several samples of a prompt, replies that end, are aborted or retracted, evictions.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+import torch
+from hypothesis.stateful import precondition, rule
+
+from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from sglang_diffkv.policies.xkv import XKVPolicy
+from tests.tree.test_prefix_cache import WINDOW, TreeMachine, machine_settings
+
+METHODS: dict[str, Policy] = {
+    "snapkv": SnapKVPolicy(Budget(0, 0.5), WINDOW, 3),
+    "xkv by size": XKVPolicy(WINDOW, 7, keep=0.3),
+    "xkv by retention": XKVPolicy(WINDOW, 3, min_retention=0.6),
+    "xkv in two tiers": XKVPolicy(WINDOW, 3, keep=0.5, high=0.4),
+    "xkv by layer": XKVPolicy(WINDOW, 7, layer_fractions=(0.6, 0.1)),
+}
+
+
+class PruningMachine(TreeMachine):
+    """What a head keeps of a prompt is never stored twice, and the newest token always is."""
+
+    def check_stored(self, req: Any, times: torch.Tensor) -> None:
+        assert (times <= 1).all(), "a token is stored twice"
+        assert req.prefilling or (times[..., -1:] == 1).all(), "the newest token is missing"
+
+    @precondition(lambda self: any(not r.prefilling for r in self.running))
+    @rule()
+    def sample_again(self) -> None:
+        """Another sample of a prompt that runs: what SGLang makes of ``n`` above 1 once the prompt is cached."""
+        req = next(r for r in self.running if not r.prefilling)
+        count = len(self.running)
+        self.admit_tokens(array("q", req.origin_input_ids))
+        while any(r.prefilling for r in self.running[count:]):
+            self.extend(49)
+
+
+def machine(policy_of: str, exact_prompts: bool) -> Any:
+    class Machine(PruningMachine):
+        exact = exact_prompts
+        policy = METHODS[policy_of]
+        tiers = (Tier(8, 4), Tier(4, 2)) if "two tiers" in policy_of else (Tier(8, 4),)
+
+    Machine.TestCase.settings = machine_settings(40)
+    return Machine
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["compressed", "exact"])
+@pytest.mark.parametrize("method", METHODS)
+def test_lives_of_requests(method: str, exact: bool) -> None:
+    machine(method, exact).TestCase("runTest").runTest()
