@@ -223,7 +223,7 @@ def test_a_copy_keeps_what_compaction_in_place_keeps(policy: XKVPolicy) -> None:
     manager = make_manager(make_format(("K8V4",), page_tokens=4), policy=policy)
     session = Session(manager, spread=3.0)
     session.extend({1: 31})
-    manager.space.extend(2, 40, 0)
+    manager.space.extend(2, (40,))
     with manager.launching():
         manager.ops.copy_compact(manager.state, 2, [(1, 0, 9), (1, 9, 31)], 31, policy, None)
     copied = tier_map(manager.state, 2, 31)
