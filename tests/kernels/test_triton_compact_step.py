@@ -97,7 +97,8 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
     ("tiers", "scales"),
     [
         ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
-        ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)), (THREE, True), (FOUR, False),
+        ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)),
+        pytest.param(THREE, True, marks=pytest.mark.full), (FOUR, False),
     ],
 )  # fmt: skip
 def test_steps_match_references(tiers, scales):
