@@ -26,6 +26,8 @@ from tests.kernels.triton_helpers import (
     with_between,
 )
 
+FULL = pytest.mark.full
+
 
 def cuts_of(policy: DiffKVPolicy, state: PageState) -> Cuts:
     cuts = Decisions().of_row(state, 1, 0, policy)
@@ -53,7 +55,7 @@ def tokens_of(state, row, layer, tier):
 @pytest.mark.cover(2)
 @pytest.mark.parametrize(("sinks", "scales"), [(0, False), (6, False), (0, True)])
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4", THREE, FOUR])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)])
 def test_matches_reference(tiers, alphas, sinks, scales):
     policy = with_between(DiffKVPolicy(*alphas, window=5, sinks=sinks), len(tiers.split()))
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=120, window=5)

@@ -98,7 +98,8 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
     ("tiers", "scales"),
     [
         ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
-        ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)), (THREE, True), (FOUR, False),
+        ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)),
+        pytest.param(THREE, True, marks=pytest.mark.full), (FOUR, False),
         ("K8V4 K4V2", LeanKVPolicy(0.05, 0.01, 4)), ("K8V4", LeanKVPolicy(0.05, 0.02, 4)),
     ],
 )  # fmt: skip

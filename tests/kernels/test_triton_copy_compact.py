@@ -41,7 +41,7 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
         ("BF16 K4V2", 96, 64),
         ("K8V4", 64, 128),
         ("K8V8 K4V1", 128, 128),
-        (THREE, 64, 96),
+        pytest.param(THREE, 64, 96, marks=pytest.mark.full),
         (FOUR, 64, 64),
     ],
 )

@@ -26,7 +26,8 @@ from tests.helpers import begin_step, table_of
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
 from tests.pages.usage_oracle import page_owners
 
-FORMATS = ["K8V4 K4V2", "BF16 K8V4", "K8V4", "BF16", "BF16 K8V4 K4V2", "K8V8 K8V4 K4V4 K4V2"]
+FORMATS = ["K8V4 K4V2", "BF16 K8V4", "K8V4", "BF16", "K8V8 K8V4 K4V4 K4V2"]
+FORMATS += [pytest.param("BF16 K8V4 K4V2", marks=pytest.mark.full)]
 
 HORIZONS = [
     (0, True, torch.int64),
