@@ -37,6 +37,30 @@ class Budget:
         return torch.minimum(length, share)
 
 
+@dataclass(frozen=True)
+class PyramidBudget(Budget):
+    """By layer: the budget is the mean over layers, from which they fall in equal steps from the first to the last.
+
+    Beyond the window, of which each layer has all, the last layer keeps 1 / ``beta`` of the mean, rounded down, and the
+    first what makes up for it. Where a sequence has fewer tokens than the first layer may keep, it keeps all and the
+    last one more; where it has hardly twice the mean, all layers keep the mean.
+    """
+
+    beta: int = 20
+
+    def kept(self, length: torch.Tensor, window: int | torch.Tensor, limits: Limits | None = None) -> torch.Tensor:
+        mean = (super().kept(length, window, limits) - window).clamp(min=0)
+        outside, layers = (length - window).clamp(min=0), length.shape[0]
+        least = torch.div(mean, self.beta, rounding_mode="floor")
+        most = torch.minimum(2 * mean - least, outside)
+        slope, steps = 2 * (most - mean), max(layers - 1, 1)
+        layer = torch.arange(layers, device=length.device).unsqueeze(1)
+        fallen = torch.div(2 * layer * slope + steps, 2 * steps, rounding_mode="floor")  # to the nearest token
+        sloped = most - fallen
+        even = (length < 2 * mean) | (layers == 1)
+        return torch.minimum(length, torch.where(even, mean, sloped) + window)
+
+
 def _by_head(value: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """A number as it is; a list by layer as [L, 1], by layer and head as [L, H]."""
     if not isinstance(value, tuple):

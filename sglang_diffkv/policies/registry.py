@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
+from sglang_diffkv.policies.pyramidkv import PyramidKVPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
@@ -18,4 +19,5 @@ PolicyConfig = (
     | H2OPolicyConfig
     | StreamingPolicyConfig
     | XKVPolicyConfig
+    | PyramidKVPolicyConfig
 )

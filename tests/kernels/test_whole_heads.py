@@ -22,7 +22,7 @@ from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.ops.triton import WHOLE_HEADS
 from sglang_diffkv.policies.base import Across, AcrossLayers, LeastMass, Policy, TopCount, TopMass, WholeHead
-from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from tests.helpers import tier_map, visible
 from tests.kernels.test_triton_compact_prompt import tokens_of
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
@@ -136,6 +136,7 @@ RULES: list[WholeHead] = [
     LeastMass(0.1, 0.4),
     Across(Budget(0, 0.6), Budget(0, 0.2), smooth=3),
     TopCount(Budget(fraction=(0.1, 0.7), beside=True), smooth=3, pooling="average"),
+    TopCount(PyramidBudget(20, beta=4), smooth=3),
     TopCount(Budget(((7, 20), (9, 3))), Budget((6, 5))),
     AcrossLayers(0.4, high=0.5, smooth=7, pooling="average"),
     AcrossLayers(retention=0.7),

@@ -28,6 +28,7 @@ CONFIGS = [
     '{"policy": {"name": "diffkv", "head_scale": [[1, 2], [0.5, 1]]}}',
     '{"tiers": ["K8V4"], "policy": {"name": "snapkv", "fraction": 0.5}}',
     '{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 100}}',
+    '{"tiers": ["K8V4"], "policy": {"name": "pyramidkv", "budget": 100}}',
     '{"policy": {"name": "xkv", "keep": 0.3, "high": 0.5, "pool": 1}}',
     '{"tiers": ["BF16"], "policy": {"name": "xkv", "layer_fractions": [0.2, 0.3]}}',
 ]

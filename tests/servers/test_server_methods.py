@@ -1,0 +1,52 @@
+"""Methods that prune prompts on a real server, under overlap scheduling and with prompts in chunks: answers, what was
+pruned, shared prefixes and several samples of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
+from tests.servers.shared import STRICT, stats_of
+
+pytestmark = pytest.mark.server
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "xkv": {"tiers": ["BF16"], "policy": {"name": "xkv", "keep": 0.6}},
+    "xkv, exact": {"tiers": ["K8V8"], "policy": {"name": "xkv", "min_retention": 0.8}, "prefix_fidelity": "exact"},
+    "pyramidkv": {"tiers": ["BF16"], "policy": {"name": "pyramidkv", "fraction": 0.6}},
+}
+ARGS = ["--max-total-tokens", "6000", "--chunked-prefill-size", "128"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=() if "xkv" in name else pytest.mark.full)
+        for name, config in CONFIGS.items()
+    ],
+)
+def test_questions_behind_one_prompt(config: dict[str, Any], server_of: Callable[..., Server]) -> None:
+    server = server_of("diffkv", ARGS, config=config, env=STRICT)
+    items = [x for x in splits.load("dev") if x.group == "medium-1"][:6]
+    ids = [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
+    server.flush_cache()
+    before = stats_of(server)["finished"]
+    first = client.ask(server.url, ids[0], 160)
+    others = client.run(server.url, ids[1:], 160, concurrency=3)
+    right = sum(reference.judge(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
+    assert right >= 5
+    assert all(record.cached_tokens >= 1190 for record in others), "the shared part was not found"
+    after = stats_of(server)["finished"]
+    high, pruned = (after[name] - before[name] for name in ("high", "pruned"))
+    assert 0.15 < pruned / (high + pruned) < 0.6
+    parameters = {"temperature": 0, "max_new_tokens": 30, "n": 3}
+    samples = server.generate({"input_ids": ids[0][:700], "sampling_params": parameters})
+    assert [len(x["output_ids"]) > 0 for x in samples] == [True] * 3
