@@ -36,6 +36,8 @@ class DiffKVConfig(Strict):
         prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
             or ``auto`` for FlashInfer where it is installed, has the model's head size, and all layers have one scale
             and logit cap.
+        decode: how a GPU's decode attention is shared out over programs: ``evenly``, as many for each request and
+            head, or ``by_length``, more for those that hold more.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored. Attention stays the
             same, and keys with outliers lose less at 4 bits; it costs one small launch a layer and pass.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
@@ -53,6 +55,7 @@ class DiffKVConfig(Strict):
     share_min_tokens: int = Field(default=128, ge=1)
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
+    decode: Literal["evenly", "by_length"] = "evenly"
     thresholds: Literal["calibrated", "default"] = Field(default="default", exclude=True)
 
     @field_validator("tiers")

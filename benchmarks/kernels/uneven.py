@@ -1,6 +1,6 @@
 """Decode attention over requests of uneven lengths: programs shared out by length against equally many for each.
 
-Both ways attend to the same pages in the same run; the first is what servers do. Lengths: equal, even steps from a
+Both ways attend to the same pages in the same run. Lengths: equal, even steps from a
 16th of the longest up, and one long request among short ones. Example:
 
     python -m benchmarks.kernels.uneven --output uneven.json
@@ -23,8 +23,7 @@ from benchmarks.kernels.timing import Timer, median_ms
 from benchmarks.provenance import provenance
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
-from sglang_diffkv.kernels.decode_attention.triton_tiles import PARTS_UNIT
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace, even_parts, even_splits
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.mem_pool.state import PageState
 
 Q_HEADS, KV_HEADS, LONGEST = 32, 8, 5120
@@ -66,16 +65,12 @@ def times(shape: str, batch: int, high: float, timer: Timer = median_ms, device:
                 state, layer, q[layer], rows, seq_lens, HEAD_DIM**-0.5, workspace, valid, found=searches, window=WINDOW
             )
 
-    even = even_splits(state, batch)
-    equally = DecodeWorkspace.create(state, batch, Q_HEADS, splits=even, max_tokens=LONGEST)
-    by_length = DecodeWorkspace.create(state, batch, Q_HEADS, max_tokens=LONGEST)
-    for workspace in (equally, by_length):
+    found = {}
+    for name, config in {"evenly": DecodeConfig(), "by length": DecodeConfig(by_length=True)}.items():
+        workspace = DecodeWorkspace.create(state, batch, Q_HEADS, max_tokens=LONGEST, config=config)
         workspace.plan(state, rows, valid, judge_low=False)
-    equally.shares.fill_(even + even_parts(state, batch, equally.config)[0] * PARTS_UNIT.value)
-    return {
-        "equally": 1000 * timer(partial(attend, equally), layers),
-        "by length": 1000 * timer(partial(attend, by_length), layers),
-    }
+        found[name] = 1000 * timer(partial(attend, workspace), layers)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     cells = [
-        [x["lengths"], x["batch"], f"{x['high']:.0%}", *(f"{x[k]:.0f}" for k in ("equally", "by length"))] for x in rows
+        [x["lengths"], x["batch"], f"{x['high']:.0%}", *(f"{x[k]:.0f}" for k in ("evenly", "by length"))] for x in rows
     ]
-    print(markdown(["lengths", "batch", "high", "equally, us", "by length, us"], cells))
+    print(markdown(["lengths", "batch", "high", "evenly, us", "by length, us"], cells))
     if args.output:
         args.output.write_text(json.dumps({"provenance": provenance("kernels.uneven", argv), "rows": rows}, indent=1))
     return 0

@@ -78,7 +78,7 @@ def batches_of_each_variant(
     """Sizes of batches up to ``most`` that between them need every kernel that any of them needs."""
     first: dict[tuple[int, ...], int] = {}
     for batch in range(1, most + 1):
-        slots = default_splits(state, batch) + len(state.fmt.tiers) - 1
+        slots = default_splits(state, batch, config) + len(state.fmt.tiers) - 1
         _, joining = join_plan(state, batch, slots, group, config, scored=scored)
         first.setdefault(tuple(joining.values()), batch)
     return list(first.values())
@@ -151,6 +151,7 @@ def decode_attention(
         state.entries, state.own_entry, rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
+        BY_LENGTH=config.by_length,
         num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
@@ -160,7 +161,8 @@ def decode_attention(
         workspace.shares, state.pages, state.page_table, state.row_blocks, state.entries, state.own_entry,
         rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
         **kept, **shape, **joining,
-        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean", num_warps=config.score_warps,
+        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean", BY_LENGTH=config.by_length,
+        num_warps=config.score_warps,
         **overlap,
     )  # fmt: skip
     return out, lse

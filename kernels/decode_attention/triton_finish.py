@@ -175,7 +175,7 @@ def finish_kernel(
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr,
-    MEAN: tl.constexpr,
+    MEAN: tl.constexpr, BY_LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its splits' results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
@@ -210,13 +210,14 @@ def finish_kernel(
     row = tl.load(rows + b).to(tl.int64)
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
-    mine, scoring = share_of(shares, b, layer, head, splits, tl.maximum(parts, 1), H, ROOM_FOR)
-    if part >= scoring and not joins:
-        for k in tl.static_range(TIERS + 1):
-            store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-        return
+    mine, scoring = share_of(shares, b, layer, head, splits, tl.maximum(parts, 1), BY_LENGTH, H, ROOM_FOR)
+    if BY_LENGTH:  # noqa: SIM102
+        if part >= scoring and not joins:
+            for k in tl.static_range(TIERS + 1):
+                store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
+            return
     tier_entries, tiles = head_tiles(entries + counts, LAYOUTS, TILES, TIERS)
     work, per = split_work(mine, tiles, WEIGHTS, TIERS)
     used = tl.cdiv(work, per) + TIERS - 1

@@ -209,7 +209,7 @@ def split_kernel(
     DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, BY_LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, S), of which a head's share in ``shares`` has work. Slot ``s`` of the partial results takes the high
     tier of split ``s`` or, once the high tier has ended, the next tier of split ``s - 1``, and so on: with T tiers
@@ -227,7 +227,7 @@ def split_kernel(
     row = tl.load(rows + b).to(tl.int64)
     counts = entries + ((row * L + layer) * H + head) * TIERS
     held, tiles = head_tiles(counts, LAYOUTS, TILES, TIERS)
-    mine, _ = share_of(shares, b, layer, head, splits, 1, H, ROOM_FOR)
+    mine, _ = share_of(shares, b, layer, head, splits, 1, BY_LENGTH, H, ROOM_FOR)
     firsts, lasts, turns, busy = split_span(split, mine, tiles, WEIGHTS, TIERS)
     if split > busy:
         return  # past the slots that are joined

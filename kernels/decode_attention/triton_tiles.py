@@ -52,14 +52,16 @@ PARTS_UNIT = tl.constexpr(1 << 16)
 
 
 @triton.jit
-def share_of(shares, b, layer, head, splits, parts, H: tl.constexpr, ROOM_FOR: tl.constexpr):
+def share_of(
+    shares, b, layer, head, splits, parts, BY_LENGTH: tl.constexpr, H: tl.constexpr, ROOM_FOR: tl.constexpr
+):  # fmt: skip
     """How many of the ``splits`` programs of the first pass and of the ``parts`` of the score pass work on a head of a
-    request: what ``DecodeWorkspace.plan`` gave it, all before the first plan."""
-    packed = tl.load(shares + (layer * H + head) * ROOM_FOR + b)
-    of_splits, of_parts = packed % PARTS_UNIT, packed // PARTS_UNIT
-    return tl.where(packed > 0, tl.minimum(of_splits, splits), splits), tl.where(
-        packed > 0, tl.minimum(of_parts, parts), parts
-    )
+    request: all, or ``BY_LENGTH`` what ``DecodeWorkspace.plan`` gave it."""
+    if BY_LENGTH:
+        packed = tl.load(shares + (layer * H + head) * ROOM_FOR + b)
+        splits = tl.minimum(tl.maximum(packed % PARTS_UNIT, 1), splits)
+        parts = tl.minimum(tl.maximum(packed // PARTS_UNIT, 1), parts)
+    return splits, parts
 
 
 @triton.jit

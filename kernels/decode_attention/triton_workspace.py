@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,8 @@ class DecodeConfig:
     """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
     at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice); the score pass gives a head
     ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
-    iteration."""
+    iteration. ``by_length``: requests and heads that hold more than others get more programs in either pass; else all
+    get as many."""
 
     tile: int = 64
     warps: int = 1
@@ -30,6 +32,7 @@ class DecodeConfig:
     score_parts: int = 0
     score_tokens: int = 256
     score_warps: int = 2
+    by_length: bool = False
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
@@ -55,6 +58,26 @@ def padded_slots(layout: TierLayout, tile: int) -> int:
     return -(-layout.tokens // tile) * tile
 
 
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows"])
+def offsets_kernel(
+    offsets, rows, num_valid, batch, entries, own_entry,
+    SLOTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    ROOM_FOR: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have, ``SLOTS`` each in
+    the first ``JUDGED`` tiers."""
+    b = tl.arange(0, R)
+    live = (b < batch) & (b < tl.load(num_valid))
+    row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
+    at = (row * (L * H) + tl.program_id(0)) * TIERS
+    own = tl.load(entries + at, mask=live, other=0) - tl.load(own_entry + at, mask=live, other=0)
+    need = own * SLOTS[0]
+    for tier in tl.static_range(1, JUDGED):
+        own = tl.load(entries + at + tier, mask=live, other=0) - tl.load(own_entry + at + tier, mask=live, other=0)
+        need += own * SLOTS[tier]
+    tl.store(offsets + tl.program_id(0) * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
+
+
 @triton.jit
 def fair_share(work, total, heads, programs):
     """Programs of a head with ``work`` [R] if ``total``, of so many ``heads``, is spread over ``programs`` for each; an
@@ -67,14 +90,13 @@ def fair_share(work, total, heads, programs):
     do_not_specialize=["batch", "splits", "most_splits", "parts", "most_parts"],
     do_not_specialize_on_alignment=["rows"],
 )
-def plan_kernel(
-    offsets, shares, rows, num_valid, batch, splits, most_splits, parts, most_parts, entries, own_entry,
+def shares_kernel(
+    shares, rows, num_valid, batch, splits, most_splits, parts, most_parts, entries, own_entry,
     SLOTS: tl.constexpr, COSTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, ROOM_FOR: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have, ``SLOTS`` each in
-    the first ``JUDGED`` tiers; and how many programs each request's head gets in either pass. ``COSTS``: of a page of
-    each tier. ``splits`` and ``parts``: of each head, were all equal."""
+    """Grid (L * H): how many programs each request's head gets in either pass. ``SLOTS``, ``COSTS``: of a page of each
+    tier. ``splits`` and ``parts``: of each head, were all equal."""
     b = tl.arange(0, R)
     place = tl.program_id(0)
     layer, head = place // H, place % H
@@ -100,7 +122,6 @@ def plan_kernel(
     of_parts = tl.minimum(fair_share(need, tl.sum(all_need, 0), heads, parts), most_parts)
     packed = tl.maximum(of_splits, 1) + tl.maximum(of_parts, 1) * PARTS_UNIT
     tl.store(shares + place * ROOM_FOR + b, packed, mask=b < batch)
-    tl.store(offsets + place * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
 
 
 MAX_SLOTS = 128
@@ -108,7 +129,7 @@ MAX_SLOTS = 128
 
 
 UNEVEN = 2
-"""How many times the programs of an even batch a head may get, and as many more."""
+"""By length, how many times the programs of an even batch a head may get, and as many more."""
 IDLE = 8
 """Programs, in those that run at once, of which most may have nothing to do."""
 
@@ -124,9 +145,12 @@ def even_splits(state: PageState, batch: int) -> int:
     return max(1, min(most, resident_programs(state) // (batch * state.num_heads)))
 
 
-def default_splits(state: PageState, batch: int) -> int:
-    """Splits at most, for requests and heads that have more than others."""
-    return uneven(even_splits(state, batch), resident_programs(state), batch * state.num_heads, even_splits(state, 1))
+def default_splits(state: PageState, batch: int, config: DecodeConfig) -> int:
+    """Splits of a head at most."""
+    even = even_splits(state, batch)
+    if not config.by_length:
+        return even
+    return uneven(even, resident_programs(state), batch * state.num_heads, even_splits(state, 1))
 
 
 def uneven(even: int, resident: int, heads: int, most: int) -> int:
@@ -147,11 +171,11 @@ def score_programs(state: PageState, batch: int, config: DecodeConfig) -> tuple[
 
     As many as run at once with 64 registers a thread: then a very large batch has none to spare for joining alone. (The
     kernel takes 72, and 127 where eight programs join; held to 64, or with fewer programs, it is no faster on an H200.)
-    Of the former, heads with more tokens than others get more: so many at most.
+    Of the former so many at most, by length.
     """
     even, joiners = even_parts(state, batch, config)
-    if config.score_parts:
-        return config.score_parts, joiners
+    if config.score_parts or not config.by_length:
+        return even, joiners
     return uneven(even, score_residents(state, config), batch * state.num_heads, MAX_SCORE_PARTS), joiners
 
 
@@ -201,8 +225,8 @@ class DecodeWorkspace:
         return scratch.workspace(state, batch)
 
     def plan(self, state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, *, judge_low: bool = True) -> None:
-        """Give each request room for its logits in all layers, and its share of the programs: once a step, after
-        ``reserve``. Without it, all heads get as many programs, and no scores can be kept.
+        """Give each request room for its logits in all layers, and by length its share of the programs: once a step
+        whose scores are kept or whose programs go by length, after ``reserve``.
 
         ``rows`` [B] and ``num_valid`` [1] as for :func:`decode_attention`.
         """
@@ -212,13 +236,20 @@ class DecodeWorkspace:
         constants = tile_constants(state.fmt, self.config)
         slots = tuple(padded_slots(x, n) for x, n in zip(state.fmt.layouts, constants["TILES"], strict=True))
         costs = tuple(n // tile * w for n, tile, w in zip(slots, constants["TILES"], constants["WEIGHTS"], strict=True))
-        even = self.splits if self.splits != default_splits(state, batch) else even_splits(state, batch)
-        plan_kernel[(layers * heads,)](
-            self.offsets, self.shares, rows, num_valid, batch, even, self.splits,
-            even_parts(state, batch, self.config)[0], score_programs(state, batch, self.config)[0], state.entries,
-            state.own_entry,
-            SLOTS=slots, COSTS=costs, JUDGED=len(slots) if judge_low else 1, TIERS=len(slots), L=layers, H=heads,
-            ROOM_FOR=self.offsets.shape[2], R=triton.next_power_of_2(self.offsets.shape[2]), num_warps=1,
+        room_for = self.offsets.shape[2]
+        shape: dict[str, Any] = {"TIERS": len(slots), "L": layers, "H": heads, "ROOM_FOR": room_for}
+        shape |= {"R": triton.next_power_of_2(room_for), "JUDGED": len(slots) if judge_low else 1, "SLOTS": slots}
+        if self.room:
+            offsets_kernel[(layers * heads,)](
+                self.offsets, rows, num_valid, batch, state.entries, state.own_entry, **shape, num_warps=1
+            )
+        if not self.config.by_length:
+            return
+        even = self.splits if self.splits != default_splits(state, batch, self.config) else even_splits(state, batch)
+        of_parts = even_parts(state, batch, self.config)[0], score_programs(state, batch, self.config)[0]
+        shares_kernel[(layers * heads,)](
+            self.shares, rows, num_valid, batch, even, self.splits, *of_parts, state.entries, state.own_entry,
+            COSTS=costs, **shape, num_warps=1,
         )  # fmt: skip
 
 
@@ -267,7 +298,7 @@ class DecodeScratch:
         config = config or DecodeConfig()
         fmt, heads = state.fmt, state.num_heads
         extra = len(fmt.tiers) - 1
-        slots = max(b * ((splits or default_splits(state, b)) + extra) for b in range(1, max_batch + 1))
+        slots = max(b * ((splits or default_splits(state, b, config)) + extra) for b in range(1, max_batch + 1))
         # The ends of all tiers may be part-filled: half as many slots again as tokens. All requests together own no
         # more pages than there are; a head whose tokens are all high owns the more of them the denser the low tier is.
         layouts = tuple(zip(fmt.layouts, tile_constants(fmt, config)["TILES"], strict=True))
@@ -297,7 +328,7 @@ class DecodeScratch:
     def workspace(self, state: PageState, batch: int) -> DecodeWorkspace:
         """The scratch of a step of ``batch`` requests, at most the scratch's."""
         assert batch <= self.offsets.shape[2]
-        splits = self.splits or default_splits(state, batch)
+        splits = self.splits or default_splits(state, batch, self.config)
         cut, at = [], 0
         for shape, dtype in self._parts(state, batch, splits + len(state.fmt.tiers) - 1):
             end = at + math.prod(shape) * dtype.itemsize

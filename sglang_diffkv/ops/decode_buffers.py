@@ -8,7 +8,7 @@ import torch
 
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeScratch
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeScratch
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import Policy
 
@@ -38,6 +38,7 @@ class DecodeBuffers:
         q_heads: int,
         max_tokens: int,
         policy: Policy,
+        config: DecodeConfig,
         least_scratch: int = 0,
     ) -> DecodeBuffers:
         def full(value: int) -> torch.Tensor:
@@ -52,8 +53,9 @@ class DecodeBuffers:
                 max_tokens=max_tokens if policy.compresses else 0,
                 densest=DENSEST if policy.judges_low else 0.0,
                 least_bytes=least_scratch,
+                config=config,
             ),
-            FoundTokens.create(state, max_batch, judge_low=policy.judges_low) if policy.compresses else None,
+            FoundTokens.create(state, max_batch, config, judge_low=policy.judges_low) if policy.compresses else None,
             CompactWorkspace.create(state, max_batch),
             full(0),
             full(1),

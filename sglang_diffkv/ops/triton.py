@@ -47,6 +47,7 @@ class TritonOps:
         q_heads: query heads. max_tokens: longest sequence, for the scratch that keeps a step's logits.
         ragged: computes the attention of new tokens among themselves; None for the Triton kernel.
         least_scratch: bytes of the scratch at least, for ``ragged``, which may use it between decode steps.
+        config: how decode attention is cut.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class TritonOps:
         max_tokens: int,
         ragged: RaggedPrefill | None = None,
         least_scratch: int = 0,
+        config: DecodeConfig | None = None,
     ):
+        self.config = config or DecodeConfig()
         self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
         self.least_scratch = least_scratch
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
@@ -70,7 +73,13 @@ class TritonOps:
             return
         self.buffers.append(
             DecodeBuffers.create(
-                state, max_batch, self.q_heads, self.max_tokens, self.policy, 0 if self.buffers else self.least_scratch
+                state,
+                max_batch,
+                self.q_heads,
+                self.max_tokens,
+                self.policy,
+                self.config,
+                0 if self.buffers else self.least_scratch,
             )
         )
 
@@ -106,7 +115,7 @@ class TritonOps:
     def decode_batches(self, state: PageState, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
         group, scored = self.q_heads // state.num_heads, self.policy.compresses
-        return batches_of_each_variant(state, most, group, DecodeConfig(), scored=scored)
+        return batches_of_each_variant(state, most, group, self.config, scored=scored)
 
     def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
         batch = rows.shape[0]
@@ -132,7 +141,7 @@ class TritonOps:
         elif self.ragged is not None:
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
-        if decode:
+        if decode and (step.found is not None or self.config.by_length):
             judge_low = step.found is not None and step.found.judge_low
             step.scratch[0].plan(state, step.rows, step.num_valid, judge_low=judge_low)
 
@@ -148,7 +157,7 @@ class TritonOps:
         append(state, layer, key, value, *owners, step.num_tokens)
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> FoundTokens:
-        return FoundTokens.create(state, batch, judge_low=policy.judges_low)
+        return FoundTokens.create(state, batch, self.config, judge_low=policy.judges_low)
 
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float

@@ -19,7 +19,6 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     DecodeConfig,
     DecodeWorkspace,
     default_splits,
-    even_parts,
     even_splits,
     score_programs,
 )
@@ -170,7 +169,7 @@ def test_long_requests_get_more_programs(monkeypatch, tiers):
         add_prompt(manager, row, count, generator)
     rows, seq_lens = torch.arange(1, 5, device=DEVICE), torch.tensor(lengths, device=DEVICE)
     q = torch.randn(4, 4, 64, generator=generator).to(DEVICE, BF16)
-    config = DecodeConfig(tile=16, score_tokens=16)
+    config = DecodeConfig(tile=16, score_tokens=16, by_length=True)
     workspace = DecodeWorkspace.create(state, 4, 4, max_tokens=400, config=config)
     workspace.partial_out.fill_(float("nan"))
     valid = torch.tensor([4], dtype=torch.int32, device=DEVICE)
@@ -200,7 +199,8 @@ def test_equal_requests_share_the_programs_equally():
         add_prompt(manager, row, 100 + row, torch.Generator().manual_seed(1))
     rows = torch.tensor([1, 2, 3, 0], device=DEVICE)
     for splits in (1, 5, 120):
-        workspace = DecodeWorkspace.create(manager.state, 4, 4, splits=splits, max_tokens=200)
+        config = DecodeConfig(by_length=True)
+        workspace = DecodeWorkspace.create(manager.state, 4, 4, splits=splits, max_tokens=200, config=config)
         workspace.plan(manager.state, rows, torch.tensor([3], dtype=torch.int32, device=DEVICE))
         of_splits = workspace.shares[..., :3] & 0xFFFF
         assert (of_splits == splits).all() or (splits == 120 and of_splits.min() > 100)
@@ -210,11 +210,15 @@ def test_programs_fill_the_gpu(monkeypatch):
     state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state  # 2 heads
     module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
     monkeypatch.setattr(f"{module}.processors_of", lambda device: 132)  # 2,112 programs at once
-    counts = {batch: even_parts(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
+    counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
     assert counts == {1: (8, 8), 64: (8, 8), 150: (6, 1), 256: (3, 1), 512: (2, 0), 1000: (1, 0)}
-    most = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 150, 512, 1000, 10000)}
+    by_length = DecodeConfig(by_length=True)
+    most = {batch: score_programs(state, batch, by_length) for batch in (1, 150, 512, 1000, 10000)}
     assert most == {1: (8, 8), 150: (8, 1), 512: (6, 0), 1000: (4, 0), 10000: (1, 0)}
-    splits = {batch: (even_splits(state, batch), default_splits(state, batch)) for batch in (1, 32, 256, 800, 10000)}
+    splits = {
+        batch: tuple(default_splits(state, batch, config) for config in (DecodeConfig(), by_length))
+        for batch in (1, 32, 256, 800, 10000)
+    }
     assert splits == {1: (127, 127), 32: (24, 50), 256: (3, 8), 800: (1, 4), 10000: (1, 1)}
     assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 8)
 
@@ -227,7 +231,7 @@ def test_a_few_batches_need_every_kernel(monkeypatch, scored):
     config = DecodeConfig()
 
     def variant(batch: int) -> tuple[int, ...]:
-        slots = default_splits(state, batch) + 1
+        slots = default_splits(state, batch, config) + 1
         return tuple(join_plan(state, batch, slots, 4, config, scored=scored)[1].values())
 
     chosen = batches_of_each_variant(state, 2000, 4, config, scored=scored)
