@@ -19,10 +19,12 @@ from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from sglang_diffkv.policies.xkv import XKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
 from sglang_diffkv.srt.pool import DiffKVPool
@@ -188,6 +190,34 @@ def test_both_ops_keep_the_same_tokens(method: Policy) -> None:
         same = sum(len(a & b) for a, b in zip(mine, reference, strict=True))
         assert same >= 0.95 * 4 * count
     assert len({tuple(sorted(x)) for x in kept(twins[0], 1)}) > 1, "heads choose tokens of their own"
+
+
+@pytest.mark.parametrize(
+    ("method", "layers"),
+    [
+        pytest.param(XKVPolicy(6, 3, keep=0.4), None, id="xkv"),
+        pytest.param(XKVPolicy(6, 3, layer_fractions=(0.5, 0.25)), [6 + 17, 6 + 9], id="xkv by layer"),
+        pytest.param(PyramidKVPolicy(PyramidBudget(16, beta=5), 6, 3), [6 + 18, 6 + 2], id="pyramidkv"),
+    ],
+)
+def test_both_ops_give_layers_the_same_sizes(method: Policy, layers: list[int] | None) -> None:
+    """Of a prompt of 40 tokens; generated ones stay. Only tokens of nearly one score may differ."""
+    twins = [Twin(triton=triton, tiers="K8V4", method=method) for triton in (True, False)]
+    for twin in twins:
+        twin.extend([1, 2], [40, 5], [0, 0], 1)
+    mine, reference = (kept(twin, 1) for twin in twins)
+    for step in range(4):
+        for twin in twins:
+            twin.decode([1, 2], 1, 10 + step)
+            check_integrity(twin.manager)
+    for before, twin in zip((mine, reference), twins, strict=True):
+        assert kept(twin, 1) == [x | {40, 41, 42, 43} for x in before]
+        sizes = [len(x) for x in before]
+        assert sizes[::2] == sizes[1::2], "a layer's heads keep as many"
+        assert sizes[::2] == layers if layers else sum(sizes[::2]) == 2 * 6 + 28
+        assert all(len(x) == 9 for x in kept(twin, 2)), "a prompt within the window stays"
+    same = sum(len(a & b) for a, b in zip(mine, reference, strict=True))
+    assert same >= 0.93 * sum(map(len, reference))
 
 
 @pytest.mark.parametrize("triton", [False, True])

@@ -1,0 +1,168 @@
+"""Measure how a task's prompts spread their importance over the tokens of each layer, and find shares by layer.
+
+The Hugging Face model reads a sample of a file's prompts. For each, layers share a size as with policy xkv: --keep of
+the tokens outside the observation window, or what retains --min-retention of the importance, both means over layers.
+The means over prompts are written as layer_fractions, which xkv takes in place of either, and which ranks can use. No
+server is started and no accuracy measured. Example:
+
+    python -m sglang_diffkv.calibrate.layers --model MODEL --task gsm8k=train.jsonl \\
+        --sample 0.1 --keep 0.2 --output layers.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection
+from sglang_diffkv.calibrate.heads.capture import load_model
+from sglang_diffkv.calibrate.layers.figure import draw
+from sglang_diffkv.calibrate.layers.measure import SHARES, Rule, collect
+from sglang_diffkv.calibrate.layers.result import LayerFractionsFile, LayerProvenance
+from sglang_diffkv.calibration import ModelGeometry, model_name
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.evaluate import report
+from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
+from sglang_diffkv.evaluate.configuration import device_name
+from sglang_diffkv.evaluate.endpoint import EvaluationError
+from sglang_diffkv.evaluate.prompts import load_tokenizer
+from sglang_diffkv.evaluate.tasks import TaskFileError
+from sglang_diffkv.policies.xkv import XKVPolicyConfig
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = new_parser("calibrate.layers", __doc__)
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--keep", type=float, help="share of the tokens outside the window, mean over layers")
+    size.add_argument("--min-retention", type=float, help="share of the importance, mean over layers")
+    fields = XKVPolicyConfig.model_fields
+    for name in ("window", "pool"):
+        parser.add_argument(f"--{name}", type=int, default=fields[name].default, help="as xkv's (default: %(default)s)")
+    parser.add_argument(
+        "--sample", type=float, default=0.1, help="share of the file's questions to read (default: %(default)s)"
+    )
+    add_selection_arguments(parser)
+    parser.add_argument("--max-tokens", type=positive, default=32768, help="of a prompt (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--figure", type=Path, help="image to write (default: beside --output, as PNG)")
+    args = parser.parse_args(argv)
+    if args.n is not None and args.n < 1:
+        parser.error("--n is a number of prompts from 1 on")
+    if not 0 < args.sample <= 1:
+        parser.error("--sample is a share of the questions, above 0 and at most 1")
+    return args
+
+
+def read_rule(args: argparse.Namespace) -> Rule:
+    """The setting, checked as a configuration's. Raises ConfigError."""
+    given = {"window": args.window, "pool": args.pool, "keep": args.keep, "min_retention": args.min_retention}
+    try:
+        XKVPolicyConfig.model_validate(given)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, x['loc'])) or 'xkv'}: {x['msg']}" for x in error.errors())
+        raise ConfigError("; ".join(problems)) from None
+    return Rule(**given)
+
+
+Prompt = Sequence[int]
+
+
+def choose(prompts: Sequence[Prompt], n: int, rule: Rule, args: argparse.Namespace) -> tuple[list[Prompt], int]:
+    """So many prompts at random that something can be measured on, and how many were passed over. Raises
+    TaskFileError."""
+    chosen: list[Prompt] = []
+    skipped = 0
+    for ids in random.Random(args.seed).sample(prompts, len(prompts)):
+        if len(chosen) == n:
+            break
+        if rule.window < len(ids) <= args.max_tokens:
+            chosen.append(ids)
+        else:
+            skipped += 1
+    if not chosen:
+        raise TaskFileError(f"no prompt is longer than the window of {rule.window} tokens and within {args.max_tokens}")
+    return chosen, skipped
+
+
+def measure(args: argparse.Namespace) -> LayerFractionsFile:
+    """The shares. Raises ConfigError, TaskFileError and EvaluationError."""
+    rule = read_rule(args)
+    task = load_calibration(args, whole=True)
+    model = load_model(args.model)
+    questions = task.questions(load_tokenizer(args.tokenizer or args.model))
+    n = args.n or math.ceil(args.sample * len(questions))
+    prompts, skipped = choose([x.prompt_ids[: x.cached_tokens or None] for x in questions], n, rule, args)
+    found = collect(model, prompts, rule)
+    fractions, file = found.fractions(), task.fingerprint()
+    ratio = found.isr().tolist()
+    return LayerFractionsFile(
+        layer_fractions=tuple(fractions.mean(0).tolist()),
+        provenance=LayerProvenance(
+            date=datetime.now(timezone.utc).date().isoformat(),
+            model=model_name(args.model),
+            geometry=ModelGeometry.of(args.model),
+            task_file=file["file"],
+            task_sha256=file["sha256"],
+            questions=len(questions),
+            n=len(prompts),
+            skipped=skipped,
+            selection={**selection(args), "n": args.n, "sample": args.sample, "max_tokens": args.max_tokens},
+            tokens=sum(x.tokens for x in found.prompts),
+            rule={name: value for name, value in vars(rule).items() if value is not None},
+            spread=tuple(fractions.std(0, correction=0).tolist()),
+            retained=tuple(found.retained().tolist()),
+            shares=SHARES,
+            retention=tuple(map(tuple, found.retention().tolist())),
+            isr=tuple(tuple(None if math.isnan(x) else x for x in row) for row in ratio),
+            versions=report.environment()["versions"],
+            device=device_name(),
+        ),
+    )
+
+
+def table(content: LayerFractionsFile) -> str:
+    """By layer: retention R and R / log2 n at several sizes, and what the layer keeps, as Markdown."""
+    found = content.provenance
+    header = ["layer", *(f"R at {share:.0%}" for share in found.shares), *(f"ISR at {x:.0%}" for x in found.shares)]
+    header += ["kept %", "R of it"]
+    rows = []
+    for layer, fraction in enumerate(content.layer_fractions):
+        retained = [f"{x:.3f}" for x in found.retention[layer]]
+        ratios = ["" if x is None else f"{x:.4f}" for x in found.isr[layer]]
+        kept = f"{100 * fraction:.1f} ± {100 * found.spread[layer]:.1f}"
+        rows.append([str(layer), *retained, *ratios, kept, f"{found.retained[layer]:.3f}"])
+    return report.markdown(header, rows)
+
+
+def summary(content: LayerFractionsFile) -> str:
+    """One line of means over layers."""
+    found, layers = content.provenance, len(content.layer_fractions)
+    mean, retained = sum(content.layer_fractions) / layers, sum(found.retained) / layers
+    return (
+        f"{found.n} of {found.questions} prompts ({found.skipped} passed over), {found.tokens} tokens outside windows: "
+        f"{mean:.1%} of them kept, {retained:.1%} of the importance retained, means over {layers} layers"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print what was found, write shares and figure; 1 with the reason if that is not possible."""
+    args = parse_args(argv)
+    try:
+        content = measure(args)
+        args.output.write_text(content.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        image = args.figure or args.output.with_suffix(".png")
+        draw(content, image)
+    except (ConfigError, TaskFileError, EvaluationError, OSError) as error:
+        print(f"sglang_diffkv.calibrate.layers: {error}", file=sys.stderr)
+        return 1
+    print(table(content))
+    print(f"\n{summary(content)}\nwritten to {args.output} and {image}; no accuracy was measured")
+    return 0
