@@ -159,12 +159,12 @@ def test_a_program_may_join_alone_and_others_score_in_many_iterations(monkeypatc
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param("BF16 K8V4 K4V2", marks=pytest.mark.full)])
 def test_long_requests_get_more_programs(monkeypatch, tiers):
-    """Lengths of 10 to 1: the long request's heads are cut where the short ones' are not, and so are their scores."""
+    """The long request's heads are cut where the short ones' are not, and so are their scores."""
     module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
     monkeypatch.setattr(f"{module}.processors_of", lambda device: 1)  # 12 programs at once for 8 heads, 16 to score
     manager = make_manager(make_format(tiers, 64, page_tokens=8), window=WINDOW, pages=400)
     generator, state = torch.Generator().manual_seed(3), manager.state
-    lengths = (300, 31, 30, 29)
+    lengths = (160, 17, 16, 15)
     for row, count in enumerate(lengths, 1):
         add_prompt(manager, row, count, generator)
     rows, seq_lens = torch.arange(1, 5, device=DEVICE), torch.tensor(lengths, device=DEVICE)

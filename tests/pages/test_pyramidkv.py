@@ -95,7 +95,7 @@ def session_of_41_tokens() -> Session:
 def test_a_copy_keeps_what_compaction_in_place_keeps() -> None:
     session = session_of_41_tokens()
     manager = session.manager
-    manager.space.extend(2, 50, 0)
+    manager.space.extend(2, (50,))
     with manager.launching():
         manager.ops.copy_compact(manager.state, 2, [(1, 0, 9), (1, 9, 41)], 41, manager.policy, None)
     copied = tier_map(manager.state, 2, 41)

@@ -196,8 +196,12 @@ def test_both_ops_keep_the_same_tokens(method: Policy) -> None:
     ("method", "layers"),
     [
         pytest.param(XKVPolicy(6, 3, keep=0.4), None, id="xkv"),
-        pytest.param(XKVPolicy(6, 3, layer_fractions=(0.5, 0.25)), [6 + 17, 6 + 9], id="xkv by layer"),
-        pytest.param(PyramidKVPolicy(PyramidBudget(16, beta=5), 6, 3), [6 + 18, 6 + 2], id="pyramidkv"),
+        pytest.param(
+            XKVPolicy(6, 3, layer_fractions=(0.5, 0.25)), [6 + 17, 6 + 9], id="xkv by layer", marks=pytest.mark.full
+        ),
+        pytest.param(
+            PyramidKVPolicy(PyramidBudget(16, beta=5), 6, 3), [6 + 18, 6 + 2], id="pyramidkv", marks=pytest.mark.full
+        ),
     ],
 )
 def test_both_ops_give_layers_the_same_sizes(method: Policy, layers: list[int] | None) -> None:

@@ -1,6 +1,7 @@
 """Every method on a real server, at both fidelities: shared prefixes, chunked prompts, samples, aborts, retraction.
 
-Replies are not compared, since methods lose differently; what is kept of the tokens is.
+Replies are not compared, since methods lose differently; what is kept of the tokens is. All of it is in ``make
+test-all``; in ``make test`` the ops that a CPU server runs on are driven without one (``tests/pages``, ``tests/tree``).
 """
 
 from __future__ import annotations
@@ -72,16 +73,15 @@ def _load(server: Server) -> list[int]:
     return found
 
 
-QUICK = ("leankv", "exact")
-"""Of whole heads, in two tiers, with copies. DiffKV's other tests serve from it, so ``make test`` asks for no more."""
 CASES = [
-    pytest.param(name, fidelity, marks=() if (name, fidelity) == QUICK else pytest.mark.full)
+    (name, fidelity)
     for name in METHODS
     for fidelity in ("compressed", "exact")
     if (name, fidelity) != ("uniform", "exact")  # nothing is compressed, so there is one form of a prompt
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "fidelity"), CASES)
 def test_a_method_under_load(name: str, fidelity: str, server_of: Callable[..., Server]) -> None:
     tiers, policy = METHODS[name]

@@ -68,8 +68,8 @@ class Pair:
 def test_the_worst_rank_counts() -> None:
     """Rows 1 and 9: a request, and a segment that counts from now on, with 5 pages on one rank and 3 on the other."""
     given = [
-        [[2, 1, 4, 10, 7, 0], [0, 2, 2, 5, 0, 0], [100, 140, 0, 0, 0, 0]],
-        [[3, 2, 1, 11, 9, 1], [0, 1, 3, 3, 0, 0], [90, 131, 0, 0, 0, 0]],
+        [[2, 10, 7, 0, 1, 4], [0, 5, 0, 0, 2, 2], [100, 140, 0, 0, 0, 0]],
+        [[3, 11, 9, 1, 2, 1], [0, 3, 0, 0, 1, 3], [90, 131, 0, 0, 0, 0]],
     ]
     pair = Pair(RankCounts)
 
@@ -80,7 +80,7 @@ def test_the_worst_rank_counts() -> None:
 
     results = pair.each(worst)
     free = min(40 - 4 - (5 - 5), 41 - 1 - (5 - 3))
-    assert results[0] == [[3, 2, 4, 11, 7, 1], [0, 2, 3, 5, 0, 0], [0, free, 0, 0, 0, 0]]
+    assert results[0] == [[3, 11, 7, 1, 2, 4], [0, 5, 0, 0, 2, 3], [0, free, 0, 0, 0, 0]]
     assert results[1] == results[0]
 
 
