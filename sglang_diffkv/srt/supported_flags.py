@@ -8,6 +8,7 @@ WORKS: dict[str, str] = {
         "max_total_tokens schedule_conservativeness disable_radix_cache decode_log_interval"
     ),
     "tests/servers/test_server_ranks.py::test_ranks_decide_alike_in_a_small_pool": "tp_size disable_overlap_schedule",
+    "tests/servers/test_server_replicas.py::test_each_replica_has_a_prefix_cache_of_its_own": "dp_size",
     "tests/servers/test_server_namespaces.py::test_the_policy_decides_what_is_evicted": "enable_priority_scheduling",
     "tests/tree/test_tree_eviction.py::test_every_eviction_policy_chooses_by_its_rule": (
         "radix_eviction_policy_config _radix_eviction_policy_explicitly_set"
@@ -45,7 +46,7 @@ ORTHOGONAL: dict[str, str] = {
         "model_path context_length dtype json_model_override_args model_impl model_config_parser "
         "quantization_param_path"
     ),
-    "replicas with a scheduler and a pool each": "dp_size load_balance_method",
+    "how a request finds its replica": "load_balance_method",
     "decode steps are one graph for each batch size, as SGLang captures them; seen on H200s": (
         "disable_cuda_graph disable_decode_cuda_graph disable_prefill_cuda_graph cuda_graph_max_bs_decode "
         "cuda_graph_bs_decode disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph"
