@@ -19,6 +19,9 @@ from sglang_diffkv.policies.uniform import UniformPolicy
 
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
 
+CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
+"""Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
+
 
 class DiffKVConfig(Strict):
     """Everything a user can set.

@@ -70,6 +70,7 @@ class Server:
     ``args`` come last on the command line and so override the defaults given here, which on a machine without
     a GPU are those that SGLang needs on a CPU. ``diffkv_config`` is passed as ``--diffkv-config``. The server's ports
     are its own as long as this object lives, so several may start at once.
+    It is ready when ``ready`` stands in its log; an empty one is not waited for (a host that takes no requests).
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Server:
         env: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         timeout: float = 300.0,
+        ready: str = READY,
     ) -> None:
         cpu = not has_gpu()
         self._ports = (Port(), Port())
         self.port, rendezvous = (port.number for port in self._ports)
         self.url = f"http://127.0.0.1:{self.port}"
         self.timeout = timeout
+        self._ready = ready
         self.command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
         self.command += ["--attention-backend", backend, "--host", "127.0.0.1", "--port", str(self.port)]
         if not DATA_PARALLEL.intersection(arg.partition("=")[0] for arg in args):
@@ -136,7 +139,7 @@ class Server:
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + self.timeout
-        while READY not in self.log_text():
+        while self._ready not in self.log_text():
             if (status := process.poll()) is not None:
                 raise self._failure(f"ended with status {status} before it was ready")
             if time.monotonic() > deadline:

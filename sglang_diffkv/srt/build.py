@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import zlib
 from typing import Any
 
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
-from sglang_diffkv.config import load_config
+from sglang_diffkv import __version__
+from sglang_diffkv.config import CHECK_ENV, load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -95,6 +99,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
     ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
+    ranks.require_equal("the plugin's version, --diffkv-config or SGLANG_DIFFKV_CHECK_INTEGRITY", [_settings_digest()])
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
     policy = plan.policy(ranks.rank, ranks.size)
     manager = PageManager(
@@ -117,6 +122,13 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     return allocator
+
+
+def _settings_digest() -> int:
+    """A number of all that a user sets for the plugin by process. Each host's ranks have it from their own command
+    line and environment."""
+    settings = [__version__, load_config().model_dump_json(), os.environ.get(CHECK_ENV, "")]
+    return zlib.crc32(json.dumps(settings).encode())
 
 
 def refuse_pool(configurator: Any, pool: Any) -> None:

@@ -6,7 +6,7 @@ import itertools
 import os
 from typing import Any
 
-from sglang_diffkv.config import CONFIG_ENV, load_config
+from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
 from sglang_diffkv.srt import build, compat, launch, metrics
 from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
@@ -15,9 +15,6 @@ from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.refused_requests import refuse_in_decode, tell_refused, undo_prefill
 from sglang_diffkv.srt.requests import BatchRefused, Requests
 from sglang_diffkv.srt.validation import BACKEND, is_selected
-
-CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
-"""Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
 
 
 def requests_of(owner: Any) -> Requests | None:

@@ -138,7 +138,6 @@ REFUSED: dict[str, Refused] = {
         "embeddings with another --attention-backend"
     ),
     "enable_mis": Refused("multi-item scoring, whose items must not see each other: drop --enable-mis"),
-    "nnodes": Refused("several hosts: use --nnodes 1", _above_one),
     "attn_cp_size": Refused(_CONTEXT, _above_one),
     "dcp_size": Refused(_CONTEXT, _above_one),
     "dwdp_size": Refused(_CONTEXT, _above_one),

@@ -8,6 +8,9 @@ WORKS: dict[str, str] = {
         "max_total_tokens schedule_conservativeness disable_radix_cache decode_log_interval"
     ),
     "tests/servers/test_server_ranks.py::test_ranks_decide_alike_in_a_small_pool": "tp_size disable_overlap_schedule",
+    "tests/servers/test_server_ranks.py::test_two_hosts_give_the_tokens_of_one_s_two_ranks_and_decide_alike": (
+        "nnodes node_rank dist_init_addr"
+    ),
     "tests/servers/test_server_replicas.py::test_each_replica_has_a_prefix_cache_of_its_own": "dp_size",
     "tests/servers/test_server_namespaces.py::test_the_policy_decides_what_is_evicted": "enable_priority_scheduling",
     "tests/tree/test_tree_eviction.py::test_every_eviction_policy_chooses_by_its_rule": (
@@ -70,9 +73,9 @@ NO_BEARING: dict[str, str] = {
         "sidecar sidecar_args skip_server_warmup warmups enable_http2 http2_max_concurrent_streams "
         "http2_initial_connection_window_size ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password "
         "enable_ssl_refresh api_key admin_api_key served_model_name enable_http_worker_reuseport "
-        "smg_http_sidecar_port nccl_port dist_timeout dist_init_addr gated_launch_port base_gpu_id gpu_id_step "
+        "smg_http_sidecar_port nccl_port dist_timeout gated_launch_port base_gpu_id gpu_id_step "
         "numa_node gc_threshold watchdog_timeout soft_watchdog_timeout custom_sigquit_handler file_storage_path "
-        "enable_response_store tokenizer_worker_num detokenizer_worker_num batch_notify_size random_seed node_rank"
+        "enable_response_store tokenizer_worker_num detokenizer_worker_num batch_notify_size random_seed"
     ),
     "templates, tokens and the form of requests and replies": (
         "chat_template trust_request_chat_template hf_chat_template_name completion_template enable_cache_report "

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paths import NANO
+from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.evaluate.server import Server
-from sglang_diffkv.srt.hooks import CHECK_ENV
 
 EVERY_STEP = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", CHECK_ENV: "1"}
 """All structures are checked after every step."""

@@ -111,7 +111,6 @@ def test_a_method_that_cannot_run_on_ranks_is_refused_at_the_launch(monkeypatch:
         ({"page_size": 16}, "--page-size 16"),
         ({"tp_size": 2, "attn_cp_size": 2}, "--attn-cp-size"),
         ({"tp_size": 2, "dcp_size": 2}, "--dcp-size"),
-        ({"tp_size": 16, "nnodes": 2}, "--nnodes"),
         ({"tp_size": 2, "pp_size": 2}, "--pp-size"),
         ({"decode_attention_backend": "triton"}, "second attention backend"),
         ({"device": "xpu"}, "device xpu"),

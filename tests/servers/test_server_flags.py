@@ -76,7 +76,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "hicache_storage_backend": "file",
     "radix_cache_backend": "lmcache",
     "page_size": 16,
-    "nnodes": 2,
     "attn_cp_size": 2,
     "dcp_size": 2,
     "dwdp_size": 2,

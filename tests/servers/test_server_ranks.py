@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from benchmarks import splits
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
-from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.evaluate.server import Server, ServerError, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
-from tests.servers.shared import STRICT, check_idle, stats_of
+from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
@@ -119,9 +121,15 @@ def test_ranks_decide_alike_in_a_small_pool(
         (labels, tokens), *others = samples(server.get("/metrics").text)["diffkv_tokens"]
         assert labels["tp_rank"] == "0" and tokens > 0 and not others
     check_idle(server)
-    log = server.log_text()
-    retracted = [re.findall(rf"TP{rank}\] KV cache pool is full. (Retract requests.*)", log) for rank in range(ranks)]
-    assert retracted[0] and all(x == retracted[0] for x in retracted), "ranks retracted differently, or none did"
+    _check_retractions([server.log_text()] * ranks)
+
+
+def _check_retractions(logs: list[str]) -> None:
+    """Raise AssertionError unless all ranks, whose logs these are, retracted the same requests, and some."""
+    told = [
+        re.findall(rf"TP{rank}\] KV cache pool is full. (Retract requests.*)", log) for rank, log in enumerate(logs)
+    ]
+    assert told[0] and all(x == told[0] for x in told), "ranks retracted differently, or none did"
 
 
 @pytest.mark.full
@@ -134,3 +142,56 @@ def test_each_rank_takes_the_factors_of_its_heads(serve: Callable[..., Server]) 
     heads = stats_of(server)["by_head"]
     assert heads["high"][:3] == [[heads["tokens"]]] * 3 and heads["low"][:3] == [[0]] * 3
     assert all(high < heads["tokens"] and low > 0 for [high], [low] in zip(heads["high"][3:], heads["low"][3:]))
+
+
+SMALL = ("--max-total-tokens", "800", "--schedule-conservativeness", "0.1")
+
+
+@contextmanager
+def _two_hosts(*configs: dict[str, Any]) -> Iterator[tuple[Server, Server]]:
+    """A server of two ranks, each launched by itself with a configuration of its own, as on two hosts."""
+    rendezvous = Port()
+    args = ["--tp-size", "2", *SMALL, "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{rendezvous.number}"]
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0", **STRICT}
+    first, second = (
+        Server(
+            NANO,
+            "diffkv",
+            [*args, "--node-rank", str(rank)],
+            diffkv_config=config,
+            env=env,
+            timeout=START_TIMEOUT,
+            **more,
+        )
+        for rank, (config, more) in enumerate(zip(configs, ({}, {"ready": ""}), strict=True))
+    )
+    with second, first:  # the first is ready when both are
+        yield first, second
+
+
+@pytest.mark.full
+def test_two_hosts_give_the_tokens_of_one_s_two_ranks_and_decide_alike(serve: Callable[..., Server]) -> None:
+    config = {"prefix_fidelity": "exact", "policy": {"name": "diffkv", "window": WINDOW}}
+    prompts = _ids([x for x in splits.load("dev") if x.task == "fewshot_shared"][:6])
+
+    def ask(server: Server) -> list[tuple[list[int], int]]:
+        return [(x.output_ids, x.cached_tokens) for x in client.run(server.url, prompts, 48, concurrency=1)]
+
+    expected = ask(serve(2, config, *SMALL))
+    with _two_hosts(config, config) as (first, second):
+        assert ask(first) == expected and any(cached for _, cached in expected)
+        assert stats_of(first)["finished"]["low"] > 0
+        assert all(x.completion_tokens > 0 for x in _load(first, 10, 320))
+        check_idle(first)
+        assert second.alive()
+        _check_retractions([first.log_text(), second.log_text()])
+
+
+@pytest.mark.full
+def test_hosts_with_different_configurations_end_the_start() -> None:
+    policies = [{"policy": {"name": "diffkv", "window": window}} for window in (64, 128)]
+    with (
+        pytest.raises(ServerError, match="ranks differ in the plugin's version, --diffkv-config"),
+        _two_hosts(*policies),
+    ):
+        pass

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
@@ -173,7 +174,7 @@ def test_structures_are_checked_after_every_kth_step(monkeypatch: pytest.MonkeyP
         token_to_kv_pool_allocator=allocator, running_batch=SimpleNamespace(batch_is_full=False, reqs=[])
     )
     batch = SimpleNamespace(reqs=[], forward_mode=SimpleNamespace(is_idle=lambda: False))
-    monkeypatch.setenv(hooks.CHECK_ENV, every)
+    monkeypatch.setenv(CHECK_ENV, every)
     session.extend({1: 16})
     hooks.process_batch_result(lambda self, batch: None, scheduler, batch)
     session.state.refcount[3] += 1
