@@ -86,7 +86,8 @@ class MemoryPlan:
         state = PageState.of(geometry, device="meta")
         ops = self.ops(state, geometry, policy)
         exact = self.config.prefix_fidelity == "exact"
-        kv_slots = kv_slots_for(capacity, self.fmt, prunes=prunes(policy, len(self.fmt.tiers)))
+        dropped = prunes(policy, len(self.fmt.tiers))
+        kv_slots = kv_slots_for(capacity, self.fmt, prunes=dropped, kept_share=policy.kept_share)
         return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact)
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:

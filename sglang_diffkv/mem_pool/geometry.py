@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from sglang_diffkv.mem_pool.page_format import PageFormat
@@ -16,16 +17,24 @@ LEAST_KV_SLOTS = 4
 PRUNING_KV_SLOTS = 16
 """The same where tokens are pruned: those keep their KV slots while their request runs or the prefix cache has them."""
 
+MOST_KV_SLOTS = 256
+"""The same at most: each takes 8 bytes, and one whose token was pruned nothing else."""
 
-def kv_slots_for(capacity: int, fmt: PageFormat, *, prunes: bool) -> int:
-    """KV slots of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier.
+
+def kv_slots_for(capacity: int, fmt: PageFormat, *, prunes: bool, kept_share: float | None = None) -> int:
+    """KV slots of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier; where tokens
+    are pruned, what fits of sequences of which ``kept_share`` is kept, if that is known.
 
     A KV slot is SGLang's index of a token. It names the token and owns no memory here, where bytes are pages. KV slots
     may run out before pages do all the same, where most tokens are pruned: then the prefix cache gives some back, and
     SGLang retracts requests, as it does for want of pages.
     """
-    shrink = 2 * -(-fmt.low.tokens // fmt.high.tokens)
-    return capacity * max(LEAST_KV_SLOTS, shrink, PRUNING_KV_SLOTS if prunes else 0)
+    shrink = -(-fmt.low.tokens // fmt.high.tokens)
+    most = LEAST_KV_SLOTS
+    if prunes:
+        fitting = math.ceil(shrink / kept_share) if kept_share else 0
+        most = max(PRUNING_KV_SLOTS, min(fitting, MOST_KV_SLOTS))
+    return capacity * max(most, 2 * shrink)
 
 
 @dataclass(eq=False)

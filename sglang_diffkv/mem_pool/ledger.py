@@ -60,8 +60,9 @@ class PageLedger:
     def __init__(self, manager: PageManager, capacity: int):
         self.manager = manager
         self.capacity = capacity
-        prunes_tokens = prunes(manager.policy, len(manager.fmt.tiers))
-        self.kv_slots = kv_slots_for(capacity, manager.fmt, prunes=prunes_tokens)
+        policy, fmt = manager.policy, manager.fmt
+        dropped = prunes(policy, len(fmt.tiers))
+        self.kv_slots = kv_slots_for(capacity, fmt, prunes=dropped, kept_share=policy.kept_share)
         """Tokens that SGLang may hold at once."""
         self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""

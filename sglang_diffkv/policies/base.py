@@ -203,6 +203,11 @@ class Policy:
         """Whether tokens may be dropped where there is more than one tier."""
         return any(rule is not None and rule.prunes for rule in (self.prompt, self.generation))
 
+    @property
+    def kept_share(self) -> float | None:
+        """Share of a long prompt's tokens that heads keep on average; None where that is not known before."""
+        return None
+
     def of_rank(self, rank: int, ranks: int, heads: int) -> Policy:
         """For the ``heads`` KV heads that one of so many tensor-parallel ranks has."""
         return self

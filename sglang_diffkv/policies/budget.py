@@ -23,6 +23,11 @@ class Budget:
     fraction: float | tuple[Any, ...] = 0.0
     beside: bool = False
 
+    @property
+    def share(self) -> float | None:
+        """The mean fraction, if nothing else decides."""
+        return _mean(self.fraction) or None if self.tokens == 0 else None
+
     def limits(self, device: torch.device) -> Limits:
         """``tokens`` and ``fraction`` as ``kept`` takes them, on the device of its lengths."""
         return _by_head(self.tokens, torch.int64, device), _by_head(self.fraction, torch.float64, device)
@@ -59,6 +64,10 @@ class PyramidBudget(Budget):
         sloped = most - fallen
         even = (length < 2 * mean) | (layers == 1)
         return torch.minimum(length, torch.where(even, mean, sloped) + window)
+
+
+def _mean(value: Any) -> float:
+    return sum(map(_mean, value)) / len(value) if isinstance(value, tuple) else float(value)
 
 
 def _by_head(value: Any, dtype: torch.dtype, device: torch.device) -> Any:

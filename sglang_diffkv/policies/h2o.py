@@ -32,6 +32,10 @@ class H2OPolicy(Policy):
     window: int = 64
 
     @property
+    def kept_share(self) -> float | None:
+        return self.budget.share
+
+    @property
     def prompt(self) -> TopCount:
         return TopCount(self.budget, quantity="sum")
 

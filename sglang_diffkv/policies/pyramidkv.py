@@ -43,6 +43,10 @@ class PyramidKVPolicy(Policy):
     pool: int = 7
 
     @property
+    def kept_share(self) -> float | None:
+        return self.budget.share
+
+    @property
     def observation(self) -> Observation:
         return Observation(queries=self.window, reduce="mean")
 

@@ -52,6 +52,11 @@ class XKVPolicy(Policy):
         return Observation(queries=self.window, reduce="mean")
 
     @property
+    def kept_share(self) -> float | None:
+        """With ``min_retention`` the prompt decides."""
+        return self.keep if self.layer_fractions is None else Budget(fraction=self.layer_fractions).share
+
+    @property
     def prompt(self) -> AcrossLayers | TopCount:
         if self.layer_fractions is None:
             keep, high = (1.0 if self.keep is None else self.keep), (self.high if self.high < 1 else None)

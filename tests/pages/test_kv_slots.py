@@ -6,6 +6,11 @@ from __future__ import annotations
 import pytest
 
 from sglang_diffkv.mem_pool.geometry import kv_slots_for
+from sglang_diffkv.policies.budget import Budget, PyramidBudget
+from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from sglang_diffkv.policies.xkv import XKVPolicy
 from tests.helpers import make_format
 from tests.tree.tree_world import World
 
@@ -17,7 +22,24 @@ def test_there_are_twice_the_kv_slots_that_unpruned_tokens_need(tiers, page_toke
     fmt = make_format(tiers, head_dim, head_dim, page_tokens)
     kv_slots = kv_slots_for(1000, fmt, prunes=False)
     assert kv_slots >= 2 * 1000 * fmt.low.tokens / fmt.high.tokens
-    assert kv_slots_for(1000, fmt, prunes=True) >= kv_slots
+    assert kv_slots_for(1000, fmt, prunes=True) >= max(kv_slots, 16_000)
+
+
+@pytest.mark.parametrize(
+    ("policy", "times"),
+    [
+        (SnapKVPolicy(Budget(512)), 16),
+        (SnapKVPolicy(Budget(0, 0.5)), 16),
+        (H2OPolicy(Budget(0, 0.02)), 50),
+        (PyramidKVPolicy(PyramidBudget(0, 0.02)), 50),
+        (XKVPolicy(keep=0.012), 84),
+        (XKVPolicy(keep=0.0001), 256),
+        (XKVPolicy(min_retention=0.1), 16),
+        (XKVPolicy(layer_fractions=(0.01, 0.03)), 50),
+    ],
+)
+def test_there_are_as_many_as_a_method_that_keeps_little_needs(policy, times):
+    assert kv_slots_for(1000, make_format(("BF16",)), prunes=True, kept_share=policy.kept_share) == 1000 * times
 
 
 def test_a_step_without_kv_slots_evicts_or_retracts():
