@@ -126,7 +126,9 @@ REFUSED: dict[str, Refused] = {
     ),
     "enable_hisparse": Refused("hierarchical sparse attention: drop --enable-hisparse"),
     "page_size": Refused(
-        "--page-size {value}: use 1 (pages are set by page_tokens)", _not(None, 1), "all server tests"
+        "--page-size {value}: use 1, as a prompt joins the prefix cache whole (bytes are paged by page_tokens)",
+        _not(None, 1),
+        "all server tests",
     ),
     "enable_page_major_kv_layout": Refused("the page-major KV layout: drop --enable-page-major-kv-layout"),
     "enable_unified_memory": Refused("the unified memory pool: drop --enable-unified-memory"),
@@ -174,7 +176,9 @@ REFUSED: dict[str, Refused] = {
     "rl_on_policy_target": Refused(
         "--rl-on-policy-target: log-probabilities under a compressed cache are not those of training; drop it"
     ),
-    "enable_torch_compile": Refused("torch.compile of decode steps: drop --enable-torch-compile"),
+    "enable_torch_compile": Refused(
+        "torch.compile of decode steps, which was tried on no GPU: drop --enable-torch-compile"
+    ),
     "enable_nvidia_megakernel": Refused(
         "the megakernel, which reads K and V by KV slot: drop --enable-nvidia-megakernel"
     ),
