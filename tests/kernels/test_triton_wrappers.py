@@ -33,7 +33,7 @@ def grow(manager, rows, counts):
     manager.space.flush()
 
 
-@pytest.mark.parametrize("rotates", [False, True])
+@pytest.mark.parametrize("rotates", [pytest.param(False, marks=pytest.mark.full), True])
 def test_prompt_and_steps_match_references(rotates):
     mine, reference = (make_manager(make_format("K8V4 K4V2"), layers=1, heads=1, window=6) for _ in range(2))
     generator = torch.Generator().manual_seed(2)
