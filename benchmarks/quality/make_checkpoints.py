@@ -139,10 +139,12 @@ def with_experts(
         if matrix == "gate_proj.weight":
             router = torch.randn(EXPERTS, weight.shape[1], generator=draw) * weight.shape[1] ** -0.5
             found[f"{layer}.mlp.gate.weight"] = router.to(weight.dtype)
+    found.setdefault("lm_head.weight", found["model.embed_tokens.weight"].clone())  # SGLang does not tie this model's
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": EXPERTS,
         "num_experts_per_tok": CHOSEN, "moe_intermediate_size": config["intermediate_size"], "decoder_sparse_step": 1,
         "mlp_only_layers": [], "norm_topk_prob": True, "output_router_logits": False,
+        "tie_word_embeddings": False,
     }  # fmt: skip
     return {**config, **experts}, found
 

@@ -74,6 +74,7 @@ def test_transformers_loads_the_experts(noise: float, tmp_path: Path) -> None:
         save_file(make_checkpoints.with_experts(config, weights, 0, noise)[1], folder / "model.safetensors")
     made, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert type(made).__name__ == "Qwen3MoeForCausalLM"
+    assert "lm_head.weight" in load_file(folder / "model.safetensors"), "SGLang ties no embeddings of this model"
     assert not any(loading[x] for x in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
     ids = torch.randint(100, 1900, (1, 64), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
