@@ -19,6 +19,7 @@ from sglang_diffkv.kernels.triton_table import (
     I_VALUES,
     I_VB,
     I_VMETA,
+    dot_padded,
     padded,
     table_column,
     table_index,
@@ -144,6 +145,23 @@ def requantized(
         scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
         x = codes.to(tl.float32) * scale[:, None, None] + zero[:, None, None]
     return quantize_planes(x, inside, TO, FROM)
+
+
+@triton.jit
+def dequantized(
+    page, slot, chosen, raw, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
+):  # fmt: skip
+    """Vectors of the chosen of slots [T] of a page as float32 [T, dot_padded(DIM)], 0 where there is none. ``raw`` is
+    the raw tier's type."""
+    d = tl.arange(0, dot_padded(DIM))[None, :]
+    mask = chosen[:, None] & (d < DIM)
+    if BITS == 16:
+        return tl.load((page + OFFSET).to(raw) + slot[:, None] * DIM + d, mask=mask, other=0.0).to(tl.float32)
+    BYTES: tl.constexpr = DIM * BITS // 8
+    codes = tl.load(page + OFFSET + slot[:, None] * BYTES + d % BYTES, mask=mask, other=0)
+    codes = (codes.to(tl.int32) >> (d // BYTES * BITS)) & ((1 << BITS) - 1)
+    scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
+    return tl.where(mask, codes.to(tl.float32) * scale[:, None] + zero[:, None], 0.0)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ from sglang_diffkv.mem_pool.footprint import MIB, Footprint
 from sglang_diffkv.mem_pool.geometry import Geometry, kv_slots_for
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, prunes
@@ -88,7 +89,8 @@ class MemoryPlan:
         exact = self.config.prefix_fidelity == "exact"
         dropped = prunes(policy, len(self.fmt.tiers))
         kv_slots = kv_slots_for(capacity, self.fmt, prunes=dropped, kept_share=policy.kept_share)
-        return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact)
+        queries = query_cache(policy, geometry, self.q_heads, device="meta")
+        return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries)
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
         """Most high-tier tokens with which everything on the device stays within ``budget`` bytes; 0 if there are none.

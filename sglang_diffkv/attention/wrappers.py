@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Ops, Scaling, Step
 from sglang_diffkv.policies.base import Policy
@@ -21,13 +22,16 @@ class _Wrapper:
     """What decode and extend passes share.
 
     Args:
-        rotates: whether queries and keys are rotated before keys are stored.
+        rotates: whether queries and keys are rotated before keys are stored. queries: where decode steps keep their
+            queries, for a policy that judges running requests.
     """
 
     decodes: bool
 
-    def __init__(self, state: PageState, ops: Ops, policy: Policy, *, rotates: bool = False):
-        self.state, self.ops, self.policy, self.rotates = state, ops, policy, rotates
+    def __init__(
+        self, state: PageState, ops: Ops, policy: Policy, *, rotates: bool = False, queries: QueryCache | None = None
+    ):
+        self.state, self.ops, self.policy, self.rotates, self.queries = state, ops, policy, rotates, queries
         self.step: Step | None = None
 
     def begin(self) -> None:
@@ -71,6 +75,8 @@ class DecodeWrapper(_Wrapper):
         self.step = self.ops.decode_step(self.state, rows, seq_lens, self.policy)
 
     def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
+        if self.queries is not None:
+            self.ops.store_queries(self.queries, layer, q, step)
         return self.ops.decode(self.state, layer, q, step, scaling.scale, self.policy, scaling.cap)
 
     def end(self) -> None:

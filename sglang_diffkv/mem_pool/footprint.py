@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.segment_counts import MEASURE_AT
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.mem_pool.usage import COUNT_AT
 from sglang_diffkv.ops.base import Ops
 
@@ -29,11 +30,21 @@ class Footprint:
     at_most: dict[str, int]
 
     @classmethod
-    def of(cls, state: PageState, geometry: Geometry, ops: Ops, *, kv_slots: int, exact: bool) -> Footprint:
+    def of(
+        cls,
+        state: PageState,
+        geometry: Geometry,
+        ops: Ops,
+        *,
+        kv_slots: int,
+        exact: bool,
+        queries: QueryCache | None = None,
+    ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
 
         Args:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
+            queries: of running requests.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
@@ -49,6 +60,7 @@ class Footprint:
             "KV slots": KV_SLOT_BYTES * kv_slots,
             "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
             "counts of ended requests": ended,
+            "queries of running requests": 0 if queries is None else tensor_bytes(queries),
             **ops.memory(),
         }
         measured = (max(geometry.num_rows, MEASURE_AT) + SUMS) * row

@@ -22,6 +22,8 @@ def check_integrity(manager: PageManager) -> None:
     references = _check_rows(manager)
     _check_ring(manager, references)
     _check_blocks(manager)
+    if manager.running is not None:
+        manager.running.check_integrity()
 
 
 def check_bounds(manager: PageManager) -> None:
@@ -151,6 +153,7 @@ def decision_digest(requests: Any) -> int:
     counts, space = manager.counts, manager.space
     parts = (
         manager.rows.digest(),
+        manager.running.digest() if manager.running is not None else [],
         sorted((s.row, s.lo, s.hi, s.pages) for s in manager.segments.cached),
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),
         space.free_blocks, space.base.tolist(), space.total.tolist(), space.counted.tolist(),

@@ -74,7 +74,7 @@ class PageLedger:
         self.compacted = 0  # prompts admitted so
         self.waited = 0
         """Requests that were refused at least once for want of pages or table blocks."""
-        self._allocating = False
+        self._allocating = self._compressing = False
         self._credit = 0
         self._estimate = 1.0
         self._estimated_at = (-1, -1)
@@ -103,7 +103,7 @@ class PageLedger:
             return self._estimate
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
-        tokens = sum(manager.rows.length(row) for row in rows)
+        tokens = sum(self._held(row) for row in rows)
         if tokens >= ESTIMATE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
             self._estimate = min(GROWTH_MARGIN * held / tokens, 1.0)
@@ -114,10 +114,28 @@ class PageLedger:
         """``growth_estimate`` as it was last asked for: reading it on one rank alone leaves the others' equal."""
         return self._estimate
 
+    def growing(self, length: int, more: int) -> int:
+        """Of ``more`` tokens that a request of ``length`` tokens may still generate, those by which what it holds may
+        grow: all, where no budget is held."""
+        running = self.manager.running
+        return more if running is None else running.growing(length, more)
+
+    def growing_of(self, row: int | None, more: float) -> float:
+        """The same for a running request, by what it holds."""
+        running = self.manager.running
+        if running is None or row is None or row not in self.manager.rows:
+            return more
+        return min(more, max(running.rule.limit - running.held(row), 0))
+
+    def _held(self, row: int) -> int:
+        """Tokens that a running request holds in each head, as far as its budget says."""
+        running = self.manager.running
+        return self.manager.rows.length(row) if running is None else running.held(row)
+
     def growth_of(self, row: int | None) -> float:
         """The same for a running request: by its own pages where it is long enough."""
         manager = self.manager
-        length = 0 if row is None or manager.rows.in_prompt(row) else manager.rows.length(row)
+        length = 0 if row is None or manager.rows.in_prompt(row) else self._held(row)
         if length >= ROW_ESTIMATE_TOKENS:
             held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
             if held:
@@ -129,7 +147,7 @@ class PageLedger:
         tokens). Running requests make room by compression and by a falling estimate, not only by ending."""
         if self.refused is None:
             return False
-        growth = sum(tokens * self.growth_of(row) for row, tokens in expected)
+        growth = sum(self.growing_of(row, tokens) * self.growth_of(row) for row, tokens in expected)
         return self.available() + self.evictable() - growth > self.refused
 
     def promised_pages(self) -> int:
@@ -149,7 +167,25 @@ class PageLedger:
     def uncommitted_pages(self) -> int:
         """Free pages that nobody is going to take; negative if the tree must give some back first."""
         counts, planned = self.manager.counts, self.manager.prompts.planned_pages()
-        return counts.free_bound() - counts.headroom_bound() - self.promised_pages() - planned
+        taken = counts.headroom_bound() + self.promised_pages() + planned + self._reserve()
+        return counts.free_bound() - taken
+
+    def _reserve(self) -> int:
+        """Pages set aside for the copy that a running request's compression makes, one at a time. None for a request
+        that runs alone, which would be retracted for its own sake."""
+        running = self.manager.running
+        if running is None or not running.copies or self._compressing or len(self.manager.rows) < 2:
+            return 0
+        return running.copy_pages
+
+    @contextmanager
+    def compressing(self) -> Iterator[None]:
+        """Inside, what is set aside for a running request's compression is free."""
+        self._compressing = True
+        try:
+            yield
+        finally:
+            self._compressing = False
 
     def uncommitted_kv_slots(self) -> int:
         """Free KV slots that no admitted prompt is going to take."""
@@ -164,6 +200,7 @@ class PageLedger:
             "promised_pages": self.promised_pages(),
             "compacted_between_chunks": self.compacted,
             "waited": self.waited,
+            **({} if self.manager.running is None else self.manager.running.report()),
         }
 
     def pages_of_tokens(self, tokens: int) -> int:
@@ -229,7 +266,9 @@ class PageLedger:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
         if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_kv_slots() < new_tokens:
             return False
-        return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
+        running, first = self.manager.running, len(self.manager.rows) == 1
+        more = running.copy_pages if running is not None and running.copies and first else 0  # see ``_reserve``
+        return self.prompt_pages(new_tokens) + more <= self.uncommitted_pages() + self.evictable_pages
 
     def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
         """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but

@@ -5,7 +5,8 @@ and each writes its own fields only:
 
 - ``PageDevice``: state, ops and table blocks; ``RequestRows``: what the host knows of each request's row;
 - ``PageCounts``: bounds of the device's page counts;
-- ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts.
+- ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
+- ``RunningBudgets``: where requests hold a budget while they run; None where the policy has none.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.running import RunningBudgets, query_cache
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.ops import Ops, ReferenceOps
+from sglang_diffkv.ops.base import usual_scaling
 from sglang_diffkv.policies.base import Policy
 
 
@@ -36,6 +39,7 @@ class PageManager:
 
     Args:
         make_ops: makes the ops for the state; by default the reference.
+        q_heads: query heads, for a policy that judges running requests; by default as many as KV heads.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class PageManager:
         device: torch.device | str = "cpu",
         ranks: Ranks | None = None,
         make_ops: OpsOf | None = None,
+        q_heads: int | None = None,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -58,6 +63,15 @@ class PageManager:
         self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows)
         self.segments = SegmentStore(self.device, self.rows, self.counts)
         self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, policy)
+        self.running = self._running_budgets(q_heads or geometry.num_heads)
+
+    def _running_budgets(self, q_heads: int) -> RunningBudgets | None:
+        where = {"dtype": self.state.dtype, "device": self.state.device}
+        cache = query_cache(self.policy, self.geometry, q_heads, **where)
+        if cache is None:
+            return None
+        parts = (self.device, self.rows, self.counts, self.segments, self.prompts)
+        return RunningBudgets(*parts, self.policy, cache, usual_scaling(self.fmt.head_dim))
 
     @property
     def state(self) -> PageState:
@@ -156,6 +170,8 @@ class PageManager:
         """Behind the kernels of a step's last layer: compact what it says."""
         for row in step.rows:
             if row in step.ending:
+                if self.running is not None:
+                    self.running.began(row)
                 self.prompts.end(row)
             elif row in step.compacting:
                 self.prompts.end_chunk(row)
@@ -182,6 +198,8 @@ class PageManager:
 
     def release(self, row: int) -> None:
         """Drop all that a request's row refers to."""
+        if self.running is not None:
+            self.running.forget(row)
         self.prompts.forget(row)
         self.device.release(row)
         self.counts.forget(row)

@@ -149,7 +149,7 @@ class Prompts:
         self.device.share(plan.segment_row, row, shared, length, kept_only=True)
         pending = self.pending[row] = Segment(plan.segment_row, shared, length, as_computed=True, first=shared)
         self.segments.counts_of.changed(pending)
-        self._restart(row, plan.kept, length)
+        self.restart(row, plan.kept, length)
         parts = rows_of([*plan.copied, (pending, shared, length)])
         self.device.copy(row, parts, length, self.policy, judged)
         self.counts.record(-plan.pages)
@@ -167,7 +167,7 @@ class Prompts:
         if old is None:
             return False
         device.share(old, row, shared, length, kept_only=True)
-        self._restart(row, kept, length)
+        self.restart(row, kept, length)
         device.copy(row, rows_of(copied), length, self.policy)
         device.copy(row, [(old, shared, length)], length, KEEP)
         self.segments.return_row(old)
@@ -175,14 +175,15 @@ class Prompts:
         self.counts.touch(row, decoded=True)
         return True
 
-    def _restart(self, row: int, kept: Path, length: int) -> None:
-        """Let a row go of all but ``kept``, with room for the copies of the rest of its ``length`` tokens."""
+    def restart(self, row: int, kept: Path, length: int, *, room: int | None = None) -> None:
+        """Let a row go of all but ``kept``, with table blocks for the copies of the rest of its ``length`` tokens, or
+        of ``room`` of them."""
         self.device.release(row, keep_fault=True)
         for part in kept:
             self.device.attach(row, *part)
         start = path_end(kept)
         space = self.device.space
-        space.extend(row, space.dense_entries(length - start))
+        space.extend(row, space.dense_entries(length - start if room is None else room))
         self.rows.share(row, start)
 
     # For the prefix cache

@@ -75,6 +75,10 @@ class RequestRows:
         """The row's next token starts a page of its own."""
         self._rows[row].sealed = self._rows[row].length
 
+    def unseal(self, row: int) -> None:
+        """The row's tokens are in pages of its own, which it may write."""
+        self._rows[row].sealed = None
+
     def end_prompt(self, row: int) -> None:
         """The row's prompt is compacted, or is to stay as it is."""
         self._rows[row].in_prompt = False

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang_diffkv.kernels.parts import Part
+from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.transfer import to_device
+from sglang_diffkv.ops.decisions import Judgement
 from sglang_diffkv.policies.base import Policy
 
 
@@ -160,6 +162,34 @@ class Ops(Protocol):
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None: ...
+
+    def store_queries(self, cache: QueryCache, layer: int, q: torch.Tensor, step: Step) -> None:
+        """Keep a decode step's queries [B, Hq, D] of the requests that have a query slot."""
+        ...
+
+    def judge_running(
+        self,
+        state: PageState,
+        row: int,
+        seq_len: int,
+        policy: Policy,
+        queries: torch.Tensor,
+        scaling: Scaling,
+        *,
+        first: bool,
+    ) -> Judgement:
+        """As ``Decisions.of_running``."""
+        ...
+
+    def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
+        """Compaction of a row that has all its tokens to itself, in one tier, as it was judged."""
+        ...
+
+    def copy_judged(
+        self, state: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+    ) -> None:
+        """Copy-on-compress of all that a row held, as it was judged."""
+        ...
 
     def attach(
         self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False

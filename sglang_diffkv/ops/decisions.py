@@ -13,7 +13,9 @@ from sglang_diffkv.kernels.cuts import StepRule as StepTensors
 from sglang_diffkv.kernels.gather_scores import reference as gather_reference
 from sglang_diffkv.kernels.importance import reference as importance_reference
 from sglang_diffkv.kernels.parts import Part
+from sglang_diffkv.kernels.redundancy import reference as redundancy_reference
 from sglang_diffkv.kernels.select import reference as select_reference
+from sglang_diffkv.kernels.window_scores import reference as window_scores_reference
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import (
     Across,
@@ -23,7 +25,9 @@ from sglang_diffkv.policies.base import (
     LeastMass,
     Pointwise,
     Policy,
+    Redundancy,
     Share,
+    TopCount,
     TopMass,
     WholeHead,
 )
@@ -45,6 +49,8 @@ class WholeHeadKernels:
     least: Callable[..., list[Selected]]
     above: Callable[..., torch.Tensor]
     importance: Callable[..., torch.Tensor]
+    redundancy: Callable[..., torch.Tensor]
+    by_queries: Callable[..., None]
 
 
 REFERENCE = WholeHeadKernels(
@@ -55,16 +61,26 @@ REFERENCE = WholeHeadKernels(
     select_reference.select_least,
     select_reference.count_above,
     importance_reference.importance,
+    redundancy_reference.redundancy,
+    window_scores_reference.window_scores,
 )
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Of all tokens that a running request holds."""
+
+    cuts: Cuts
+    scores: torch.Tensor  # [L, H, n] float32 by position, NaN where there is no token; overwritten by the next one
 
 
 @dataclass
 class Decisions:
     """Cuts of policies on one device.
 
-    ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed or judged by
-    layer; None to take it from PyTorch each time. Cuts that do not change are made once, so that CUDA graphs may hold
-    them.
+    ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed, judged by layer
+    or lowered, a third where running requests are judged; None to take it from PyTorch each time. Cuts that do not
+    change are made once, so that CUDA graphs may hold them.
     """
 
     kernels: WholeHeadKernels = REFERENCE
@@ -81,7 +97,9 @@ class Decisions:
         rule = policy.prompt
         if isinstance(rule, WholeHead):
             cells = state.num_layers * state.num_heads * max_tokens
-            rooms = 2 if rule.smooth > 1 or isinstance(rule, AcrossLayers) else 1
+            lowered = isinstance(rule, TopCount) and rule.redundancy is not None
+            rooms = 2 if rule.smooth > 1 or isinstance(rule, AcrossLayers) or lowered else 1
+            rooms = rooms if policy.running is None else 3
             decisions.memory = torch.empty(rooms, cells, device=state.device)
             for budget in (getattr(rule, name, None) for name in ("budget", "high")):
                 if isinstance(budget, Budget):
@@ -109,6 +127,25 @@ class Decisions:
         """For copies of ``parts``; ``judged`` as for ``copy_compact``."""
         cuts = self._prompt(state, parts, seq_len, policy, judged, own=False)
         return cuts or self._pointwise(KEEP.prompt, state, policy)
+
+    def of_running(
+        self, state: PageState, row: int, seq_len: int, policy: Policy, queries: torch.Tensor,
+        scaling: tuple[float, float], *, first: bool,
+    ) -> Judgement:  # fmt: skip
+        """For all tokens that ``row`` holds, judged by its newest ``queries`` [L, w, Hq, D], see
+        ``kernels/window_scores``. ``first``: it was not judged before."""
+        rule, running = policy.prompt, policy.running
+        assert isinstance(rule, TopCount) and running is not None
+        scale, cap = scaling
+        shape, parts = (state.num_layers, state.num_heads, seq_len), [(row, 0, seq_len)]
+        scores, values = self._room(state, 2, shape), self._room(state, 0, shape)
+        stored = self.kernels.gather(state, parts, scores, seq_len, window=0)
+        self.kernels.by_queries(state, row, seq_len, queries, values, scale, logit_cap=cap)
+        torch.maximum(scores.mul_(0.0 if first else running.decay), values, out=scores)
+        values.copy_(scores)
+        newest = values[..., max(seq_len - policy.window, 0) :]
+        newest.masked_fill_(~newest.isnan(), float("inf"))
+        return Judgement(self._top_count(rule, state, parts, values, stored, policy, smooth=first), scores)
 
     def step(self, state: PageState, policy: Policy) -> StepTensors | None:
         """For generation steps; None if nothing happens in them."""
@@ -187,6 +224,8 @@ class Decisions:
             upper, lower = self.kernels.least(values, shares, window=policy.window, sinks=policy.sinks)
             return Cuts(upper[0], lower[0], *limits, values, upper[1], lower[1])
         stored = self.kernels.gather(state, parts, values, seq_len, window=policy.window, sinks=policy.sinks, **given)
+        if isinstance(rule, TopCount):
+            return self._top_count(rule, state, parts, values, stored, policy, smooth=True)
         if rule.smooth > 1:
             values = self._smoothed(state, values, rule)
         tiers = len(state.fmt.tiers)
@@ -198,6 +237,34 @@ class Decisions:
             if rule.high is not None and tiers > 1:
                 high = self._select(rule, state, values, stored, sum(limits), rule.high)
         return Cuts(high[0], low[0], *limits, values, high[1], low[1])
+
+    def _top_count(
+        self, rule: TopCount, state: PageState, parts: Sequence[Part], values: torch.Tensor, stored: torch.Tensor,
+        policy: Policy, *, smooth: bool,
+    ) -> Cuts:  # fmt: skip
+        """``values`` in the first room; the second is used."""
+        spare = 1
+        if smooth and rule.smooth > 1:
+            values, spare = self._smoothed(state, values, rule), 0
+        if rule.redundancy is not None:
+            self._lower(rule.redundancy, state, parts, values, self._room(state, spare, values.shape))
+        limits = (policy.window, policy.sinks)
+        low = high = self._select(rule, state, values, stored, sum(limits), rule.budget)
+        if rule.high is not None and len(state.fmt.tiers) > 1:
+            high = self._select(rule, state, values, stored, sum(limits), rule.high)
+        return Cuts(high[0], low[0], *limits, values, high[1], low[1])
+
+    def _lower(
+        self, rule: Redundancy, state: PageState, parts: Sequence[Part], values: torch.Tensor, alike: torch.Tensor
+    ) -> None:
+        """Take redundancy off the values, and their smallest, so that none is negative."""
+        count = self.kernels.redundancy(state, parts, values, alike, threshold=rule.threshold, block=rule.block)
+        alike.div_((count.clamp(min=1) * rule.temperature).unsqueeze(2)).masked_fill_(values.isnan(), -torch.inf)
+        top = alike.amax(2, keepdim=True) if alike.shape[2] else alike
+        alike.sub_(top.nan_to_num(neginf=0.0)).exp_()
+        values.sub_(alike.div_(alike.sum(2, keepdim=True).clamp(min=1e-30)), alpha=rule.weight)
+        least = values.nan_to_num(nan=torch.inf).amin(2, keepdim=True) if values.shape[2] else values
+        values.sub_(least.nan_to_num(posinf=0.0))
 
     def _select(
         self, rule: WholeHead, state: PageState, values: torch.Tensor, stored: torch.Tensor, least: int,

@@ -20,13 +20,16 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.parts import Part
+from sglang_diffkv.kernels.put_scores.reference import put_scores
+from sglang_diffkv.kernels.query_cache.reference import store_queries
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.kernels.release.reference import release, trim
 from sglang_diffkv.kernels.rotate.reference import rotate
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores
+from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops.base import Step
-from sglang_diffkv.ops.decisions import Decisions
+from sglang_diffkv.ops.base import Scaling, Step
+from sglang_diffkv.ops.decisions import Decisions, Judgement
 from sglang_diffkv.policies.base import Policy
 
 
@@ -50,7 +53,7 @@ class ReferenceOps:
         rows, seq_lens, batch = rows.long(), seq_lens.long(), rows.shape[0]
         ones, count = torch.ones_like(rows), torch.full((1,), batch, dtype=torch.int32, device=rows.device)
         step = Step(rows, seq_lens, seq_lens - 1, ones, rows, torch.zeros_like(rows), seq_lens - 1, count, count)
-        step.found = self.new_found(state, batch, policy) if policy.compresses else None
+        step.found = self.new_found(state, batch, policy) if policy.scores_steps else None
         return step
 
     def begin(self, state: PageState, step: Step, decode: bool) -> None:
@@ -129,6 +132,31 @@ class ReferenceOps:
     ) -> None:
         cuts = self.decisions.of_parts(state, parts, seq_len, policy, judged)
         copy_compact(state, target, parts, seq_len, cuts, judged)
+
+    def store_queries(self, cache: QueryCache, layer: int, q: torch.Tensor, step: Step) -> None:
+        store_queries(cache, layer, q, step.rows, step.seq_lens)
+
+    def judge_running(
+        self,
+        state: PageState,
+        row: int,
+        seq_len: int,
+        policy: Policy,
+        queries: torch.Tensor,
+        scaling: Scaling,
+        *,
+        first: bool,
+    ) -> Judgement:
+        return self.decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first)
+
+    def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
+        put_scores(state, row, judgement.scores)
+        compact_prompt(state, row, seq_len, judgement.cuts)
+
+    def copy_judged(
+        self, state: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+    ) -> None:
+        copy_compact(state, target, parts, seq_len, judgement.cuts, judgement.scores)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

@@ -23,21 +23,28 @@ from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.parts import Part
+from sglang_diffkv.kernels.put_scores.triton import put_scores
+from sglang_diffkv.kernels.query_cache.triton import store_queries
+from sglang_diffkv.kernels.redundancy.triton import redundancy
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
 from sglang_diffkv.kernels.sum_scores.triton import sum_scores
 from sglang_diffkv.kernels.triton_ring import Spans
+from sglang_diffkv.kernels.window_scores.triton import window_scores
+from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.ops.base import Scaling, Step
-from sglang_diffkv.ops.decisions import Decisions, WholeHeadKernels
+from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
 from sglang_diffkv.policies.base import Policy
 
 logger = logging.getLogger(__name__)
 
-WHOLE_HEADS = WholeHeadKernels(gather_scores, smooth, select_count, select_mass, select_least, count_above, importance)
+WHOLE_HEADS = WholeHeadKernels(
+    gather_scores, smooth, select_count, select_mass, select_least, count_above, importance, redundancy, window_scores
+)
 
 
 class TritonOps:
@@ -114,7 +121,7 @@ class TritonOps:
 
     def decode_batches(self, state: PageState, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
-        group, scored = self.q_heads // state.num_heads, self.policy.compresses
+        group, scored = self.q_heads // state.num_heads, self.policy.scores_steps
         return batches_of_each_variant(state, most, group, self.config, scored=scored)
 
     def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
@@ -258,6 +265,33 @@ class TritonOps:
         cuts = self.decisions.of_parts(state, parts, seq_len, policy, judged)
         for source, lo, hi in parts:
             copy_compact(state, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=judged)
+
+    def store_queries(self, cache: QueryCache, layer: int, q: torch.Tensor, step: Step) -> None:
+        store_queries(cache, layer, q.contiguous(), step.rows, step.seq_lens)
+
+    def judge_running(
+        self,
+        state: PageState,
+        row: int,
+        seq_len: int,
+        policy: Policy,
+        queries: torch.Tensor,
+        scaling: Scaling,
+        *,
+        first: bool,
+    ) -> Judgement:
+        return self.decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first)
+
+    def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
+        put_scores(state, row, judgement.scores)
+        compact_prompt(state, row, seq_len, self.prompt, judgement.cuts)
+
+    def copy_judged(
+        self, state: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+    ) -> None:
+        cuts, scores = judgement.cuts, judgement.scores
+        for source, lo, hi in parts:
+            copy_compact(state, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=scores)
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from sglang_diffkv.kernels.append.triton import ONE_BY_ONE, append
+from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
 from sglang_diffkv.policies.base import Policy
@@ -44,25 +45,25 @@ def log_compilations() -> None:
 
 def compile_kernels(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling],
-    rotates: bool, copies: bool,
+    rotates: bool, copies: bool, queries: QueryCache | None = None,
 ) -> None:  # fmt: skip
     """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
     began = time.perf_counter()
     log_compilations()
-    warm_up(ops, state, policy, dtype=dtype, scalings=scalings, rotates=rotates, copies=copies)
+    warm_up(ops, state, policy, dtype=dtype, scalings=scalings, rotates=rotates, copies=copies, queries=queries)
     torch.cuda.synchronize(state.device)
     logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
 
 
 def warm_up(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling] = (),
-    rotates: bool, copies: bool,
+    rotates: bool, copies: bool, queries: QueryCache | None = None,
 ) -> None:  # fmt: skip
     """Compile all kernels, by launches that change nothing: no request has a new token and every row is empty.
 
     Args:
         dtype: of the model. scalings: of its layers; by default the usual one. rotates: whether keys are. copies:
-            whether requests copy their prompts.
+            whether requests copy their prompts. queries: where decode steps keep theirs.
     """
     fmt, device, heads = state.fmt, state.device, state.num_heads
     scalings = scalings or (usual_scaling(fmt.head_dim),)
@@ -96,7 +97,22 @@ def warm_up(
     for own in judged:
         for known in (None, own[0]):
             ops.copy_compact(state, 2, [(1, 0, 0)], 0, policy, known)
+    if queries is not None:
+        _warm_up_running(ops, state, policy, queries, scalings[0])
     ops.copy_compact(state, 2, [(1, 0, 0)], 0, KEEP, None)  # the prefix cache joins segments whatever the policy
+
+
+def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: QueryCache, scaling: Scaling) -> None:
+    """Of an empty row, the first time and later."""
+    _, _, window, q_heads, dim = queries.queries.shape
+    rows = torch.zeros(1, dtype=torch.int64, device=state.device)
+    q = torch.zeros(1, q_heads, dim, dtype=queries.queries.dtype, device=state.device)
+    ops.store_queries(queries, 0, q, ops.decode_step(state, rows, torch.ones_like(rows), policy))
+    for first in (True, False):
+        judgement = ops.judge_running(state, 1, window, policy, queries.queries[0], scaling, first=first)
+        if len(state.fmt.tiers) == 1:
+            ops.compact_judged(state, 1, window, judgement)
+        ops.copy_judged(state, 2, [(1, 0, window)], window, judgement)
 
 
 def _warm_up_decode(

@@ -80,12 +80,27 @@ class _Ranked:
 
 
 @dataclass(frozen=True)
+class Redundancy:
+    """How far a token's key repeats others, which lowers its value: ``weight`` times a softmax, at ``temperature``,
+    over the head's tokens of each one's mean cosine with the others; see ``kernels/redundancy``.
+
+    ``block``: keys are compared within so many neighbouring tokens; 0: all with all.
+    """
+
+    weight: float
+    temperature: float
+    threshold: float = 0.5
+    block: int = 256
+
+
+@dataclass(frozen=True)
 class TopCount(_Ranked):
     """The first ``budget`` tokens of a head stay, window and sinks among them; with two tiers the first ``high`` of
-    them in the high one, all by default."""
+    them in the high one, all by default. ``redundancy`` is taken off the values after smoothing."""
 
     budget: Budget
     high: Budget | None = None
+    redundancy: Redundancy | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +174,24 @@ class Count:
         return True
 
 
+@dataclass(frozen=True)
+class Running:
+    """A running request never holds more than ``limit`` tokens a head for long: once it does, all of them are judged
+    again, by its newest queries, and ``keep`` stay.
+
+    A token's score is then the larger of its new one and ``decay`` times the one it had. ``queries``: newest queries
+    that judge, each by its attention to the tokens up to its own. The policy's prompt rule says which tokens stay; it
+    smooths values the first time only. ``slots``: requests whose queries are kept at the same time, as a share of those
+    that may run; the others wait, and hold more meanwhile.
+    """
+
+    limit: int
+    keep: int
+    queries: int
+    decay: float
+    slots: float = 1.0
+
+
 WholeHead = TopCount | TopMass | LeastMass | Across | AcrossLayers
 PromptRule = Pointwise | WholeHead
 StepRule = Pointwise | Share | Count
@@ -187,6 +220,16 @@ class Policy:
     def generation(self) -> StepRule | None:
         """What happens in each generation step; None: nothing."""
         return None
+
+    @property
+    def running(self) -> Running | None:
+        """When a running request is judged again; None: never. Generation steps then keep no scores up."""
+        return None
+
+    @property
+    def scores_steps(self) -> bool:
+        """Whether generation steps keep scores up."""
+        return self.compresses and self.running is None
 
     @property
     def compresses(self) -> bool:

@@ -10,6 +10,7 @@ from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
 from sglang_diffkv.policies.xkv import XKVPolicyConfig
+from sglang_diffkv.policies.zipage import ZipagePolicyConfig
 
 PolicyConfig = (
     DiffKVPolicyConfig
@@ -20,4 +21,5 @@ PolicyConfig = (
     | StreamingPolicyConfig
     | XKVPolicyConfig
     | PyramidKVPolicyConfig
+    | ZipagePolicyConfig
 )

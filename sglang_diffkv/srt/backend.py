@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt import compat
@@ -42,7 +43,11 @@ class DiffKVAttnBackend(AttentionBackend):
         config = load_config()
         core = (self.state, manager.ops, manager.policy)
         rotates = config.rotate == "keys"
-        self.decode = DecodeWrapper(*core, rotates=rotates)
+        running = manager.running
+        if running is not None:
+            running.scaling = _one_scaling(scalings) or running.scaling
+        queries = None if running is None else running.cache
+        self.decode = DecodeWrapper(*core, rotates=rotates, queries=queries)
         self.extend = ExtendWrapper(*core, rotates=rotates)
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
@@ -63,7 +68,8 @@ class DiffKVAttnBackend(AttentionBackend):
         choose_prefill(ops, self.state, config.prefill, scalings)
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
-            ops, self.state, policy, dtype=dtype, scalings=scalings, rotates=self.extend.rotates, copies=copies
+            ops, self.state, policy, dtype=dtype, scalings=scalings, rotates=self.extend.rotates, copies=copies,
+            queries=self.decode.queries,
         )  # fmt: skip
 
     # What SGLang's graph runner asks
@@ -139,6 +145,16 @@ class DiffKVAttnBackend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda
+
+
+def _one_scaling(scalings: Sequence[Scaling]) -> Scaling | None:
+    """What all layers do to logits; None if that is not known. Raises UnsupportedError where they differ."""
+    if len(set(scalings)) > 1:
+        raise UnsupportedError(
+            "diffkv: this policy judges running requests with one attention scale and logit cap, and the model's "
+            "layers have several. Use another policy in --diffkv-config."
+        )
+    return scalings[0] if scalings else None
 
 
 def _refuse(more: Mapping[str, Any]) -> None:

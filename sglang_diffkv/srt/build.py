@@ -109,6 +109,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         device=configurator.device,
         ranks=ranks,
         make_ops=lambda state: plan.ops(state, geometry, policy),
+        q_heads=plan.q_heads,
     )
     ledger = PageLedger(manager, pool.size)
     pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size))

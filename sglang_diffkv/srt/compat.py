@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -139,23 +139,25 @@ def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def estimated(req: Any, growth: float) -> Iterator[None]:
-    """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it."""
+def estimated(req: Any, growth: float, growing: Callable[[int, int], int]) -> Iterator[None]:
+    """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it.
+    Each of those that ``growing`` (a length, tokens more) leaves counts ``growth``."""
     params, made = req.sampling_params, len(req.output_ids)
     longest = params.max_new_tokens
-    params.max_new_tokens = made + math.ceil(max(longest - made, 0) * growth)
+    more = growing(prompt_len(req), max(longest - made, 0))
+    params.max_new_tokens = made + math.ceil(more * growth)
     try:
         yield
     finally:
         params.max_new_tokens = longest
 
 
-def tokens_wanted(req: Any, growth: float) -> float:
-    """What admission asks for a request: its prompt, and the tokens it may generate at ``growth`` each."""
+def tokens_wanted(req: Any, growth: float, growing: Callable[[int, int], int]) -> float:
+    """What admission asks for a request: its prompt, and the tokens it may generate, as ``estimated``."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    return prompt_len(req) - prefix_len(req) + growth * rest + 1
+    return prompt_len(req) - prefix_len(req) + growth * growing(prompt_len(req), rest) + 1
 
 
 def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:

@@ -104,22 +104,7 @@ class ExactPrompts:
             if self.ends[row] is None and (pending is None or compat.protected_len(req) >= pending.hi):
                 self.ends[row] = req.last_node
             self.manager.prompts.drop_pending(row)
-            self._detach(req, self.detaching.pop(row))
-
-    def _detach(self, req: Any, start: int) -> None:
-        """KV slots of the request's own for its copy, and a lock on the rest only."""
-        count = compat.protected_len(req) - start
-        allocator = self.tree.token_to_kv_pool_allocator
-        if count <= 0 or self.ledger.uncommitted_kv_slots() < count:
-            return
-        kv_slots = allocator.alloc(count)
-        assert kv_slots is not None
-        nodes, at, node = self.tree.nodes(req.last_node), 0, self.tree.root_node
-        for x in nodes:
-            if at == start:
-                break
-            at, node = at + len(x.key), x
-        compat.own_from(self.tree, req, node, start, kv_slots)
+            self.tree.detach(req, self.detaching.pop(row))
 
     def copy_alone(self, requests: list[Any]) -> None:
         """Those of the running requests that are left as the only reader of shared pages copy them.
@@ -153,7 +138,7 @@ class ExactPrompts:
             return
         tokens = self.manager.rows.length(row) - start
         if self._make_room(row, kept, tokens) and prompts.copy_running(row, kept, copied):
-            self._detach(req, start)
+            self.tree.detach(req, start)
             self.outcomes["copied later"] += 1
 
     def forget(self, row: int) -> None:

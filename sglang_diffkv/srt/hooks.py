@@ -115,7 +115,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     with compat.node_locked(self, req.last_node):
         admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
     result, compacted = AddReqResult.NO_TOKEN, False
-    with compat.estimated(req, ledger.growth_estimate()):
+    with compat.estimated(req, ledger.growth_estimate(), ledger.growing):
         if admission.fits:
             result = original(self, req, *args, **kwargs)
         if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
@@ -156,7 +156,10 @@ def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
 def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
     """What a running request is expected to take yet, by the growth estimate."""
     offset, requests = original(self, req), requests_of(self)
-    return offset if requests is None else offset * requests.ledger.growth_of(compat.row_of(req))
+    if requests is None:
+        return offset
+    row, ledger = compat.row_of(req), requests.ledger
+    return ledger.growing_of(row, offset) * ledger.growth_of(row)
 
 
 # Batches

@@ -56,7 +56,9 @@ class DiffKVPool(KVCache):
         """What is held on the device now; ``exact``: whether the prefix cache keeps exact prompts."""
         assert self.manager is not None
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
-        return Footprint.of(state, geometry, ops, kv_slots=self.kv_slots, exact=exact)
+        running = self.manager.running
+        queries = None if running is None else running.cache
+        return Footprint.of(state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries)
 
     def get_kv_size_bytes(self) -> int:
         return int(self.mem_usage * GIB) if self.manager else 0

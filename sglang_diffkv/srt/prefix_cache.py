@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
+from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
 from sglang_diffkv.srt.requests import Requests
@@ -37,6 +38,8 @@ class DiffKVPrefixCache(EvictingTree):
         self.manager.counts.on_counted = self._count
         self.joiner = PathJoiner(self)
         self.exact: ExactPrompts | None = None
+        if self.manager.running is not None and not self.disable:
+            self.manager.running.copies = True
         if exact and self.manager.policy.compresses and not self.disable:
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
         elif not self.disable:
@@ -63,6 +66,21 @@ class DiffKVPrefixCache(EvictingTree):
             if not self._evict_leaf():
                 return False
         return True
+
+    def detach(self, req: Any, start: int) -> None:
+        """The request has copied its tokens from position ``start`` on: it gets KV slots of its own for them, and locks
+        the rest only. Without KV slots it goes on as it is."""
+        count = compat.protected_len(req) - start
+        if count <= 0 or self.ledger.uncommitted_kv_slots() < count:
+            return
+        kv_slots = self.token_to_kv_pool_allocator.alloc(count)
+        assert kv_slots is not None
+        at, node = 0, self.root_node
+        for x in self.nodes(req.last_node):
+            if at == start:
+                break
+            at, node = at + len(x.key), x
+        compat.own_from(self, req, node, start, kv_slots)
 
     def pack_replies(self) -> None:
         """A row was released: the replies that joined from it move to dense pages, where there is room for them."""

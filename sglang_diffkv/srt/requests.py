@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_diffkv.mem_pool.geometry import Path, path_end
+from sglang_diffkv.mem_pool.geometry import Path, path_end, split_path
 from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.running import RunningBudgets
 from sglang_diffkv.mem_pool.steps import PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.mem_pool.usage import UsageMeter
@@ -141,7 +142,7 @@ class Requests:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its
         own prefix locks as a whole can make it, and these were evicted."""
         ledger, tree = self.ledger, self.tree
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_estimate()) - admission.saved
+        ledger.refused = compat.tokens_wanted(req, ledger.growth_estimate(), ledger.growing) - admission.saved
         if not getattr(req, "diffkv_waited", False):
             req.diffkv_waited = True
             ledger.waited += 1
@@ -232,8 +233,32 @@ class Requests:
 
     def after_step(self, reqs: list[Any]) -> None:
         """The results are out: see what the requests that left make possible for the others."""
+        running = [req for req in reqs if not req.finished()]
         if self.exact is not None:
-            self.exact.copy_alone([req for req in reqs if not req.finished()])
+            self.exact.copy_alone(running)
+        if self.manager.running is not None:
+            self._hold_budgets(running, self.manager.running)
+
+    def _hold_budgets(self, reqs: list[Any], budgets: RunningBudgets) -> None:
+        """Requests that have reached their limit are compressed, where they are or, if they share pages, in a copy of
+        their own. One whose copy finds no pages goes on and is looked at again behind the next step."""
+        manager, ledger, tree = self.manager, self.ledger, self.tree
+        for req in reqs:
+            row = compat.row_of(req)
+            if row is None or row in manager.prompts.pending or not budgets.follow(row):
+                continue
+            shared, path = manager.rows.shared(row), []
+            if not budgets.alone(row):
+                with ledger.compressing():
+                    room = ledger.uncommitted_pages() >= budgets.copy_pages
+                    if tree is not None and not (room and manager.segments.rows_free):
+                        room = tree.make_segment_rows(1) and tree.make_room(budgets.copy_pages)
+                if not room:
+                    budgets.waited += 1
+                    continue
+                path = [] if tree is None else split_path(tree.path(req.last_node), shared)[0]
+            if budgets.compress(row, path) and shared and tree is not None:
+                tree.detach(req, 0)
 
     # Publication
 

@@ -25,7 +25,7 @@ from sglang_diffkv.policies.base import Across, AcrossLayers, LeastMass, Policy,
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from tests.helpers import tier_map, visible
 from tests.kernels.test_triton_compact_prompt import tokens_of
-from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
+from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, held_pages, make_format, make_manager
 
 NAN = float("nan")
 
@@ -160,8 +160,11 @@ def assert_same_tokens(state: PageState, twin: PageState, row: int, *, exact: bo
 
 def with_ties(state: PageState) -> None:
     """Scores of which many are equal, and many 0."""
-    for view in state.tiers:
-        view.scores.copy_(torch.where(view.scores < 0.05, 0.0, (view.scores * 8).round() / 8))
+    rows = torch.arange(state.entries.shape[0], device=state.device)
+    for tier, view in enumerate(state.tiers):
+        pages = held_pages(state, rows, tier)
+        scores = view.scores[pages]
+        view.scores[pages] = torch.where(scores < 0.05, 0.0, (scores * 8).round() / 8)
 
 
 @pytest.mark.cover(1)

@@ -1,0 +1,212 @@
+"""Running requests that hold a budget: what is kept to judge them, and their compression while they run.
+
+A request's newest queries are kept (*query slot*) from shortly before it reaches its limit. All decisions follow from
+lengths, which the host knows: nothing waits for the device, and ranks agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
+from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.geometry import Geometry, Path, rows_of
+from sglang_diffkv.mem_pool.page_format import EMPTY
+from sglang_diffkv.mem_pool.prompts import Prompts
+from sglang_diffkv.mem_pool.query_cache import QueryCache
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.segments import SegmentStore
+from sglang_diffkv.ops.base import Scaling
+from sglang_diffkv.policies.base import Policy, Running
+
+
+def query_slots(running: Running, geometry: Geometry) -> int:
+    """Requests whose queries are kept at once: a share of those that fit, in the lowest tier, with their budget."""
+    tokens = geometry.num_pages // geometry.heads * geometry.fmt.low.tokens
+    fitting = min(geometry.num_rows - 1, -(-tokens // running.keep))
+    return max(1, round(running.slots * fitting))
+
+
+def query_cache(policy: Policy, geometry: Geometry, q_heads: int, **where: Any) -> QueryCache | None:
+    """What keeps the queries of running requests, if the policy judges them by these. ``where``: dtype and device."""
+    rule = policy.running
+    if rule is None:
+        return None
+    return QueryCache.create(
+        slots=query_slots(rule, geometry),
+        rows=geometry.num_rows,
+        layers=geometry.num_layers,
+        window=rule.queries,
+        q_heads=q_heads,
+        head_dim=geometry.fmt.head_dim,
+        **where,
+    )
+
+
+@dataclass
+class Budgeted:
+    """A row past its prompt.
+
+    Attributes:
+        held, at: tokens that each head held, at most, when the row was ``at`` tokens long. judged: whether it was
+            compressed before. slot: its query slot; since: its length when it got it.
+    """
+
+    held: int
+    at: int
+    judged: bool
+    slot: int | None = None
+    since: int = 0
+
+
+class RunningBudgets:
+    """Rows of running requests, each with its budget.
+
+    Attributes:
+        scaling: of the model's layers, all alike. copies: whether rows may have to move to be compressed.
+        compressions: so far. waited: steps that rows at their limit waited for a query slot or for pages.
+    """
+
+    def __init__(
+        self,
+        device: PageDevice,
+        rows: RequestRows,
+        counts: PageCounts,
+        segments: SegmentStore,
+        prompts: Prompts,
+        policy: Policy,
+        cache: QueryCache,
+        scaling: Scaling,
+    ):
+        assert policy.running is not None
+        self.device, self.rows, self.counts = device, rows, counts
+        self.segments, self.prompts, self.policy = segments, prompts, policy
+        self.rule: Running = policy.running
+        self.cache, self.scaling = cache, scaling
+        self.copies = len(device.fmt.tiers) > 1
+        self.compressions = self.waited = 0
+        self._rows: dict[int, Budgeted] = {}
+        self._free = list(range(cache.slots - 1, -1, -1))
+
+    # What rows hold
+
+    def began(self, row: int) -> None:
+        """The prompt of a row has run and is compressed; what it matched counts as so compressed too."""
+        length, shared, keep = self.rows.length(row), self.rows.shared(row), self.rule.keep
+        held = min(shared, keep) + min(length - shared, keep)
+        self._rows[row] = Budgeted(held, length, judged=length - shared > keep)
+
+    def held(self, row: int) -> int:
+        """Tokens that each head of a row holds, at most; its length where it is not past its prompt."""
+        known, length = self._rows.get(row), self.rows.length(row)
+        return length if known is None else known.held + length - known.at
+
+    def growing(self, length: int, more: int) -> int:
+        """Of ``more`` tokens that a request of ``length`` tokens may still generate, those by which what it holds may
+        grow."""
+        rule = self.rule
+        return min(more, rule.limit - (length if length <= rule.limit else rule.keep))
+
+    # Behind a step
+
+    def follow(self, row: int) -> bool:
+        """Behind a step of the row: keep its queries from now on if it is about to reach its limit. True if it is
+        there, and was seen by as many queries as judge it."""
+        known, length, rule = self._rows.get(row), self.rows.length(row), self.rule
+        if known is None:
+            return False
+        held = self.held(row)
+        if known.slot is None and held >= rule.limit - rule.queries - LOOKAHEAD and self._free:
+            known.slot, known.since = self._free.pop(), length
+            self._set_slot(row, known.slot)
+        if held < rule.limit:
+            return False
+        due = known.slot is not None and length - known.since >= rule.queries
+        self.waited += not due
+        return due
+
+    def alone(self, row: int) -> bool:
+        """Whether a row may be compressed where it is: it has its pages to itself, all of one tier."""
+        sealed = self.rows.sealed(row) is not None
+        return len(self.device.fmt.tiers) == 1 and not self.rows.shared(row) and not sealed
+
+    @property
+    def copy_pages(self) -> int:
+        """Pages, at most, of what a row keeps, in pages of their own."""
+        return self.device.geometry.most_pages(self.rule.keep)
+
+    def compress(self, row: int, path: Path) -> bool:
+        """All that a row holds is judged and what stays moves together, in its own pages, or in new ones if it is not
+        ``alone``; then it holds nothing of the prefix cache any more. Between steps; the caller has made sure of
+        ``copy_pages``.
+
+        Args:
+            path: what the prefix cache holds of the row's tokens.
+
+        Returns False, changing nothing, if no segment row or table block is left for the copy.
+        """
+        device, known, length = self.device, self._rows[row], self.rows.length(row)
+        assert known.slot is not None
+        old = None if self.alone(row) else self.segments.take_row(device.space.bound(row))
+        if old is None and not self.alone(row):
+            self.waited += 1
+            return False
+        with device.launching():
+            judgement = device.ops.judge_running(
+                device.state, row, length, self.policy, self.cache.queries[known.slot], self.scaling,
+                first=not known.judged,
+            )  # fmt: skip
+            if old is None:
+                device.ops.compact_judged(device.state, row, length, judgement)
+        if old is not None:
+            shared = self.rows.shared(row)
+            device.share(old, row, shared, length, kept_only=True)
+            self.prompts.restart(row, [], length, room=self.rule.keep)
+            parts = [*rows_of(path), (old, shared, length)]
+            with device.launching():
+                device.ops.copy_judged(device.state, row, parts, length, judgement)
+            self.segments.return_row(old)
+            self.rows.unseal(row)
+            self.counts.record(-self.copy_pages)
+        self.counts.touch(row, decoded=True)
+        self._return_slot(row, known)
+        known.held, known.at, known.judged = min(self.rule.keep, self.held(row)), length, True
+        self.compressions += 1
+        return True
+
+    # Query slots
+
+    def forget(self, row: int) -> None:
+        """The row is released."""
+        known = self._rows.pop(row, None)
+        if known is not None:
+            self._return_slot(row, known)
+
+    def _return_slot(self, row: int, known: Budgeted) -> None:
+        if known.slot is not None:
+            self._free.append(known.slot)
+            known.slot = None
+            self._set_slot(row, EMPTY)
+
+    def _set_slot(self, row: int, slot: int) -> None:
+        with self.device.launching():
+            self.cache.slot_of[row] = slot
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        return {"budget_compressions": self.compressions, "budget_waited_steps": self.waited}
+
+    def digest(self) -> list[Sequence[int]]:
+        """All that ranks have to agree on."""
+        return [(row, x.held, x.at, -1 if x.slot is None else x.slot) for row, x in self._rows.items()]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless query slots have one holder each, on the host and on the device."""
+        taken = {x.slot: row for row, x in self._rows.items() if x.slot is not None}
+        assert len(taken) + len(self._free) == self.cache.slots == len({*taken, *self._free}), "a query slot is lost"
+        found = self.cache.slot_of.tolist()
+        assert all(slot == EMPTY or taken.get(slot) == row for row, slot in enumerate(found)), "a slot's row differs"
+        assert all(found[row] == slot for slot, row in taken.items()), "the device does not know of a query slot"
+        assert all(row in self.rows for row in self._rows), "a row that was released has a budget"

@@ -1,0 +1,105 @@
+"""Zipage ("Zipage: Maintain High Request Concurrency for LLM Reasoning through Compressed PagedAttention"): a request
+holds a budget of blocks however long its reply, so that concurrency does not depend on length.
+
+When a request holds ``max_blocks`` blocks of ``block`` tokens, all full, each head keeps its
+``(max_blocks - 1) x block`` tokens of the largest scores and the rest go (4.1). A token's score is its attention from
+the newest 16 queries, maximum over the query heads of its KV head, mean over queries (C.2); the larger of that and
+``decay`` times the score of the last time (global score, C.3); max-pooled over neighbours the first time (C.4); less
+``redundancy`` times how much its key repeats others (C.5, ``block`` neighbours at a time: lightning, C.7). The queries'
+own tokens stay.
+
+What differs from the paper:
+
+- a prompt longer than what is kept is compressed at its end, by its own newest queries, not when its last block is
+  full; its scores of then count as a first time;
+- a request whose queries cannot be kept when it reaches its limit (``query_slots``, the paper's M) is not parked: it
+  goes on, holds more meanwhile, and is compressed when the queries of another are no longer needed. So is one whose
+  shared prefix finds no pages for the copy that its first compression makes;
+- compression is launched between two steps, on their stream, and delays the next one; all layers at once (the paper:
+  beside decoding, 8 layers at a time);
+- blocks are a unit of the budget only: memory is taken and given back in pages;
+- with two tiers ``high_share`` of what is kept, the largest scores, stays in the high one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from sglang_diffkv.policies.base import Observation, Policy, Redundancy, Running, TopCount
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.options import PolicyOptions, odd
+
+
+@dataclass(frozen=True)
+class ZipagePolicy(Policy):
+    """``keep`` tokens a head after each compression, ``limit`` before it."""
+
+    keep: int
+    limit: int
+    window: int = 16
+    high: int | None = None
+    pool: int = 5
+    decay: float = 0.8
+    redundancy: Redundancy | None = None
+    slots: float = 1.0
+
+    @property
+    def observation(self) -> Observation:
+        return Observation(queries=self.window)
+
+    @property
+    def prompt(self) -> TopCount:
+        high = None if self.high is None else Budget(self.high)
+        return TopCount(Budget(self.keep), high, self.redundancy, smooth=self.pool)
+
+    @property
+    def running(self) -> Running:
+        return Running(self.limit, self.keep, self.window, self.decay, self.slots)
+
+
+class ZipagePolicyConfig(PolicyOptions):
+    """A budget of blocks for each request, prompt and reply together."""
+
+    most_tiers: ClassVar[int] = 2
+
+    name: Literal["zipage"] = "zipage"
+    max_blocks: int = Field(ge=2, description="blocks that a request holds at most; all but one of them are kept")
+    block: int = Field(default=256, ge=16, le=4096, description="tokens of a block")
+    window: int = Field(default=16, ge=1, le=256, description="newest queries, which judge; their tokens stay")
+    decay: float = Field(default=0.8, ge=0, le=1, description="of the scores of earlier times; 0: only the last counts")
+    pool: int = Field(default=5, ge=1, le=63, description="width of the max-pooling of the first time, odd")
+    redundancy: float = Field(default=0.2, ge=0, le=10, description="weight of how much a key repeats others; 0: none")
+    temperature: float = Field(
+        default=0.4, gt=0, description="of the redundancy's softmax; lower: the largest stand out"
+    )
+    threshold: float = Field(default=0.5, ge=-1, le=1, description="cosine above which a key repeats a later one")
+    compare: Literal["block", "all"] = Field(default="block", description="keys are compared within a block, or all")
+    high_share: float = Field(
+        default=0.5, ge=0, le=1, description="of two tiers, what of the kept stays in the high one"
+    )
+    query_slots: float = Field(
+        default=0.25, gt=0, le=1, description="requests whose queries are kept at once, of those that may run"
+    )
+
+    @field_validator("pool")
+    @classmethod
+    def _odd(cls, pool: int) -> int:
+        return odd(pool)
+
+    @model_validator(mode="after")
+    def _sensible(self) -> ZipagePolicyConfig:
+        if self.window > self.block:
+            raise ValueError(f"window {self.window} must be within a block of {self.block}")
+        return self
+
+    def build(self) -> ZipagePolicy:
+        keep = (self.max_blocks - 1) * self.block
+        within = self.block if self.compare == "block" else 0
+        redundancy = Redundancy(self.redundancy, self.temperature, self.threshold, within) if self.redundancy else None
+        high = max(round(self.high_share * keep), self.window)
+        return ZipagePolicy(
+            keep, self.max_blocks * self.block, self.window, high, self.pool, self.decay, redundancy, self.query_slots
+        )
