@@ -185,7 +185,7 @@ def faults(manager: PageManager, rows: list[int]) -> list[int]:
 
 def new_scores(manager: PageManager, batch: int) -> Any:
     """Buffers for a decode step's searches; None if the policy never asks."""
-    return manager.ops.new_found(manager.state, batch, manager.policy) if manager.policy.compresses else None
+    return manager.ops.new_found(manager.state, batch, manager.policy) if manager.policy.scores_steps else None
 
 
 def page_bytes(state: PageState, pages: list[int]) -> bytes:

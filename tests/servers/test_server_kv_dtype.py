@@ -16,7 +16,7 @@ from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.compat import release
 from tests.servers.shared import STRICT, tokens
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.versions]
 
 CONFIG = {"tiers": ["K8V4", "K4V2"]}
 KV_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}

@@ -22,7 +22,7 @@ POLICIES = {
 }
 
 
-@pytest.fixture(scope="module", params=["lfu", pytest.param("priority", marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[pytest.param(x, marks=pytest.mark.full) for x in POLICIES])
 def policy(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -241,6 +241,7 @@ def test_beams_are_declined(server: Server) -> None:
     assert response.status_code == 400 and "Drop beam_width" in response.text
 
 
+@pytest.mark.full
 def test_the_canary_stays_silent(server: Server) -> None:
     """Names are those of the tokens that every request reads and the prefix cache holds, while both change."""
 

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
+from sglang_diffkv.kernels.query_cache.reference import store_queries
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
@@ -61,7 +62,7 @@ class TreeMachine(RuleBasedStateMachine):
         fmt = PageFormat(DIM, DIM, self.tiers, 8)
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300)
-        self.manager = PageManager(geometry, self.policy, ranks=ranks)
+        self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS)
         self.pool = ReqToTokenPool(ROWS, 300, "cpu", False)
         self.requests = Requests(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
@@ -177,9 +178,16 @@ class TreeMachine(RuleBasedStateMachine):
             scores = new_scores(self.manager, len(rows))
             for layer in range(LAYERS):
                 q = torch.randn(len(rows), 2 * HEADS, DIM, generator=self.scores) * 0.01
+                if self.manager.running is not None:
+                    store_queries(self.manager.running.cache, layer, q, index, lens)
                 decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
             end_decode(self.manager, index, lens, scores)
+            self.requests.after_step(batch)
             assert not faults(self.manager, rows), "the ledger let the ring run empty"
+            self.check_step(batch)
+
+    def check_step(self, batch: list[Any]) -> None:
+        """Behind a decode step of ``batch``."""
 
     def _leave(self, req: Any, *, insert: bool) -> None:
         row, end = req.kv.req_pool_idx, self.manager.rows.length(req.kv.req_pool_idx)

@@ -12,11 +12,12 @@ import torch
 from hypothesis.stateful import precondition, rule
 
 from sglang_diffkv.mem_pool.page_format import Tier
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Policy, Redundancy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
+from sglang_diffkv.policies.zipage import ZipagePolicy
 from tests.tree.test_prefix_cache import WINDOW, TreeMachine, machine_settings
 
 METHODS: dict[str, Policy] = {
@@ -25,6 +26,8 @@ METHODS: dict[str, Policy] = {
     "xkv by size": XKVPolicy(WINDOW, 7, keep=0.3),
     "xkv by retention": XKVPolicy(WINDOW, 3, min_retention=0.6),
     "xkv in two tiers": XKVPolicy(WINDOW, 3, keep=0.5, high=0.4),
+    "zipage": ZipagePolicy(24, 36, WINDOW, pool=3, redundancy=Redundancy(0.2, 0.4, block=12)),
+    "zipage in two tiers": ZipagePolicy(24, 36, WINDOW, high=14, pool=3, slots=0.2),
     "xkv by layer": XKVPolicy(WINDOW, 7, layer_fractions=(0.6, 0.1)),
 }
 
@@ -35,6 +38,22 @@ class PruningMachine(TreeMachine):
     def check_stored(self, req: Any, times: torch.Tensor) -> None:
         assert (times <= 1).all(), "a token is stored twice"
         assert req.prefilling or (times[..., -1:] == 1).all(), "the newest token is missing"
+
+    def check_step(self, batch: list[Any]) -> None:
+        """No request holds more than its budget says; what the host believes it holds is no less."""
+        running = self.manager.running
+        if running is None:
+            return
+        state = self.manager.state
+        for req in batch:
+            row = req.kv.req_pool_idx
+            rows, length = torch.tensor([row]), self.manager.rows.length(row)
+            held = self.manager.ops.measure(state, rows, torch.tensor([0]), torch.tensor([length]))
+            most = int(held[0, ..., :-1].sum(2).max())
+            if self.manager.rows.shared(row) == 0:
+                assert most <= running.held(row), "a row holds more than the host believes"
+            if running.held(row) < running.rule.limit and self.manager.rows.shared(row) == 0:
+                assert most < running.rule.limit, "a row holds more than its budget"
 
     @precondition(lambda self: any(not r.prefilling for r in self.running))
     @rule()
