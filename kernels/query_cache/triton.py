@@ -10,7 +10,7 @@ from sglang_diffkv.kernels.triton_table import padded
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def store_kernel(
     queries, slot_of, q, rows, seq_lens, layer,
     L: tl.constexpr, W: tl.constexpr, VECTORS: tl.constexpr,

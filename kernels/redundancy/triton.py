@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.parts import Part
-from sglang_diffkv.kernels.triton_table import dot_padded, layout_constants, padded
+from sglang_diffkv.kernels.triton_table import INTERPRETED, dot_padded, layout_constants, padded
 from sglang_diffkv.kernels.triton_tokens import dequantized, held_page
 from sglang_diffkv.mem_pool.state import PageState
 
@@ -116,15 +116,14 @@ def redundancy(
 ) -> torch.Tensor:
     """``reference.redundancy``. ``most``: tokens of a head, at most, if the caller knows."""
     layers, heads, length = values.shape
-    fmt, most = state.fmt, min(most or length, length)
+    fmt, most = state.fmt, max(min(most or length, length), 1)
     assert (layers, heads) == (state.num_layers, state.num_heads) and out.shape == values.shape
     assert values.dtype == out.dtype == torch.float32 and values.is_contiguous() and out.is_contiguous()
     compared = ~values.isnan()
     counts = compared.sum(2)
     rank = torch.where(compared, compared.cumsum(2, dtype=torch.int32) - 1, -1)
     dim, device = dot_padded(fmt.head_dim), values.device
-    kind = torch.float16 if values.is_cuda else torch.float32
-    dot = tl.float16 if values.is_cuda else tl.float32
+    kind, dot = (torch.float32, tl.float32) if INTERPRETED else (torch.float16, tl.float16)
     together = max(1, min(layers, SCRATCH_BYTES // (heads * most * dim * kind.itemsize)))
     unit = torch.empty(together * heads, most, dim, dtype=kind, device=device)
     last = torch.empty(together * heads, most, dtype=torch.int32, device=device)
@@ -143,7 +142,7 @@ def redundancy(
                     **{name: every[name] for name in names}, PAGE_BYTES=fmt.page_bytes,
                     MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, D=fmt.head_dim, num_warps=4,
                 )  # fmt: skip
-        grid, within = (some * heads, triton.cdiv(most, TILE)), block or max(most, 1)
+        grid, within = (some * heads, triton.cdiv(most, TILE)), block or most
         last_alike_kernel[grid](unit, number, last, most, within, threshold, DP=dim, N=TILE, DOT=dot, num_warps=4)
         charge_kernel[grid](unit, number, last, sums, most, within, DP=dim, N=TILE, DOT=dot, num_warps=4)
         by_place = sums[: some * heads].view(some, heads, most)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_table import dot_padded, layout_constants, padded
+from sglang_diffkv.kernels.triton_table import INTERPRETED, dot_padded, layout_constants, padded
 from sglang_diffkv.kernels.triton_tokens import dequantized, held_page
 from sglang_diffkv.mem_pool.state import PageState
 
@@ -16,6 +16,7 @@ PROGRAMS = 4
 """Programs that share a head's pages."""
 MOST_VECTORS = 128
 """Query vectors of a program."""
+DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-1e30)
 
@@ -149,7 +150,7 @@ def window_scores(
     parts = PROGRAMS * len(fmt.tiers)
     tops = torch.empty(parts, layers * heads, together * members, device=values.device)
     sums = torch.empty_like(tops)
-    dot = tl.float32 if state.dtype == torch.float32 or not values.is_cuda else _DOTS[state.dtype]
+    dot = tl.float32 if INTERPRETED else DOT_TYPES[state.dtype]
     rest = (state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries)
     for first in range(0, window, together):
         for kernel in (sums_kernel, scores_kernel):
@@ -168,6 +169,3 @@ def window_scores(
                     constants.update(PARTS=parts, MORE=first > 0)
                 given = (queries, row, seq_len, first, *given, scale, logit_cap)
                 kernel[(layers * heads, PROGRAMS)](*given, *rest, **constants, num_warps=4)
-
-
-_DOTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

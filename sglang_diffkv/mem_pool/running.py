@@ -203,10 +203,15 @@ class RunningBudgets:
         return [(row, x.held, x.at, -1 if x.slot is None else x.slot) for row, x in self._rows.items()]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless query slots have one holder each, on the host and on the device."""
+        """Raise AssertionError unless query slots have one holder each, on the host and on the device, and no row of
+        its own pages alone holds more than the host believes. Waits for the device."""
         taken = {x.slot: row for row, x in self._rows.items() if x.slot is not None}
         assert len(taken) + len(self._free) == self.cache.slots == len({*taken, *self._free}), "a query slot is lost"
         found = self.cache.slot_of.tolist()
         assert all(slot == EMPTY or taken.get(slot) == row for row, slot in enumerate(found)), "a slot's row differs"
         assert all(found[row] == slot for slot, row in taken.items()), "the device does not know of a query slot"
         assert all(row in self.rows for row in self._rows), "a row that was released has a budget"
+        tokens = self.device.state.own_tokens
+        for row in self._rows:
+            if not self.rows.shared(row) and self.rows.sealed(row) is None:
+                assert int(tokens[row].sum(2).max()) <= self.held(row), f"row {row} holds more than its budget says"

@@ -34,6 +34,9 @@ from sglang_diffkv.policies.base import (
 from sglang_diffkv.policies.budget import Budget, Limits
 from sglang_diffkv.policies.diffkv import KEEP
 
+ALIGNED = 64
+"""Numbers to which rooms of the memory are aligned: kernels are compiled for aligned ones."""
+
 Selected = tuple[torch.Tensor, torch.Tensor]
 """Cut [L, H] float32 and tie [L, H] int32."""
 
@@ -96,7 +99,7 @@ class Decisions:
         decisions = cls(kernels)
         rule = policy.prompt
         if isinstance(rule, WholeHead):
-            cells = state.num_layers * state.num_heads * max_tokens
+            cells = -(-state.num_layers * state.num_heads * max_tokens // ALIGNED) * ALIGNED
             lowered = isinstance(rule, TopCount) and rule.redundancy is not None
             rooms = 2 if rule.smooth > 1 or isinstance(rule, AcrossLayers) or lowered else 1
             rooms = rooms if policy.running is None else 3

@@ -76,11 +76,12 @@ def start(
         policy = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method)).build_policy()
     compresses = policy.compresses
     geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096)
-    manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu")
+    manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=8 * group)
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
     ops.prepare_graphs(state, 64)
     kinds = {"rotates": compresses, "copies": compresses}
-    warm_up(ops, state, policy, dtype=torch.bfloat16, scalings=scalings, **kinds)
+    queries = None if manager.running is None else manager.running.cache
+    warm_up(ops, state, policy, dtype=torch.bfloat16, scalings=scalings, queries=queries, **kinds)
     return manager, ops
 
 
@@ -123,8 +124,18 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
     ops.begin(state, step, decode=True)
     ops.append(state, 0, key[:batch], value[:batch], step)
     ops.decode(state, 0, q[:batch], step, scaling.scale, policy, scaling.cap)
-    if compresses:
+    if step.found is not None:
         ops.compact_step(state, rows, lengths, step.found, policy)
+    if manager.running is not None:
+        queries = manager.running.cache
+        ops.store_queries(queries, 1, q[:batch], step)
+        for number in (16, 17, 64):
+            judgement = ops.judge_running(
+                state, number, number + 16, policy, queries.queries[-1], scaling, first=number == 17
+            )
+            ops.copy_judged(state, number + 1, [(number, number, 2 * number)], number + 16, judgement)
+            if len(state.fmt.tiers) == 1:
+                ops.compact_judged(state, number, number + 16, judgement)
 
 
 def report(config: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -14,6 +14,8 @@ CONFIGS = {
     "four tiers": ("K8V8 K8V4 K4V4 K4V2", 64, 7),
     "xkv": ("K8V4 K4V2", 128, 4),
     "xkv by retention": ("BF16", 64, 7),
+    "zipage": ("BF16", 128, 4),
+    "zipage in two tiers": ("K8V4 K4V2", 64, 7),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
 
@@ -23,6 +25,8 @@ METHODS = {
     "leankv": '{"name": "leankv", "mass_high": 0.1, "mass_low": 0.001}',
     "xkv": '{"name": "xkv", "keep": 0.3, "high": 0.5}',
     "xkv by retention": '{"name": "xkv", "min_retention": 0.8}',
+    "zipage": '{"name": "zipage", "max_blocks": 3}',
+    "zipage in two tiers": '{"name": "zipage", "max_blocks": 3, "compare": "all"}',
 }
 """Name of a configuration -> its policy, where it is not DiffKV's with two tiers or uniform with one."""
 

@@ -20,6 +20,7 @@ COMPRESSING = {"take_kernel", "copy_kernel", "new_scores_kernel", *COMPACTING, *
 
 
 WHOLE_HEADS = {"gather_kernel", "digit_kernel", "choose_kernel", "tie_kernel", "compact_kernel", "copy_kernel"}
+RUNNING = {"store_kernel", "sums_kernel", "scores_kernel", "last_alike_kernel", "charge_kernel"}
 ACROSS_LAYERS = {"mean_kernel", "sum_kernel", "part_kernel", "above_kernel", "smooth_kernel"}
 
 QUICK = {"llama3-8b", "snapkv"}
@@ -49,6 +50,8 @@ def test_kernels_compile_for_hopper(config: str) -> None:
         assert names >= WHOLE_HEADS
     if config.startswith("xkv"):
         assert names >= ACROSS_LAYERS
+    if config.startswith("zipage"):
+        assert names >= RUNNING
     assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
     for kernel in kernels:
         if str(kernel["kernel"]).split()[0] in UNPACKING:

@@ -8,12 +8,13 @@ import torch
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Policy, Redundancy
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.leankv import LeanKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
+from sglang_diffkv.policies.zipage import ZipagePolicy
 from tests.kernels.triton_helpers import BF16, FOUR, add_prompt, clone_state, make_format, make_manager
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "page_table")
@@ -30,16 +31,19 @@ COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "
         ("K8V4 K4V2", LeanKVPolicy(0.1, 0.01, window=4)),
         ("K8V4 K4V2", XKVPolicy(window=4, keep=0.3, high=0.5)),
         ("K8V4", XKVPolicy(window=4, min_retention=0.9)),
+        ("BF16", ZipagePolicy(20, 30, window=4, redundancy=Redundancy(0.2, 0.4))),
+        ("K8V4 K4V2", ZipagePolicy(20, 30, window=4, high=10)),
     ],
 )
 def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:
-    manager = make_manager(make_format(tiers, page_tokens=4), pages=300, layers=2, heads=2)
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=300, layers=2, heads=2, policy=policy)
     state = manager.state
     add_prompt(manager, 4, 45, torch.Generator().manual_seed(3))
     before = clone_state(state)
     policy = policy or manager.policy
-    ops = TritonOps(state, policy, 4, 400)
-    warm_up(ops, state, policy, dtype=BF16, rotates=True, copies=policy.compresses)
+    queries = None if manager.running is None else manager.running.cache
+    ops = TritonOps(state, policy, 4 if queries is None else 2, 400)
+    warm_up(ops, state, policy, dtype=BF16, rotates=True, copies=policy.compresses, queries=queries)
     for name in COUNTS:
         assert torch.equal(getattr(state, name), getattr(before, name)), name
     used = before.refcount > 0

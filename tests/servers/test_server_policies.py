@@ -31,6 +31,7 @@ METHODS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "pyramidkv": (ONE, {"name": "pyramidkv", "fraction": 0.5, "window": 8}),
     "h2o": (ONE, {"name": "h2o", "fraction": 0.5, "window": 32}),
     "xkv": (ONE, {"name": "xkv", "keep": 0.4, "window": 8}),
+    "zipage": (ONE, {"name": "zipage", "max_blocks": 4, "block": 32}),
     "streaming": (ONE, {"name": "streaming", "window": 128}),
 }
 """Name -> tiers and policy."""

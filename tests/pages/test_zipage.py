@@ -1,0 +1,218 @@
+"""Zipage: what it is configured to, which tokens stay by the paper's formulas, references with Triton, and when running
+requests are compressed."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.running import query_slots
+from sglang_diffkv.ops import ReferenceOps
+from sglang_diffkv.ops.base import Scaling
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.base import Redundancy
+from sglang_diffkv.policies.zipage import ZipagePolicy, ZipagePolicyConfig
+from tests.helpers import begin_step, tier_map
+from tests.kernels.test_running import keys_of
+from tests.kernels.test_whole_heads import gathered
+from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
+
+LENGTH, WINDOW, KEEP, GROUP = 61, 6, 30, 2
+SCALING = Scaling(0.2)
+
+
+def policy(**changes: object) -> ZipagePolicy:
+    fields = {"keep": KEEP, "limit": 40, "window": WINDOW, "pool": 5, "redundancy": Redundancy(0.5, 0.1, 0.4, 16)}
+    return ZipagePolicy(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_blocks_are_tokens():
+    chosen = ZipagePolicyConfig(max_blocks=9).build()
+    assert (chosen.keep, chosen.limit, chosen.window) == (2048, 2304, 16)
+    assert chosen.redundancy == Redundancy(0.2, 0.4, 0.5, 256) and chosen.running.decay == 0.8
+    assert chosen.prunes and not chosen.scores_steps and chosen.observation.queries == 16
+    assert ZipagePolicyConfig(max_blocks=3, redundancy=0).build().redundancy is None
+    assert ZipagePolicyConfig(max_blocks=3, compare="all").build().redundancy.block == 0  # type: ignore[union-attr]
+    one = DiffKVConfig.model_validate({"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 4, "block": 64}})
+    assert one.build_policy().keep == 192 and not one.lossless  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_blocks": 1}, {}, {"max_blocks": 4, "pool": 4}, {"max_blocks": 4, "block": 16, "window": 17},
+        {"max_blocks": 4, "query_slots": 0}, {"max_blocks": 4, "temperature": 0}, {"max_blocks": 4, "high": 3},
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(fields):
+    with pytest.raises(ValidationError):
+        DiffKVConfig.model_validate({"tiers": ["K8V4"], "policy": {"name": "zipage", **fields}})
+
+
+def test_three_tiers_are_refused():
+    with pytest.raises(ValidationError, match="keeps tokens at two tiers, but tiers lists 3"):
+        DiffKVConfig.model_validate({"tiers": ["BF16", "K8V4", "K4V2"], "policy": {"name": "zipage", "max_blocks": 4}})
+
+
+def test_query_slots_are_a_share_of_the_requests_that_fit():
+    fmt = make_format("BF16", page_tokens=8)
+    geometry = Geometry(fmt, 2, 2, 4 * 75, num_rows=65, num_segments=8, max_tokens=400)  # 600 tokens
+    assert query_slots(policy(slots=0.25).running, geometry) == 5  # of 20
+    assert query_slots(policy(slots=0.01).running, geometry) == 1
+    assert query_slots(policy(slots=1.0, keep=4).running, geometry) == 64, "there are no more rows"
+
+
+def filled(tiers: str, chosen: ZipagePolicy) -> tuple[PageManager, torch.Tensor]:
+    """Row 1 with a prompt of random keys and scores, some of it low where there are two tiers; and its queries."""
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=500, policy=chosen)
+    generator = torch.Generator().manual_seed(7)
+    add_prompt(manager, 1, LENGTH, generator, compact=False)
+    shape = (2, WINDOW, 2 * GROUP, 64)
+    return manager, torch.randn(shape, generator=generator).to(DEVICE, torch.bfloat16)
+
+
+def expected_scores(manager: PageManager, queries: torch.Tensor, decay: float) -> np.ndarray:
+    """[L, H, LENGTH] by the paper's formulas, without pooling and redundancy."""
+    old = gathered(manager, [(1, 0, LENGTH)], False, LENGTH)
+    scores = np.full(old.shape, np.nan)
+    for (layer, head), keys in keys_of(manager, 1).items():
+        for p in keys:
+            scores[layer, head, p] = 0.0
+        for asked in range(LENGTH - WINDOW, LENGTH):
+            best = np.zeros(LENGTH)
+            for member in range(GROUP):
+                q = queries[layer, asked % WINDOW, head * GROUP + member].double().numpy()
+                weight = {p: math.exp(SCALING.scale * float(q @ k)) for p, k in keys.items() if p <= asked}
+                for p, x in weight.items():
+                    best[p] = max(best[p], x / sum(weight.values()))
+            scores[layer, head] += best / WINDOW
+    return np.fmax(decay * old, scores)
+
+
+def expected_values(manager: PageManager, scores: np.ndarray, chosen: ZipagePolicy, first: bool) -> np.ndarray:
+    """Pooled, less redundancy; the newest tokens' are not to be read."""
+    values = scores.copy()
+    for (layer, head), keys in keys_of(manager, 1).items():
+        line = scores[layer, head].copy()
+        line[LENGTH - WINDOW :] = 0.0
+        half = chosen.pool // 2 if first else 0
+        pooled = [line[max(p - half, 0) : p + half + 1].max() for p in range(LENGTH)]
+        values[layer, head] = pooled
+        rule = chosen.redundancy
+        if rule is None:
+            continue
+        unit = np.stack([keys[p] / np.linalg.norm(keys[p]) for p in range(LENGTH)])
+        sums = np.zeros(LENGTH)
+        for start in range(0, LENGTH, rule.block or LENGTH):
+            part = slice(start, start + (rule.block or LENGTH))
+            cosine = unit[part] @ unit[part].T
+            np.fill_diagonal(cosine, 0.0)
+            for column in range(len(cosine)):
+                over = np.flatnonzero(cosine[:, column] > rule.threshold)
+                if len(over):
+                    cosine[over[-1], column] = 0.0
+            sums[part] = cosine.sum(1)
+        weight = np.exp(sums / LENGTH / rule.temperature)
+        values[layer, head] -= rule.weight * weight / weight.sum()
+    return values
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the scan of pages reads the CPU's memory")
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("redundancy", [None, Redundancy(0.5, 0.1, 0.4, 16), Redundancy(2.0, 0.02, 0.3, 0)])
+def test_what_stays_is_the_papers_choice(redundancy, first):
+    chosen = policy(redundancy=redundancy)
+    manager, queries = filled("BF16", chosen)
+    scores = expected_scores(manager, queries, 0.0 if first else chosen.decay)
+    values = expected_values(manager, scores, chosen, first)
+    ops = ReferenceOps()
+    judgement = ops.judge_running(manager.state, 1, LENGTH, chosen, queries, SCALING, first=first)
+    np.testing.assert_allclose(judgement.scores.numpy(), scores, rtol=1e-4, atol=1e-7)
+    ops.compact_judged(manager.state, 1, LENGTH, judgement)
+    check_integrity(manager)
+    stays = tier_map(manager.state, 1, LENGTH) == 0
+    assert (stays.sum(2) == KEEP).all() and stays[..., LENGTH - WINDOW :].all()
+    for layer in range(2):
+        for head in range(2):
+            kept = stays[layer, head, : LENGTH - WINDOW]
+            line = values[layer, head, : LENGTH - WINDOW]
+            assert line[kept].min() >= line[~kept].max() - 1e-6
+    kept_scores = gathered(manager, [(1, 0, LENGTH)], True, LENGTH)
+    np.testing.assert_allclose(kept_scores[stays], scores[stays], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("tiers", "high"), [("BF16", None), ("K8V4", None), ("K8V4 K4V2", 18)])
+def test_triton_keeps_what_the_reference_does(tiers, high, first):
+    """In the row's own pages, or in new ones, with tokens of two tiers the second time."""
+    chosen = policy(high=high, redundancy=Redundancy(0.5, 0.1, 2.0, 16))  # no cosine is near its threshold
+    manager, queries = filled(tiers, chosen)
+    state = manager.state
+    twin = clone_state(state)
+    manager.space.extend(5, (30,) * len(manager.fmt.tiers))
+    manager.space.flush()
+    twin.row_blocks.copy_(state.row_blocks)
+    results = []
+    for ops, here in ((ReferenceOps(), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
+        judgement = ops.judge_running(here, 1, LENGTH, chosen, queries, SCALING, first=first)
+        scores = judgement.scores.clone()
+        ops.copy_judged(here, 5, [(1, 0, LENGTH)], LENGTH, judgement)
+        maps = [tier_map(here, 5, LENGTH)]
+        if len(state.fmt.tiers) == 1:
+            ops.compact_judged(here, 1, LENGTH, judgement)
+            maps.append(tier_map(here, 1, LENGTH))
+        results.append((scores, maps))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-3 if DEVICE == "cpu" else 0.02, atol=1e-6)
+    for got, expected in zip(results[1][1], results[0][1], strict=True):
+        assert DEVICE != "cpu" or (got == expected).all()
+        assert ((got < len(state.fmt.tiers)).sum(2) == KEEP).all()
+        assert high is None or ((got == 0).sum(2) == high).all()
+
+
+def test_a_row_is_compressed_each_time_it_is_full():
+    chosen = policy(keep=16, limit=24, window=4, redundancy=None, slots=0.001)
+    manager = make_manager(make_format("BF16", page_tokens=4), pages=500, policy=chosen)
+    running, generator = manager.running, torch.Generator().manual_seed(1)
+    assert running is not None and running.cache.slots == 1
+    add_prompt(manager, 1, 10, generator)
+    add_prompt(manager, 2, 10, generator)
+    for row in (1, 2):
+        running.began(row)
+    compressed: dict[int, list[int]] = {1: [], 2: []}
+    rows = torch.tensor([1, 2], device=DEVICE)
+    for length in range(10, 60):
+        begin_step(manager, [1, 2], [1, 1], [length, length])
+        for layer in range(manager.state.num_layers):
+            position = torch.full((2,), length, device=DEVICE)
+            append(manager.state, layer, *vectors(manager.state, 2, generator), rows, torch.zeros_like(rows), position)
+        for row in (1, 2):
+            if running.follow(row) and running.compress(row, []):
+                compressed[row].append(length + 1)
+                held = int(manager.state.own_tokens[row, :, :, 0].max())
+                assert held == 16 == running.held(row)
+        manager.running.check_integrity()
+        check_integrity(manager)
+    first, second = compressed[1], compressed[2]
+    assert first[0] == 24 and 24 < second[0] <= 24 + 8, "the second waits for the first one's query slot"
+    assert len(first) > 3 and len(second) > 3 and running.waited > 0
+    assert running.compressions == len(first) + len(second)
+    manager.release(1)
+    assert running.held(1) == 0
+    running.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("length", "more", "expected"), [(10, 5, 5), (10, 100, 30), (40, 9, 0), (41, 100, 10), (900, 4, 4), (900, 100, 10)]
+)
+def test_what_a_request_may_still_grow_by(length, more, expected):
+    manager = make_manager(make_format("BF16"), policy=policy())
+    assert manager.running is not None and manager.running.growing(length, more) == expected
