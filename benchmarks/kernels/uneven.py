@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     cells = [
-        [x["lengths"], x["batch"], f"{x['high']:.0%}", *(f"{x[k]:.0f}" for k in ("evenly", "by length"))] for x in rows
+        [x["lengths"], str(x["batch"]), f"{x['high']:.0%}", *(f"{x[k]:.0f}" for k in ("evenly", "by length"))]
+        for x in rows
     ]
     print(markdown(["lengths", "batch", "high", "evenly, us", "by length, us"], cells))
     if args.output:

@@ -170,9 +170,9 @@ class PageManager:
         """Behind the kernels of a step's last layer: compact what it says."""
         for row in step.rows:
             if row in step.ending:
+                self.prompts.end(row)
                 if self.running is not None:
                     self.running.began(row)
-                self.prompts.end(row)
             elif row in step.compacting:
                 self.prompts.end_chunk(row)
 

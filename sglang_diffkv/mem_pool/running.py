@@ -66,6 +66,7 @@ class RunningBudgets:
 
     Attributes:
         scaling: of the model's layers, all alike. copies: whether rows may have to move to be compressed.
+        exact_prefixes: whether the prefix cache keeps all of a prompt's tokens.
         compressions: so far. waited: steps that rows at their limit waited for a query slot or for pages.
     """
 
@@ -86,6 +87,7 @@ class RunningBudgets:
         self.rule: Running = policy.running
         self.cache, self.scaling = cache, scaling
         self.copies = len(device.fmt.tiers) > 1
+        self.exact_prefixes = False
         self.compressions = self.waited = 0
         self._rows: dict[int, Budgeted] = {}
         self._free = list(range(cache.slots - 1, -1, -1))
@@ -93,10 +95,14 @@ class RunningBudgets:
     # What rows hold
 
     def began(self, row: int) -> None:
-        """The prompt of a row has run and is compressed; what it matched counts as so compressed too."""
+        """The prompt of a row has run. Unless it was to stay as it is, its own tokens were compressed. Of what it shares
+        ``exact_prefixes`` hold every token, and others count as compressed too."""
         length, shared, keep = self.rows.length(row), self.rows.shared(row), self.rule.keep
-        held = min(shared, keep) + min(length - shared, keep)
-        self._rows[row] = Budgeted(held, length, judged=length - shared > keep)
+        own = length - shared
+        if row not in self.prompts.untouched:
+            own = min(own, keep)
+            shared = shared if self.exact_prefixes else min(shared, keep)
+        self._rows[row] = Budgeted(shared + own, length, judged=length - shared > keep)
 
     def held(self, row: int) -> int:
         """Tokens that each head of a row holds, at most; its length where it is not past its prompt."""

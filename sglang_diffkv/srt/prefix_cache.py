@@ -39,7 +39,7 @@ class DiffKVPrefixCache(EvictingTree):
         self.joiner = PathJoiner(self)
         self.exact: ExactPrompts | None = None
         if self.manager.running is not None and not self.disable:
-            self.manager.running.copies = True
+            self.manager.running.copies, self.manager.running.exact_prefixes = True, exact
         if exact and self.manager.policy.compresses and not self.disable:
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
         elif not self.disable:
