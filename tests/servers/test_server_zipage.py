@@ -16,11 +16,13 @@ POOL, KEEP, LIMIT, REPLY, REQUESTS = 1200, 96, 128, 260, 10
 CONFIG = {"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": LIMIT // 32, "block": 32}, "page_tokens": 16}
 
 
-def test_requests_hold_their_budget(server_of: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_requests_hold_their_budget(ranks: int, server_of: Callable[..., Server]) -> None:
     """Ten requests of 360 tokens run together where 1,200 fit: the server's own checks see that none holds more than
     its budget for long (``RunningBudgets.check_integrity``)."""
-    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1"]
-    server = server_of("diffkv", args, config=CONFIG, env=STRICT)
+    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1", "--tp-size", str(ranks)]
+    env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)} if ranks > 1 else STRICT
+    server = server_of("diffkv", args, config=CONFIG, env=env)
 
     def ask(number: int) -> int:
         parameters = {"temperature": 0, "max_new_tokens": REPLY, "min_new_tokens": REPLY}
