@@ -175,7 +175,6 @@ def table(stock: Result, search: Search, chosen: Setting | None) -> str:
     header = ["setting", "accuracy %", "to bf16", "ratio, tokens", "ratio, pages", "high / low / pruned %", ""]
     rows = [[STOCK, f"{100 * stock.score.mean:.1f} ± {100 * stock.score.error:.1f}", "", "1", "1", "", ""]]
     for setting, x in search.tried.items():
-        shares = " / ".join("" if s is None else f"{100 * s:.1f}" for s in (x.share_high, x.share_low, x.share_pruned))
         verdict = "chosen" if setting == chosen else "" if search.within(x) else "too lossy"
         rows.append(
             [
@@ -184,7 +183,7 @@ def table(stock: Result, search: Search, chosen: Setting | None) -> str:
                 f"{100 * x.difference:+.1f} ± {100 * x.difference_error:.1f} (p = {x.p:.2g})",
                 f"{x.ratio_tokens:.3f}",
                 f"{x.ratio_pages:.3f}",
-                shares,
+                report.shares_cell(x.model_dump(), digits=1),
                 verdict,
             ]
         )
