@@ -1,8 +1,9 @@
 """Calibrated thresholds of models: where they are kept, how a model finds its own, and when a server runs them.
 
-A file of them is JSON: what ``python -m sglang_diffkv.calibrate`` writes. ``lookup`` reads
+A file of them is JSON: what ``python -m sglang_diffkv.calibrate`` and ``calibrate.layers`` write. ``lookup`` reads
 ``diffkv_calibration.json`` in the model's folder, then the files in ``sglang_diffkv/calibrate/calibrated``, by the
-model's name. ``resolve`` is the configuration that a server runs: the user's, or the thresholds found.
+model's name. ``resolve`` is the configuration that a server runs: the user's, or the thresholds found there or in a
+file that the user names.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, read_config
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.policies.base import prunes
+from sglang_diffkv.policies.registry import PolicyConfig
 
 logger = logging.getLogger(__name__)
 
@@ -134,29 +137,51 @@ def policy_fields(
     return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, **more}
 
 
-class CalibratedThresholds(_Strict):
-    """Thresholds of one model at one choice of tiers.
+class CalibratedEntry(_Strict):
+    """What was found for one model at one choice of tiers.
 
     Attributes:
         models: base names of the model's folder or Hugging Face id, compared without regard to letter case.
-        alpha_high: None with a single tier, which has nothing to choose between.
-        source: ``measured`` with this package, as ``provenance`` says, or ``published`` elsewhere (``note``) and not
-            measured here.
-        chosen: the measured figures of these thresholds.
+        source: ``measured`` with this package, as the entry's ``provenance`` says, or ``published`` elsewhere
+            (``note``) and not measured here.
     """
 
     models: tuple[str, ...] = Field(min_length=1)
     geometry: ModelGeometry | None = None
     tiers: tuple[str, ...]
+    rotate: Literal["none", "keys"] = "none"
+    source: Literal["measured", "published"]
+    note: str = ""
+
+    def config(self) -> DiffKVConfig:
+        """The configuration that this entry is."""
+        raise NotImplementedError
+
+    @property
+    def prunes(self) -> bool:
+        """Whether tokens may be lost with it."""
+        return prunes(self.config().build_policy(), len(self.tiers))
+
+    def check_model(self) -> None:
+        """Raise ConfigError if the model, as far as it is known, has another shape than the entry is for."""
+        if self.geometry is not None:
+            self.config().check_heads(self.geometry.layers, self.geometry.kv_heads)
+
+
+class CalibratedThresholds(CalibratedEntry):
+    """DiffKV's thresholds.
+
+    Attributes:
+        alpha_high: None with a single tier, which has nothing to choose between.
+        chosen: the measured figures of these thresholds.
+    """
+
     alpha_high: float | None
     alpha_low: float
     window: int = 64
-    rotate: Literal["none", "keys"] = "none"
     sinks: int = 0
     horizon: int = 0
     head_scale: HeadScale | None = None
-    source: Literal["measured", "published"]
-    note: str = ""
     chosen: GridPoint | None = None
     provenance: Provenance | None = None
 
@@ -166,22 +191,71 @@ class CalibratedThresholds(_Strict):
             raise ValueError("measured thresholds need their provenance and figures")
         if (self.alpha_high is None) != (len(self.tiers) == 1):
             raise ValueError("alpha_high is given with two tiers and only then")
-        config = self.config()
-        if self.geometry is not None:
-            config.check_heads(self.geometry.layers, self.geometry.kv_heads)
+        self.config()
+        self.check_model()
+        return self
+
+    @property
+    def prunes(self) -> bool:
+        return self.alpha_low > 0
+
+    def config(self) -> DiffKVConfig:
+        policy = policy_fields(self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon, self.head_scale)
+        return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
+
+
+class CalibratedPolicy(CalibratedEntry):
+    """Another method as it is configured, with what its procedure notes of how that was found."""
+
+    policy: Annotated[PolicyConfig, Field(discriminator="name")]
+    provenance: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _usable(self) -> CalibratedPolicy:
+        if self.source == "measured" and not self.provenance:
+            raise ValueError("a measured policy needs its provenance")
+        self.config()
+        self.check_model()
         return self
 
     def config(self) -> DiffKVConfig:
-        """The configuration that these thresholds are."""
-        policy = policy_fields(self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon, self.head_scale)
+        policy = self.policy.model_dump(exclude_none=True)
         return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
+
+
+def _kind(entry: Any) -> str:
+    has_policy = "policy" in entry if isinstance(entry, dict) else isinstance(entry, CalibratedPolicy)
+    return "policy" if has_policy else "thresholds"
+
+
+Entry = Annotated[
+    Annotated[CalibratedThresholds, Tag("thresholds")] | Annotated[CalibratedPolicy, Tag("policy")],
+    Discriminator(_kind),
+]
 
 
 class CalibrationFile(_Strict):
     """The content of a file."""
 
     format: Literal[1] = 1
-    entries: tuple[CalibratedThresholds, ...]
+    entries: tuple[Entry, ...]
+
+
+def measured_policy(
+    model_path: str | Path, tiers: Sequence[str], rotate: str, policy: PolicyConfig, provenance: BaseModel
+) -> CalibratedPolicy:
+    """An entry for a model and what a procedure found for it."""
+    return CalibratedPolicy.model_validate(
+        {
+            "models": (model_name(model_path),),
+            "geometry": ModelGeometry.of(model_path),
+            "tiers": tuple(tiers),
+            "rotate": rotate,
+            "policy": policy,
+            "source": "measured",
+            "provenance": provenance.model_dump(mode="json"),
+        }
+    )
 
 
 def read_file(path: Any) -> CalibrationFile:
@@ -221,13 +295,13 @@ def model_file(model_path: str | Path, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def lookup(model_path: str | Path, tiers: Sequence[str] | None = None) -> CalibratedThresholds | None:
+def lookup(model_path: str | Path, tiers: Sequence[str] | None = None) -> CalibratedEntry | None:
     """As ``find``, without the file."""
     found = find(model_path, tiers)
     return None if found is None else found[0]
 
 
-def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[CalibratedThresholds, Any] | None:
+def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[CalibratedEntry, Any] | None:
     """Thresholds for a model and the file that has them, or None.
 
     Args:
@@ -240,9 +314,8 @@ def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[Ca
     geometry, name = ModelGeometry.of(model_path), model_name(model_path).casefold()
     wanted = None if tiers is None else tuple(tier.upper() for tier in tiers)
 
-    def fits(entry: CalibratedThresholds) -> bool:
-        same_shape = geometry is None or entry.geometry is None or entry.geometry == geometry
-        return same_shape and wanted in (None, entry.tiers)
+    def fits(entry: CalibratedEntry) -> bool:
+        return _same_shape(entry, geometry) and wanted in (None, entry.tiers)
 
     own = model_file(model_path, FILE_NAME)
     if own is not None:
@@ -256,12 +329,31 @@ def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[Ca
     return None
 
 
+def _same_shape(entry: CalibratedEntry, geometry: ModelGeometry | None) -> bool:
+    """As far as is known."""
+    return geometry is None or entry.geometry is None or entry.geometry == geometry
+
+
+def _of_file(path: str, model_path: str | Path) -> CalibratedEntry:
+    """The first entry of a file that the user names which is for a model of this shape. Raises ConfigError."""
+    geometry = ModelGeometry.of(model_path)
+    try:
+        entries = read_file(Path(path)).entries
+    except CalibrationError as error:
+        raise ConfigError(f'"thresholds": {error}') from None
+    for entry in entries:
+        if _same_shape(entry, geometry):
+            return entry
+    raise ConfigError(f'"thresholds": {path} has none for a model of the shape of {model_name(model_path)}')
+
+
 def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, str]:
     """The configuration for a model, and where its thresholds come from, in words.
 
     Args:
         source: as for ``load_config``. Calibrated thresholds are looked up if it asks for them, or if there is no
             configuration in the environment either; then those that prune are not taken, since pruned tokens are lost.
+            Where it names a calibration file they are those of that file.
         model_path: a folder or a Hugging Face id; nothing is downloaded.
 
     Raises ConfigError, also if a configuration asks for calibrated thresholds and there are none.
@@ -271,22 +363,25 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
     config = read_config(text or "")
     if given and config.thresholds == "default":
         return config, "those of the configuration given"
+    name = model_name(model_path)
+    if config.thresholds not in ("default", "calibrated"):
+        entry = _of_file(config.thresholds, model_path)
+        origin = f"calibrated for {', '.join(entry.models)}, {PROVENANCE[entry.source]} ({config.thresholds})"
+        return apply(config, entry), origin
     try:
         found = find(model_path)
     except CalibrationError as error:
         raise ConfigError(
             f'{error}; repair it, or start with --diffkv-config \'{{"thresholds": "default"}}\''
         ) from None
-    name = model_name(model_path)
     if found is not None:
         entry, path = found
-        if not given and entry.alpha_low > 0:
+        if not given and entry.prunes:
             logger.warning(
-                "DiffKV: the thresholds calibrated for %s (%s) prune tokens (alpha_low %g), which costs accuracy, and "
-                "are not applied. To serve with them start with %s.",
+                "DiffKV: the thresholds calibrated for %s (%s) prune tokens, which costs accuracy, and are not "
+                "applied. To serve with them start with %s.",
                 name,
                 path,
-                entry.alpha_low,
                 ASK,
             )
             return config, f"the built-in defaults, since those calibrated for {name} prune and were not asked for"
@@ -299,7 +394,7 @@ def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, s
     return config, f"the built-in defaults, since none are calibrated for {name}"
 
 
-def apply(config: DiffKVConfig, entry: CalibratedThresholds) -> DiffKVConfig:
+def apply(config: DiffKVConfig, entry: CalibratedEntry) -> DiffKVConfig:
     """``config`` with the tiers, the policy and the rotation of calibrated thresholds."""
     calibrated = {"tiers", "policy", "rotate"}
     kept = config.model_dump(exclude=calibrated)

@@ -45,9 +45,10 @@ class DiffKVConfig(Strict):
             same, and keys with outliers lose less at 4 bits; it costs one small launch a layer and pass.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
-        thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model; ``default`` takes
-            those given here. A server that is given no configuration at all looks for calibrated ones. It is
-            carried out when a server starts and is not part of the resolved configuration.
+        thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model, the path of a
+            calibration file (``.json``) from that one; ``default`` takes those given here. A server that is given no
+            configuration at all looks for calibrated ones. It is carried out when a server starts and is not part of
+            the resolved configuration.
     """
 
     tiers: tuple[str, ...] = ("K8V4", "K4V2")
@@ -59,7 +60,7 @@ class DiffKVConfig(Strict):
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
     decode: Literal["evenly", "by_length"] = "evenly"
-    thresholds: Literal["calibrated", "default"] = Field(default="default", exclude=True)
+    thresholds: str = Field(default="default", exclude=True)
 
     @field_validator("tiers")
     @classmethod
@@ -67,6 +68,13 @@ class DiffKVConfig(Strict):
         if not 1 <= len(tiers) <= MOST_TIERS:
             raise ValueError(f"{len(tiers)} tiers given: one to four are supported")
         return tuple(Tier.parse(name).name for name in tiers)
+
+    @field_validator("thresholds")
+    @classmethod
+    def _source(cls, thresholds: str) -> str:
+        if thresholds not in ("calibrated", "default") and not thresholds.endswith(".json"):
+            raise ValueError('"calibrated", "default" or the path of a calibration file, which ends in .json')
+        return thresholds
 
     @model_validator(mode="after")
     def _consistent(self) -> DiffKVConfig:
@@ -77,9 +85,9 @@ class DiffKVConfig(Strict):
                 kept = ("one tier", "two tiers", "three tiers")[policy.most_tiers - 1]
                 raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}")
             policy.check_tiers(count)
-        if self.thresholds == "calibrated" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
+        if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             named = " and ".join(sorted(given))
-            raise ValueError(f'"thresholds": "calibrated" brings tiers, policy and rotate; drop {named}')
+            raise ValueError(f'"thresholds": "{self.thresholds}" brings tiers, policy and rotate; drop {named}')
         if self.rotate != "none" and all(tier.is_raw for tier in self.parsed_tiers):
             raise ValueError(f'rotate "{self.rotate}" serves quantised keys, and tier BF16 has none')
         return self
@@ -123,8 +131,8 @@ def load_config(source: str | None = None) -> DiffKVConfig:
     ``thresholds.resolve`` finds.
     """
     config = read_config(source)
-    if config.thresholds == "calibrated":
-        raise ConfigError('"thresholds": "calibrated" is looked up for a model; here write out tiers and policy')
+    if config.thresholds != "default":
+        raise ConfigError(f'"thresholds": "{config.thresholds}" is looked up for a model; write out tiers and policy')
     return config
 
 

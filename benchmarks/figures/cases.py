@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sglang_diffkv.calibration import HeadScale, lookup, policy_fields
+from sglang_diffkv.calibration import CalibratedThresholds, HeadScale, lookup, policy_fields
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.evaluate.configuration import FP8, FP8_DTYPE, STOCK, Configuration
 from sglang_diffkv.mem_pool.page_format import Tier
@@ -61,7 +61,7 @@ FP8_CASE = Case(Configuration(FP8, kv_cache_dtype=FP8_DTYPE), "stock fp8", "fp8"
 def chosen(model: str, alpha_high: float | None = None) -> Thresholds:
     """The calibrated thresholds of a model or the defaults, perhaps at another ``alpha_high``."""
     entry = lookup(model)
-    if entry is None:
+    if not isinstance(entry, CalibratedThresholds):
         source = "defaults, none are calibrated for this model"
         found = Thresholds(TIERS, DEFAULTS.alpha_high, DEFAULTS.alpha_low, DEFAULTS.window, source)
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.provenance import headline
 from benchmarks.serving.session import OK, Record
-from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.report import markdown, shares_cell
 
 HEADER = (
     "backend",
@@ -77,7 +77,7 @@ def shares(record: Record) -> str:
     """The tiers' shares in percent, of a DiffKV record."""
     if "share_high" not in record:
         return ""
-    return " / ".join(f"{100 * record[f'share_{tier}']:.1f}" for tier in ("high", "low", "pruned"))
+    return shares_cell(record, digits=1)
 
 
 def row(record: Record, records: Sequence[Record]) -> list[str]:

@@ -20,6 +20,14 @@ from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
 PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
 PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
 REPORTING = "dev"
+LEAN_HIGHS = (0.005, 0.01, 0.05, 0.1, 0.2)
+LEAN_LOWS = (0.0, 0.001, 0.005, 0.01)
+PAPER_TIERS = (("K8V4", "K4V2"), ("K4V2", "K4V1"))
+PAPER_WINDOW = 64
+RUNS = 5
+TARGETS = ("neutral", "loss")
+LEAN_ONLY = ("mass_high", "mass_low", "runs", "held_out", "target")
+DIFFKV_ONLY = ("alpha_high", "alpha_low", "sinks", "horizon", "head_scale", "fit_heads")
 SELECTION = ("seed", "levels", "only", "exclude")
 """Arguments that choose the questions."""
 
@@ -47,28 +55,51 @@ def tier_names(text: str) -> tuple[str, ...]:
 def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """The command line."""
     parser = new_parser("calibrate", description)
-    parser.add_argument("--tolerance", type=float, default=1.0, help="points below bf16 (default: %(default)s)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="points below bf16 (default: 1); with --procedure leankv percent of bf16's accuracy (default: 5)",
+    )
     parser.add_argument(
         "--margin",
         type=float,
-        default=1.0,
-        help="standard errors by which a loss has to stay below the tolerance (default: %(default)s; 0: take it as is)",
+        help="standard errors by which a loss has to stay below the tolerance (default: 1, with --procedure leankv 0: "
+        "take it as is)",
     )
-    parser.add_argument("--procedure", choices=("paper", "grid"), default="paper")
+    parser.add_argument("--procedure", choices=("paper", "grid", "leankv"), default="paper")
     choices = parser.add_argument_group("what is searched", "several of each with --procedure grid")
     choices.add_argument(
         "--tiers",
         type=tier_names,
         action="append",
         metavar="HIGH,LOW",
-        help="repeat it for several choices (default: K8V4,K4V2)",
+        help="repeat it for several choices (default: K8V4,K4V2; with --procedure leankv that and K4V2,K4V1)",
     )
     choices.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
     choices.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
-    choices.add_argument("--window", type=int, nargs="+", default=[WINDOW], help=f"default: {WINDOW}")
+    choices.add_argument(
+        "--window", type=int, nargs="+", help=f"default: {WINDOW}; with --procedure leankv {PAPER_WINDOW}"
+    )
     choices.add_argument("--rotate", choices=("none", "keys"), nargs="+", default=["none"], help="default: none")
     choices.add_argument("--sinks", type=int, nargs="+", default=[0], help="default: 0")
     choices.add_argument("--horizon", type=int, nargs="+", default=[0], help="default: 0, scores never forget")
+    lean = parser.add_argument_group("with --procedure leankv")
+    lean.add_argument("--mass-high", type=float, nargs="+", default=LEAN_HIGHS, help="default: the paper's, .005 to .2")
+    lean.add_argument("--mass-low", type=float, nargs="+", default=LEAN_LOWS, help="default: the paper's, 0 to .01")
+    lean.add_argument("--runs", type=int, default=RUNS, help="of all questions, shuffled (default: %(default)s)")
+    lean.add_argument(
+        "--held-out",
+        type=float,
+        default=0.25,
+        metavar="SHARE",
+        help="of the questions, which no choice sees and what is chosen answers (default: %(default)s)",
+    )
+    lean.add_argument(
+        "--target",
+        choices=TARGETS,
+        default=TARGETS[0],
+        help="what is written: the cheapest neutral setting, or the cheapest within the tolerance (default: neutral)",
+    )
     parser.add_argument(
         "--head-scale",
         type=Path,
@@ -89,14 +120,24 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     parser.add_argument("--work", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
     args = parser.parse_args(argv)
-    args.tiers = args.tiers or [("K8V4", "K4V2")]
-    for name in ("tiers", "window", "rotate", "sinks", "horizon"):
-        if args.procedure == "paper" and len(getattr(args, name)) > 1:
-            parser.error(f"--procedure paper takes one choice of --{name}")
+    lean_kv = args.procedure == "leankv"
+    for name in LEAN_ONLY if not lean_kv else DIFFKV_ONLY:
+        if getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} does not go with --procedure {args.procedure}")
+    args.tiers = args.tiers or list(PAPER_TIERS if lean_kv else PAPER_TIERS[:1])
+    args.window = args.window or [PAPER_WINDOW if lean_kv else WINDOW]
+    args.tolerance = (5.0 if lean_kv else 1.0) if args.tolerance is None else args.tolerance
+    args.margin = (0.0 if lean_kv else 1.0) if args.margin is None else args.margin
+    single = {"paper": ("tiers", "window", "rotate", "sinks", "horizon"), "leankv": ("window", "rotate")}
+    for name in single.get(args.procedure, ()):
+        if len(getattr(args, name)) > 1:
+            parser.error(f"--procedure {args.procedure} takes one choice of --{name}")
+    if args.runs < 2 or not 0 <= args.held_out < 1:
+        parser.error("--runs is a number from 2 on, --held-out a share below 1")
     if args.fit_heads and (args.procedure != "grid" or args.head_scale or args.fit_heads < 0):
         parser.error("--fit-heads takes a number of questions from 1 on, --procedure grid, and no --head-scale")
     if args.tolerance < 0:
-        parser.error("--tolerance is a number of points from 0 on")
+        parser.error("--tolerance is a number from 0 on")
     return args
 
 

@@ -12,19 +12,21 @@ model's folder as diffkv_calibration.json. Example:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
-from functools import cached_property, partial
+from functools import cached_property
 
 import requests
 
+from sglang_diffkv.calibrate import leankv
+from sglang_diffkv.calibrate.answers import Answers, circumstances, configured
 from sglang_diffkv.calibrate.arguments import load_calibration, parse_args, read_head_scale, selection
 from sglang_diffkv.calibrate.heads.fit import Source, fit_all
 from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
+from sglang_diffkv.calibrate.shuffled import shuffled
 from sglang_diffkv.calibration import (
+    CalibratedEntry,
     CalibratedThresholds,
     CalibrationFile,
     GridPoint,
@@ -34,17 +36,17 @@ from sglang_diffkv.calibration import (
     model_name,
     policy_fields,
 )
-from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report, runner
 from sglang_diffkv.evaluate.client import RequestError
-from sglang_diffkv.evaluate.configuration import STOCK, Configuration, device_name
+from sglang_diffkv.evaluate.configuration import STOCK
 from sglang_diffkv.evaluate.endpoint import EvaluationError
-from sglang_diffkv.evaluate.jobs import Connect, evaluate_all
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import Result, summarise
+from sglang_diffkv.evaluate.task import Task
 from sglang_diffkv.evaluate.tasks import TaskFileError
 
 MAX_FITTED_TOKENS = 4096
@@ -56,18 +58,12 @@ class Calibration:
 
     def __init__(self, args: argparse.Namespace, store: Store):
         self.args, self.store = args, store
-        self.task = load_calibration(args)
-        if self.task.metric != "accuracy":
-            raise TaskFileError(f"{self.task.name}: thresholds are fitted to right and wrong answers")
+        self.task = load_judged(args)
         self.tokenizer = load_tokenizer(args.tokenizer or args.model)
         self.suite = runner.Suite.of(self.task, self.tokenizer)
         self.head_scale = None if args.head_scale is None else read_head_scale(args.head_scale)
         self.factors: dict[Setting, HeadScale] = {}
-        self.asked: set[str] = set()
-        runner.register(store, [self.suite])
-        self._server(Configuration(STOCK))
-        if next(iter(store.configurations)) != STOCK:
-            raise EvaluationError(f"{store.path} compares with another configuration than {STOCK}: use a new --work")
+        self.answers = Answers(args, store, [self.suite])
 
     @cached_property
     def stock(self) -> Result:
@@ -77,15 +73,7 @@ class Calibration:
 
     def ask(self, settings: Sequence[Setting]) -> None:
         """Have stock and the settings answer what the store does not hold, once; ``--jobs`` of them at once."""
-        wanted = [Configuration(STOCK), *(Configuration(x.name, self.config(x)) for x in settings)]
-        servers = {x.name: self._server(x) for x in wanted if x.name not in self.asked}
-        evaluate_all(servers, [self.suite], self.store, self.args.concurrency, self.args.jobs)
-        self.asked |= servers.keys()
-
-    def _server(self, configuration: Configuration) -> Connect:
-        args = self.args
-        self.store.add_configuration(configuration.name, configuration.fingerprint(args.model, args.server_args))
-        return partial(runner.start, configuration, args.model, args.server_args)
+        self.answers.ask({x.name: self.config(x) for x in settings})
 
     def _result(self, name: str) -> Result:
         return next(x for x in summarise(self.store, [self.suite]) if x.configuration == name)
@@ -109,13 +97,9 @@ class Calibration:
 
     def config(self, setting: Setting) -> DiffKVConfig:
         """The DiffKV configuration of a setting."""
-        base = load_config(self.args.base).model_dump(exclude_unset=True)
-        if searched := base.keys() & {"tiers", "policy", "rotate"}:
-            raise ConfigError(f"--base sets {' and '.join(sorted(searched))}, which are what is searched for")
         rule = (setting.window, setting.sinks, setting.horizon, self.scale(setting))
         policy = policy_fields(setting.alpha_high, setting.alpha_low, *rule)
-        fields = {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate}
-        return load_config(json.dumps({**base, **fields}))
+        return configured(self.args.base, {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate})
 
     def measure(self, setting: Setting) -> GridPoint:
         """One point of the grid."""
@@ -141,9 +125,9 @@ class Calibration:
             share_pruned=cache.share_pruned,
         )
 
-    def entry(self, chosen: Setting, search: Search) -> CalibratedThresholds:
+    def entry(self, chosen: Setting, search: Search[Setting, GridPoint]) -> CalibratedThresholds:
         """What is written for a chosen setting."""
-        args, task = self.args, self.task.fingerprint()
+        args = self.args
         rule = {name: value for name, value in asdict(chosen).items() if name != "heads"}
         return CalibratedThresholds(
             models=(model_name(args.model),),
@@ -153,29 +137,28 @@ class Calibration:
             source="measured",
             chosen=search.tried[chosen],
             provenance=Provenance(
-                date=datetime.now(timezone.utc).date().isoformat(),
-                procedure=args.procedure,
-                tolerance_points=args.tolerance,
-                margin=args.margin,
-                task_file=task["file"],
-                task_sha256=task["sha256"],
+                **circumstances(args, self.task),
                 n=self.stock.score.n,
-                selection={**selection(args), "max_new_tokens": args.max_new_tokens},
                 bf16_accuracy=self.stock.score.mean,
                 bf16_accuracy_error=self.stock.score.error,
-                versions=report.environment()["versions"],
-                device=device_name(),
                 grid=tuple(search.tried.values()),
             ),
         )
 
 
-def table(stock: Result, search: Search, chosen: Setting | None) -> str:
+def load_judged(args: argparse.Namespace) -> Task:
+    """The calibration file. Raises TaskFileError, also if its replies are not right or wrong."""
+    task = load_calibration(args)
+    if task.metric != "accuracy":
+        raise TaskFileError(f"{task.name}: thresholds are fitted to right and wrong answers")
+    return task
+
+
+def table(stock: Result, search: Search[Setting, GridPoint], chosen: Setting | None) -> str:
     """The settings tried, as Markdown."""
     header = ["setting", "accuracy %", "to bf16", "ratio, tokens", "ratio, pages", "high / low / pruned %", ""]
     rows = [[STOCK, f"{100 * stock.score.mean:.1f} ± {100 * stock.score.error:.1f}", "", "1", "1", "", ""]]
     for setting, x in search.tried.items():
-        shares = " / ".join("" if s is None else f"{100 * s:.1f}" for s in (x.share_high, x.share_low, x.share_pruned))
         verdict = "chosen" if setting == chosen else "" if search.within(x) else "too lossy"
         rows.append(
             [
@@ -184,11 +167,75 @@ def table(stock: Result, search: Search, chosen: Setting | None) -> str:
                 f"{100 * x.difference:+.1f} ± {100 * x.difference_error:.1f} (p = {x.p:.2g})",
                 f"{x.ratio_tokens:.3f}",
                 f"{x.ratio_pages:.3f}",
-                shares,
+                report.shares_cell(x.model_dump(), digits=1),
                 verdict,
             ]
         )
     return report.markdown(header, rows)
+
+
+def write(args: argparse.Namespace, entry: CalibratedEntry) -> None:
+    """Write the calibration file."""
+    content = CalibrationFile.model_validate({"entries": (entry,)})
+    args.output.write_text(content.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def thresholds(args: argparse.Namespace, store: Store) -> int:
+    """DiffKV's thresholds: search, print the grid, write; 1 if none are within the tolerance."""
+    calibration = Calibration(args, store)
+    rule = (args.tolerance / 100, args.margin, args.whole_grid)
+    search = Search(calibration.measure, *rule, jobs=args.jobs, measure_ahead=calibration.ask)
+    if args.procedure == "paper":
+        fixed = (args.window[0], args.rotate[0], args.sinks[0], args.horizon[0])
+        chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
+    else:
+        choices = (args.window, args.rotate, args.sinks, args.horizon)
+        starts = grid_starts(args.tiers, args.alpha_high, *choices)
+        if args.fit_heads:
+            starts += calibration.with_heads(starts)
+        chosen = grid(search, starts, args.alpha_low)
+    stock = calibration.stock
+    print(f"{stock.score.n} questions of {calibration.task.name}\n")
+    print(table(stock, search, chosen))
+    by = f" by {args.margin:g} standard errors" if args.margin else ""
+    if chosen is None:
+        print(f"\nno setting is within {args.tolerance:g} points of bf16{by}", file=sys.stderr)
+        return 1
+    write(args, calibration.entry(chosen, search))
+    print(f"\n{chosen.name} saves most within {args.tolerance:g} points of bf16{by}; written to {args.output}")
+    return 0
+
+
+def lean(args: argparse.Namespace, store: Store) -> int:
+    """LeanKV's thresholds: search, print the grid and what is neutral and within the loss, write one of them; 1 if
+    there is none."""
+    task, tokenizer = load_judged(args), load_tokenizer(args.tokenizer or args.model)
+    runs = shuffled(task, tokenizer, args.runs, args.held_out, args.seed)
+    calibration = leankv.LeanCalibration(args, store, runs)
+    search = calibration.search()
+    chosen = {target: search.best(allowed) for target, allowed in calibration.allowed.items()}
+    calibration.held_out(list(chosen.values()))
+    stock = calibration.stock
+    deviation = f"bf16's deviation over runs: {100 * calibration.deviation:.2f} points"
+    print(f"{stock.n} questions of {task.name}, {args.runs} runs in random orders; {deviation}\n")
+    print(leankv.grid_table(calibration, search))
+    print(f"\nKV memory over bf16's, fewest bytes of {len(search.tried)} settings:\n")
+    print(leankv.summary_table(calibration, search, chosen, task.name))
+    found = chosen[args.target]
+    if found is None:
+        print(f"\nno setting is within the target {args.target!r}", file=sys.stderr)
+        return 1
+    choices = {
+        target: leankv.Choice(
+            allowed=calibration.allowed[target],
+            setting=None if setting is None else setting.name,
+            held_out=None if setting is None else calibration.held_out_accuracy(setting.name),
+        )
+        for target, setting in chosen.items()
+    }
+    write(args, calibration.entry(found, choices, list(search.tried.values())))
+    print(f"\n{found.name} ({args.target}) is written to {args.output}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,29 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv, __doc__)
     try:
         with Store(args.work) as store:
-            calibration = Calibration(args, store)
-            rule = (args.tolerance / 100, args.margin, args.whole_grid)
-            search = Search(calibration.measure, *rule, jobs=args.jobs, measure_ahead=calibration.ask)
-            if args.procedure == "paper":
-                fixed = (args.window[0], args.rotate[0], args.sinks[0], args.horizon[0])
-                chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
-            else:
-                choices = (args.window, args.rotate, args.sinks, args.horizon)
-                starts = grid_starts(args.tiers, args.alpha_high, *choices)
-                if args.fit_heads:
-                    starts += calibration.with_heads(starts)
-                chosen = grid(search, starts, args.alpha_low)
-            stock = calibration.stock
+            return lean(args, store) if args.procedure == "leankv" else thresholds(args, store)
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
         print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)
         return 1
-    print(f"{stock.score.n} questions of {calibration.task.name}\n")
-    print(table(stock, search, chosen))
-    by = f" by {args.margin:g} standard errors" if args.margin else ""
-    if chosen is None:
-        print(f"\nno setting is within {args.tolerance:g} points of bf16{by}", file=sys.stderr)
-        return 1
-    content = CalibrationFile(entries=(calibration.entry(chosen, search),))
-    args.output.write_text(content.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    print(f"\n{chosen.name} saves most within {args.tolerance:g} points of bf16{by}; written to {args.output}")
-    return 0

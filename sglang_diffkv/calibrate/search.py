@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Generic, Protocol, TypeVar
 
 from sglang_diffkv.calibration import GridPoint
 from sglang_diffkv.config import DiffKVPolicyConfig
@@ -51,8 +52,25 @@ class Setting:
         return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}{sinks}{horizon}{heads}"
 
 
+class Figures(Protocol):
+    """What a search reads of a measured setting: its difference to bf16, and the bytes it takes over bf16's."""
+
+    @property
+    def difference(self) -> float: ...
+
+    @property
+    def difference_error(self) -> float: ...
+
+    @property
+    def ratio_tokens(self) -> float: ...
+
+
+S = TypeVar("S")
+P = TypeVar("P", bound=Figures)
+
+
 @dataclass
-class Search:
+class Search(Generic[S, P]):
     """Settings tried so far.
 
     Args:
@@ -63,16 +81,16 @@ class Search:
         measure_ahead: makes ``measure`` answer at once for these settings.
     """
 
-    measure: Callable[[Setting], GridPoint]
+    measure: Callable[[S], P]
     tolerance: float
     margin: float = 1.0
     whole: bool = False
     jobs: int = 1
-    measure_ahead: Callable[[Sequence[Setting]], None] = lambda settings: None
-    tried: dict[Setting, GridPoint] = field(default_factory=dict)
-    _measured: dict[Setting, GridPoint] = field(default_factory=dict, init=False)
+    measure_ahead: Callable[[Sequence[S]], None] = lambda settings: None
+    tried: dict[S, P] = field(default_factory=dict)
+    _measured: dict[S, P] = field(default_factory=dict, init=False)
 
-    def lines(self, lines: Sequence[Sequence[Setting]]) -> None:
+    def lines(self, lines: Sequence[Sequence[S]]) -> None:
         """Try lines of settings that save ever more, each up to the first that is surely outside the tolerance."""
         if self.jobs > 1:
             self._ahead(lines)
@@ -82,7 +100,7 @@ class Search:
                 if self._ends(point):
                     break
 
-    def _ahead(self, lines: Sequence[Sequence[Setting]]) -> None:
+    def _ahead(self, lines: Sequence[Sequence[S]]) -> None:
         going = [line for line in lines if line]
         while going:
             each = max(map(len, going)) if self.whole else max(1, self.jobs // len(going))
@@ -90,26 +108,28 @@ class Search:
             ended = [any(self._ends(self._point(setting)) for setting in line[:each]) for line in going]
             going = [line[each:] for line, end in zip(going, ended) if not end and line[each:]]
 
-    def _point(self, setting: Setting) -> GridPoint:
+    def _point(self, setting: S) -> P:
         if setting not in self._measured:
             self._measured[setting] = self.measure(setting)
         return self._measured[setting]
 
-    def _ends(self, point: GridPoint) -> bool:
+    def _ends(self, point: P) -> bool:
         return not self.whole and point.difference + 2 * point.difference_error < -self.tolerance
 
-    def best(self) -> Setting | None:
-        """Within the tolerance, the setting that takes the fewest bytes a token; None if there is none."""
-        within = [x for x, point in self.tried.items() if self.within(point)]
+    def best(self, tolerance: float | None = None) -> S | None:
+        """Within the tolerance, or another one than the search's, the setting that takes the fewest bytes a token; None
+        if there is none."""
+        within = [x for x, point in self.tried.items() if self.within(point, tolerance)]
         return min(within, key=lambda x: self.tried[x].ratio_tokens, default=None)
 
-    def within(self, point: GridPoint) -> bool:
+    def within(self, point: P, tolerance: float | None = None) -> bool:
         """Whether a setting loses at most the tolerance, by the margin."""
-        return point.difference - self.margin * point.difference_error >= -self.tolerance
+        allowed = self.tolerance if tolerance is None else tolerance
+        return point.difference - self.margin * point.difference_error >= -allowed
 
 
 def paper(
-    search: Search,
+    search: Search[Setting, GridPoint],
     tiers: tuple[str, ...],
     highs: Sequence[float],
     lows: Sequence[float],
@@ -147,7 +167,7 @@ def grid_starts(
     ]
 
 
-def grid(search: Search, starts: Sequence[Setting], lows: Sequence[float]) -> Setting | None:
+def grid(search: Search[Setting, GridPoint], starts: Sequence[Setting], lows: Sequence[float]) -> Setting | None:
     """Each of ``starts`` with every ``alpha_low`` up to its ``alpha_high``."""
     search.lines([[replace(start, alpha_low=low) for low in _lows(start, lows)] for start in starts])
     return search.best()

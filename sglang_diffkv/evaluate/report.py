@@ -7,12 +7,14 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 TOTALS = ("requests", "tokens", "page_bytes", "token_bytes", "bf16_bytes", "high", "low", "pruned")
+IN_TIER = "tier "
+"""Before a tier's name: its tokens, among totals."""
 
 
 def proportion(right: Sequence[bool]) -> tuple[float, float]:
@@ -50,18 +52,20 @@ def totals(stats: dict[str, Any] | None, key: str = "finished") -> dict[str, flo
     """The cumulative totals over finished requests in a server's statistics, or None."""
     if not stats or key not in stats:
         return None
-    return {name: float(stats[key].get(name, 0)) for name in TOTALS}
+    by_tier = {IN_TIER + name: float(held) for name, held in stats[key].get("by_tier", {}).items()}
+    return {**{name: float(stats[key].get(name, 0)) for name in TOTALS}, **by_tier}
 
 
 def since(after: dict[str, float] | None, before: dict[str, float] | None) -> dict[str, float] | None:
     """What was added to the totals between two readings."""
     if after is None:
         return None
-    return {name: after[name] - (before or {}).get(name, 0.0) for name in TOTALS}
+    return {name: value - (before or {}).get(name, 0.0) for name, value in after.items()}
 
 
-def ratios(finished: dict[str, float] | None) -> dict[str, float] | None:
-    """Ratios to bfloat16 and token shares from totals; None without any finished request."""
+def ratios(finished: dict[str, float] | None) -> dict[str, Any] | None:
+    """Ratios to bfloat16 and token shares from totals; None without any finished request. ``share_by_tier`` is empty
+    where the totals do not tell tiers apart."""
     if finished is None or not finished["bf16_bytes"]:
         return None
     seen = finished["high"] + finished["low"] + finished["pruned"] or math.nan
@@ -69,12 +73,33 @@ def ratios(finished: dict[str, float] | None) -> dict[str, float] | None:
         "ratio_pages": finished["page_bytes"] / finished["bf16_bytes"],
         "ratio_tokens": finished["token_bytes"] / finished["bf16_bytes"],
         **{f"share_{tier}": finished[tier] / seen for tier in ("high", "low", "pruned")},
+        "share_by_tier": {
+            name.removeprefix(IN_TIER): held / seen for name, held in finished.items() if name.startswith(IN_TIER)
+        },
     }
 
 
-def shares_text(figures: dict[str, float]) -> str:
+def named_shares(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
+    """From figures as ``ratios`` gives them: the shares ``high``, ``low`` and ``pruned``, with more than two tiers
+    each one's by its name in place of the first two."""
+    by_tier = figures.get("share_by_tier") or {}
+    held = by_tier.items() if len(by_tier) > 2 else [(tier, figures[f"share_{tier}"]) for tier in ("high", "low")]
+    return [*held, ("pruned", figures["share_pruned"])]
+
+
+def shares_cell(figures: Mapping[str, Any], digits: int = 0) -> str:
+    """The shares in percent as a cell of a column ``high / low / pruned %``; with more than two tiers with their names.
+    ``digits`` behind the point, one at least for a small share."""
+    shares = named_shares(figures)
+    numbers = ["" if x is None else f"{100 * x:.{max(digits, int(0 < x < 0.1))}f}" for _, x in shares]
+    if len(shares) > 3:
+        numbers = [f"{name} {number}" for (name, _), number in zip(shares, numbers)]
+    return " / ".join(numbers)
+
+
+def shares_text(figures: Mapping[str, Any]) -> str:
     """The shares as ``high 61%, low 39%, pruned 0%``, with a decimal for a small share."""
-    return ", ".join(f"{tier} {_percent(figures[f'share_{tier}'])}" for tier in ("high", "low", "pruned"))
+    return ", ".join(f"{tier} {_percent(share)}" for tier, share in named_shares(figures) if share is not None)
 
 
 def _percent(share: float) -> str:

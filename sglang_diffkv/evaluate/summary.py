@@ -51,7 +51,8 @@ class CacheFigures(_Frozen):
 
     ``pages`` counts whole pages, ``tokens`` without their free slots; ``long`` only requests of 1,000 tokens and
     more. ``measured`` is False for a stock cache, whose ratio is that of its element sizes. ``requests`` of the
-    ``asked`` ones are in the figures, without those that the server ended.
+    ``asked`` ones are in the figures, without those that the server ended. ``share_low`` is that of all lower tiers,
+    ``share_by_tier`` is by their names.
     """
 
     measured: bool
@@ -63,6 +64,7 @@ class CacheFigures(_Frozen):
     share_high: float | None = None
     share_low: float | None = None
     share_pruned: float | None = None
+    share_by_tier: dict[str, float] = {}
     requests: int | None = None
     asked: int | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.report import markdown, shares_cell
 from sglang_diffkv.evaluate.summary import CacheFigures, Difference, Estimate, Result
 
 CACHE_HEADER = ("ratio, pages", "ratio, tokens", "1,000+: pages", "1,000+: tokens", "high / low / pruned %")
@@ -87,11 +87,7 @@ def _cache_cells(cache: CacheFigures | None) -> list[str]:
     if not cache.measured:
         return [f"{cache.ratio_pages:g}", f"{cache.ratio_tokens:g}", "", "", ""]
     ratios = (cache.ratio_pages, cache.ratio_tokens, cache.long_ratio_pages, cache.long_ratio_tokens)
-    shares = (cache.share_high, cache.share_low, cache.share_pruned)
-    return [
-        *("" if x is None else f"{x:.3f}" for x in ratios),
-        " / ".join("" if x is None else f"{100 * x:.{1 if 0 < x < 0.1 else 0}f}" for x in shares),
-    ]
+    return [*("" if x is None else f"{x:.3f}" for x in ratios), shares_cell(cache.model_dump())]
 
 
 def _mean_table(suites: Sequence[str], results: Sequence[Result]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Usage:
     """Totals over rows. ``tokens`` counts sequence tokens; the rest counts (token, layer, KV head) triples.
 
     Attributes:
-        high: in the first tier. low: in all lower tiers.
+        high: in the first tier. low: in all lower tiers. by_tier: in each; empty where nothing was counted.
         page_bytes: bytes of the pages held. token_bytes: bytes of the slots in use, without empty slots.
         bf16_bytes: what a two-byte cache takes for the same tokens.
         ratio_sum: sum over requests of each one's own token_bytes / bf16_bytes (short requests count as much as
@@ -46,10 +47,12 @@ class Usage:
     low: int = 0
     pruned: int = 0
     ratio_sum: float = 0.0
+    by_tier: tuple[int, ...] = ()
 
     def add(self, other: Usage) -> None:
+        held = tuple(map(sum, zip_longest(self.by_tier, other.by_tier, fillvalue=0)))
         for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
+            setattr(self, name, held if name == "by_tier" else getattr(self, name) + value)
 
     def summary(self) -> dict[str, float]:
         """Ratios and shares, 0 where nothing is held."""
@@ -135,6 +138,7 @@ class UsageMeter:
             high=held[0],
             low=sum(held[1:]),
             pruned=total - sum(held),
+            by_tier=tuple(held),
         )
 
     def finish(self, row: int) -> None:
@@ -224,6 +228,11 @@ class UsageMeter:
         """The same for requests of ``LONG_REQUEST`` tokens and more."""
         return self._finished_1k
 
+    def _totals(self, usage: Usage) -> dict[str, object]:
+        names = [tier.name for tier in self.manager.fmt.tiers]
+        held = dict(zip_longest(names, usage.by_tier, fillvalue=0))
+        return {**asdict(usage), "by_tier": held}
+
     def report(self) -> dict[str, object]:
         """The ``diffkv`` entry of ``/server_info``. Waits for the device.
 
@@ -246,8 +255,8 @@ class UsageMeter:
             "page_bytes": manager.fmt.page_bytes,
             "segments": len(manager.segments.cached),
             "faults": manager.counts.faults,
-            "finished": asdict(self.finished),
-            "finished_1k": asdict(self.finished_1k),
+            "finished": self._totals(self.finished),
+            "finished_1k": self._totals(self.finished_1k),
             "by_head": {
                 "tokens": live.tokens,
                 **by_head,

@@ -22,7 +22,7 @@ What differs from the paper:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -90,12 +90,6 @@ class XKVPolicyConfig(PolicyOptions):
     high: float = Field(
         default=1.0, ge=0, le=1, description="with two tiers, the share of the kept tokens that stay in the high one"
     )
-
-    @field_validator("layer_fractions", mode="before")
-    @classmethod
-    def _of_file(cls, given: Any) -> Any:
-        """The list itself, or what ``sglang_diffkv.calibrate.layers`` writes."""
-        return given["layer_fractions"] if isinstance(given, dict) and "layer_fractions" in given else given
 
     @field_validator("pool")
     @classmethod

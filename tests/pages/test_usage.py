@@ -122,7 +122,8 @@ def test_totals_follow_the_tree(exact: bool, together: int, monkeypatch: pytest.
     world.allocator.clear()
     reading = meter.read()
     check_reading(world.manager, reading)
-    assert reading.live == usage.Usage() and reading.owners["free"] == world.manager.geometry.num_pages
+    nothing = usage.Usage(by_tier=(0,) * len(world.manager.fmt.tiers))
+    assert reading.live == nothing and reading.owners["free"] == world.manager.geometry.num_pages
 
 
 def test_a_prompt_on_its_way_to_the_tree_and_a_packed_reply() -> None:
@@ -230,3 +231,6 @@ def test_requests_that_ended_are_counted_once(count: int, monkeypatch: pytest.Mo
         assert report["finished"]["tokens"] == sum(lengths)
         assert report["finished_1k"]["tokens"] == sum(x for x in lengths if x >= 45)
         assert report["finished"]["high"] + report["finished"]["low"] + report["finished"]["pruned"] == 4 * sum(lengths)
+        first, *lower = report["finished"]["by_tier"].values()
+        assert (first, sum(lower)) == (report["finished"]["high"], report["finished"]["low"])
+        assert list(report["finished_1k"]["by_tier"]) == [tier.name for tier in manager.fmt.tiers]

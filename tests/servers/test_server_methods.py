@@ -3,18 +3,23 @@ pruned, shared prefixes and several samples of a prompt."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import splits
-from benchmarks.paths import NANO
+from benchmarks.paths import DATA, NANO
+from sglang_diffkv.calibrate.layers import cli as layers
+from sglang_diffkv.calibration import read_file
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
-from tests.servers.shared import STRICT, stats_of
+from sglang_diffkv.policies.xkv import XKVPolicyConfig
+from tests.servers.shared import STRICT, stats_of, tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 """``make test`` has the same at page level, and a server of another method that judges whole heads."""
@@ -55,3 +60,20 @@ def test_questions_behind_one_prompt(
     parameters = {"temperature": 0, "max_new_tokens": 30, "n": 3}
     samples = server.generate({"input_ids": ids[0][:700], "sampling_params": parameters})
     assert [len(x["output_ids"]) > 0 for x in samples] == [True] * 3
+
+
+def test_a_server_keeps_what_a_sample_of_a_task_said(tmp_path: Path, server_of: Callable[..., Server]) -> None:
+    """XKV's sampling from end to end: one command writes the file, a server that is given it cuts every layer alike."""
+    path, task = tmp_path / "task.json", f"reference={DATA / 'calib.jsonl.xz'}"
+    given = ["--model", str(NANO), "--task", task, "--sample", "0.02", "--keep", "0.3", "--output", str(path)]
+    assert layers.main(given) == 0
+    (entry,) = read_file(path).entries
+    policy = entry.config().policy
+    assert isinstance(policy, XKVPolicyConfig) and policy.layer_fractions is not None
+    server = server_of("diffkv", ARGS, config={"thresholds": str(path)}, env=STRICT)
+    server.flush_cache()
+    client.ask(server.url, tokens(600, 1), 0)
+    by_head = stats_of(server)["by_head"]
+    assert by_head["tokens"] == 600
+    kept = [[policy.window + math.ceil(x * (600 - policy.window))] * 2 for x in policy.layer_fractions]
+    assert len({first for first, _ in kept}) > 3 and by_head["high"] == kept

@@ -43,3 +43,6 @@ def test_an_answer_from_all_tiers(server_of: Callable[..., Server], config: dict
     stats = stats_of(server)
     assert stats["faults"] == 0 and stats["share_pruned"] > 0
     assert sum(stats["share_by_tier"].values()) + stats["share_pruned"] == pytest.approx(1)
+    ended = stats["finished"]
+    assert list(ended["by_tier"]) == config["tiers"] and all(ended["by_tier"].values())
+    assert sum(ended["by_tier"].values()) == ended["high"] + ended["low"]

@@ -53,6 +53,7 @@ class FakeServer:
         self.cached: list[list[int]] = []
         self.finished = dict.fromkeys(TOTALS, 0)
         self.finished_1k = dict.fromkeys(TOTALS, 0)
+        self.by_tier: dict[str, int] = {}  # a sequence token's (layer, KV head) pairs in each tier, if it says so
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = _Server(("127.0.0.1", 0), handler)
@@ -71,7 +72,11 @@ class FakeServer:
     def info(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
         if self.share is not None:
-            state["diffkv"] = {**self.stats, "finished": self.finished, "finished_1k": self.finished_1k}
+            totals = {"finished": self.finished, "finished_1k": self.finished_1k}
+            tiers = {
+                key: {name: count * x["tokens"] for name, count in self.by_tier.items()} for key, x in totals.items()
+            }
+            state["diffkv"] = {**self.stats, **{key: {**x, "by_tier": tiers[key]} for key, x in totals.items()}}
         return {
             "internal_states": [state],
             "model_path": "/models/fake",

@@ -15,9 +15,9 @@ from benchmarks.paths import NANO
 from sglang_diffkv.calibrate.heads.capture import LayerPass
 from sglang_diffkv.calibrate.layers import cli
 from sglang_diffkv.calibrate.layers.measure import SHARES, Layers, Rule, judge, window_scores
-from sglang_diffkv.calibrate.layers.result import LayerFractionsFile
-from sglang_diffkv.config import load_config
-from sglang_diffkv.policies.xkv import XKVPolicy
+from sglang_diffkv.calibrate.layers.result import LayerProvenance
+from sglang_diffkv.calibration import CalibratedPolicy, read_file, resolve
+from sglang_diffkv.policies.xkv import XKVPolicy, XKVPolicyConfig
 from tests.deciding import classify_prompt
 from tests.tools.test_calibrate import DATA
 
@@ -76,24 +76,38 @@ def command(path: Path, *args: str) -> list[str]:
 def test_the_file_is_taken_by_a_configuration(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "layers.json"
     assert cli.main(command(path, "--sample", "0.02", size, "0.4")) == 0
-    content = LayerFractionsFile.model_validate_json(path.read_text())
-    found = content.provenance
+    (content,) = read_file(path).entries
+    assert isinstance(content, CalibratedPolicy) and isinstance(content.policy, XKVPolicyConfig)
+    found, fractions = LayerProvenance.model_validate(content.provenance), content.policy.layer_fractions
+    assert fractions is not None
     assert found.n == math.ceil(0.02 * found.questions) > 1 and found.task_file == "calib.jsonl.xz"
-    assert len(content.layer_fractions) == 6 == len(found.spread) and len(found.retention[0]) == len(SHARES)
-    assert len(set(content.layer_fractions)) == 6, "layers differ"
+    assert len(fractions) == 6 == len(found.spread) and len(found.retention[0]) == len(SHARES)
+    assert len(set(fractions)) == 6, "layers differ"
     if size == "--keep":
-        assert sum(content.layer_fractions) / 6 == pytest.approx(0.4, abs=0.01)
+        assert sum(fractions) / 6 == pytest.approx(0.4, abs=0.01)
     else:
         assert 0.4 <= sum(found.retained) / 6 < 0.45
     assert all(list(row) == sorted(row) for row in found.retention)
     shown = capsys.readouterr().out
     assert "| layer | R at 1% |" in shown and "ISR at 50%" in shown and f"{found.n} of {found.questions}" in shown
     assert matplotlib.image.imread(path.with_suffix(".png"))[..., :3].std() > 0.05
-    policy = {"name": "xkv", "layer_fractions": json.loads(path.read_text())}
-    config = load_config(json.dumps({"tiers": ["BF16"], "policy": policy}))
+    given = json.dumps({"thresholds": str(path)})
+    assert f"--diffkv-config '{given}'" in shown
+    config, origin = resolve(given, NANO)
     config.check_heads(6, 2)
     config.check_ranks(2)
-    assert config.build_policy() == XKVPolicy(layer_fractions=content.layer_fractions)
+    assert origin.startswith("calibrated for nano, measured with this package")
+    assert config.tiers == ("BF16",) and config.build_policy() == XKVPolicy(layer_fractions=fractions)
+
+
+def test_tiers_window_and_pool_are_those_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "layers.json"
+    more = ["--keep", "0.4", "--n", "2", "--tiers", "k8v4,k4v2", "--high", "0.5", "--window", "16", "--pool", "1"]
+    assert cli.main(command(path, *more)) == 0
+    config, _ = resolve(json.dumps({"thresholds": str(path), "prefix_fidelity": "exact"}), NANO)
+    policy = config.build_policy()
+    assert isinstance(policy, XKVPolicy) and (policy.window, policy.pool, policy.high) == (16, 1, 0.5)
+    assert (config.tiers, config.prefix_fidelity) == (("K8V4", "K4V2"), "exact")
 
 
 def test_unfit_files_and_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,6 +117,8 @@ def test_unfit_files_and_settings_are_refused(tmp_path: Path, capsys: pytest.Cap
         (["--task", f"reference={dev}"], "fit on another file"),
         (["--keep", "1.5"], "keep"),
         (["--pool", "4"], "pool 4 is even"),
+        (["--high", "2"], "high"),
+        (["--tiers", "K9V9"], "K9V9"),
         (["--max-tokens", "5"], "no prompt is longer than the window of 8 tokens and within 5"),
         (["--model", str(tmp_path / "none")], "none"),
     ]:

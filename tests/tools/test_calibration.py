@@ -136,6 +136,31 @@ def test_unusable_thresholds_are_refused(changes, message):
         published(**changes)
 
 
+LEAN = {"models": ["x"], "tiers": PAIR, "policy": {"name": "leankv"}, "source": "published"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": "measured"}, "provenance"),
+        ({"tiers": ["K8V4", "K4V4", "K4V2"]}, "two tiers"),
+        ({"policy": {"name": "none"}}, "none"),
+        ({"alpha_high": 1.0}, "alpha_high"),
+        (
+            {
+                "policy": {"name": "xkv", "layer_fractions": [0.1]},
+                "geometry": {"layers": 2, "query_heads": 2, "kv_heads": 1, "head_dim": 64},
+            },
+            "layer_fractions is of 1 layers",
+        ),
+    ],
+)
+def test_unusable_policies_are_refused(changes, message):
+    assert CalibrationFile.model_validate({"entries": [LEAN]}).entries[0].config().tiers == PAIR
+    with pytest.raises(ValueError, match=message):
+        CalibrationFile.model_validate({"entries": [{**LEAN, **changes}]})
+
+
 def test_shipped_files_are_valid_and_name_each_model_once():
     names = [name for path in shipped_files() for entry in read_file(path).entries for name in entry.models]
     assert len(names) >= 5 and len(names) == len({name.casefold() for name in names})

@@ -15,6 +15,7 @@ from sglang_diffkv.calibration import FILE_NAME, ModelGeometry, lookup, resolve
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.configuration import parse_configuration
+from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.srt import hooks, launch
 
 SHAPE = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
@@ -121,6 +122,49 @@ def test_calibrated_thresholds_beside_other_fields():
 def test_calibrated_thresholds_that_cannot_be_had_are_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         resolve(text, "someone/else-7B")
+
+
+LEAN = {
+    "models": ["mine"],
+    "tiers": ["K4V2", "K4V1"],
+    "policy": {"name": "leankv", "mass_high": 0.1},
+    "source": "published",
+}
+
+
+def test_a_named_file_counts_before_the_model_s_own(tmp_path):
+    own = model(tmp_path / "mine", MEASURED)
+    other = {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_dim": 64}
+    path = tmp_path / "task.json"
+    entries = [{**MEASURED, "geometry": other, "alpha_high": 9.0}, LEAN]
+    path.write_text(json.dumps({"format": 1, "entries": entries}))
+    config, origin = resolve(json.dumps({"thresholds": str(path), "page_tokens": 16}), own)
+    assert config.tiers == ("K4V2", "K4V1") and config.policy == LeanKVPolicyConfig(mass_high=0.1)
+    assert config.page_tokens == 16 and origin == f"calibrated for mine, published, not measured here ({path})"
+    path.write_text(json.dumps({"format": 1, "entries": entries[:1]}))
+    with pytest.raises(ConfigError, match=r"task.json has none for a model of the shape of mine"):
+        resolve(json.dumps({"thresholds": str(path)}), own)
+    for given, message in (("none.json", "none.json is not a usable"), ("none.txt", "ends in .json")):
+        with pytest.raises(ConfigError, match=message):
+            resolve(json.dumps({"thresholds": given}), own)
+    with pytest.raises(ConfigError, match="drop policy"):
+        resolve(json.dumps({"thresholds": str(path), "policy": {"name": "diffkv"}}), own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"policy": {"name": "leankv", "mass_low": 0.01}}, False),
+        ({"policy": {"name": "xkv", "layer_fractions": [0.5] * 64}}, False),
+    ],
+)
+def test_another_method_is_taken_unasked_only_if_it_does_not_prune(tmp_path, changes, taken):
+    own = model(tmp_path / "mine", {**LEAN, **changes})
+    config, origin = resolve(None, own)
+    assert (config.tiers == ("K4V2", "K4V1")) == taken and ("built-in" in origin) != taken
+    asked, _ = resolve('{"thresholds": "calibrated"}', own)
+    assert asked.policy is not None and asked.policy.name == {**LEAN, **changes}["policy"]["name"]
 
 
 def test_without_a_model_calibrated_thresholds_are_refused():

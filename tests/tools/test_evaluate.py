@@ -56,6 +56,14 @@ def test_accuracy_bytes_and_paired_test(tmp_path, capsys):
     assert (tmp_path / "results.md").read_text() == table
 
 
+def test_three_tiers_are_named_in_the_table(tmp_path, capsys):
+    with FakeServer(replies()) as ours:
+        ours.by_tier = {"BF16": 2, "K8V4": 4, "K4V2": 3}
+        assert run(ours, tmp_path, "ours") == 0
+    assert results(tmp_path)["ours"]["cache"]["share_by_tier"] == {"BF16": 0.2, "K8V4": 0.4, "K4V2": 0.3}
+    assert " | BF16 20 / K8V4 40 / K4V2 30 / pruned 10 | " in capsys.readouterr().out
+
+
 def test_a_second_run_asks_only_what_is_missing(tmp_path):
     with FakeServer(replies()) as fake:
         assert run(fake, tmp_path, "a", "--task", REFERENCE, "--n", "3") == 0

@@ -124,6 +124,23 @@ def test_ratios_come_from_what_was_added():
     assert report.shares_text(figures) == "high 61%, low 39%, pruned 0%"
 
 
+def test_more_than_two_tiers_are_named():
+    def read(pruned: int, **held: int) -> dict[str, float] | None:
+        first, *lower = held.values()
+        counts = {"bf16_bytes": 7 * pruned, "high": first, "low": sum(lower), "pruned": pruned}
+        return report.totals({"finished": {**counts, "by_tier": held}})
+
+    added = report.since(read(20, BF16=15, K8V4=45, K4V2=48), read(10, BF16=5, K8V4=6, K4V2=7))
+    figures = report.ratios(added)
+    assert figures is not None
+    assert figures["share_by_tier"] == {"BF16": 0.1, "K8V4": 0.39, "K4V2": 0.41} and figures["share_low"] == 0.8
+    assert report.shares_cell(figures) == "BF16 10 / K8V4 39 / K4V2 41 / pruned 10"
+    assert report.shares_text(figures) == "BF16 10%, K8V4 39%, K4V2 41%, pruned 10%"
+    two = report.ratios(report.since(read(20, K8V4=70, K4V2=110), read(10, K8V4=10, K4V2=83)))
+    assert two is not None and two["share_by_tier"] == {"K8V4": 60 / 97, "K4V2": 27 / 97}
+    assert report.shares_cell(two) == "62 / 28 / 10" and report.shares_cell(two, digits=1) == "61.9 / 27.8 / 10.3"
+
+
 def test_ratios_are_absent_without_statistics():
     assert report.totals(None) is report.totals({}) is None
     assert report.since(None, None) is None

@@ -2,16 +2,18 @@
 
 The Hugging Face model reads a sample of a file's prompts. For each, layers share a size as with policy xkv: --keep of
 the tokens outside the observation window, or what retains --min-retention of the importance, both means over layers.
-The means over prompts are written as layer_fractions, which xkv takes in place of either, and which ranks can use. No
+The means over prompts are written to a calibration file, as policy xkv with layer_fractions in place of either. No
 server is started and no accuracy measured. Example:
 
     python -m sglang_diffkv.calibrate.layers --model MODEL --task gsm8k=train.jsonl \\
-        --sample 0.1 --keep 0.2 --output layers.json
+        --sample 0.1 --keep 0.2 --output task.json
+    python -m sglang.launch_server ... --diffkv-config '{"thresholds": "task.json"}'
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import sys
@@ -21,12 +23,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection
+from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection, tier_names
 from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.layers.figure import draw
 from sglang_diffkv.calibrate.layers.measure import SHARES, Rule, collect
-from sglang_diffkv.calibrate.layers.result import LayerFractionsFile, LayerProvenance
-from sglang_diffkv.calibration import ModelGeometry, model_name
+from sglang_diffkv.calibrate.layers.result import LayerFractions, LayerProvenance
+from sglang_diffkv.calibration import CalibratedPolicy, CalibrationFile, ModelGeometry, measured_policy, model_name
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
@@ -46,6 +49,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     fields = XKVPolicyConfig.model_fields
     for name in ("window", "pool"):
         parser.add_argument(f"--{name}", type=int, default=fields[name].default, help="as xkv's (default: %(default)s)")
+    parser.add_argument("--tiers", type=tier_names, default=("BF16",), help="of the server (default: BF16)")
+    parser.add_argument(
+        "--high",
+        type=float,
+        default=fields["high"].default,
+        help="with two tiers, the share of what is kept that stays in the high one (default: %(default)s)",
+    )
     parser.add_argument(
         "--sample", type=float, default=0.1, help="share of the file's questions to read (default: %(default)s)"
     )
@@ -62,10 +72,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read_rule(args: argparse.Namespace) -> Rule:
-    """The setting, checked as a configuration's. Raises ConfigError."""
+    """The setting, checked as a server's configuration. Raises ConfigError."""
     given = {"window": args.window, "pool": args.pool, "keep": args.keep, "min_retention": args.min_retention}
     try:
-        XKVPolicyConfig.model_validate(given)
+        policy = {"name": "xkv", **given, "high": args.high}
+        DiffKVConfig.model_validate({"tiers": args.tiers, "policy": policy})
     except ValidationError as error:
         problems = (f"{'.'.join(map(str, x['loc'])) or 'xkv'}: {x['msg']}" for x in error.errors())
         raise ConfigError("; ".join(problems)) from None
@@ -92,7 +103,7 @@ def choose(prompts: Sequence[Prompt], n: int, rule: Rule, args: argparse.Namespa
     return chosen, skipped
 
 
-def measure(args: argparse.Namespace) -> LayerFractionsFile:
+def measure(args: argparse.Namespace) -> LayerFractions:
     """The shares. Raises ConfigError, TaskFileError and EvaluationError."""
     rule = read_rule(args)
     task = load_calibration(args, whole=True)
@@ -103,7 +114,7 @@ def measure(args: argparse.Namespace) -> LayerFractionsFile:
     found = collect(model, prompts, rule)
     fractions, file = found.fractions(), task.fingerprint()
     ratio = found.isr().tolist()
-    return LayerFractionsFile(
+    return LayerFractions(
         layer_fractions=tuple(fractions.mean(0).tolist()),
         provenance=LayerProvenance(
             date=datetime.now(timezone.utc).date().isoformat(),
@@ -128,7 +139,13 @@ def measure(args: argparse.Namespace) -> LayerFractionsFile:
     )
 
 
-def table(content: LayerFractionsFile) -> str:
+def entry(args: argparse.Namespace, found: LayerFractions) -> CalibratedPolicy:
+    """What is written: the shares as a method that a server can run."""
+    policy = XKVPolicyConfig(layer_fractions=found.layer_fractions, window=args.window, pool=args.pool, high=args.high)
+    return measured_policy(args.model, args.tiers, "none", policy, found.provenance)
+
+
+def table(content: LayerFractions) -> str:
     """By layer: retention R and R / log2 n at several sizes, and what the layer keeps, as Markdown."""
     found = content.provenance
     header = ["layer", *(f"R at {share:.0%}" for share in found.shares), *(f"ISR at {x:.0%}" for x in found.shares)]
@@ -142,7 +159,7 @@ def table(content: LayerFractionsFile) -> str:
     return report.markdown(header, rows)
 
 
-def summary(content: LayerFractionsFile) -> str:
+def summary(content: LayerFractions) -> str:
     """One line of means over layers."""
     found, layers = content.provenance, len(content.layer_fractions)
     mean, retained = sum(content.layer_fractions) / layers, sum(found.retained) / layers
@@ -157,12 +174,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
         content = measure(args)
-        args.output.write_text(content.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        file = CalibrationFile(entries=(entry(args, content),))
+        args.output.write_text(file.model_dump_json(indent=1) + "\n", encoding="utf-8")
         image = args.figure or args.output.with_suffix(".png")
         draw(content, image)
     except (ConfigError, TaskFileError, EvaluationError, OSError) as error:
         print(f"sglang_diffkv.calibrate.layers: {error}", file=sys.stderr)
         return 1
     print(table(content))
-    print(f"\n{summary(content)}\nwritten to {args.output} and {image}; no accuracy was measured")
+    print(f"\n{summary(content)}\nwritten to {args.output} and {image}; no accuracy was measured. To serve with it:")
+    print(f"--diffkv-config '{json.dumps({'thresholds': str(args.output)})}'")
     return 0

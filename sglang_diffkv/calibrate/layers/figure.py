@@ -7,12 +7,12 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from sglang_diffkv.calibrate.layers.result import LayerFractionsFile
+from sglang_diffkv.calibrate.layers.result import LayerFractions
 
 MARKS = "osD^vPX*"
 
 
-def draw(content: LayerFractionsFile, path: Path) -> None:
+def draw(content: LayerFractions, path: Path) -> None:
     """Write a PNG: retention by layer at several sizes, and the share of the tokens that each layer keeps."""
     found = content.provenance
     layers = range(len(content.layer_fractions))

@@ -1,8 +1,8 @@
-"""What is written: shares by layer, as ``layer_fractions`` of ``xkv`` takes them, and how they were found."""
+"""What is found: shares by layer, as ``layer_fractions`` of ``xkv`` takes them, and how they were found."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -47,9 +47,8 @@ class LayerProvenance(_Strict):
     device: str
 
 
-class LayerFractionsFile(_Strict):
-    """The content of a file. ``layer_fractions``: [layers]."""
+class LayerFractions(_Strict):
+    """``layer_fractions``: [layers]."""
 
-    format: Literal[1] = 1
     layer_fractions: tuple[float, ...]
     provenance: LayerProvenance
