@@ -95,8 +95,11 @@ class RunningBudgets:
     # What rows hold
 
     def began(self, row: int) -> None:
-        """The prompt of a row has run. Unless it was to stay as it is, its own were compressed. Of what is shared
-        ``exact_prefixes`` hold every token, and others count as compressed too."""
+        """The prompt of a row has run.
+
+        Unless it was to stay as it is, its own tokens were compressed. Of what it shares ``exact_prefixes`` hold every
+        token, and others count as compressed too.
+        """
         length, shared, keep = self.rows.length(row), self.rows.shared(row), self.rule.keep
         own = length - shared
         if row not in self.prompts.untouched:
