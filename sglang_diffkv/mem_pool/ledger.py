@@ -114,14 +114,13 @@ class PageLedger:
         """``growth_estimate`` as it was last asked for: reading it on one rank alone leaves the others' equal."""
         return self._estimate
 
-    def growing(self, length: int, more: int) -> int:
-        """Of ``more`` tokens that a request of ``length`` tokens may still generate, those by which what it holds may
-        grow: all, where no budget is held."""
-        running = self.manager.running
-        return more if running is None else running.growing(length, more)
+    @property
+    def growing(self) -> Callable[[int, int], int] | None:
+        """``RunningBudgets.growing`` where requests hold a budget."""
+        return None if self.manager.running is None else self.manager.running.growing
 
     def growing_of(self, row: int | None, more: float) -> float:
-        """The same for a running request, by what it holds."""
+        """Of ``more`` tokens that a running request may still generate, those by which what it holds may grow."""
         running = self.manager.running
         if running is None or row is None or row not in self.manager.rows:
             return more

@@ -138,26 +138,35 @@ def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
     return adder._lock_node(node)
 
 
+Growing = Callable[[int, int], int]
+"""Of so many tokens more, after a length, those by which what a request holds may grow."""
+
+
 @contextmanager
-def estimated(req: Any, growth: float, growing: Callable[[int, int], int]) -> Iterator[None]:
+def estimated(req: Any, growth: float, growing: Growing | None = None) -> Iterator[None]:
     """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it.
-    Each of those that ``growing`` (a length, tokens more) leaves counts ``growth``."""
+    Each counts ``growth``, of those that ``growing`` leaves where there is a budget. Then ``ignore_eos`` is off, too:
+    without a prefix cache SGLang would reckon such requests, and all that run, at their full length."""
     params, made = req.sampling_params, len(req.output_ids)
-    longest = params.max_new_tokens
-    more = growing(prompt_len(req), max(longest - made, 0))
+    before = {name: getattr(params, name) for name in ("max_new_tokens", "ignore_eos")}
+    more = max(params.max_new_tokens - made, 0)
+    if growing is not None:
+        more, params.ignore_eos = growing(prompt_len(req), more), False
     params.max_new_tokens = made + math.ceil(more * growth)
     try:
         yield
     finally:
-        params.max_new_tokens = longest
+        for name, value in before.items():
+            setattr(params, name, value)
 
 
-def tokens_wanted(req: Any, growth: float, growing: Callable[[int, int], int]) -> float:
+def tokens_wanted(req: Any, growth: float, growing: Growing | None = None) -> float:
     """What admission asks for a request: its prompt, and the tokens it may generate, as ``estimated``."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    return prompt_len(req) - prefix_len(req) + growth * growing(prompt_len(req), rest) + 1
+    rest = rest if growing is None else growing(prompt_len(req), rest)
+    return prompt_len(req) - prefix_len(req) + growth * rest + 1
 
 
 def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:

@@ -52,7 +52,8 @@ def test_the_estimate_of_a_single_tier_is_one() -> None:
 
 
 def request(limit: int, made: int) -> SimpleNamespace:
-    return SimpleNamespace(sampling_params=SimpleNamespace(max_new_tokens=limit), output_ids=[0] * made)
+    sampling = SimpleNamespace(max_new_tokens=limit, ignore_eos=False)
+    return SimpleNamespace(sampling_params=sampling, output_ids=[0] * made, full_untruncated_fill_ids=[0] * 40)
 
 
 def test_a_request_is_expected_to_grow_less_for_admission_only() -> None:
@@ -63,6 +64,14 @@ def test_a_request_is_expected_to_grow_less_for_admission_only() -> None:
     with pytest.raises(KeyError), compat.estimated(req, 0.5):
         raise KeyError
     assert req.sampling_params.max_new_tokens == 100
+
+
+def test_a_request_with_a_budget_is_expected_to_grow_up_to_it() -> None:
+    req = request(100, 30)
+    req.sampling_params.ignore_eos = True
+    with compat.estimated(req, 0.5, lambda length, more: min(more, 60 - length)):
+        assert req.sampling_params.max_new_tokens == 30 + 10 and not req.sampling_params.ignore_eos
+    assert req.sampling_params.max_new_tokens == 100 and req.sampling_params.ignore_eos
 
 
 def test_a_refused_request_waits_for_room() -> None:
