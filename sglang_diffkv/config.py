@@ -111,11 +111,6 @@ class DiffKVConfig(Strict):
         if self.policy is not None and (problem := self.policy.obstacle(layers, kv_heads)):
             raise ConfigError(problem)
 
-    def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError if the method cannot run on so many tensor-parallel ranks."""
-        if self.policy is not None and (problem := self.policy.rank_obstacle(ranks)):
-            raise ConfigError(problem)
-
     def page_format(self, head_dim: int, v_head_dim: int) -> PageFormat:
         """The page format for a model's head sizes. Raises ConfigError for sizes that are not supported."""
         try:

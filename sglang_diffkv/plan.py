@@ -13,6 +13,7 @@ from sglang_diffkv.mem_pool.footprint import MIB, Footprint
 from sglang_diffkv.mem_pool.geometry import Geometry, kv_slots_for
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
@@ -29,6 +30,7 @@ class MemoryPlan:
     num_heads: int
     q_heads: int
     gpu: bool
+    ranks: int = 1
 
     @classmethod
     def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int) -> MemoryPlan:
@@ -39,11 +41,9 @@ class MemoryPlan:
         model, ranks = configurator.model_config, configurator.server_args.tp_size
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim)
         config.check_heads(num_layers, model.get_total_num_kv_heads())
-        config.check_ranks(ranks)
         on_gpu = torch.device(configurator.device).type == "cuda"
-        return cls(
-            config, fmt, num_layers, model.get_num_kv_heads(ranks), model.num_attention_heads // ranks, gpu=on_gpu
-        )
+        heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
+        return cls(config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks)
 
     @property
     def heads(self) -> int:
@@ -86,6 +86,7 @@ class MemoryPlan:
         policy = self.policy()
         state = PageState.of(geometry, device="meta")
         ops = self.ops(state, geometry, policy)
+        ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
         exact = self.config.prefix_fidelity == "exact"
         dropped = prunes(policy, len(self.fmt.tiers))
         kv_slots = kv_slots_for(capacity, self.fmt, prunes=dropped, kept_share=policy.kept_share)

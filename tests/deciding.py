@@ -12,6 +12,7 @@ from sglang_diffkv.kernels.compact_step import reference as compact_step
 from sglang_diffkv.kernels.compact_step.reference import StepMoves
 from sglang_diffkv.kernels.cuts import prompt_tiers
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.ops.decisions import REFERENCE, Decisions, WholeHeadKernels
 from sglang_diffkv.policies.base import Policy
 
@@ -23,10 +24,11 @@ def _state(layers: int, heads: int, num_tiers: int) -> Any:
 
 def classify_prompt(
     policy: Policy, score: torch.Tensor, position: torch.Tensor, seq_len: int, num_tiers: int,
-    kernels: WholeHeadKernels = REFERENCE,
+    kernels: WholeHeadKernels = REFERENCE, ranks: Ranks | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Tier of each prompt token, ``num_tiers`` to prune it. score, position: [L, H, N], or one head's [N], whose tokens
-    are in any order; position -1 names no token. ``kernels``: those that judge whole heads."""
+    are in any order; position -1 names no token. ``kernels``: those that judge whole heads. ``ranks``: of which one has
+    these heads."""
     if score.dim() == 1:
         return classify_prompt(policy, score[None, None], position[None, None], seq_len, num_tiers)[0, 0]
 
@@ -40,7 +42,7 @@ def classify_prompt(
         values[layer, head, position[held].long()] = value.masked_fill(lasting, float("inf"))[held]
         return held.sum(2)
 
-    decisions = Decisions(replace(kernels, gather=gather))
+    decisions = Decisions(replace(kernels, gather=gather), ranks=ranks or Ranks())
     cuts = decisions.of_row(_state(*score.shape[:2], num_tiers), 0, seq_len, policy)
     assert cuts is not None
     tier = prompt_tiers(cuts, score, position, seq_len, num_tiers)

@@ -64,7 +64,7 @@ def part_kernel(out, top, sums, length, N: tl.constexpr):
     tl.store(out + layer.to(tl.int64) * length + at, tl.div_rn(weight, total + tl.zeros([N], tl.float32)), at < length)
 
 
-def importance(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def importance(values: torch.Tensor, out: torch.Tensor, shared: reference.Shared | None = None) -> torch.Tensor:
     """``reference.importance``."""
     layers, heads, length = values.shape
     assert values.dtype == out.dtype == torch.float32 and values.is_contiguous() and out.is_contiguous()
@@ -73,6 +73,9 @@ def importance(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     tokens, sums = (torch.zeros(layers, dtype=torch.int64, device=values.device) for _ in range(2))
     grid = (layers, max(1, triton.cdiv(length, POSITIONS)))
     mean_kernel[grid](values, out, top, tokens, length, H=heads, N=POSITIONS, num_warps=4)
+    if shared is not None and length:
+        tokens = reference.mean_over_ranks(out.squeeze(1), shared)
+        top = shared.room[0].amax(1).view(torch.int32)  # the means, 0 where there is none
     sum_kernel[grid](out, top, sums, length, N=POSITIONS, num_warps=4)
     part_kernel[grid](out, top, sums, length, N=POSITIONS, num_warps=4)
     return tokens

@@ -58,6 +58,7 @@ class PageManager:
         state = PageState.of(geometry, dtype=dtype, device=device)
         lossless = geometry.fmt.high.tier.is_raw and not policy.compresses
         self.device = PageDevice(geometry, state, make_ops(state) if make_ops else ReferenceOps(lossless))
+        self.ops.decisions.use_ranks(self.ranks, state, policy, geometry.max_tokens)
         self.rows = RequestRows()
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
         self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows)

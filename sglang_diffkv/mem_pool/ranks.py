@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 
 class RankError(RuntimeError):
@@ -22,12 +23,18 @@ class Ranks:
     Args:
         size, rank: how many there are, and which of them this is.
         largest: replaces [n] int64 by its elementwise maximum over all ranks. Waits for them.
+        add: replaces a tensor on the device by its sum over all ranks, the same bits on each. It is launched in order
+            with the forward passes, and the host does not wait for it where the device is a GPU.
     """
 
     def __init__(
-        self, size: int = 1, rank: int = 0, largest: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers
+        self,
+        size: int = 1,
+        rank: int = 0,
+        largest: Callable[[np.ndarray], np.ndarray] = lambda numbers: numbers,
+        add: Callable[[torch.Tensor], None] = lambda tensor: None,
     ):
-        self.size, self.rank, self.largest = size, rank, largest
+        self.size, self.rank, self.largest, self.add = size, rank, largest, add
 
     @property
     def alone(self) -> bool:

@@ -13,7 +13,7 @@ from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.transfer import to_device
-from sglang_diffkv.ops.decisions import Judgement
+from sglang_diffkv.ops.decisions import Decisions, Judgement
 from sglang_diffkv.policies.base import Policy
 
 
@@ -97,6 +97,8 @@ class Step:
 
 class Ops(Protocol):
     """Kernels over a ``PageState``. The references in ``kernels/<op>/reference.py`` are their specification."""
+
+    decisions: Decisions
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
         """Static buffers for decode steps of up to ``max_batch`` requests that a CUDA graph will hold."""

@@ -12,10 +12,12 @@ from sglang_diffkv.kernels.cuts import Cuts, StepBudget, StepCuts
 from sglang_diffkv.kernels.cuts import StepRule as StepTensors
 from sglang_diffkv.kernels.gather_scores import reference as gather_reference
 from sglang_diffkv.kernels.importance import reference as importance_reference
+from sglang_diffkv.kernels.importance.reference import Shared
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.redundancy import reference as redundancy_reference
 from sglang_diffkv.kernels.select import reference as select_reference
 from sglang_diffkv.kernels.window_scores import reference as window_scores_reference
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import (
     Across,
@@ -83,11 +85,14 @@ class Decisions:
 
     ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed, judged by layer
     or lowered, a third where running requests are judged; None to take it from PyTorch each time. Cuts that do not
-    change are made once, so that CUDA graphs may hold them.
+    change are made once, so that CUDA graphs may hold them. ``ranks`` have a layer's heads between them; ``exchanged``:
+    [2 * cells of a layer] for what they exchange.
     """
 
     kernels: WholeHeadKernels = REFERENCE
     memory: torch.Tensor | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    exchanged: torch.Tensor | None = None
     pointwise: dict[object, Selected] = field(default_factory=dict)  # (rule, shape) -> high and low, [L, H] float32
     between: dict[object, torch.Tensor] = field(default_factory=dict)  # (rule, shape) -> [T - 2, L, H] float32
     budgets: dict[object, StepBudget] = field(default_factory=dict)
@@ -113,12 +118,19 @@ class Decisions:
         decisions.step(state, policy)
         return decisions
 
+    def use_ranks(self, ranks: Ranks, state: PageState, policy: Policy, max_tokens: int) -> None:
+        """Where layers share a size all heads' importance decides, whatever rank they are on."""
+        self.ranks = ranks
+        if self.memory is not None and isinstance(policy.prompt, AcrossLayers) and not ranks.alone:
+            self.exchanged = torch.empty(2 * state.num_layers * max_tokens, device=state.device)
+
     def nbytes(self) -> int:
         """Bytes of the tensors that are kept."""
         tensors = [*self.between.values(), *(x for pair in self.pointwise.values() for x in pair)]
         tensors += [x for budget in self.budgets.values() for x in (budget.tokens, budget.fraction)]
         tensors += [x for pair in self.limits.values() for x in pair if isinstance(x, torch.Tensor)]
-        return sum(x.nbytes for x in tensors) + (0 if self.memory is None else self.memory.nbytes)
+        tensors += [x for x in (self.memory, self.exchanged) if x is not None]
+        return sum(x.nbytes for x in tensors)
 
     def of_row(self, state: PageState, row: int, seq_len: int, policy: Policy) -> Cuts | None:
         """For the own tokens of ``row``, a prompt or a part of one that ends at ``seq_len``; None if all stay."""
@@ -285,7 +297,7 @@ class Decisions:
         """Cuts of what is kept and of the high tier. Layers that are given their next token one after the other, the
         one that gains most first, have in the end the largest parts of all, so one selection finds what each gets."""
         parts = self._room(state, 0 if rule.smooth > 1 else 1, (state.num_layers, 1, values.shape[2]))
-        tokens = self.kernels.importance(values, parts)
+        tokens = self.kernels.importance(values, parts, self._shared(state, values.shape[2]))
         if rule.retention is None:
             total = (tokens.sum().double() * rule.keep).ceil().long()
             chosen = self.kernels.count(parts, total.view(1, 1))
@@ -296,6 +308,16 @@ class Decisions:
         if rule.high is None or tiers == 1:
             return low, low
         return low, self.kernels.count(values, lasting + (given.double() * rule.high).ceil().long())
+
+    def _shared(self, state: PageState, length: int) -> Shared | None:
+        """How importance is exchanged; None where there is one rank or nothing to judge."""
+        if self.ranks.alone or not length:
+            return None
+        shape = (2, state.num_layers, length)
+        cells = 2 * state.num_layers * length
+        known = None if self.exchanged is None else self.exchanged[:cells].view(shape)
+        room = torch.empty(shape, device=state.device) if known is None else known
+        return Shared(self.ranks.size, self.ranks.add, room)
 
     def _lasting(self, values: torch.Tensor) -> torch.Tensor:
         """[L, H] int64, tokens that stay in any case, window and sinks."""

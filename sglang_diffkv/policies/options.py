@@ -36,10 +36,6 @@ class PolicyOptions(Strict):
         """Why it cannot serve a model of this shape, all ranks' heads together; empty if it can."""
         return ""
 
-    def rank_obstacle(self, ranks: int) -> str:
-        """Why it cannot run on so many tensor-parallel ranks, and what to do; empty if it can."""
-        return ""
-
     def build(self) -> Policy:
         raise NotImplementedError
 

@@ -13,6 +13,8 @@ What differs from the paper:
   lie in the high tier until its last chunk has run, and all layers are judged then. So a prompt takes its full size
   until then, which the paper's second pass is there to avoid;
 - the loop of Algorithm 1 is one selection of the largest parts of importance of all layers, with the same result;
+- with several tensor-parallel ranks a layer's importance is the mean over all ranks' heads: ranks add up their heads'
+  at the end of a prompt, and find the same sizes;
 - what each head keeps it chooses by its own query heads' attention, where the paper does not say which heads share a
   choice;
 - a prefix that comes from the prefix cache was judged when it was cached; sizes and retention are then those of the
@@ -108,16 +110,6 @@ class XKVPolicyConfig(PolicyOptions):
         if self.layer_fractions is None or (found := len(self.layer_fractions)) == layers:
             return ""
         return f"policy.layer_fractions is of {found} layers, the model has {layers}"
-
-    def rank_obstacle(self, ranks: int) -> str:
-        if ranks == 1 or self.layer_fractions is not None:
-            return ""
-        chosen = "keep" if self.keep is not None else "min_retention"
-        return (
-            f"policy xkv with {chosen} does not work with --tp-size {ranks}: a layer's importance is a mean over all "
-            "of its heads, of which a rank has only its own. Give layer_fractions instead (python -m "
-            "sglang_diffkv.calibrate.layers writes them), or use --tp-size 1"
-        )
 
     def build(self) -> XKVPolicy:
         return XKVPolicy(self.window, self.pool, self.keep, self.min_retention, self.layer_fractions, self.high)

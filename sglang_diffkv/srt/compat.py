@@ -215,7 +215,8 @@ def decline_prefill_graphs(server_args: Any) -> None:
 
 
 def tensor_parallel_ranks() -> Ranks:
-    """The ranks of this process's tensor-parallel group, which exchange numbers over SGLang's CPU group."""
+    """The ranks of this process's tensor-parallel group, which exchange numbers over SGLang's CPU group and add tensors
+    over its device group."""
     import torch
     from sglang.srt.distributed import get_tp_group
 
@@ -226,7 +227,10 @@ def tensor_parallel_ranks() -> Ranks:
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
         return shared.numpy()
 
-    return Ranks(group.world_size, group.rank_in_group, largest) if group.world_size > 1 else Ranks()
+    def add(tensor: torch.Tensor) -> None:
+        torch.distributed.all_reduce(tensor, group=group.device_group)
+
+    return Ranks(group.world_size, group.rank_in_group, largest, add) if group.world_size > 1 else Ranks()
 
 
 def no_prefill(running_batch: Any) -> Any:

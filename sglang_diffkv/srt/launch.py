@@ -61,7 +61,6 @@ def configure(server_args: Any, given: str) -> None:
 def _check(server_args: Any, config: DiffKVConfig) -> None:
     compat.decline_prefill_graphs(server_args)
     check_server_args(server_args, config.gpu_ops)
-    config.check_ranks(getattr(compat.resolved(server_args), "tp_size", None) or 1)
 
 
 def configure_unless_done(server_args: Any) -> None:

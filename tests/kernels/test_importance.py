@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from sglang_diffkv.kernels.importance import reference
+from sglang_diffkv.mem_pool.ranks import Ranks
 from tests.kernels.test_select import KINDS, random_values
 from tests.kernels.triton_helpers import DEVICE
+from tests.ranks import with_one_sum
 
 from sglang_diffkv.kernels.importance import triton as on_gpu  # isort: skip
 
@@ -49,6 +53,31 @@ def test_parts_are_shares_of_a_layer_s_sum(kind: str, length: int) -> None:
         assert (got >= 0).all() and (got < 1e-9).all(), "numbers that are hardly any are as good as 0"
     else:
         np.testing.assert_allclose(got, expected[known], rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", [*KINDS, "tiny"])
+def test_ranks_exchange_their_heads(kind: str, ranks: int) -> None:
+    """What the reference and Triton make of a rank's two heads and the others' is the same, and close to one rank's of
+    all heads."""
+    values = random_values(kind, 3, 2 * ranks, 300)
+    alone = torch.empty(3, 1, 300)
+    tokens = reference.importance(values, alone)
+
+    def parts(kernel: Any, device: str) -> list[tuple[list[int], torch.Tensor]]:
+        def judge(of: Ranks) -> tuple[list[int], torch.Tensor]:
+            mine = values[:, 2 * of.rank : 2 * of.rank + 2].contiguous().to(device)
+            out = torch.empty(3, 1, 300, device=device)
+            room = torch.empty(2, 3, 300, device=device)
+            return kernel(mine, out, reference.Shared(of.size, of.add, room)).tolist(), out.cpu()
+
+        return with_one_sum(judge, ranks)
+
+    expected = parts(reference.importance, "cpu")
+    for found, out in [*expected, *parts(on_gpu.importance, DEVICE)]:
+        assert found == tokens.tolist()
+        torch.testing.assert_close(out, expected[0][1], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(expected[0][1], alone, rtol=1e-5, atol=1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "tiny"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.mem_pool.footprint import PAGES, Footprint
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import build
@@ -20,6 +22,7 @@ from sglang_diffkv.srt.requests import Requests
 from tests.kernels.triton_helpers import DEVICE
 
 GIB = 1 << 30
+XKV = '{"policy": {"name": "xkv", "keep": 0.3, "high": 0.5, "pool": 1}}'
 CONFIGS = [
     "{}",
     '{"prefix_fidelity": "exact"}',
@@ -29,7 +32,7 @@ CONFIGS = [
     '{"tiers": ["K8V4"], "policy": {"name": "snapkv", "fraction": 0.5}}',
     '{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 100}}',
     '{"tiers": ["K8V4"], "policy": {"name": "pyramidkv", "budget": 100}}',
-    '{"policy": {"name": "xkv", "keep": 0.3, "high": 0.5, "pool": 1}}',
+    XKV,
     '{"tiers": ["BF16"], "policy": {"name": "xkv", "layer_fractions": [0.2, 0.3]}}',
 ]
 
@@ -51,11 +54,11 @@ def plan_of(text: str, *, layers: int = 2, kv_heads: int = 2, q_heads: int = 4, 
     return MemoryPlan(config, config.page_format(dim, dim), layers, kv_heads, q_heads, gpu=True)
 
 
-@pytest.mark.parametrize("text", CONFIGS)
-def test_the_plan_is_what_the_objects_hold(text: str) -> None:
+@pytest.mark.parametrize(("text", "ranks"), [*((text, 1) for text in CONFIGS), (XKV, 2)])
+def test_the_plan_is_what_the_objects_hold(text: str, ranks: int) -> None:
     from sglang_diffkv.ops.gpu import build_ops
 
-    plan = plan_of(text)
+    plan = replace(plan_of(text), ranks=ranks)
     capacity = 3000
     geometry = plan.geometry(capacity, num_rows=9, max_tokens=1000)
     policy = plan.policy()
@@ -63,6 +66,7 @@ def test_the_plan_is_what_the_objects_hold(text: str) -> None:
         geometry,
         policy,
         device=DEVICE,
+        ranks=Ranks(ranks),
         make_ops=lambda state: build_ops(state, policy, geometry, plan.q_heads, "triton"),
     )
     allocator = DiffKVAllocator(
@@ -79,11 +83,14 @@ def test_the_plan_is_what_the_objects_hold(text: str) -> None:
     assert planned == found
     assert found.held[PAGES] == (geometry.num_pages + 1) * geometry.fmt.page_bytes
     assert ("scores of exact prefixes" in found.at_most) == exact
+    alone = replace_prefill(plan_of(text)).footprint(geometry, capacity).held
+    more = found.held.get("decisions", 0) - alone.get("decisions", 0)
+    assert more == (ranks - 1) * 2 * 4 * plan.num_layers * 1000
 
 
 def replace_prefill(plan: MemoryPlan) -> MemoryPlan:
     config = plan.config.model_copy(update={"prefill": "triton"})
-    return MemoryPlan(config, plan.fmt, plan.num_layers, plan.num_heads, plan.q_heads, plan.gpu)
+    return replace(plan, config=config)
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt import launch
 from sglang_diffkv.srt.compat import release
 from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
 
@@ -90,15 +89,6 @@ def _args(**changes: object) -> SimpleNamespace:
         "device": "cpu",
     }
     return SimpleNamespace(**{**fields, **changes})
-
-
-def test_a_method_that_cannot_run_on_ranks_is_refused_at_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.compat, "decline_prefill_graphs", lambda args: None)
-    monkeypatch.delenv("SGLANG_DIFFKV_CONFIG", raising=False)
-    given = '{"tiers": ["BF16"], "policy": {"name": "xkv", "keep": 0.5}}'
-    with pytest.raises(SystemExit, match=r"xkv with keep does not work with --tp-size 2: .* Give layer_fractions"):
-        launch.configure_from_cli(_args(tp_size=2, model_path="nano"), given)
-    assert "SGLANG_DIFFKV_CONFIG" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 LOSSLESS = {"tiers": ["BF16"]}
 ROOM = ("--max-total-tokens", "40000")
 """Not a whole GPU."""
+SMALL = ("--max-total-tokens", "800", "--schedule-conservativeness", "0.1")
 
 
 @pytest.fixture
@@ -132,6 +133,38 @@ def _check_retractions(logs: list[str]) -> None:
     assert told[0] and all(x == told[0] for x in told), "ranks retracted differently, or none did"
 
 
+XKV = {"tiers": ["K8V4"], "policy": {"name": "xkv", "keep": 0.4}}
+
+
+@pytest.mark.full
+def test_ranks_give_layers_the_sizes_that_one_rank_gives_them(serve: Callable[..., Server]) -> None:
+    """XKV's sizes by layer follow from all heads' attention, wherever they are. Two ranks round otherwise than one,
+    which moves a layer's size by a token or two; each rank by its own head would move it by more."""
+    prompt = _ids([x for x in splits.load("dev") if x.group == "medium-1"][:1])[0][:700]
+
+    def sizes(ranks: int) -> list[int]:
+        server = serve(ranks, XKV, *SMALL)
+        server.flush_cache()
+        assert client.ask(server.url, prompt, 2).completion_tokens == 2
+        stats = stats_of(server)
+        assert stats["ranks"] == ranks
+        return [layer[0] for layer in stats["by_head"]["high"]]
+
+    alone, together = sizes(1), sizes(2)
+    outside = [x - 8 for x in together]
+    assert abs(sum(outside) - 0.4 * 6 * (len(prompt) - 8)) < 20 and max(outside) > 1.2 * min(outside)
+    assert max(abs(a - b) for a, b in zip(alone, together, strict=True)) <= 3
+
+
+@pytest.mark.full
+def test_ranks_that_share_sizes_decide_alike_in_a_small_pool(serve: Callable[..., Server]) -> None:
+    server = serve(2, {**XKV, "prefix_fidelity": "exact"}, *SMALL)
+    assert all(x.completion_tokens > 0 for x in _load(server, 10, 320))
+    assert stats_of(server)["faults"] == 0
+    check_idle(server)
+    _check_retractions([server.log_text()] * 2)
+
+
 @pytest.mark.full
 def test_each_rank_takes_the_factors_of_its_heads(serve: Callable[..., Server]) -> None:
     """Of three layers the first head keeps all tokens high, of three the second. Figures are those of rank 0."""
@@ -142,9 +175,6 @@ def test_each_rank_takes_the_factors_of_its_heads(serve: Callable[..., Server]) 
     heads = stats_of(server)["by_head"]
     assert heads["high"][:3] == [[heads["tokens"]]] * 3 and heads["low"][:3] == [[0]] * 3
     assert all(high < heads["tokens"] and low > 0 for [high], [low] in zip(heads["high"][3:], heads["low"][3:]))
-
-
-SMALL = ("--max-total-tokens", "800", "--schedule-conservativeness", "0.1")
 
 
 @contextmanager

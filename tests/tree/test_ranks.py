@@ -6,9 +6,7 @@ requests and give their tokens other scores.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,51 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from sglang_diffkv.mem_pool.counts import RankCounts
 from sglang_diffkv.mem_pool.integrity import decision_digest
-from sglang_diffkv.mem_pool.ranks import RankError, Ranks
-from tests.tree.test_prefix_cache import CAPACITY, ExactTreeMachine, TreeMachine, machine_settings
-
-
-class Exchange:
-    """The elementwise maximum among threads."""
-
-    def __init__(self, size: int):
-        self.barrier = threading.Barrier(size, timeout=60)
-        self.given: list[Any] = [None] * size
-
-    def ranks(self, rank: int) -> Ranks:
-        def largest(numbers: np.ndarray) -> np.ndarray:
-            self.given[rank] = numbers
-            self.barrier.wait()
-            result = np.maximum.reduce(self.given)
-            self.barrier.wait()
-            return result
-
-        return Ranks(len(self.given), rank, largest)
-
-
-class Pair:
-    """One thing for each of two ranks, which do everything at the same time."""
-
-    def __init__(self, make: Callable[[Ranks], Any]):
-        self.exchange = Exchange(2)
-        self.members = [make(self.exchange.ranks(rank)) for rank in range(2)]
-
-    def each(self, act: Callable[[Any], Any]) -> list[Any]:
-        """What ``act`` gives on each; the first error, if one of them fails."""
-
-        def guarded(member: Any) -> Any:
-            try:
-                return act(member)
-            except Exception:
-                self.exchange.barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(2) as threads:
-            done = [threads.submit(guarded, member) for member in self.members]
-        errors = [error for future in done if (error := future.exception())]
-        for error in sorted(errors, key=lambda x: isinstance(x, threading.BrokenBarrierError)):
-            raise error
-        return [future.result() for future in done]
+from sglang_diffkv.mem_pool.ranks import RankError
+from sglang_diffkv.policies.xkv import XKVPolicy
+from tests.ranks import Pair
+from tests.tree.test_prefix_cache import CAPACITY, WINDOW, ExactTreeMachine, TreeMachine, machine_settings
+from tests.tree.test_pruning_methods import PruningMachine
 
 
 def test_the_worst_rank_counts() -> None:
@@ -160,9 +118,30 @@ class ExactRanksMachine(RanksMachine):
     kind = ExactTreeMachine
 
 
+class XKVMachine(PruningMachine):
+    """Layers share a size, so ranks exchange the importance of their heads."""
+
+    policy = XKVPolicy(WINDOW, 3, min_retention=0.6)
+
+
+class ExactXKVMachine(XKVMachine):
+    exact = True
+
+
+class XKVRanksMachine(RanksMachine):
+    kind = XKVMachine
+
+
+class ExactXKVRanksMachine(RanksMachine):
+    kind = ExactXKVMachine
+
+
 RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = machine_settings(50)
+XKVRanksMachine.TestCase.settings = ExactXKVRanksMachine.TestCase.settings = machine_settings(30)
 TestRanks = RanksMachine.TestCase
 TestExactRanks = ExactRanksMachine.TestCase
+TestXKVRanks = XKVRanksMachine.TestCase
+TestExactXKVRanks = ExactXKVRanksMachine.TestCase
 
 
 def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:
