@@ -257,6 +257,8 @@ class Requests:
                     budgets.waited += 1
                     continue
                 path = [] if tree is None else split_path(tree.path(req.last_node), shared)[0]
+                if path_end(path) != shared:  # the tree has yet to take what the row gave it
+                    continue
             if budgets.compress(row, path) and shared and tree is not None:
                 tree.detach(req, 0)
 
