@@ -314,9 +314,10 @@ class Decisions:
         if self.ranks.alone or not length:
             return None
         shape = (2, state.num_layers, length)
-        cells = 2 * state.num_layers * length
-        known = None if self.exchanged is None else self.exchanged[:cells].view(shape)
-        room = torch.empty(shape, device=state.device) if known is None else known
+        if self.exchanged is None:
+            room = torch.empty(shape, device=state.device)
+        else:
+            room = self.exchanged[: 2 * state.num_layers * length].view(shape)
         return Shared(self.ranks.size, self.ranks.add, room)
 
     def _lasting(self, values: torch.Tensor) -> torch.Tensor:

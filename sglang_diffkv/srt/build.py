@@ -8,6 +8,7 @@ import os
 import zlib
 from typing import Any
 
+import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
 from sglang_diffkv import __version__
@@ -16,6 +17,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.policies.base import AcrossLayers
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
@@ -102,6 +104,8 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     ranks.require_equal("the plugin's version, --diffkv-config or SGLANG_DIFFKV_CHECK_INTEGRITY", [_settings_digest()])
     ranks.require_equal("capacity, pages, heads, rows or table blocks (set --max-total-tokens)", sizes)
     policy = plan.policy(ranks.rank, ranks.size)
+    if isinstance(policy.prompt, AcrossLayers):
+        ranks.add(torch.zeros(1, device=configurator.device))  # opens connections now, not while a request waits
     manager = PageManager(
         geometry,
         policy,
