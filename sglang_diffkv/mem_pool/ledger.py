@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_diffkv.mem_pool.geometry import Path, kv_slots_for
@@ -173,9 +174,14 @@ class PageLedger:
         """Pages set aside for the copy that a running request's compression makes, one at a time. None for a request
         that runs alone, which would be retracted for its own sake."""
         running = self.manager.running
-        if running is None or not running.copies or self._compressing or len(self.manager.rows) < 2:
+        if running is None or not running.copies or self._compressing or self._requests() < 2:
             return 0
         return running.copy_pages
+
+    def _requests(self) -> int:
+        """Requests past their prompt, two at most, and those whose prompt is admitted or runs."""
+        rows = self.manager.rows
+        return len(self.promised) + sum(1 for _ in islice((row for row in rows if not rows.in_prompt(row)), 2))
 
     @contextmanager
     def compressing(self) -> Iterator[None]:
@@ -265,7 +271,7 @@ class PageLedger:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
         if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_kv_slots() < new_tokens:
             return False
-        running, first = self.manager.running, len(self.manager.rows) == 1
+        running, first = self.manager.running, self._requests() == 1
         more = running.copy_pages if running is not None and running.copies and first else 0  # see ``_reserve``
         return self.prompt_pages(new_tokens) + more <= self.uncommitted_pages() + self.evictable_pages
 

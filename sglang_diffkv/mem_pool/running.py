@@ -18,6 +18,7 @@ from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
+from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.policies.base import Policy, Running
 
@@ -142,14 +143,24 @@ class RunningBudgets:
         return len(self.device.fmt.tiers) == 1 and not self.rows.shared(row) and not sealed
 
     @property
+    def least_capacity(self) -> int:
+        """Tokens of the pool in which a request that runs alone can be compressed."""
+        return self.rule.limit + self.rule.keep
+
+    @property
     def copy_pages(self) -> int:
         """Pages, at most, of what a row keeps, in pages of their own."""
         return self.device.geometry.most_pages(self.rule.keep)
 
+    def copy_blocks(self, row: int) -> int:
+        """Table blocks, at most, of a copy of what a row keeps, beside those that the row has."""
+        space = self.device.space
+        return blocks_of(space.bound(row)) + blocks_of(space.dense_entries(self.rule.keep))
+
     def compress(self, row: int, path: Path) -> bool:
         """All that a row holds is judged and what stays moves together, in its own pages, or in new ones if it is not
         ``alone``; then it holds nothing of the prefix cache any more. Between steps; the caller has made sure of
-        ``copy_pages``.
+        ``copy_pages`` and ``copy_blocks``.
 
         Args:
             path: what the prefix cache holds of the row's tokens.
@@ -178,7 +189,7 @@ class RunningBudgets:
                 device.ops.copy_judged(device.state, row, parts, length, judgement)
             self.segments.return_row(old)
             self.rows.unseal(row)
-            self.counts.record(-self.copy_pages)
+            self.counts.record(int(self.counts.private[row]) - self.copy_pages)
         self.counts.touch(row, decoded=True)
         self._return_slot(row, known)
         known.held, known.at, known.judged = min(self.rule.keep, self.held(row)), length, True

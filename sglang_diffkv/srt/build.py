@@ -115,6 +115,13 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
     )
+    if manager.running is not None and pool.size < manager.running.least_capacity:
+        raise UnsupportedError(
+            f"diffkv: policy {plan.config.policy.name if plan.config.policy else ''} holds up to "
+            f"{manager.running.rule.limit} tokens a request and keeps {manager.running.rule.keep} of them in a copy: "
+            f"the pool has {pool.size} tokens, it needs {manager.running.least_capacity}. Choose fewer max_blocks or a "
+            "smaller block, or give the server more memory (--max-total-tokens, --mem-fraction-static)."
+        )
     ledger = PageLedger(manager, pool.size)
     pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size))
     allocator = rows.diffkv_allocator = DiffKVAllocator(

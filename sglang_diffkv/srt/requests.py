@@ -253,7 +253,10 @@ class Requests:
                     room = ledger.uncommitted_pages() >= budgets.copy_pages
                     if tree is not None and not (room and manager.segments.rows_free):
                         room = tree.make_segment_rows(1) and tree.make_room(budgets.copy_pages)
-                if not room:
+                blocks = budgets.copy_blocks(row)
+                if room and tree is not None:
+                    tree.make_table_blocks(blocks)
+                if not room or ledger.table_starved(blocks):
                     budgets.waited += 1
                     continue
                 path = [] if tree is None else split_path(tree.path(req.last_node), shared)[0]

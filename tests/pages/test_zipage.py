@@ -216,3 +216,25 @@ def test_a_row_is_compressed_each_time_it_is_full():
 def test_what_a_request_may_still_grow_by(length, more, expected):
     manager = make_manager(make_format("BF16"), policy=policy())
     assert manager.running is not None and manager.running.growing(length, more) == expected
+
+
+def test_a_copy_has_the_table_blocks_that_it_asks_for():
+    """A row of high tokens alone takes blocks of both tiers for its copy: where only those that ``copy_blocks`` names
+    are free, the copy succeeds."""
+    chosen = ZipagePolicy(keep=320, limit=330, window=4, high=160)
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=2000, policy=chosen)
+    running, space = manager.running, manager.space
+    assert running is not None
+    add_prompt(manager, 1, 20, torch.Generator().manual_seed(1), compact=False)
+    running.began(1)
+    manager.rows.end_prompt(1)
+    length = 20
+    while not running.follow(1):
+        begin_step(manager, [1], [1], [length])
+        length += 1
+        manager.counts.settle()
+    needed = running.copy_blocks(1)
+    assert needed < len(space.free_blocks)
+    del space.free_blocks[needed:]
+    assert running.compress(1, [])
+    assert running.held(1) == 320 and int(manager.state.fault[1]) == 0
