@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Server(str(args.folder), "diffkv", room, diffkv_config=config) as server:
         ours = answers(server, args.max_new_tokens)
         finished = finished_usage(server, len(QUESTIONS))
-    rows = [[question[-60:], a, b] for question, a, b in zip(QUESTIONS, stock, ours, strict=True)]
+    rows = [[question.replace("\n", " ")[-60:], a, b] for question, a, b in zip(QUESTIONS, stock, ours, strict=True)]
     print(markdown(["question", "stock, bfloat16", f"diffkv {args.diffkv_config}"], rows))
     whole, held, tokens = (finished[key] for key in ("bf16_bytes", "page_bytes", "tokens"))
     print(f"\nBytes of a token: {whole / tokens:,.0f} in bfloat16, {held / tokens:,.0f} in DiffKV's pages.")
