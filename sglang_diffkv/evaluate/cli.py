@@ -38,6 +38,7 @@ from sglang_diffkv.evaluate.table import tables
 from sglang_diffkv.evaluate.tasks import LOADERS, Options, TaskFileError, load_task
 from sglang_diffkv.evaluate.tasks.reference import LEVELS
 
+WINDOW_ARGUMENTS = ("prefix_tokens", "window_tokens", "top_logprobs")
 DEFAULT_CONFIGS = ("stock", "fp8", "diffkv={}")
 
 
@@ -74,9 +75,22 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more server arguments, one string")
 
 
+def add_window_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of perplexity; ``question_options`` reads them."""
+    parser.add_argument("--prefix-tokens", type=int, default=1024, help="of a wikitext window (default: %(default)s)")
+    parser.add_argument("--window-tokens", type=int, default=128, help="scored after them (default: %(default)s)")
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        default=32,
+        metavar="K",
+        help="likeliest tokens by which distributions are compared (default: %(default)s; 0: perplexity alone)",
+    )
+
+
 def question_options(args: argparse.Namespace) -> Options:
     """What ``add_question_arguments`` added, with a perplexity's windows where they were asked for."""
-    names = ("n", "seed", "max_new_tokens", "levels", "only", "exclude", "prefix_tokens", "window_tokens")
+    names = ("n", "seed", "max_new_tokens", "levels", "only", "exclude", *WINDOW_ARGUMENTS)
     return Options(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 
@@ -100,8 +114,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     kinds = ", ".join(LOADERS)
     parser.add_argument("--task", action="append", required=True, metavar="KIND=PATH", help=f"KIND: {kinds}")
     add_question_arguments(parser)
-    parser.add_argument("--prefix-tokens", type=int, default=1024, help="of a wikitext window (default: %(default)s)")
-    parser.add_argument("--window-tokens", type=int, default=128, help="scored after them (default: %(default)s)")
+    add_window_arguments(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder for answers, results.json and results.md")
     args = parser.parse_args(argv)
     if args.url and args.config:

@@ -20,8 +20,8 @@ class Record:
     """One reply of ``/generate``.
 
     ``logprobs`` has the log-probability of each output token, ``top_logprobs`` for each output position the
-    most likely tokens as ``(logprob, token id)``, best first; ``input_logprobs`` those of prompt tokens. They are
-    empty unless they were asked for.
+    most likely tokens as ``(logprob, token id)``, best first; ``input_logprobs`` and ``input_top_logprobs`` are
+    those of prompt tokens. They are empty unless they were asked for.
     """
 
     text: str
@@ -34,6 +34,7 @@ class Record:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)
+    input_top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
 
 
 def ask(
@@ -52,18 +53,22 @@ def ask(
     return _post(url, payload, timeout)
 
 
-def score(url: str, input_ids: Sequence[int], start: int, *, timeout: float = 1800.0) -> Record:
+def score(url: str, input_ids: Sequence[int], start: int, *, top_logprobs: int = 0, timeout: float = 1800.0) -> Record:
     """Log-probabilities of ``input_ids[start + 1:]`` as ``input_logprobs``; no token is generated.
+
+    ``top_logprobs`` > 0 asks for the most likely tokens at their positions as well, as ``input_top_logprobs``.
 
     Tokens before ``start`` come from the prefix cache as far as it has them; SGLang gives none for the token at
     ``start`` itself. Raises RequestError.
     """
-    payload = {
+    payload: dict[str, Any] = {
         "input_ids": list(input_ids),
         "sampling_params": {"temperature": 0, "max_new_tokens": 0},
         "return_logprob": True,
         "logprob_start_len": start,
     }
+    if top_logprobs:
+        payload["top_logprobs_num"] = top_logprobs
     return _post(url, payload, timeout)
 
 
@@ -91,11 +96,14 @@ def record(reply: dict[str, Any], latency: float = 0.0) -> Record:
         latency=latency,
         finish_reason=reason["type"],
         logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
-        top_logprobs=[
-            [(entry[0], entry[1]) for entry in position] for position in meta.get("output_top_logprobs") or ()
-        ],
+        top_logprobs=_tops(meta.get("output_top_logprobs") or ()),
         input_logprobs=[entry[0] for entry in (meta.get("input_token_logprobs") or ())[1:]],
+        input_top_logprobs=_tops((meta.get("input_top_logprobs") or ())[1:]),
     )
+
+
+def _tops(positions: Sequence[Any]) -> list[list[tuple[float, int]]]:
+    return [[(entry[0], entry[1]) for entry in position] for position in positions]
 
 
 def run(

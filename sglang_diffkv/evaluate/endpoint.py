@@ -53,9 +53,10 @@ class Endpoint:
         """Prefill only, so that the prompt is in the prefix cache afterwards."""
         return client.ask(self.url, prompt_ids, 0, timeout=self.timeout)
 
-    def score(self, prompt_ids: Sequence[int], start: int) -> client.Record:
-        """Log-probabilities of the prompt's tokens after position ``start``, in ``input_logprobs``."""
-        return client.score(self.url, prompt_ids, start, timeout=self.timeout)
+    def score(self, prompt_ids: Sequence[int], start: int, top_logprobs: int = 0) -> client.Record:
+        """Log-probabilities of the prompt's tokens after position ``start``, in ``input_logprobs``, and the
+        ``top_logprobs`` likeliest tokens at each of their positions, in ``input_top_logprobs``."""
+        return client.score(self.url, prompt_ids, start, top_logprobs=top_logprobs, timeout=self.timeout)
 
     def forget_prefixes(self, patience: float = 10.0) -> None:
         """Empty the prefix cache of an owned server, so that one task file does not profit from another.

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.configuration import ELEMENT_RATIO
+from sglang_diffkv.evaluate.distribution import compare
 from sglang_diffkv.evaluate.endpoint import LONG
 from sglang_diffkv.evaluate.runner import Suite
 from sglang_diffkv.evaluate.store import Answer, Store
@@ -69,6 +70,20 @@ class CacheFigures(_Frozen):
     asked: int | None = None
 
 
+class Closeness(_Frozen):
+    """Next-token distributions against the first configuration's at the same positions, see ``evaluate/distribution``.
+
+    Attributes:
+        divergence: nats a token, a lower bound; its sample are the ``n`` windows, as for agreement.
+        agreement: share of the positions whose likeliest token is the same.
+        covered: the first one's probability that is told token by token; the bound does not see changes in the rest.
+    """
+
+    divergence: Estimate
+    agreement: Estimate
+    covered: float
+
+
 class Result(_Frozen):
     """One configuration on one task file. ``long`` covers the questions that took the first configuration 1,000
     tokens and more, ``cached`` is the share of prompt tokens that came from the prefix cache."""
@@ -80,6 +95,7 @@ class Result(_Frozen):
     by_task: dict[str, Estimate]
     long: Estimate | None
     difference: Difference | None
+    closeness: Closeness | None = None
     cache: CacheFigures | None
     cached: float
     failed: int
@@ -125,6 +141,25 @@ def difference(metric: Metric, first: Sequence[Answer], other: Sequence[Answer])
     error = _spread([x - mean * a.outcome.scored_tokens for x, a in zip(changes, first)], tokens)
     won, lost = sum(x < 0 for x in changes), sum(x > 0 for x in changes)
     return Difference(n=n, mean=mean, error=error, won=won, lost=lost, p=report.sign_test(lost, won))
+
+
+def closeness(first: Sequence[Answer], other: Sequence[Answer]) -> Closeness | None:
+    """``other`` against ``first``, the same windows in one order; None unless all tell their likeliest tokens."""
+    if not first or not all(x.outcome.tops for x in (*first, *other)):
+        return None
+    pairs = [compare(a.outcome.tops, b.outcome.tops) for a, b in zip(first, other)]
+    tokens = sum(x.positions for x in pairs)
+
+    def mean(sums: Sequence[float]) -> Estimate:
+        value = sum(sums) / tokens
+        residuals = [x - value * pair.positions for x, pair in zip(sums, pairs)]
+        return Estimate(n=len(pairs), mean=value, error=_spread(residuals, tokens))
+
+    return Closeness(
+        divergence=mean([x.divergence for x in pairs]),
+        agreement=mean([x.agreeing for x in pairs]),
+        covered=sum(x.covered for x in pairs) / tokens,
+    )
 
 
 def cache_figures(store: Store, configuration: str, suite: str) -> CacheFigures | None:
@@ -188,6 +223,9 @@ def _result(store: Store, configuration: str, suite: Suite, ids: Sequence[str], 
         long=estimate(long) if long else None,
         difference=difference(metric, [first[x] for x in both], [held[x] for x in both])
         if held is not first and both
+        else None,
+        closeness=closeness([first[x] for x in both], [held[x] for x in both])
+        if held is not first and metric == "perplexity"
         else None,
         cache=cache_figures(store, configuration, name),
         cached=sum(x.outcome.cached_tokens for x in answers) / prompts if prompts else 0.0,

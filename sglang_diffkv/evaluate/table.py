@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sglang_diffkv.evaluate.report import markdown, shares_cell
-from sglang_diffkv.evaluate.summary import CacheFigures, Difference, Estimate, Result
+from sglang_diffkv.evaluate.summary import CacheFigures, Closeness, Difference, Estimate, Result
 
+CLOSENESS_HEADER = ("KL to the first, nats", "same likeliest token %")
 CACHE_HEADER = ("ratio, pages", "ratio, tokens", "1,000+: pages", "1,000+: tokens", "high / low / pruned %")
 
 
@@ -29,10 +30,13 @@ def tables(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
 def _suite_table(name: str, results: Sequence[Result], skipped: Mapping[str, str]) -> str:
     accurate = results[0].metric == "accuracy"
     scores = ("accuracy %", "of 1,000+ tokens") if accurate else ("perplexity", "bits a token")
-    header = ["configuration", "n", *scores, "to the first", *CACHE_HEADER, "cached %"]
+    told = any(r.closeness for r in results)
+    close = CLOSENESS_HEADER if told else ()
+    header = ["configuration", "n", *scores, "to the first", *close, *CACHE_HEADER, "cached %"]
     rows = []
     for result in results:
         cells = _accuracy_cells(result) if accurate else _perplexity_cells(result)
+        cells += closeness_cells(result.closeness) if told else []
         row = [result.configuration, str(result.score.n), *cells, *_cache_cells(result.cache)]
         rows.append([*row, f"{100 * result.cached:.0f}"])
     rows += [[label, f"skipped: {why}", *[""] * (len(header) - 2)] for label, why in skipped.items()]
@@ -44,6 +48,12 @@ def _notes(results: Sequence[Result]) -> str:
     notes = []
     if any(r.cache and not r.cache.measured for r in results):
         notes.append("Ratios of stock caches are those of their element sizes; the others are measured.")
+    if covered := [r.closeness.covered for r in results if r.closeness]:
+        told = f"{100 * min(covered):.0f}"
+        notes.append(
+            f"KL is a lower bound: over the tokens that are likeliest in both, which have at least {told}% of the "
+            "first one's probability, and one bucket for the rest."
+        )
     for r in results:
         if r.failed:
             notes.append(f"{r.configuration}: the server ended {r.failed} requests, counted as wrong.")
@@ -67,6 +77,14 @@ def points(change: Difference | None) -> str:
     if change is None:
         return ""
     return f"{100 * change.mean:+.1f} ± {100 * change.error:.1f} (+{change.won} -{change.lost}, p = {change.p:.2g})"
+
+
+def closeness_cells(found: Closeness | None) -> list[str]:
+    """Divergence and agreement with their standard errors."""
+    if found is None:
+        return [""] * len(CLOSENESS_HEADER)
+    kl = found.divergence
+    return [f"{kl.mean:.5f} ± {kl.error:.5f}", percent(found.agreement)]
 
 
 def _perplexity_cells(result: Result) -> list[str]:

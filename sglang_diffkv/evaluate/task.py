@@ -31,7 +31,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a question: ``right`` for accuracy, ``nll`` (nats, summed over ``scored_tokens``) for perplexity.
+    """What came of a question: ``right`` for accuracy; for perplexity ``nll`` (nats, summed over ``scored_tokens``) and
+    ``tops``, the likeliest tokens at their positions, packed (``evaluate/distribution``; empty if not asked for).
 
     ``error`` is set if the server ended the request; it then counts as wrong and is asked again by a later run.
     """
@@ -46,6 +47,7 @@ class Outcome:
     right: bool | None = None
     nll: float | None = None
     scored_tokens: int = 0
+    tops: str = ""
     error: str | None = None
 
 

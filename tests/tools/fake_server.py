@@ -31,6 +31,7 @@ class FakeServer:
         reply: text for a prompt's token ids; an exception's message becomes the reason of an abort.
         share: pages' bytes over bf16 bytes, None for a server without DiffKV.
         logprob: of every scored token, by its position.
+        tops: likeliest tokens as ``(logprob, token id)`` at a scored position, best first.
         cut_streams: streams end before their last part.
     """
 
@@ -41,11 +42,13 @@ class FakeServer:
         share: float | None = 0.5,
         context: int = 512,
         logprob: Callable[[int], float] = lambda position: -1.0,
+        tops: Callable[[int], list[tuple[float, int]]] = lambda position: [(-1.0, 7), (-2.0, 8)],
         stats: dict[str, Any] | None = None,
         caches: bool = True,
         cut_streams: bool = False,
     ):
         self.reply, self.share, self.context, self.logprob = reply, share, context, logprob
+        self.tops = tops
         self.stats, self.caches, self.cut_streams = stats or {}, caches, cut_streams
         self.aborted: list[str] = []
         self.requests: list[dict[str, Any]] = []
@@ -112,6 +115,9 @@ class FakeServer:
         if payload.get("return_logprob"):
             scored = [[self.logprob(at), ids[at], None] for at in range(start + 1, len(ids))]
             meta["input_token_logprobs"] = [[None, ids[start], None], *scored]
+            if count := payload.get("top_logprobs_num"):
+                tops = [[[*entry, None] for entry in self.tops(at)[:count]] for at in range(start + 1, len(ids))]
+                meta["input_top_logprobs"] = [None, *tops]
         return {"text": text, "output_ids": [], "meta_info": meta}
 
     def _count(self, tokens: int) -> None:

@@ -192,6 +192,37 @@ def test_perplexity_scores_behind_a_cached_prefix(tmp_path, capsys):
     assert f"| {math.exp(1.5):.3f} ± 0.000 | {1.5 / math.log(2):.4f} ± 0.0000 |" in capsys.readouterr().out
 
 
+def test_distributions_are_compared_with_the_first_ones(tmp_path, capsys):
+    half = math.log(0.5)
+    low, lower = math.log(0.25), math.log(0.125)
+
+    def first(position):
+        return [(half, 1), (low, 2), (lower, 3)]
+
+    def other(position):
+        return first(position) if position % 4 else [(half, 2), (low, 1), (lower, 4)]
+
+    with FakeServer(share=None, tops=first) as stock, FakeServer(tops=other) as ours:
+        assert run(stock, tmp_path, "stock", "--task", PROSE, *WINDOWS, "--top-logprobs", "3") == 0
+        assert run(ours, tmp_path, "ours", "--task", PROSE, *WINDOWS, "--top-logprobs", "3") == 0
+        assert {x.get("top_logprobs_num") for x in ours.requests if "logprob_start_len" in x} == {3}
+    found = results(tmp_path)
+    assert found["stock"]["closeness"] is None
+    close = found["ours"]["closeness"]
+    assert close["divergence"]["mean"] == pytest.approx((0.5 * math.log(2) - 0.25 * math.log(2)) / 4, rel=1e-5)
+    assert close["divergence"]["n"] == found["ours"]["score"]["n"] and close["divergence"]["error"] == 0
+    assert close["agreement"]["mean"] == 0.75
+    assert close["covered"] == pytest.approx((3 * 0.875 + 0.75) / 4)
+    out = capsys.readouterr().out
+    assert "| KL to the first, nats | same likeliest token % |" in out and "| 0.04332 ± 0.00000 | 75.0 ± 0.0 |" in out
+    assert "at least 84% of the first" in out
+
+    with FakeServer() as plain:
+        assert run(plain, tmp_path / "b", "a", "--task", PROSE, *WINDOWS, "--top-logprobs", "0") == 0
+        assert not any("top_logprobs_num" in x for x in plain.requests)
+    assert "KL" not in capsys.readouterr().out
+
+
 def test_perplexity_without_a_prefix_hit_is_refused(tmp_path, capsys):
     with FakeServer(caches=False) as fake:
         assert run(fake, tmp_path, "a", "--task", PROSE, *WINDOWS) == 1

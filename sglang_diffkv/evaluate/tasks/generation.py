@@ -23,6 +23,7 @@ class Options:
         n: questions of each file, a fixed random sample; None for all.
         levels, only, exclude: of files whose questions have a task and a level.
         prefix_tokens, window_tokens: of perplexity, the tokens in the cache and those scored after them.
+        top_logprobs: likeliest tokens at each scored position, from which distributions are compared; 0 for none.
     """
 
     n: int | None = None
@@ -33,6 +34,7 @@ class Options:
     exclude: Sequence[str] = ()
     prefix_tokens: int = 1024
     window_tokens: int = 128
+    top_logprobs: int = 32
 
 
 @dataclass(frozen=True)

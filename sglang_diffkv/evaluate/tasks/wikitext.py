@@ -13,6 +13,9 @@ token; the ``window_tokens`` after it are scored. Windows start ``window_tokens`
 twice. A small window sees more of the compressed tokens, and takes more requests. Only prompt-phase
 compression is measured: no token is generated.
 
+The same request tells the likeliest tokens at each scored position, by which whole distributions are compared with
+those of another configuration (``evaluate/distribution``), at no further pass of the model.
+
 A window whose prefix was not found in the cache is an error, since it would measure an uncompressed cache.
 """
 
@@ -23,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang_diffkv.evaluate.distribution import pack
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.task import Metric, Outcome, Question
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, open_text, sha256, stem
@@ -39,11 +43,13 @@ class PerplexityTask:
     metric: Metric = field(default="perplexity", init=False)
 
     def fingerprint(self) -> dict[str, Any]:
+        tops = {"top_logprobs": self.options.top_logprobs} if self.options.top_logprobs else {}
         return {
             "file": self.path.name,
             "sha256": sha256(self.path),
             "prefix_tokens": self.options.prefix_tokens,
             "window_tokens": self.options.window_tokens,
+            **tops,
         }
 
     def questions(self, tokenizer: Any) -> list[Question]:
@@ -68,7 +74,7 @@ class PerplexityTask:
                 f"{self.name}: a window of {len(question.prompt_ids)} tokens does not fit in {endpoint.context}"
             )
         before = endpoint.cache(question.prompt_ids[:prefix])
-        record = endpoint.score(question.prompt_ids, prefix)
+        record = endpoint.score(question.prompt_ids, prefix, self.options.top_logprobs)
         if record.cached_tokens < prefix:
             raise EvaluationError(
                 f"{self.name}: only {record.cached_tokens} of {prefix} prefix tokens came from the prefix cache, so "
@@ -82,6 +88,7 @@ class PerplexityTask:
             finish_reason=record.finish_reason,
             nll=-sum(record.input_logprobs),
             scored_tokens=len(record.input_logprobs),
+            tops=pack(record.input_top_logprobs) if self.options.top_logprobs else "",
         )
 
 
@@ -89,4 +96,6 @@ def load(path: Path, options: Options) -> PerplexityTask:
     """Windows of a text file, a fixed random sample of them."""
     if min(options.prefix_tokens, options.window_tokens) < 1:
         raise TaskFileError("prefix and window of a perplexity need at least one token each")
+    if options.top_logprobs < 0:
+        raise TaskFileError("--top-logprobs is a number of tokens from 0 on")
     return PerplexityTask(f"wikitext/{stem(path)}", path, options)
