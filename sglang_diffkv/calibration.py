@@ -118,6 +118,60 @@ class Provenance(_Strict):
     grid: tuple[GridPoint, ...]
 
 
+class TextBudget(_Strict):
+    """How much may be lost on a text: of the KL divergence in nats a token, or of perplexity as a share."""
+
+    measure: Literal["kl", "perplexity"]
+    limit: float
+
+
+class TextPoint(_Strict):
+    """One setting on windows of a text, against stock bf16 on the same ones.
+
+    ``divergence`` is a lower bound of the KL divergence in nats a token, in which ``covered`` of the probability is
+    told token by token; ``agreement`` is the share of positions with the same likeliest token; changes are shares.
+    """
+
+    tiers: tuple[str, ...]
+    alpha_high: float | None
+    alpha_low: float
+    window: int
+    rotate: str = "none"
+    n: int
+    divergence: float
+    divergence_error: float
+    agreement: float
+    agreement_error: float
+    covered: float
+    perplexity_change: float
+    perplexity_change_error: float
+    ratio_pages: float
+    ratio_tokens: float
+    share_high: float | None = None
+    share_low: float | None = None
+
+
+class TextProvenance(_Strict):
+    """How thresholds were found on a text. ``held_out`` has the chosen setting's figures on the part of the text that
+    had no say in the choice; the grid's are of the other part."""
+
+    procedure: Literal["text"] = "text"
+    date: str
+    budget: TextBudget
+    margin: float
+    text_file: str
+    text_sha256: str
+    prefix_tokens: int
+    window_tokens: int
+    top_logprobs: int
+    seed: int
+    held_out_share: float
+    held_out: TextPoint
+    versions: dict[str, str | None]
+    device: str
+    grid: tuple[TextPoint, ...]
+
+
 HeadScale = tuple[tuple[float, ...], ...]
 """[layers][KV heads], factors of both thresholds."""
 
@@ -182,8 +236,8 @@ class CalibratedThresholds(CalibratedEntry):
     sinks: int = 0
     horizon: int = 0
     head_scale: HeadScale | None = None
-    chosen: GridPoint | None = None
-    provenance: Provenance | None = None
+    chosen: GridPoint | TextPoint | None = None
+    provenance: Provenance | TextProvenance | None = None
 
     @model_validator(mode="after")
     def _usable(self) -> CalibratedThresholds:

@@ -3,7 +3,8 @@
 Each setting answers the questions of a calibration file on a server of its own and is compared with stock SGLang
 in bf16 on the same questions. The answers are kept in the work folder, so a search that was broken off goes on
 with the same command. With --jobs several servers run at once; the choice is the same. Copy the result into the
-model's folder as diffkv_calibration.json. Example:
+model's folder as diffkv_calibration.json. Without questions that have answers, plain text will do: see
+--text FILE --help. Example:
 
     python -m sglang_diffkv.calibrate --model MODEL --task gsm8k=train.jsonl \\
         --n 250 --tolerance 3 --work calibration --output diffkv_calibration.json

@@ -63,6 +63,11 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that choose questions and how they are asked; ``question_options`` reads them."""
     add_selection_arguments(parser)
     parser.add_argument("--max-new-tokens", type=int, default=4096, help="of a reply (default: %(default)s)")
+    add_server_arguments(parser)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the servers that are asked."""
     parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default: %(default)s)")
     parser.add_argument(
         "--jobs",
