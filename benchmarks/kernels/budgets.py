@@ -58,7 +58,9 @@ def compressions(
     judged, moved = [], []
     for row in range(1, repeats + 1):
         times = [clock()]
-        judgement = ops.judge_running(state, row, length, policy, queries, Scaling(HEAD_DIM**-0.5), first=row % 2 == 0)
+        judgement = ops.judge_running(
+            state, row, length, policy, queries, Scaling(HEAD_DIM**-0.5), first=row % 2 == 0, most=tokens
+        )
         times.append(clock())
         ops.compact_judged(state, row, length, judgement)
         times.append(clock())
