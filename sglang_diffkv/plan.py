@@ -17,7 +17,7 @@ from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
-from sglang_diffkv.policies.base import Policy, prunes
+from sglang_diffkv.policies.base import Policy, kept_share, prunes
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ class MemoryPlan:
         ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
         exact = self.config.prefix_fidelity == "exact"
         dropped = prunes(policy, len(self.fmt.tiers))
-        kv_slots = kv_slots_for(capacity, self.fmt, prunes=dropped, kept_share=policy.kept_share)
+        share = kept_share(policy, geometry.max_tokens)
+        kv_slots = kv_slots_for(capacity, self.fmt, prunes=dropped, kept_share=share)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries)
 

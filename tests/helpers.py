@@ -100,10 +100,10 @@ class Visible:
 
 def table_of(state: PageState, row: int, tier: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pages and position ranges of all entry places of a row, each [L, H, width], read column by column."""
-    blocks = state.row_blocks[row].numpy()
+    blocks = state.row_blocks[row].cpu().numpy()
     tables = []
     for source in (state.page_table, state.range_lo, state.range_hi):
-        wide = source.numpy()[blocks].transpose(1, 2, 0, 3)  # [L, H, max_blocks, TABLE_BLOCK]
+        wide = source.cpu().numpy()[blocks].transpose(1, 2, 0, 3)  # [L, H, max_blocks, TABLE_BLOCK]
         wide = wide.reshape(*wide.shape[:2], -1)
         half = wide.shape[2] // 2
         tables.append((wide, wide[:, :, ::-1], wide[:, :, :half][:, :, ::-1], wide[:, :, half:])[tier])
@@ -116,11 +116,11 @@ def visible(state: PageState, row: int) -> Visible:
     for tier, view in enumerate(state.tiers):
         page, lo, hi = table_of(state, row, tier)
         entry = np.arange(page.shape[2])
-        used = entry < state.entries[row, :, :, tier].numpy()[:, :, None]
+        used = entry < state.entries[row, :, :, tier].cpu().numpy()[:, :, None]
         layer, head, entry = used.nonzero()
         page, lo, hi = (x[layer, head, entry] for x in (page, lo, hi))
-        position = view.positions.numpy()[page]  # [entries, tokens]
-        first = state.own_entry[row, :, :, tier].numpy()[layer, head]
+        position = view.positions.cpu().numpy()[page]  # [entries, tokens]
+        first = state.own_entry[row, :, :, tier].cpu().numpy()[layer, head]
         index, slot = ((position >= lo[:, None]) & (position < hi[:, None])).nonzero()
         parts.append(
             (
@@ -132,7 +132,7 @@ def visible(state: PageState, row: int) -> Visible:
                 slot,
                 (entry >= first)[index],
                 (entry - first)[index] * view.layout.tokens + slot,
-                view.scores.numpy()[page[index], slot],
+                view.scores.cpu().numpy()[page[index], slot],
             )
         )
     return Visible(*(np.concatenate(column) for column in zip(*parts)))
@@ -144,8 +144,8 @@ def own_pages(state: PageState, row: int) -> set[int]:
     for tier in range(len(state.tiers)):
         page, _, _ = table_of(state, row, tier)
         entry = np.arange(page.shape[2])
-        first = state.own_entry[row, :, :, tier].numpy()[:, :, None]
-        end = state.entries[row, :, :, tier].numpy()[:, :, None]
+        first = state.own_entry[row, :, :, tier].cpu().numpy()[:, :, None]
+        end = state.entries[row, :, :, tier].cpu().numpy()[:, :, None]
         found.update(page[(entry >= first) & (entry < end)].tolist())
     return found
 

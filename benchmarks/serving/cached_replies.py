@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="JSON with every reply")
     args = parser.parse_args(argv)
     items = reference.select(splits.load(args.split), exclude=["fewshot_shared"], n=args.n, seed=1)
-    about, runs = provenance("cached_replies", argv), []
+    about, runs = provenance("serving.cached_replies", argv), []
     table = Table("configuration", "n", "cached", "same reply", "right % computed", "cached", "changed verdicts")
     for text in args.config:
         runs.append(serve(parse_configuration(text), items, args))

@@ -40,12 +40,12 @@ def measure_each(
     """``measure`` on every backend of ``args.candidates``; NAME.json and NAME.md are written after each.
 
     Args:
-        data: the report so far, with its ``kind`` (the benchmark's module is its namesake) and ``name``.
+        data: the report so far, with its ``kind`` (the benchmark's module in this folder) and ``name``.
 
     Returns:
         exit status, 1 if a server failed.
     """
-    source = provenance(data["kind"], args.argv)
+    source = provenance(f"serving.{data['kind']}", args.argv)
     records: list[Record] = []
     data |= {"provenance": source, "records": records}
     budget = Budget(args.budget_seconds, GUESSES)

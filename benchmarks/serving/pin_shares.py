@@ -156,7 +156,7 @@ def result(args: argparse.Namespace, meter: Meter) -> dict[str, Any]:
     return {
         "kind": "shares",
         "model": model_name(args),
-        "provenance": provenance("pin_shares", args.argv),
+        "provenance": provenance("serving.pin_shares", args.argv),
         "load": {"requests": args.requests, "input": args.input, "output": args.generate},
         "tolerance": args.tolerance,
         "configs": configs,

@@ -12,8 +12,9 @@ from sglang_diffkv.mem_pool.state import PageState
 
 
 def redundancy(
-    state: PageState, parts: Sequence[Part], values: torch.Tensor, out: torch.Tensor, *, threshold: float, block: int
-) -> torch.Tensor:
+    state: PageState, parts: Sequence[Part], values: torch.Tensor, out: torch.Tensor, *, threshold: float, block: int,
+    most: int | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Write the sum of each token's cosines with the other tokens of its head to its position.
 
     Tokens of a head are compared in the order of their positions, within blocks of ``block`` of them, or all with all
@@ -24,6 +25,7 @@ def redundancy(
         parts: (row, lo, hi), where the tokens are; disjoint.
         values: [L, H, n] float32, NaN at positions of tokens that are not compared, as ``gather_scores`` leaves it.
         out: [L, H, n] float32; 0 where no token is compared.
+        most: tokens of a head that are compared, at most, if the caller knows.
 
     Returns:
         [L, H] int64, tokens compared.
@@ -44,7 +46,9 @@ def redundancy(
         at = present.nonzero().flatten()
         for part in at.split(block or max(len(at), 1)):
             found[part] = _charged(of_head[part], threshold)
-    return compared.sum(2)
+    counts = compared.sum(2)
+    assert most is None or not counts.numel() or int(counts.max()) <= most, "more tokens than the caller promised"
+    return counts
 
 
 def _charged(keys: torch.Tensor, threshold: float) -> torch.Tensor:

@@ -47,7 +47,7 @@ def gather_kernel(
             range_hi, row_blocks, TIER, TOKENS, SCORES, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         place = tl.load(rank + position, mask=held, other=-1)
-        chosen = place >= 0
+        chosen = (place >= 0) & (place < most)
         key = dequantized(page, tl.arange(0, padded(TOKENS)), chosen, kind, D, KB, KEYS, KMETA)
         norm = tl.sqrt(tl.sum(key * key, 1))
         key = key / tl.maximum(norm, 1e-12)[:, None]
@@ -116,13 +116,13 @@ def redundancy(
     block: int,
     most: int | None = None,
 ) -> torch.Tensor:
-    """``reference.redundancy``. ``most``: tokens of a head, at most, if the caller knows."""
+    """``reference.redundancy``, in memory for ``most`` tokens of a head."""
     layers, heads, length = values.shape
-    fmt, most = state.fmt, max(min(most or length, length), 1)
+    fmt, most = state.fmt, max(min(length if most is None else most, length), 1)
     assert (layers, heads) == (state.num_layers, state.num_heads) and out.shape == values.shape
     assert values.dtype == out.dtype == torch.float32 and values.is_contiguous() and out.is_contiguous()
     compared = ~values.isnan()
-    counts = compared.sum(2)
+    counts = compared.sum(2).clamp_(max=most)
     rank = torch.where(compared, compared.cumsum(2, dtype=torch.int32) - 1, -1)
     dim, device = dot_padded(fmt.head_dim), values.device
     kind, dot = (torch.float32, tl.float32) if INTERPRETED else (torch.float16, tl.float16)
@@ -148,6 +148,6 @@ def redundancy(
         last_alike_kernel[grid](unit, number, last, most, within, threshold, DP=dim, N=TILE, DOT=dot, num_warps=4)
         charge_kernel[grid](unit, number, last, sums, most, within, DP=dim, N=TILE, DOT=dot, num_warps=4)
         by_place = sums[: some * heads].view(some, heads, most)
-        found = by_place.gather(2, places.clamp(min=0).long())
+        found = by_place.gather(2, places.clamp(min=0, max=most - 1).long())
         out[first : first + some] = found.masked_fill(places < 0, 0.0)
     return counts

@@ -23,7 +23,8 @@ MOST_KV_SLOTS = 256
 
 def kv_slots_for(capacity: int, fmt: PageFormat, *, prunes: bool, kept_share: float | None = None) -> int:
     """KV slots of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier; where tokens
-    are pruned, what fits of sequences of which ``kept_share`` is kept, if that is known.
+    are pruned, what fits of sequences of which ``kept_share`` is kept, if that is known. Where running requests hold a
+    budget that is their share of the longest sequence.
 
     A KV slot is SGLang's index of a token. It names the token and owns no memory here, where bytes are pages. KV slots
     may run out before pages do all the same, where most tokens are pruned: then the prefix cache gives some back, and

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_diffkv.mem_pool.geometry import Path, kv_slots_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.policies.base import prunes
+from sglang_diffkv.policies.base import kept_share, prunes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -63,7 +63,8 @@ class PageLedger:
         self.capacity = capacity
         policy, fmt = manager.policy, manager.fmt
         dropped = prunes(policy, len(fmt.tiers))
-        self.kv_slots = kv_slots_for(capacity, fmt, prunes=dropped, kept_share=policy.kept_share)
+        share = kept_share(policy, manager.geometry.max_tokens)
+        self.kv_slots = kv_slots_for(capacity, fmt, prunes=dropped, kept_share=share)
         """Tokens that SGLang may hold at once."""
         self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""
@@ -96,15 +97,17 @@ class PageLedger:
         whose prompt is compacted; where they are few, the last value stands.
 
         An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
-        retracts.
+        retracts. A request that holds a budget grows in the high tier between its compressions.
         """
         manager = self.manager
+        if manager.running is not None:
+            return self._estimate
         now = (manager.counts.tick, manager.counts.counted_step)
         if now == self._estimated_at:
             return self._estimate
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
-        tokens = sum(self._held(row) for row in rows)
+        tokens = sum(manager.rows.length(row) for row in rows)
         if tokens >= ESTIMATE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
             self._estimate = min(GROWTH_MARGIN * held / tokens, 1.0)
@@ -127,16 +130,11 @@ class PageLedger:
             return more
         return min(more, max(running.rule.limit - running.held(row), 0))
 
-    def _held(self, row: int) -> int:
-        """Tokens that a running request holds in each head, as far as its budget says."""
-        running = self.manager.running
-        return self.manager.rows.length(row) if running is None else running.held(row)
-
     def growth_of(self, row: int | None) -> float:
         """The same for a running request: by its own pages where it is long enough."""
         manager = self.manager
-        length = 0 if row is None or manager.rows.in_prompt(row) else self._held(row)
-        if length >= ROW_ESTIMATE_TOKENS:
+        length = 0 if row is None or manager.rows.in_prompt(row) else manager.rows.length(row)
+        if manager.running is None and length >= ROW_ESTIMATE_TOKENS:
             held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
             if held:
                 return min(GROWTH_MARGIN * held / length, 1.0)
@@ -148,7 +146,8 @@ class PageLedger:
         if self.refused is None:
             return False
         growth = sum(self.growing_of(row, tokens) * self.growth_of(row) for row, tokens in expected)
-        return self.available() + self.evictable() - growth > self.refused
+        copy = self._first_copy() * self.manager.fmt.high.tokens / self.manager.geometry.heads
+        return self.available() + self.evictable() - growth - copy > self.refused
 
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())
@@ -177,6 +176,11 @@ class PageLedger:
         if running is None or not running.copies or self._compressing or self._requests() < 2:
             return 0
         return running.copy_pages
+
+    def _first_copy(self) -> int:
+        """Pages that are set aside as soon as another request is admitted, see ``_reserve``."""
+        running = self.manager.running
+        return running.copy_pages if running is not None and running.copies and self._requests() == 1 else 0
 
     def _requests(self) -> int:
         """Requests past their prompt, two at most, and those whose prompt is admitted or runs."""
@@ -271,9 +275,7 @@ class PageLedger:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
         if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_kv_slots() < new_tokens:
             return False
-        running, first = self.manager.running, self._requests() == 1
-        more = running.copy_pages if running is not None and running.copies and first else 0  # see ``_reserve``
-        return self.prompt_pages(new_tokens) + more <= self.uncommitted_pages() + self.evictable_pages
+        return self.prompt_pages(new_tokens) + self._first_copy() <= self.uncommitted_pages() + self.evictable_pages
 
     def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
         """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but

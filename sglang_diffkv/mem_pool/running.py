@@ -99,13 +99,13 @@ class RunningBudgets:
         """The prompt of a row has run.
 
         Unless it was to stay as it is, its own tokens were compressed. Of what it shares ``exact_prefixes`` hold every
-        token, and others count as compressed too.
+        token; of others, which were compressed each for itself, its table says how many tokens there are at most.
         """
         length, shared, keep = self.rows.length(row), self.rows.shared(row), self.rule.keep
         own = length - shared
         if row not in self.prompts.untouched:
             own = min(own, keep)
-            shared = shared if self.exact_prefixes else min(shared, keep)
+            shared = shared if self.exact_prefixes else min(shared, self.device.space.most_tokens(row))
         self._rows[row] = Budgeted(shared + own, length, judged=length - shared > keep)
 
     def held(self, row: int) -> int:
@@ -176,7 +176,7 @@ class RunningBudgets:
         with device.launching():
             judgement = device.ops.judge_running(
                 device.state, row, length, self.policy, self.cache.queries[known.slot], self.scaling,
-                first=not known.judged,
+                first=not known.judged, most=min(length, device.space.most_tokens(row)),
             )  # fmt: skip
             if old is None:
                 device.ops.compact_judged(device.state, row, length, judgement)

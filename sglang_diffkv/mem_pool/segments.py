@@ -173,7 +173,11 @@ class SegmentStore:
 
     def packed_pages(self, segment: Segment) -> int:
         """Upper bound of the pages that the packed segment takes."""
-        return self.device.geometry.most_pages(segment.hi - segment.lo)
+        return self.device.geometry.most_pages(self._most_held(segment))
+
+    def _most_held(self, segment: Segment) -> int:
+        """Upper bound of the tokens that each head holds of a segment: of a reply whose request held a budget, few."""
+        return min(segment.hi - segment.lo, self.device.space.most_tokens(segment.row))
 
     def pack(self, segment: Segment) -> bool:
         """Copy a segment's tokens to dense pages and drop the old ones. The caller has made sure of the pages.
@@ -185,7 +189,7 @@ class SegmentStore:
         Only for a segment whose pages no other row refers to and the prefix cache does not count. Returns False,
         changing nothing, if no segment row or table block is left.
         """
-        row = self.take_row(self.device.space.dense_entries(segment.hi - segment.lo))
+        row = self.take_row(self.device.space.dense_entries(self._most_held(segment)))
         if row is None:
             return False
         self._copy(row, [(segment, segment.lo, segment.hi)])

@@ -61,6 +61,10 @@ class TableSpace:
         added = self.dense_entries(int(self.total[row] - self.counted[row]) + new_tokens)
         return tuple(n + more for n, more in zip(self.base[row].tolist(), added, strict=True))
 
+    def most_tokens(self, row: int) -> int:
+        """Upper bound of the tokens that each head of the row holds, shared ones too."""
+        return sum(n * of_page for n, of_page in zip(self.bound(row), self.tokens, strict=True))
+
     def part_entries(self, segment: Segment, lo: int, hi: int) -> Entries:
         """Upper bound of the entries that attaching a part of a segment takes: a page holds a token at least, and to
         read less takes no more."""

@@ -179,6 +179,7 @@ class Ops(Protocol):
         scaling: Scaling,
         *,
         first: bool,
+        most: int,
     ) -> Judgement:
         """As ``Decisions.of_running``."""
         ...

@@ -145,10 +145,10 @@ class Decisions:
 
     def of_running(
         self, state: PageState, row: int, seq_len: int, policy: Policy, queries: torch.Tensor,
-        scaling: tuple[float, float], *, first: bool,
+        scaling: tuple[float, float], *, first: bool, most: int,
     ) -> Judgement:  # fmt: skip
         """For all tokens that ``row`` holds, judged by its newest ``queries`` [L, w, Hq, D], see
-        ``kernels/window_scores``. ``first``: it was not judged before."""
+        ``kernels/window_scores``. ``first``: it was not judged before. ``most``: tokens of a head, at most."""
         rule, running = policy.prompt, policy.running
         assert isinstance(rule, TopCount) and running is not None
         scale, cap = scaling
@@ -160,7 +160,7 @@ class Decisions:
         values.copy_(scores)
         newest = values[..., max(seq_len - policy.window, 0) :]
         newest.masked_fill_(~newest.isnan(), float("inf"))
-        return Judgement(self._top_count(rule, state, parts, values, stored, policy, smooth=first), scores)
+        return Judgement(self._top_count(rule, state, parts, values, stored, policy, smooth=first, most=most), scores)
 
     def step(self, state: PageState, policy: Policy) -> StepTensors | None:
         """For generation steps; None if nothing happens in them."""
@@ -255,14 +255,14 @@ class Decisions:
 
     def _top_count(
         self, rule: TopCount, state: PageState, parts: Sequence[Part], values: torch.Tensor, stored: torch.Tensor,
-        policy: Policy, *, smooth: bool,
+        policy: Policy, *, smooth: bool, most: int | None = None,
     ) -> Cuts:  # fmt: skip
-        """``values`` in the first room; the second is used."""
+        """``values`` in the first room; the second is used. ``most``: tokens of a head, at most, if it is known."""
         spare = 1
         if smooth and rule.smooth > 1:
             values, spare = self._smoothed(state, values, rule), 0
         if rule.redundancy is not None:
-            self._lower(rule.redundancy, state, parts, values, self._room(state, spare, values.shape))
+            self._lower(rule.redundancy, state, parts, values, self._room(state, spare, values.shape), most)
         limits = (policy.window, policy.sinks)
         low = high = self._select(rule, state, values, stored, sum(limits), rule.budget)
         if rule.high is not None and len(state.fmt.tiers) > 1:
@@ -270,10 +270,13 @@ class Decisions:
         return Cuts(high[0], low[0], *limits, values, high[1], low[1])
 
     def _lower(
-        self, rule: Redundancy, state: PageState, parts: Sequence[Part], values: torch.Tensor, alike: torch.Tensor
-    ) -> None:
+        self, rule: Redundancy, state: PageState, parts: Sequence[Part], values: torch.Tensor, alike: torch.Tensor,
+        most: int | None,
+    ) -> None:  # fmt: skip
         """Take redundancy off the values, and their smallest, so that none is negative."""
-        count = self.kernels.redundancy(state, parts, values, alike, threshold=rule.threshold, block=rule.block)
+        count = self.kernels.redundancy(
+            state, parts, values, alike, threshold=rule.threshold, block=rule.block, most=most
+        )
         alike.div_((count.clamp(min=1) * rule.temperature).unsqueeze(2)).masked_fill_(values.isnan(), -torch.inf)
         top = alike.amax(2, keepdim=True) if alike.shape[2] else alike
         alike.sub_(top.nan_to_num(neginf=0.0)).exp_()

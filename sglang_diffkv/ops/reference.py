@@ -146,8 +146,9 @@ class ReferenceOps:
         scaling: Scaling,
         *,
         first: bool,
+        most: int,
     ) -> Judgement:
-        return self.decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first)
+        return self.decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first, most=most)
 
     def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
         put_scores(state, row, judgement.scores)

@@ -279,8 +279,9 @@ class TritonOps:
         scaling: Scaling,
         *,
         first: bool,
+        most: int,
     ) -> Judgement:
-        return self.decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first)
+        return self.decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first, most=most)
 
     def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
         put_scores(state, row, judgement.scores)

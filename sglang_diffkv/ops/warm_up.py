@@ -109,7 +109,7 @@ def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: 
     q = torch.zeros(1, q_heads, dim, dtype=queries.queries.dtype, device=state.device)
     ops.store_queries(queries, 0, q, ops.decode_step(state, rows, torch.ones_like(rows), policy))
     for first in (True, False):
-        judgement = ops.judge_running(state, 1, window, policy, queries.queries[0], scaling, first=first)
+        judgement = ops.judge_running(state, 1, window, policy, queries.queries[0], scaling, first=first, most=window)
         if len(state.fmt.tiers) == 1:
             ops.compact_judged(state, 1, window, judgement)
         ops.copy_judged(state, 2, [(1, 0, window)], window, judgement)

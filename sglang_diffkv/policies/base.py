@@ -256,6 +256,11 @@ class Policy:
         return self
 
 
+def kept_share(policy: Policy, longest: int) -> float | None:
+    """``Policy.kept_share``; of the longest sequence where running requests hold a budget."""
+    return policy.kept_share if policy.running is None else min(policy.running.keep / longest, 1.0)
+
+
 def prunes(policy: Policy, tiers: int) -> bool:
     """Whether a policy may drop tokens where there are so many tiers."""
     return policy.prunes or (policy.compresses and tiers == 1)

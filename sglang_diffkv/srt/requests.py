@@ -264,6 +264,8 @@ class Requests:
                     continue
             if budgets.compress(row, path) and shared and tree is not None:
                 tree.detach(req, 0)
+                if self.exact is not None:
+                    self.exact.reader_left = True  # of what it shared, another may be the only reader now
 
     # Publication
 

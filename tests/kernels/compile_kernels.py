@@ -131,7 +131,7 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
         ops.store_queries(queries, 1, q[:batch], step)
         for number in (16, 17, 64):
             judgement = ops.judge_running(
-                state, number, number + 16, policy, queries.queries[-1], scaling, first=number == 17
+                state, number, number + 16, policy, queries.queries[-1], scaling, first=number == 17, most=number + 16
             )
             ops.copy_judged(state, number + 1, [(number, number, 2 * number)], number + 16, judgement)
             if len(state.fmt.tiers) == 1:

@@ -14,12 +14,13 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.running import query_slots
 from sglang_diffkv.ops import ReferenceOps
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.ops.triton import TritonOps
-from sglang_diffkv.policies.base import Redundancy
+from sglang_diffkv.policies.base import Redundancy, kept_share
 from sglang_diffkv.policies.zipage import ZipagePolicy, ZipagePolicyConfig
 from tests.helpers import begin_step, tier_map
 from tests.kernels.test_running import keys_of
@@ -135,7 +136,7 @@ def test_what_stays_is_the_papers_choice(redundancy, first):
     scores = expected_scores(manager, queries, 0.0 if first else chosen.decay)
     values = expected_values(manager, scores, chosen, first)
     ops = ReferenceOps()
-    judgement = ops.judge_running(manager.state, 1, LENGTH, chosen, queries, SCALING, first=first)
+    judgement = ops.judge_running(manager.state, 1, LENGTH, chosen, queries, SCALING, first=first, most=LENGTH)
     np.testing.assert_allclose(judgement.scores.numpy(), scores, rtol=1e-4, atol=1e-7)
     ops.compact_judged(manager.state, 1, LENGTH, judgement)
     check_integrity(manager)
@@ -163,7 +164,7 @@ def test_triton_keeps_what_the_reference_does(tiers, high, first):
     twin.row_blocks.copy_(state.row_blocks)
     results = []
     for ops, here in ((ReferenceOps(), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
-        judgement = ops.judge_running(here, 1, LENGTH, chosen, queries, SCALING, first=first)
+        judgement = ops.judge_running(here, 1, LENGTH, chosen, queries, SCALING, first=first, most=LENGTH)
         scores = judgement.scores.clone()
         ops.copy_judged(here, 5, [(1, 0, LENGTH)], LENGTH, judgement)
         maps = [tier_map(here, 5, LENGTH)]
@@ -199,15 +200,37 @@ def test_a_row_is_compressed_each_time_it_is_full():
                 compressed[row].append(length + 1)
                 held = int(manager.state.own_tokens[row, :, :, 0].max())
                 assert held == 16 == running.held(row)
+            assert int(manager.state.own_tokens[row, :, :, 0].max()) <= manager.space.most_tokens(row)
+        manager.counts.settle()
         manager.running.check_integrity()
         check_integrity(manager)
     first, second = compressed[1], compressed[2]
     assert first[0] == 24 and 24 < second[0] <= 24 + 8, "the second waits for the first one's query slot"
     assert len(first) > 3 and len(second) > 3 and running.waited > 0
     assert running.compressions == len(first) + len(second)
+    assert manager.space.most_tokens(1) <= 24 + 4, "what judging and packing set aside follows what is held"
     manager.release(1)
     assert running.held(1) == 0
     running.check_integrity()
+
+
+def test_kv_slots_follow_the_longest_reply_and_growth_is_at_full_price():
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=500, policy=policy(keep=16, limit=24))
+    assert kept_share(manager.policy, 64) == 0.25 and kept_share(manager.policy, 8) == 1.0
+    ledger = PageLedger(manager, 100)
+    longest = manager.geometry.max_tokens
+    assert ledger.kv_slots >= 100 * longest / 16, "a pool of budgets, each of the longest reply"
+    add_prompt(manager, 1, 40, torch.Generator().manual_seed(1))
+    assert manager.running is not None
+    manager.running.began(1)
+    manager.rows.end_prompt(1)
+    manager.counts.settle()
+    assert ledger.growth_of(1) == ledger.growth_estimate() == 1.0, "new tokens are high until the next compression"
+    before = ledger.available() + ledger.evictable()
+    ledger.refused = before - 1.0
+    assert not ledger.room_for_refused([]), "with another request, room for a copy is set aside"
+    ledger.refused = before - 16 - 24.0
+    assert ledger.room_for_refused([])
 
 
 @pytest.mark.parametrize(

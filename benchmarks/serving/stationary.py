@@ -1,0 +1,243 @@
+"""Tokens a second of a server that has been busy for long: long replies, begun at different times, some always waiting.
+
+A load whose requests begin together shows a pool that fills up and empties again. Here
+the first requests come with part of their reply as prompt, an even share of all lengths, one
+after the other until one has to wait; from then on a new request comes for each that begins, so that ``--waiting``
+always wait. After ``--settle`` seconds, tokens are counted for ``--seconds``, as their streams show them; then all
+requests are aborted. Example:
+
+    python -m benchmarks.serving.stationary --geometry llama3-8b --kv-gib 8 --backends fa3:bf16 fa3:fp8_e4m3 \\
+        --diffkv 'zipage={"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 8}}' --output-tokens 8192
+
+NAME.json, NAME.md and a chart of running requests in the output folder. Exit code 1 if a server failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+
+from benchmarks.serving.backends import default_backends
+from benchmarks.serving.cli import model_name
+from benchmarks.serving.client import BenchmarkError, warm_up
+from benchmarks.serving.each_backend import add_arguments, measure_each
+from benchmarks.serving.log import mean, parse_log
+from benchmarks.serving.session import OK, Record, Setup
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.server import Server
+
+COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
+FULL_AFTER = 4.0
+"""Seconds without a first token after which the server counts as full."""
+GOLDEN = 0.6180339887
+"""Multiples of it, less their whole part, are spread evenly however many there are."""
+
+
+@dataclass
+class Stream:
+    """One request. ``counts``: its tokens so far, at a time."""
+
+    sent: float
+    counts: list[tuple[float, int]] = field(default_factory=list)
+    ended: bool = False
+
+
+class Crowd:
+    """Requests of ``prompt`` and ``reply`` tokens against one server, of which some always wait."""
+
+    def __init__(self, url: str, vocab: int, prompt: int, reply: int, waiting: int, seed: int):
+        self.url, self.vocab, self.prompt, self.reply, self.waiting = url, vocab, prompt, reply, waiting
+        self.draw = random.Random(f"stationary {seed}")
+        self.streams: list[Stream] = []
+        self.errors: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, settle: float, seconds: float, most: int) -> tuple[float, float]:
+        """When counting began and ended. ``most``: requests that may run. Raises BenchmarkError if one failed."""
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+            try:
+                await self._fill(session, most)
+                await self._hold(session, settle)
+                begin = time.perf_counter()
+                await self._hold(session, seconds)
+                return begin, time.perf_counter()
+            finally:
+                async with session.post(f"{self.url}/abort_request", json={"abort_all": True}) as reply:
+                    await reply.read()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _fill(self, session: aiohttp.ClientSession, most: int) -> None:
+        """Requests as they stand in a long queue's midst, until one has to wait."""
+        while len(self.streams) < most:
+            done = int(self.reply * (0.5 + GOLDEN * len(self.streams)) % self.reply)
+            stream = self._send(session, self.prompt + done, self.reply - done)
+            while not stream.counts and not stream.ended:
+                if time.perf_counter() > stream.sent + FULL_AFTER:
+                    return
+                await self._look()
+
+    async def _hold(self, session: aiohttp.ClientSession, seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for _ in range(self.waiting - sum(not (x.counts or x.ended) for x in self.streams)):
+                self._send(session, self.prompt, self.reply)
+            await self._look()
+
+    async def _look(self) -> None:
+        await asyncio.sleep(0.02)
+        if self.errors:
+            raise BenchmarkError(f"{len(self.errors)} requests failed: {self.errors[0][-300:]}")
+
+    def _send(self, session: aiohttp.ClientSession, prompt: int, reply: int) -> Stream:
+        stream = Stream(time.perf_counter())
+        ids = [self.draw.randrange(self.vocab // 2, self.vocab) for _ in range(prompt)]
+        self.streams.append(stream)
+        task = asyncio.create_task(self._follow(session, stream, ids, reply))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return stream
+
+    async def _follow(self, session: aiohttp.ClientSession, stream: Stream, ids: list[int], reply: int) -> None:
+        parameters = {"temperature": 0, "max_new_tokens": reply, "ignore_eos": True}
+        body = {"input_ids": ids, "stream": True, "sampling_params": parameters}
+        try:
+            async with session.post(f"{self.url}/generate", json=body) as answer:
+                if answer.status != 200:
+                    self.errors.append(await answer.text())
+                async for chunk in answer.content.iter_any():
+                    if found := COUNT.findall(chunk):
+                        # A number that a chunk's end cuts is smaller than the last one.
+                        known = stream.counts[-1][1] if stream.counts else 0
+                        stream.counts.append((time.perf_counter(), max(int(found[-1]), known)))
+        except aiohttp.ClientError as error:
+            self.errors.append(str(error))
+        stream.ended = True
+
+
+def tokens_between(counts: Sequence[tuple[float, int]], begin: float, end: float) -> int:
+    """Tokens that a stream showed after ``begin`` and not after ``end``."""
+    before = max((n for at, n in counts if at <= begin), default=0)
+    return max(max((n for at, n in counts if at <= end), default=0) - before, 0)
+
+
+def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
+    """What one server generates, and how many requests run meanwhile."""
+    warm_up(server, setup.shape.vocab, 1024, 8, setup.seed)
+    start = len(server.log_text())
+    crowd = Crowd(server.url, setup.shape.vocab, args.prompt, args.output_tokens, args.waiting, setup.seed)
+    first = time.perf_counter()
+    begin, end = asyncio.run(crowd.run(args.settle, args.seconds, setup.max_running))
+    generated = sum(tokens_between(x.counts, begin, end) for x in crowd.streams)
+    log = server.log_text()[start:]
+    running = running_over_time(crowd.streams, first, end)
+    counted = [n for at, n in running if at >= begin - first]
+    stats = server.stats() or {}
+    server.flush_cache()
+    return {
+        "tokens_per_s": generated / (end - begin),
+        "filled_s": begin - first - args.settle,
+        "running": running,
+        "counted_from_s": begin - first,
+        "finished": sum(x.ended and bool(x.counts) and begin < x.counts[-1][0] < end for x in crowd.streams),
+        **asdict(parse_log(log)),
+        "running_mean": mean(counted),
+        "admission": stats.get("admission"),
+    }  # fmt: skip
+
+
+def running_over_time(streams: Sequence[Stream], first: float, end: float) -> list[tuple[int, int]]:
+    """Each second since ``first``, and the requests that have begun and not ended."""
+    spans = [(x.counts[0][0], x.counts[-1][0] if x.ended else end) for x in streams if x.counts]
+    return [(t, sum(a <= first + t <= b for a, b in spans)) for t in range(int(end - first))]
+
+
+def table(records: Sequence[Record]) -> str:
+    """A row for each backend, against the first."""
+    header = [
+        "backend",
+        "tokens that fit",
+        "tokens/s",
+        "of the first",
+        "running",
+        "finished",
+        "retracted",
+        "compressions",
+    ]
+    rows = []
+    good = [x for x in records if x["status"] == OK]
+    for record in records:
+        if record["status"] != OK:
+            rows.append([record["backend"], record["error"], *("" for _ in header[2:])])
+            continue
+        compressions = (record["admission"] or {}).get("budget_compressions", "")
+        rows.append([
+            record["backend"], f"{record['capacity_tokens']:,}", f"{record['tokens_per_s']:,.0f}",
+            f"{record['tokens_per_s'] / good[0]['tokens_per_s']:.2f}", f"{record['running_mean']:.1f}",
+            str(record["finished"]), str(record["retracted"]), str(compressions),
+        ])  # fmt: skip
+    return markdown(header, rows)
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Running requests over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for record in records:
+        if record["status"] == OK:
+            seconds, running = zip(*record["running"], strict=True)
+            axes.plot(seconds, running, label=record["backend"])
+    axes.set(xlabel="seconds", ylabel="running requests", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument("--output-tokens", type=int, default=8192, help="of a reply (default: %(default)s)")
+    parser.add_argument("--waiting", type=int, default=8, help="requests that always wait (default: %(default)s)")
+    parser.add_argument("--settle", type=float, default=20.0, help="seconds before counting (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of counting (default: %(default)s)")
+    args = parser.parse_args(argv)
+    args.argv = argv
+    args.candidates = [*(default_backends() if args.backends is None else args.backends), *args.diffkv]
+    if not args.candidates:
+        parser.error("name at least one backend")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all backends, print the table, write the results and the chart."""
+    args = parse_args(argv)
+    name = f"stationary_{model_name(args)}"
+    load = {key: getattr(args, key) for key in ("prompt", "output_tokens", "waiting", "settle", "seconds")}
+    data = {"kind": "stationary", "name": name, "load": load}
+    title = f"Long replies, some always waiting, {model_name(args)}"
+    status = measure_each(args, data, title, partial(measure, args=args), table)
+    records = json.loads((args.output / f"{name}.json").read_text(encoding="utf-8"))["records"]
+    try:
+        draw(records, args.output / f"{name}.svg")
+    except ImportError:
+        print("no chart without matplotlib")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The stationary load against a server that is only played: it runs so many requests at a time, and others wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+
+from benchmarks.serving import stationary
+from benchmarks.serving.client import BenchmarkError
+from benchmarks.serving.stationary import Crowd, Stream, running_over_time, table, tokens_between
+
+SLOTS, RATE, REPLY = 5, 200, 300
+
+
+class Played:
+    """``SLOTS`` requests at a time, each of ``RATE`` tokens a second in lists that grow, as SGLang streams them."""
+
+    def __init__(self) -> None:
+        self.slots = asyncio.Semaphore(SLOTS)
+        self.running = self.waiting = 0
+        self.least_waiting: list[int] = []
+        self.asked: list[tuple[int, int]] = []
+        self.aborted = asyncio.Event()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        asked = body["sampling_params"]["max_new_tokens"]
+        self.asked.append((len(body["input_ids"]), asked))
+        if sum(self.asked[-1]) == 10 + 13:
+            return web.Response(status=400, text="refused by name")
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        self.waiting += 1
+        async with self.slots:
+            self.waiting -= 1
+            for number in range(1, asked + 1):
+                if self.aborted.is_set():
+                    break
+                await asyncio.sleep(1 / RATE)
+                if number % 4 == 0 or number == asked:
+                    line = {"output_ids": [7] * number, "meta_info": {"completion_tokens": number}}
+                    await answer.write(f"data: {json.dumps(line)}\n\n".encode())
+                    self.least_waiting.append(self.waiting)
+        return answer
+
+    async def abort(self, _: web.Request) -> web.Response:
+        self.aborted.set()
+        return web.Response()
+
+
+async def against(reply: int) -> tuple[Played, Crowd, float, float]:
+    played = Played()
+    app = web.Application()
+    app.router.add_post("/generate", played.generate)
+    app.router.add_post("/abort_request", played.abort)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        crowd = Crowd(f"http://127.0.0.1:{port}", 100, 10, reply, 3, seed=0)
+        begin, end = await crowd.run(0.3, 2.0, most=50)
+    finally:
+        await runner.cleanup()
+    return played, crowd, begin, end
+
+
+def test_a_full_server_is_counted_while_some_always_wait(monkeypatch):
+    monkeypatch.setattr(stationary, "FULL_AFTER", 0.15)
+    played, crowd, begin, end = asyncio.run(against(REPLY))
+    speed = sum(tokens_between(x.counts, begin, end) for x in crowd.streams) / (end - begin)
+    assert 0.5 * SLOTS * RATE < speed <= 1.05 * SLOTS * RATE
+    first, rest = played.asked[: SLOTS - 1], played.asked[2 * SLOTS :]
+    assert all(prompt + reply == 10 + REPLY for prompt, reply in played.asked)
+    assert len({prompt for prompt, _ in first}) == len(first), "the first ones are at different places of their replies"
+    assert rest and all(prompt == 10 for prompt, _ in rest)
+    assert min(played.least_waiting[-40:]) >= 2, "as soon as one begins, another comes"
+    running = [n for at, n in running_over_time(crowd.streams, begin - 1, end) if at >= 1]
+    assert running and all(SLOTS - 1 <= n <= SLOTS + 1 for n in running)
+
+
+def test_a_refused_request_ends_it():
+    with pytest.raises(BenchmarkError, match="refused by name"):
+        asyncio.run(against(13))
+
+
+def test_tokens_are_counted_between_two_moments():
+    counts = [(1.0, 3), (2.0, 10), (3.0, 14)]
+    assert tokens_between(counts, 1.5, 2.5) == 7
+    assert tokens_between(counts, 0.0, 0.5) == tokens_between([], 0, 9) == tokens_between(counts, 3.0, 9.0) == 0
+    assert tokens_between(counts, 0.0, 9.0) == 14
+    streams = [Stream(0.0, counts, ended=True), Stream(0.0, [(2.5, 1)]), Stream(0.0)]
+    assert running_over_time(streams, 0.0, 5.0) == [(0, 0), (1, 1), (2, 1), (3, 2), (4, 1)]
+
+
+def test_the_table_compares_with_the_first():
+    good = {"status": "ok", "capacity_tokens": 65536, "running_mean": 14.0, "finished": 3, "retracted": 0}
+    text = table([
+        {**good, "backend": "stock", "tokens_per_s": 2000.0, "admission": None},
+        {**good, "backend": "budget", "tokens_per_s": 5000.0, "admission": {"budget_compressions": 12}},
+        {"backend": "broken", "status": "failed", "error": "no room"},
+    ])  # fmt: skip
+    assert "| 5,000 | 2.50 | 14.0 | 3 | 0 | 12 |" in text and "no room" in text
