@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import requests
 import torch
 import zmq
 from safetensors.torch import save_file
@@ -189,15 +191,29 @@ def test_thoughts_do_not_join_the_prefix_cache(server: Server) -> None:
 
 
 def test_a_request_of_higher_priority_takes_the_room(server: Server) -> None:
-    """It ends while all others, which came first and fill the batch, still run; each of them ends later."""
+    """Once others fill the batch it takes one's place: it ends before any of them, and each of them in full."""
+    ended: list[int] = []
+
+    def plain(number: int) -> None:
+        payload = {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}
+        request = {"input_ids": _prompt(400 + number, 60), "sampling_params": payload, "stream": True}
+        lines = requests.post(f"{server.url}/generate", json=request, stream=True, timeout=600).iter_lines()
+        last = next(lines)
+        full.wait()
+        for line in lines:
+            last = line if line.startswith(b"data: {") else last
+        assert json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == 200
+        ended.append(number)
+
+    full = threading.Barrier(RUNNING + 1)
     with ThreadPoolExecutor(RUNNING) as pool:
-        plain = [pool.submit(_ask, server, _prompt(400 + i), 100, priority=0) for i in range(RUNNING)]
-        time.sleep(1.5)
+        replies = [pool.submit(plain, i) for i in range(RUNNING)]
+        full.wait(120)
         urgent = _ask(server, _prompt(410, 100), 2, priority=50)
-        assert not any(x.done() for x in plain)
+        assert not ended, "it waited for one to end"
         assert len(urgent["output_ids"]) == 2
-        replies = [x.result() for x in plain]
-    assert all(x["meta_info"]["completion_tokens"] == 100 for x in replies)
+        for reply in replies:
+            reply.result()
 
 
 def test_hidden_states_and_logit_processors(server: Server) -> None:
