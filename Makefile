@@ -9,7 +9,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_PIP_ARGS ?=
 PYTEST_ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

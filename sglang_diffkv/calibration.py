@@ -158,6 +158,7 @@ class TextProvenance(_Strict):
     procedure: Literal["text"] = "text"
     date: str
     budget: TextBudget
+    phase: Literal["prompt", "generation"] = "prompt"
     margin: float
     text_file: str
     text_sha256: str

@@ -34,6 +34,10 @@ class ShuffledTask:
     def metric(self) -> Metric:
         return self.task.metric
 
+    @property
+    def server_args(self) -> tuple[str, ...]:
+        return self.task.server_args
+
     def fingerprint(self) -> dict[str, Any]:
         return {**self.task.fingerprint(), **self.about, "run": self.run}
 

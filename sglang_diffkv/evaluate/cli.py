@@ -169,13 +169,15 @@ def evaluate_model(
     runner.register(store, suites)
     skipped: dict[str, str] = {}
     servers: dict[str, Connect] = {}
+    needed = dict.fromkeys(arg for task in tasks for arg in task.server_args)
+    server_args = [*args.server_args, *(arg for arg in needed if arg not in args.server_args)]
     for configuration in configurations:
         if why := configuration.unsupported():
             skipped[configuration.name] = why
             print(f"{configuration.name}: skipped: {why}", file=sys.stderr)
             continue
         store.add_configuration(configuration.name, configuration.fingerprint(args.model, args.server_args))
-        servers[configuration.name] = partial(runner.start, configuration, args.model, args.server_args)
+        servers[configuration.name] = partial(runner.start, configuration, args.model, server_args)
 
     def save(name: str) -> None:
         write(args.output, store, suites, skipped)

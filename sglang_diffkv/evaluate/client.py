@@ -10,6 +10,8 @@ from typing import Any
 
 import requests
 
+from sglang_diffkv.evaluate import forcing
+
 
 class RequestError(RuntimeError):
     """The server refused or ended a request; the message has its words."""
@@ -72,13 +74,40 @@ def score(url: str, input_ids: Sequence[int], start: int, *, top_logprobs: int =
     return _post(url, payload, timeout)
 
 
+def force(
+    url: str,
+    prompt_ids: Sequence[int],
+    reply_ids: Sequence[int],
+    sink: int,
+    *,
+    top_logprobs: int = 0,
+    timeout: float = 1800.0,
+) -> Record:
+    """Make the server reply ``reply_ids`` (``evaluate/forcing``); ``logprobs`` and ``top_logprobs`` are what it would
+    have said itself. Raises RequestError, also if the reply is another."""
+    start = time.perf_counter()
+    payload = forcing.payload(prompt_ids, reply_ids, sink, top_logprobs)
+    reply = _reply(url, payload, timeout)
+    found = record(reply, time.perf_counter() - start)
+    if found.output_ids != list(reply_ids):
+        raise RequestError(f"a reply was not the forced one: the server needs {' '.join(forcing.SERVER_ARGS)}")
+    told = forcing.thoughts(reply["meta_info"], reply_ids, sink, top_logprobs)
+    found.logprobs, found.top_logprobs = told.logprobs, told.tops
+    return found
+
+
 def _post(url: str, payload: dict[str, Any], timeout: float) -> Record:
     start = time.perf_counter()
+    reply = _reply(url, payload, timeout)
+    return record(reply, time.perf_counter() - start)
+
+
+def _reply(url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
     response = requests.post(f"{url}/generate", json=payload, timeout=timeout)
-    latency = time.perf_counter() - start
     if not response.ok:
         raise RequestError(f"/generate answered {response.status_code}: {response.text[:500]}")
-    return record(response.json(), latency)
+    decoded: dict[str, Any] = response.json()
+    return decoded
 
 
 def record(reply: dict[str, Any], latency: float = 0.0) -> Record:

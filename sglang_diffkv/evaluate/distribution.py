@@ -42,13 +42,12 @@ def unpack(text: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sums over ``positions``: the divergence in nats, positions whose likeliest token is the same (one of them, where
-    several tie), and the first distribution's probability outside of the bucket."""
+    """Position by position: the divergence in nats, whether the likeliest token is the same (one of them, where several
+    tie), and the first distribution's probability outside of the bucket."""
 
-    positions: int
-    divergence: float
-    agreeing: int
-    covered: float
+    divergence: np.ndarray[Any, Any]
+    agreeing: np.ndarray[Any, Any]
+    covered: np.ndarray[Any, Any]
 
 
 def compare(first: str, other: str) -> Comparison:
@@ -67,4 +66,4 @@ def compare(first: str, other: str) -> Comparison:
     best = p >= p[:, :1] - TIE
     best_there = q >= q[:, :1] - TIE
     agreeing = (same & best[:, :, None] & best_there[:, None, :]).any((1, 2))
-    return Comparison(len(ids), float(divergence.sum()), int(agreeing.sum()), float(one.sum()))
+    return Comparison(divergence, agreeing, one.sum(1))

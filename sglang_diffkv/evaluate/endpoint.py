@@ -58,6 +58,14 @@ class Endpoint:
         ``top_logprobs`` likeliest tokens at each of their positions, in ``input_top_logprobs``."""
         return client.score(self.url, prompt_ids, start, top_logprobs=top_logprobs, timeout=self.timeout)
 
+    def force(
+        self, prompt_ids: Sequence[int], reply_ids: Sequence[int], sink: int, top_logprobs: int = 0
+    ) -> client.Record:
+        """The reply ``reply_ids``, with what the server thought of each token in ``logprobs`` and ``top_logprobs``."""
+        if len(prompt_ids) + len(reply_ids) >= self.context:
+            raise EvaluationError(f"{len(prompt_ids)} + {len(reply_ids)} tokens do not fit in {self.context}")
+        return client.force(self.url, prompt_ids, reply_ids, sink, top_logprobs=top_logprobs, timeout=self.timeout)
+
     def forget_prefixes(self, patience: float = 10.0) -> None:
         """Empty the prefix cache of an owned server, so that one task file does not profit from another.
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.configuration import ELEMENT_RATIO
-from sglang_diffkv.evaluate.distribution import compare
+from sglang_diffkv.evaluate.distribution import Comparison, compare
 from sglang_diffkv.evaluate.endpoint import LONG
 from sglang_diffkv.evaluate.runner import Suite
 from sglang_diffkv.evaluate.store import Answer, Store
 from sglang_diffkv.evaluate.task import Metric
 
 LONG_TOKENS = 1000
+LENGTHS = (0, 256, *(1 << n for n in range(9, 21)))
+"""Bounds of the groups of positions by the tokens before them."""
 
 
 class _Frozen(BaseModel):
@@ -70,6 +75,16 @@ class CacheFigures(_Frozen):
     asked: int | None = None
 
 
+class LengthGroup(_Frozen):
+    """Closeness at the ``positions`` with ``above`` to ``below`` tokens before them (the latter not included)."""
+
+    above: int
+    below: int
+    positions: int
+    divergence: Estimate
+    agreement: Estimate
+
+
 class Closeness(_Frozen):
     """Next-token distributions against the first configuration's at the same positions, see ``evaluate/distribution``.
 
@@ -77,11 +92,13 @@ class Closeness(_Frozen):
         divergence: nats a token, a lower bound; its sample are the ``n`` windows, as for agreement.
         agreement: share of the positions whose likeliest token is the same.
         covered: the first one's probability that is told token by token; the bound does not see changes in the rest.
+        by_length: the same by the tokens before a position, where windows or replies are of several lengths.
     """
 
     divergence: Estimate
     agreement: Estimate
     covered: float
+    by_length: tuple[LengthGroup, ...] = ()
 
 
 class Result(_Frozen):
@@ -148,18 +165,31 @@ def closeness(first: Sequence[Answer], other: Sequence[Answer]) -> Closeness | N
     if not first or not all(x.outcome.tops for x in (*first, *other)):
         return None
     pairs = [compare(a.outcome.tops, b.outcome.tops) for a, b in zip(first, other)]
-    tokens = sum(x.positions for x in pairs)
-
-    def mean(sums: Sequence[float]) -> Estimate:
-        value = sum(sums) / tokens
-        residuals = [x - value * pair.positions for x, pair in zip(sums, pairs)]
-        return Estimate(n=len(pairs), mean=value, error=_spread(residuals, tokens))
-
+    before = [x.outcome.scored_after + np.arange(len(pair.divergence)) for x, pair in zip(first, pairs)]
+    whole = [np.ones(len(pair.divergence), bool) for pair in pairs]
+    groups = []
+    known = all(x.outcome.scored_after for x in first)
+    for above, below in pairwise(LENGTHS) if known else ():
+        there = [(above <= x) & (x < below) for x in before]
+        if positions := sum(int(x.sum()) for x in there):
+            means = {name: _mean_over(pairs, there, name) for name in ("divergence", "agreement")}
+            groups.append(LengthGroup(above=above, below=below, positions=positions, **means))
     return Closeness(
-        divergence=mean([x.divergence for x in pairs]),
-        agreement=mean([x.agreeing for x in pairs]),
-        covered=sum(x.covered for x in pairs) / tokens,
+        divergence=_mean_over(pairs, whole, "divergence"),
+        agreement=_mean_over(pairs, whole, "agreement"),
+        covered=_mean_over(pairs, whole, "covered").mean,
+        by_length=tuple(groups) if len(groups) > 1 else (),
     )
+
+
+def _mean_over(pairs: Sequence[Comparison], where: Sequence[np.ndarray[Any, Any]], name: str) -> Estimate:
+    """Mean of a figure over the positions ``where`` says; the windows that have any are the sample."""
+    values = [getattr(pair, {"agreement": "agreeing"}.get(name, name))[at] for pair, at in zip(pairs, where)]
+    sizes = [len(x) for x in values if len(x)]
+    sums = [float(x.sum()) for x in values if len(x)]
+    mean = sum(sums) / sum(sizes)
+    residuals = [x - mean * size for x, size in zip(sums, sizes)]
+    return Estimate(n=len(sizes), mean=mean, error=_spread(residuals, sum(sizes)))
 
 
 def cache_figures(store: Store, configuration: str, suite: str) -> CacheFigures | None:

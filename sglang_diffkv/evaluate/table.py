@@ -19,6 +19,7 @@ def tables(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
     parts = [_suite_table(name, [r for r in results if r.suite == name], skipped) for name in suites]
     if len(accurate) > 1:
         parts.append(_mean_table(accurate, results))
+    parts += [_length_table(name, [r for r in results if r.suite == name]) for name in suites]
     parts += [
         _task_table(name, [r for r in results if r.suite == name])
         for name in accurate
@@ -60,6 +61,22 @@ def _notes(results: Sequence[Result]) -> str:
         if r.cache and r.cache.requests != r.cache.asked:
             notes.append(f"{r.configuration}: bytes of {r.cache.requests} requests, {r.cache.asked} were asked.")
     return "\n".join(notes)
+
+
+def _length_table(name: str, results: Sequence[Result]) -> str:
+    """KL by the tokens before a position, where there is more than one group of lengths."""
+    told = [(r, {(x.above, x.below): x for x in r.closeness.by_length}) for r in results if r.closeness]
+    groups = sorted({key for _, found in told for key in found})
+    if not groups:
+        return ""
+    rows = []
+    for key in groups:
+        there = [found.get(key) for _, found in told]
+        positions = max(x.positions for x in there if x)
+        cells = [f"{x.divergence.mean:.5f} ± {x.divergence.error:.5f}" if x else "" for x in there]
+        rows.append([f"{key[0]:,} to {key[1] - 1:,}", f"{positions:,}", *cells])
+    header = ["tokens before", "positions", *(r.configuration for r, _ in told)]
+    return f"### {name}: KL to the first by length, nats\n\n{markdown(header, rows)}"
 
 
 def percent(estimate: Estimate | None) -> str:

@@ -20,6 +20,8 @@ class Question:
         prompt_ids: token ids of the whole prompt.
         answers: what the reply is compared with, as the task's judge understands it.
         cached_tokens: of a perplexity window, the tokens of the prompt that come from the prefix cache.
+        reply_ids: of a forced reply, its tokens.
+        sink: of a forced reply, see ``evaluate/forcing``.
     """
 
     id: str
@@ -27,12 +29,15 @@ class Question:
     prompt_ids: tuple[int, ...]
     answers: tuple[str, ...] = ()
     cached_tokens: int = 0
+    reply_ids: tuple[int, ...] = ()
+    sink: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What came of a question: ``right`` for accuracy; for perplexity ``nll`` (nats, summed over ``scored_tokens``) and
-    ``tops``, the likeliest tokens at their positions, packed (``evaluate/distribution``; empty if not asked for).
+    ``tops``, the likeliest tokens at their positions, packed (``evaluate/distribution``; empty if not asked for). The
+    first of them has ``scored_after`` tokens before it.
 
     ``error`` is set if the server ended the request; it then counts as wrong and is asked again by a later run.
     """
@@ -47,6 +52,7 @@ class Outcome:
     right: bool | None = None
     nll: float | None = None
     scored_tokens: int = 0
+    scored_after: int = 0
     tops: str = ""
     error: str | None = None
 
@@ -61,6 +67,11 @@ class Task(Protocol):
 
     @property
     def metric(self) -> Metric: ...
+
+    @property
+    def server_args(self) -> tuple[str, ...]:
+        """What a server must be started with for it."""
+        ...
 
     def fingerprint(self) -> dict[str, Any]:
         """The file and the settings that an answer depends on, as JSON data; answers to another one are not reused."""

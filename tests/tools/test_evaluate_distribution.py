@@ -45,13 +45,13 @@ def test_it_is_a_lower_bound_and_all_tokens_give_the_whole_divergence(noise):
     p, q = pair(noise)
     full = whole(p, q)
     every = compare(told(p, VOCABULARY), told(q, VOCABULARY))
-    assert every.divergence == pytest.approx(full, rel=1e-4) and every.positions == POSITIONS
-    assert every.covered == pytest.approx(POSITIONS, rel=1e-5)
+    assert every.divergence.sum() == pytest.approx(full, rel=1e-4) and len(every.divergence) == POSITIONS
+    assert every.covered.sum() == pytest.approx(POSITIONS, rel=1e-5)
     for k in (1, 4, 32):
         part = compare(told(p, k), told(q, k))
-        assert -1e-5 <= part.divergence <= full * (1 + 1e-4)
-        assert part.covered < every.covered
-    assert compare(told(p, 64), told(q, 64)).divergence > 0.5 * full, "most of it is in the likeliest tokens"
+        assert -1e-5 <= part.divergence.sum() <= full * (1 + 1e-4)
+        assert part.covered.sum() < every.covered.sum()
+    assert compare(told(p, 64), told(q, 64)).divergence.sum() > 0.5 * full, "most of it is in the likeliest tokens"
 
 
 def test_the_bound_is_the_divergence_of_the_merged_distributions():
@@ -59,25 +59,29 @@ def test_the_bound_is_the_divergence_of_the_merged_distributions():
     other = pack([[(math.log(0.5), 1), (math.log(0.25), 4), (math.log(0.1), 2)]])
     found = compare(first, other)
     expected = 0.6 * math.log(0.6 / 0.5) + 0.2 * math.log(0.2 / 0.1) + 0.2 * math.log(0.2 / 0.4)
-    assert found.divergence == pytest.approx(expected, rel=1e-5) and found.covered == pytest.approx(0.8, rel=1e-5)
-    assert compare(other, first).divergence != pytest.approx(expected, rel=1e-2), "it is taken in the first's view"
+    assert found.divergence.item() == pytest.approx(expected, rel=1e-5)
+    assert found.covered.item() == pytest.approx(0.8, rel=1e-5)
+    assert compare(other, first).divergence.item() != pytest.approx(expected, rel=1e-2), (
+        "it is taken in the first's view"
+    )
 
 
 def test_equal_distributions_are_not_apart():
     p, _ = pair(0.0)
     found = compare(told(p, 20), told(p, 20))
-    assert (found.divergence, found.agreeing) == (0.0, POSITIONS)
+    assert (found.divergence.sum(), found.agreeing.sum()) == (0.0, POSITIONS)
 
 
 def test_one_of_several_that_tie_is_enough_to_agree():
     tied = pack([[(-1.0, 5), (-1.0, 6), (-2.0, 7)]])
-    assert compare(tied, pack([[(-1.0, 6), (-1.5, 5), (-2.0, 7)]])).agreeing == 1
-    assert compare(tied, pack([[(-1.0, 7), (-1.5, 5), (-2.0, 6)]])).agreeing == 0
-    assert compare(pack([[(-1.0, 5), (-1.1, 6)]]), pack([[(-1.0, 6), (-1.1, 5)]])).agreeing == 0
+    assert compare(tied, pack([[(-1.0, 6), (-1.5, 5), (-2.0, 7)]])).agreeing.item()
+    assert not compare(tied, pack([[(-1.0, 7), (-1.5, 5), (-2.0, 6)]])).agreeing.item()
+    assert not compare(pack([[(-1.0, 5), (-1.1, 6)]]), pack([[(-1.0, 6), (-1.1, 5)]])).agreeing.item()
 
 
-def window(tops: str) -> Answer:
-    return Answer(configuration="c", suite="s", id="i", task="t", outcome=Outcome(prompt_tokens=9, tops=tops))
+def window(tops: str, after: int = 0) -> Answer:
+    outcome = Outcome(prompt_tokens=9, tops=tops, scored_after=after)
+    return Answer(configuration="c", suite="s", id="i", task="t", outcome=outcome)
 
 
 def test_errors_are_those_of_a_sample_of_windows():
@@ -95,3 +99,16 @@ def test_errors_are_those_of_a_sample_of_windows():
 
 def test_answers_that_do_not_tell_distributions_have_none():
     assert closeness([window("")], [window("")]) is None and closeness([], []) is None
+
+
+def test_groups_of_lengths_are_the_positions_between_their_bounds():
+    p, q = pair(0.5)
+    cuts = {253: slice(0, 7), 1021: slice(7, 12)}  # tokens before the first position: its positions
+    first, other = ([window(told(x[cut], VOCABULARY), at) for at, cut in cuts.items()] for x in (p, q))
+    found = closeness(first, other).by_length
+    groups = [(0, 256, 3), (256, 512, 4), (512, 1024, 3), (1024, 2048, 2)]
+    assert [(x.above, x.below, x.positions) for x in found] == groups
+    for group, cut in zip(found, (slice(0, 3), slice(3, 7), slice(7, 10), slice(10, 12))):
+        assert group.divergence.mean == pytest.approx(whole(p[cut], q[cut]) / group.positions, rel=1e-4)
+    alike = [window(told(x, VOCABULARY), 600) for x in (p, q)]
+    assert closeness(alike[:1], alike[1:]).by_length == (), "one group says nothing new"

@@ -1,11 +1,11 @@
 """Find the thresholds that save most of a model's KV cache within a loss on plain text.
 
 Any text will do that is like what the server will read; no task files are needed. It is cut in two. On the first part
-each setting is compared with stock SGLang in bf16, token by token behind a compressed prefix (as evaluate's wikitext=),
-and the cheapest one is chosen that keeps the budget: --max-kl, of the KL divergence of the next-token distribution, or
---max-perplexity, in per cent. The second part, which no choice has seen, then says what the chosen setting loses.
-Nothing is pruned. Only prompts are judged, no replies: confirm with evaluate on tasks if you have any. Answers are kept
-in the work folder, so a search that was broken off goes on with the same command. Copy the result into the model's
+each setting is compared with stock SGLang in bf16, token by token behind a compressed prefix (as evaluate's wikitext=,
+or its continuation= with --phase generation), and the cheapest one is chosen that keeps the budget: --max-kl, of the KL
+divergence of the next-token distribution, or --max-perplexity, in per cent. The second part, which no choice has seen,
+then says what the chosen setting loses. Nothing is pruned. Confirm with evaluate on tasks if you have any. Answers are
+kept in the work folder, so a search that was broken off goes on with the same command. Copy the result into the model's
 folder as diffkv_calibration.json. Example:
 
     python -m sglang_diffkv.calibrate --text prose.txt --model MODEL --max-kl 0.01 \\
@@ -44,8 +44,10 @@ from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
-from sglang_diffkv.evaluate.tasks import TaskFileError, wikitext
+from sglang_diffkv.evaluate.tasks import TaskFileError, forced, wikitext
+from sglang_diffkv.evaluate.tasks.forced import ForcedTask
 from sglang_diffkv.evaluate.tasks.generation import Options
+from sglang_diffkv.evaluate.tasks.wikitext import PerplexityTask
 
 HIGHS = (1.0, 3.0, 10.0, 1e9)
 """The last one: no token is high behind the window."""
@@ -69,6 +71,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--max-kl", type=float, metavar="NATS", help="KL divergence to bf16, nats a token")
     budget.add_argument("--max-perplexity", type=float, metavar="PERCENT", help="rise of the perplexity")
+    parser.add_argument(
+        "--phase",
+        choices=("prompt", "generation"),
+        default="prompt",
+        help="prompt: the text behind the prefix is scored in one prefill pass, which is quick; generation: it is "
+        "decoded token by token, so that what happens to generated tokens counts too (default: %(default)s)",
+    )
     parser.add_argument(
         "--margin",
         type=float,
@@ -137,7 +146,7 @@ def entry(
 ) -> CalibratedThresholds:
     """What is written for a chosen setting."""
     rule = {name: getattr(chosen, name) for name in ("tiers", "alpha_high", "alpha_low", "window", "rotate")}
-    text = wikitext.load(args.text, options_of(args)).fingerprint()
+    text = whole_text(args).fingerprint()
     return CalibratedThresholds(
         models=(model_name(args.model),),
         geometry=ModelGeometry.of(args.model),
@@ -147,6 +156,7 @@ def entry(
         provenance=TextProvenance(
             date=datetime.now(timezone.utc).date().isoformat(),
             budget=budget,
+            phase=args.phase,
             margin=args.margin,
             text_file=text["file"],
             text_sha256=text["sha256"],
@@ -173,10 +183,16 @@ def options_of(args: argparse.Namespace) -> Options:
     )
 
 
+def whole_text(args: argparse.Namespace) -> PerplexityTask | ForcedTask:
+    """The text as a task of the phase that counts. Raises TaskFileError."""
+    load = forced.load_continuation if args.phase == "generation" else wikitext.load
+    return load(args.text, options_of(args))
+
+
 def run(args: argparse.Namespace, store: Store) -> int:
     """Measure, choose, judge the choice on the held-out part, write it; 1 if nothing keeps the budget."""
     budget, tokenizer = budget_of(args), load_tokenizer(args.tokenizer or args.model)
-    choosing, held_out = parts(wikitext.load(args.text, options_of(args)), args.held_out, args.n, tokenizer)
+    choosing, held_out = parts(whole_text(args), args.held_out, args.n, tokenizer)
     measured = Measurements(args, store, [choosing, held_out])
     tried = settings(args.tiers, args.alpha_high, args.window, args.rotate)
     measured.ask([], [choosing, held_out], stock=True)

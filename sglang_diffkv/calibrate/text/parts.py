@@ -10,6 +10,7 @@ from sglang_diffkv.evaluate.endpoint import Endpoint
 from sglang_diffkv.evaluate.runner import Suite
 from sglang_diffkv.evaluate.task import Metric, Outcome, Question
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
+from sglang_diffkv.evaluate.tasks.forced import ForcedTask
 from sglang_diffkv.evaluate.tasks.wikitext import PerplexityTask
 
 CHOOSING, HELD_OUT = "choosing", "held-out"
@@ -19,11 +20,15 @@ CHOOSING, HELD_OUT = "choosing", "held-out"
 class Part:
     """The windows of a text that lie within one of its parts; the last ``share`` of the text is held out."""
 
-    whole: PerplexityTask
+    whole: PerplexityTask | ForcedTask
     part: str
     share: float
     n: int
     metric: Metric = field(default="perplexity", init=False)
+
+    @property
+    def server_args(self) -> tuple[str, ...]:
+        return self.whole.server_args
 
     @property
     def name(self) -> str:
@@ -35,7 +40,7 @@ class Part:
     def questions(self, tokenizer: Any) -> list[Question]:
         """A fixed random sample of the part's windows. No token is in a window of both parts. Raises TaskFileError."""
         every = self.whole.questions(tokenizer)
-        size = max(len(question.prompt_ids) for question in every)
+        size = max(len(question.prompt_ids) + len(question.reply_ids) for question in every)
         end = max(int(question.id) for question in every) + size
         cut = round(end * (1 - self.share))
 
@@ -54,6 +59,6 @@ class Part:
         return self.whole.ask(question, endpoint)
 
 
-def parts(whole: PerplexityTask, share: float, n: int, tokenizer: Any) -> Sequence[Suite]:
+def parts(whole: PerplexityTask | ForcedTask, share: float, n: int, tokenizer: Any) -> Sequence[Suite]:
     """The part for choosing and the one held out, ``n`` windows of each or as many as there are."""
     return [Suite.of(Part(whole, name, share, n), tokenizer) for name in (CHOOSING, HELD_OUT)]

@@ -80,8 +80,9 @@ class Measurements:
         wanted = [Configuration(setting.name, self.config(setting)) for setting in chosen]
         for configuration in wanted:
             self._add(configuration)
+        server_args = [*args.server_args, *suites[0].task.server_args]
         servers = {
-            x.name: partial(runner.start, x, args.model, args.server_args)
+            x.name: partial(runner.start, x, args.model, server_args)
             for x in [*([Configuration(STOCK)] if stock else []), *wanted]
         }
         evaluate_all(servers, suites, self.store, args.concurrency, args.jobs)

@@ -1,4 +1,5 @@
-"""Task files by kind: ``reference``, ``shared``, ``gsm8k``, ``math``, ``needle`` and ``wikitext``."""
+"""Task files by kind: ``reference``, ``shared``, ``gsm8k``, ``math``, ``needle``, ``wikitext``, ``continuation`` and
+``replies``."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_diffkv.evaluate.task import Task
-from sglang_diffkv.evaluate.tasks import gsm8k, math_problems, needle, reference, wikitext
+from sglang_diffkv.evaluate.tasks import forced, gsm8k, math_problems, needle, reference, wikitext
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
 from sglang_diffkv.evaluate.tasks.generation import Options
 
@@ -17,6 +18,8 @@ LOADERS: dict[str, Callable[[Path, Options], Task]] = {
     "math": math_problems.load,
     "needle": needle.load,
     "wikitext": wikitext.load,
+    "continuation": forced.load_continuation,
+    "replies": forced.load_replies,
 }
 
 

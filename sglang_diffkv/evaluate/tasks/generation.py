@@ -62,6 +62,7 @@ class GenerationTask:
     judge: Callable[[str, tuple[str, ...]], bool]
     max_new_tokens: int
     metric: Metric = field(default="accuracy", init=False)
+    server_args: tuple[str, ...] = field(default=(), init=False)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"file": self.path.name, "sha256": sha256(self.path), "max_new_tokens": self.max_new_tokens}

@@ -41,6 +41,7 @@ class PerplexityTask:
     path: Path
     options: Options
     metric: Metric = field(default="perplexity", init=False)
+    server_args: tuple[str, ...] = field(default=(), init=False)
 
     def fingerprint(self) -> dict[str, Any]:
         tops = {"top_logprobs": self.options.top_logprobs} if self.options.top_logprobs else {}
@@ -53,18 +54,9 @@ class PerplexityTask:
         }
 
     def questions(self, tokenizer: Any) -> list[Question]:
-        with open_text(self.path) as file:
-            tokens = tokenizer.encode(file.read(), add_special_tokens=False, verbose=False)
-        first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        prefix, stride = self.options.prefix_tokens, self.options.window_tokens
-        taken = prefix - len(first) + 1 + stride
-        starts = list(range(0, len(tokens) - taken + 1, stride))
-        if not starts:
-            raise TaskFileError(f"{self.path.name}: {len(tokens)} tokens, fewer than the {taken} of one window")
-        random.Random(self.options.seed).shuffle(starts)
         return [
-            Question(str(at), "perplexity", (*first, *tokens[at : at + taken]), cached_tokens=prefix)
-            for at in starts[: self.options.n]
+            Question(str(at), "perplexity", tuple(ids), cached_tokens=self.options.prefix_tokens)
+            for at, ids in windows(self.path, tokenizer, self.options)
         ]
 
     def ask(self, question: Question, endpoint: Endpoint) -> Outcome:
@@ -88,14 +80,34 @@ class PerplexityTask:
             finish_reason=record.finish_reason,
             nll=-sum(record.input_logprobs),
             scored_tokens=len(record.input_logprobs),
+            scored_after=prefix + 1,
             tops=pack(record.input_top_logprobs) if self.options.top_logprobs else "",
         )
 
 
-def load(path: Path, options: Options) -> PerplexityTask:
-    """Windows of a text file, a fixed random sample of them."""
+def windows(path: Path, tokenizer: Any, options: Options) -> list[tuple[int, list[int]]]:
+    """A text's windows of ``prefix_tokens + 1 + window_tokens`` token ids, each with where it begins in the text, a
+    fixed random sample of them. Raises TaskFileError for a text that is too short."""
+    with open_text(path) as file:
+        tokens = tokenizer.encode(file.read(), add_special_tokens=False, verbose=False)
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    taken = options.prefix_tokens - len(first) + 1 + options.window_tokens
+    starts = list(range(0, len(tokens) - taken + 1, options.window_tokens))
+    if not starts:
+        raise TaskFileError(f"{path.name}: {len(tokens)} tokens, fewer than the {taken} of one window")
+    random.Random(options.seed).shuffle(starts)
+    return [(at, [*first, *tokens[at : at + taken]]) for at in starts[: options.n]]
+
+
+def check_windows(options: Options) -> None:
+    """Raise TaskFileError for windows that cannot be scored."""
     if min(options.prefix_tokens, options.window_tokens) < 1:
         raise TaskFileError("prefix and window of a perplexity need at least one token each")
     if options.top_logprobs < 0:
         raise TaskFileError("--top-logprobs is a number of tokens from 0 on")
+
+
+def load(path: Path, options: Options) -> PerplexityTask:
+    """Windows of a text file, a fixed random sample of them."""
+    check_windows(options)
     return PerplexityTask(f"wikitext/{stem(path)}", path, options)
