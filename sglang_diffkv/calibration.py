@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, read_config
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, RotateName, read_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.policies.base import prunes
 from sglang_diffkv.policies.registry import PolicyConfig
@@ -204,7 +204,7 @@ class CalibratedEntry(_Strict):
     models: tuple[str, ...] = Field(min_length=1)
     geometry: ModelGeometry | None = None
     tiers: tuple[str, ...]
-    rotate: Literal["none", "keys"] = "none"
+    rotate: RotateName = "none"
     source: Literal["measured", "published"]
     note: str = ""
 

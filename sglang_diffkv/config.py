@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -16,6 +16,10 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicy
+
+RotateName = Literal["none", "keys", "values", "both"]
+"""What is rotated before it is stored."""
+ROTATIONS: tuple[RotateName, ...] = get_args(RotateName)
 
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
 
@@ -41,8 +45,9 @@ class DiffKVConfig(Strict):
             and logit cap.
         decode: how a GPU's decode attention is shared out over programs: ``evenly``, as many for each request and
             head, or ``by_length``, more for those that hold more.
-        rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored. Attention stays the
-            same, and keys with outliers lose less at 4 bits; it costs one small launch a layer and pass.
+        rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
+            and what attention gives once more; ``both`` does both. Attention stays the same, and what has outliers
+            loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
         thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model, the path of a
@@ -55,7 +60,7 @@ class DiffKVConfig(Strict):
     policy: Annotated[PolicyConfig, Field(discriminator="name")] | None = None
     page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed", "exact"] = "compressed"
-    rotate: Literal["none", "keys"] = "none"
+    rotate: RotateName = "none"
     share_min_tokens: int = Field(default=128, ge=1)
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
@@ -89,7 +94,7 @@ class DiffKVConfig(Strict):
             named = " and ".join(sorted(given))
             raise ValueError(f'"thresholds": "{self.thresholds}" brings tiers, policy and rotate; drop {named}')
         if self.rotate != "none" and all(tier.is_raw for tier in self.parsed_tiers):
-            raise ValueError(f'rotate "{self.rotate}" serves quantised keys, and tier BF16 has none')
+            raise ValueError(f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none')
         return self
 
     @property

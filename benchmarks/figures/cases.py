@@ -34,6 +34,10 @@ class Case:
         return self.configuration.name
 
 
+ROTATED = {"none": "", "keys": " rotated", "values": " rotated values", "both": " rotated both"}
+"""What the name of a case says, by ``rotate``."""
+
+
 @dataclass(frozen=True)
 class Thresholds:
     """The thresholds at which a model is used. ``source`` says where they come from.
@@ -89,7 +93,7 @@ def diffkv(at: Thresholds, series: str) -> Case:
     shown = "-" if at.alpha_high is None else f"{at.alpha_high:g}"
     label = f"({shown}, {at.alpha_low:g})"
     name = f"diffkv {'-'.join(at.tiers)} {label}" + (f" window {at.window}" if at.window != DEFAULTS.window else "")
-    name += (" rotated" if at.rotate == "keys" else "") + (f" sinks {at.sinks}" if at.sinks else "")
+    name += ROTATED[at.rotate] + (f" sinks {at.sinks}" if at.sinks else "")
     name += (f" horizon {at.horizon}" if at.horizon else "") + (" scaled" if at.head_scale else "")
     policy = policy_fields(at.alpha_high, at.alpha_low, at.window, at.sinks, at.horizon, at.head_scale)
     configuration = _configuration(name, tiers=at.tiers, policy=policy, rotate=at.rotate)

@@ -1,14 +1,32 @@
-"""Hadamard rotation of queries and keys (as in QuaRot, 2024, for the key cache).
+"""Hadamard rotation of queries and keys, and of values (as in QuaRot, 2024).
 
 ``(q R) . (k R) = q . k`` for an orthogonal ``R``, so attention and its scores stay what they are, while a key's few
-large elements spread over all: its range shrinks, and with it the step of its quantisation.
+large elements spread over all: its range shrinks, and with it the step of its quantisation. A sum of rotated values is
+the rotated sum, and ``R`` is its own inverse: what attention gives is rotated once more.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What is rotated before it is stored."""
+
+    keys: bool = False
+    values: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> Rotation:
+        """``none``, ``keys``, ``values`` or ``both``."""
+        return {"none": cls(), "keys": cls(True), "values": cls(values=True), "both": cls(True, True)}[name]
+
+
+NO_ROTATION = Rotation()
 
 
 def block_size(dim: int) -> int:
@@ -25,12 +43,12 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
     return matrix * size**-0.5
 
 
-def rotate(q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tensors [tokens, heads, head_dim], rotated along the last dimension; computed in float32, in their dtype."""
-    size = block_size(q.shape[-1])
-    matrix = hadamard(size, q.device)
+def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors [tokens, heads, dim], rotated along the last dimension; computed in float32, in their dtype."""
 
     def turn(x: torch.Tensor) -> torch.Tensor:
+        size = block_size(x.shape[-1])
+        matrix = hadamard(size, x.device)
         return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 
-    return turn(q), turn(key)
+    return tuple(turn(x) for x in tensors)

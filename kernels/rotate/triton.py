@@ -1,4 +1,4 @@
-"""Hadamard rotation of a step's queries and keys in one launch, as ``reference.py``.
+"""Hadamard rotation of up to three tensors of a step in one launch, as ``reference.py``.
 
 The product with a matrix of ones and minus ones runs on the tensor cores in TF32, which holds a bf16 or fp16 number
 exactly, and accumulates in float32; the normalisation follows. The matrix is made from its indices and never read;
@@ -49,41 +49,57 @@ def turn_vectors(
     tl.store(target, (total * norm).to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit(do_not_specialize=["tiles", "count", "key_count"])
+@triton.jit(do_not_specialize=["tiles", "two_tiles", "count", "two_count", "three_count"])
 def rotate_kernel(
-    q, key, q_out, key_out, q_stride, q_head, key_stride, key_head, tiles, count, key_count, norm,
-    Q_HEADS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
-    PRECISION: tl.constexpr,
+    one, two, three, one_out, two_out, three_out, one_stride, one_head, two_stride, two_head, three_stride, three_head,
+    tiles, two_tiles, count, two_count, three_count, norm,
+    HEADS: tl.constexpr, TWO_HEADS: tl.constexpr, THREE_HEADS: tl.constexpr,
+    D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of queries, then of keys; B / C). Strides are in elements, counts in blocks of B elements."""
+    """Grid (tiles of the first tensor, then of the second and the third; B / C). Strides are in elements, counts in
+    blocks of B elements; a tensor that there is not has no heads."""
     tile = tl.program_id(0)
     if tile < tiles:
         vector = tile * R + tl.arange(0, R)
-        turn_vectors(q, q_out, q_stride, q_head, Q_HEADS, count, vector, norm, D, B, C, PRECISION)
+        turn_vectors(one, one_out, one_stride, one_head, HEADS, count, vector, norm, D, B, C, PRECISION)
     else:
-        vector = (tile - tiles) * R + tl.arange(0, R)
-        turn_vectors(key, key_out, key_stride, key_head, HEADS, key_count, vector, norm, D, B, C, PRECISION)
+        if TWO_HEADS > 0:
+            if tile < tiles + two_tiles:
+                vector = (tile - tiles) * R + tl.arange(0, R)
+                turn_vectors(two, two_out, two_stride, two_head, TWO_HEADS, two_count, vector, norm, D, B, C, PRECISION)
+            else:
+                if THREE_HEADS > 0:
+                    vector = (tile - tiles - two_tiles) * R + tl.arange(0, R)
+                    turn_vectors(
+                        three, three_out, three_stride, three_head, THREE_HEADS, three_count, vector, norm,
+                        D, B, C, PRECISION,
+                    )  # fmt: skip
 
 
-def rotate(q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """New, contiguous tensors; see ``reference.rotate``.
 
     Args:
-        q: [tokens, Hq, head_dim]. key: [tokens, H, head_dim]. The last dimension is contiguous.
+        tensors: one to three of [tokens, heads, dim], alike but for their heads. The last dimension is contiguous.
     """
-    tokens, q_heads, dim = q.shape
-    heads = key.shape[1]
-    assert key.shape == (tokens, heads, dim) and q.dtype == key.dtype and q.device == key.device
-    assert q.stride(2) == key.stride(2) == 1
-    outs = (q.new_empty(q.shape), key.new_empty(key.shape))
+    first = tensors[0]
+    assert 1 <= len(tensors) <= 3
+    tokens, _, dim = first.shape
+    for x in tensors:
+        assert (x.shape[0], x.shape[2]) == (tokens, dim) and x.dtype == first.dtype and x.device == first.device
+        assert x.stride(2) == 1
+    outs = tuple(x.new_empty(x.shape) for x in tensors)
     size = block_size(dim)
     chunk = min(size, CHUNK)
-    count, key_count = (tokens * n * (dim // size) for n in (q_heads, heads))
-    tiles = triton.cdiv(count, VECTORS)
+    heads = [*(x.shape[1] for x in tensors), 0, 0][:3]
+    counts = [tokens * n * (dim // size) for n in heads]
+    tiles = [triton.cdiv(count, VECTORS) for count in counts]
     if tokens:
-        rotate_kernel[(tiles + triton.cdiv(key_count, VECTORS), size // chunk)](
-            q, key, *outs, q.stride(0), q.stride(1), key.stride(0), key.stride(1), tiles, count, key_count,
-            size**-0.5, Q_HEADS=q_heads, HEADS=heads, D=dim, B=size, C=chunk, R=VECTORS,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        spare = 3 - len(tensors)
+        strides = [n for x in (*tensors, *[first] * spare) for n in (x.stride(0), x.stride(1))]
+        rotate_kernel[(sum(tiles), size // chunk)](
+            *tensors, *[first] * spare, *outs, *[first] * spare, *strides, tiles[0], tiles[1], *counts, size**-0.5,
+            HEADS=heads[0], TWO_HEADS=heads[1], THREE_HEADS=heads[2], D=dim, B=size, C=chunk, R=VECTORS,
+            PRECISION="ieee" if first.dtype == torch.float32 else "tf32", num_warps=4,
         )  # fmt: skip
     return outs

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Ops, Scaling, Step
@@ -22,16 +23,22 @@ class _Wrapper:
     """What decode and extend passes share.
 
     Args:
-        rotates: whether queries and keys are rotated before keys are stored. queries: where decode steps keep their
-            queries, for a policy that judges running requests.
+        rotation: what is rotated before it is stored. queries: where decode steps keep their queries, for a policy
+            that judges running requests.
     """
 
     decodes: bool
 
     def __init__(
-        self, state: PageState, ops: Ops, policy: Policy, *, rotates: bool = False, queries: QueryCache | None = None
+        self,
+        state: PageState,
+        ops: Ops,
+        policy: Policy,
+        *,
+        rotation: Rotation = NO_ROTATION,
+        queries: QueryCache | None = None,
     ):
-        self.state, self.ops, self.policy, self.rotates, self.queries = state, ops, policy, rotates, queries
+        self.state, self.ops, self.policy, self.rotation, self.queries = state, ops, policy, rotation, queries
         self.step: Step | None = None
 
     def begin(self) -> None:
@@ -52,10 +59,16 @@ class _Wrapper:
             [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
         """
         assert self.step is not None, "plan comes first"
-        if self.rotates:
-            q, key = self.ops.rotate(q, key)
+        if self.rotation.keys and self.rotation.values and q.shape[2] == value.shape[2]:
+            q, key, value = self.ops.rotate(q, key, value)
+        else:
+            if self.rotation.keys:
+                q, key = self.ops.rotate(q, key)
+            if self.rotation.values:
+                (value,) = self.ops.rotate(value)
         self.ops.append(self.state, layer, key, value, self.step)
-        return self._attend(self.step, layer, q, key, value, scaling)
+        out = self._attend(self.step, layer, q, key, value, scaling)
+        return self.ops.rotate(out)[0] if self.rotation.values else out
 
     def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
         raise NotImplementedError

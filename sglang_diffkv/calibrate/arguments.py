@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_diffkv.calibrate.search import WINDOW
 from sglang_diffkv.calibration import HeadScale
-from sglang_diffkv.config import DiffKVPolicyConfig
+from sglang_diffkv.config import ROTATIONS, DiffKVPolicyConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
 from sglang_diffkv.evaluate.task import Task
@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     choices.add_argument(
         "--window", type=int, nargs="+", help=f"default: {WINDOW}; with --procedure leankv {PAPER_WINDOW}"
     )
-    choices.add_argument("--rotate", choices=("none", "keys"), nargs="+", default=["none"], help="default: none")
+    choices.add_argument("--rotate", choices=ROTATIONS, nargs="+", default=["none"], help="default: none")
     choices.add_argument("--sinks", type=int, nargs="+", default=[0], help="default: 0")
     choices.add_argument("--horizon", type=int, nargs="+", default=[0], help="default: 0, scores never forget")
     lean = parser.add_argument_group("with --procedure leankv")

@@ -118,8 +118,8 @@ class Ops(Protocol):
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None: ...
 
-    def rotate(self, q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [tokens, Hq, head_dim] and keys [tokens, H, head_dim], rotated alike."""
+    def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """One to three tensors [tokens, heads, dim], rotated alike; twice gives them back."""
         ...
 
     def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None: ...

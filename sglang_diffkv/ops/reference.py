@@ -62,8 +62,8 @@ class ReferenceOps:
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         reserve(state, rows, new_tokens, most)
 
-    def rotate(self, q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotate(q, key)
+    def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rotate(*tensors)
 
     def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         append(state, layer, key, value, step.token_rows, step.token_offset, step.token_position)

@@ -156,8 +156,8 @@ class TritonOps:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         reserve(state, rows, new_tokens, self._spans(state, rows.shape[0]), count)
 
-    def rotate(self, q: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotate(q, key)
+    def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return rotate(*tensors)
 
     def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
         owners = (step.token_rows, step.token_offset, step.token_position)

@@ -11,6 +11,7 @@ import torch
 import triton
 
 from sglang_diffkv.kernels.append.triton import ONE_BY_ONE, append
+from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
@@ -45,25 +46,25 @@ def log_compilations() -> None:
 
 def compile_kernels(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling],
-    rotates: bool, copies: bool, queries: QueryCache | None = None,
+    rotation: Rotation, copies: bool, queries: QueryCache | None = None,
 ) -> None:  # fmt: skip
     """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
     began = time.perf_counter()
     log_compilations()
-    warm_up(ops, state, policy, dtype=dtype, scalings=scalings, rotates=rotates, copies=copies, queries=queries)
+    warm_up(ops, state, policy, dtype=dtype, scalings=scalings, rotation=rotation, copies=copies, queries=queries)
     torch.cuda.synchronize(state.device)
     logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
 
 
 def warm_up(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling] = (),
-    rotates: bool, copies: bool, queries: QueryCache | None = None,
+    rotation: Rotation, copies: bool, queries: QueryCache | None = None,
 ) -> None:  # fmt: skip
     """Compile all kernels, by launches that change nothing: no request has a new token and every row is empty.
 
     Args:
-        dtype: of the model. scalings: of its layers; by default the usual one. rotates: whether keys are. copies:
-            whether requests copy their prompts. queries: where decode steps keep theirs.
+        dtype: of the model. scalings: of its layers; by default the usual one. rotation: what is rotated.
+            copies: whether requests copy their prompts. queries: where decode steps keep theirs.
     """
     fmt, device, heads = state.fmt, state.device, state.num_heads
     scalings = scalings or (usual_scaling(fmt.head_dim),)
@@ -74,8 +75,12 @@ def warm_up(
     none = torch.zeros(many, dtype=torch.int64, device=device)
     one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if policy.compresses and copies else []
-    if rotates:
-        ops.rotate(q[:1], key[:1])
+    if rotation.keys:
+        together = rotation.values and fmt.head_dim == fmt.v_head_dim
+        ops.rotate(q[:1], key[:1], *([value[:1]] if together else []))
+    if rotation.values:
+        ops.rotate(value[:1])
+        ops.rotate(value.new_zeros(1, ops.q_heads, fmt.v_head_dim))
     for prefix, scores in [(0, {}), (1, {}), *((1, x) for x in judged)]:
         one, zero = none[:1], none[:1]
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt import compat
@@ -42,13 +43,13 @@ class DiffKVAttnBackend(AttentionBackend):
         self.last_layer = pool.start_layer + manager.geometry.num_layers - 1
         config = load_config()
         core = (self.state, manager.ops, manager.policy)
-        rotates = config.rotate == "keys"
+        rotation = Rotation.named(config.rotate)
         running = manager.running
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
         queries = None if running is None else running.cache
-        self.decode = DecodeWrapper(*core, rotates=rotates, queries=queries)
-        self.extend = ExtendWrapper(*core, rotates=rotates)
+        self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries)
+        self.extend = ExtendWrapper(*core, rotation=rotation)
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
                 self._make_ready(runner.dtype, config, scalings)
@@ -68,7 +69,7 @@ class DiffKVAttnBackend(AttentionBackend):
         choose_prefill(ops, self.state, config.prefill, scalings)
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
-            ops, self.state, policy, dtype=dtype, scalings=scalings, rotates=self.extend.rotates, copies=copies,
+            ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
             queries=self.decode.queries,
         )  # fmt: skip
 

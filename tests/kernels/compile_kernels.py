@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels import device
+from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -79,9 +80,18 @@ def start(
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=8 * group)
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
     ops.prepare_graphs(state, 64)
-    kinds = {"rotates": compresses, "copies": compresses}
+    rotation = Rotation(compresses, compresses)
     queries = None if manager.running is None else manager.running.cache
-    warm_up(ops, state, policy, dtype=torch.bfloat16, scalings=scalings, queries=queries, **kinds)
+    warm_up(
+        ops,
+        state,
+        policy,
+        dtype=torch.bfloat16,
+        scalings=scalings,
+        queries=queries,
+        copies=compresses,
+        rotation=rotation,
+    )
     return manager, ops
 
 
@@ -119,7 +129,8 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
     ops.measure(state, rows, prefix, lengths)
     ops.count_owners(state, rows)
     if compresses:
-        ops.rotate(q, key)
+        ops.rotate(q, key, value)
+        ops.rotate(q)
     step = ops.decode_step(state, rows, lengths, policy)
     ops.begin(state, step, decode=True)
     ops.append(state, 0, key[:batch], value[:batch], step)

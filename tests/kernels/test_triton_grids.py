@@ -37,7 +37,7 @@ def test_long_prompts(monkeypatch, dim, group, prefix):
     state = make_manager(make_format("K8V4 K4V2", dim), heads=heads).state
     q, key, value = (torch.empty(tokens, n, dim, dtype=BF16, device="meta") for n in (heads * group, heads, heads))
     each, one = (torch.empty(n, dtype=torch.int64, device="meta") for n in (tokens, 1))
-    rotate.rotate(q, key)
+    rotate.rotate(q, key, value)
     append.append(state, 0, key, value, each, each, each, one)
     extend.extend_attention(
         state, 0, q, key, value, one, one, one, one, tokens, prefix, 0.1, update_scores=True,

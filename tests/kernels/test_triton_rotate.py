@@ -23,11 +23,12 @@ def draw(tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> to
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("tokens", [1, 7, 33])
 def test_matches_reference(tokens, dim, dtype):
-    q, key = draw(tokens, 6, dim, dtype, 1), draw(tokens, 3, dim, dtype, 2)
-    q[0, 0, 0] = 300.0
-    for got, expected in zip(rotate(q, key), reference(q, key), strict=True):
-        assert got.dtype == dtype and got.shape == expected.shape and got.is_contiguous()
-        assert close(got, expected) < ROUNDING[dtype]
+    tensors = [draw(tokens, heads, dim, dtype, heads) for heads in (6, 3, 5)]
+    tensors[0][0, 0, 0] = 300.0
+    for count in (1, 2, 3):
+        for got, expected in zip(rotate(*tensors[:count]), reference(*tensors[:count]), strict=True):
+            assert got.dtype == dtype and got.shape == expected.shape and got.is_contiguous()
+            assert close(got, expected) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dim", [64, 96])
@@ -39,6 +40,12 @@ def test_slices_of_a_fused_projection(dim):
     assert not q.is_contiguous()
     for got, expected in zip(rotate(q, key), reference(q.contiguous(), key.contiguous()), strict=True):
         assert close(got, expected) < ROUNDING[BF16]
+
+
+def test_attention_of_rotated_values_is_rotated_attention():
+    weights, value = torch.rand(7, 9).softmax(1), draw(9, 1, 96, torch.float32, 3).cpu()
+    there = torch.einsum("qk,khd->qhd", weights, reference(value)[0])
+    assert close(reference(there)[0], torch.einsum("qk,khd->qhd", weights, value)) < 1e-5
 
 
 def test_no_tokens():

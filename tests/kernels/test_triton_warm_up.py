@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
@@ -43,7 +44,7 @@ def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:
     policy = policy or manager.policy
     queries = None if manager.running is None else manager.running.cache
     ops = TritonOps(state, policy, 4 if queries is None else 2, 400)
-    warm_up(ops, state, policy, dtype=BF16, rotates=True, copies=policy.compresses, queries=queries)
+    warm_up(ops, state, policy, dtype=BF16, rotation=Rotation(True, True), copies=policy.compresses, queries=queries)
     for name in COUNTS:
         assert torch.equal(getattr(state, name), getattr(before, name)), name
     used = before.refcount > 0

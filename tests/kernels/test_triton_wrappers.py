@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.triton import TritonOps
@@ -18,11 +19,11 @@ def queries(state, count, generator):
     return torch.randn(count, state.num_heads * GROUP, 64, generator=generator).to(DEVICE, BF16)
 
 
-def make(manager, rotates=False):
+def make(manager, rotation=NO_ROTATION):
     """Wrappers over Triton ops for a manager's state."""
     ops = TritonOps(manager.state, manager.policy, manager.state.num_heads * GROUP, 200)
     core = (manager.state, ops, manager.policy)
-    return ExtendWrapper(*core, rotates=rotates), DecodeWrapper(*core, rotates=rotates)
+    return ExtendWrapper(*core, rotation=rotation), DecodeWrapper(*core, rotation=rotation)
 
 
 def grow(manager, rows, counts):
@@ -33,13 +34,15 @@ def grow(manager, rows, counts):
     manager.space.flush()
 
 
-@pytest.mark.parametrize("rotates", [pytest.param(False, marks=pytest.mark.full), True])
-def test_prompt_and_steps_match_references(rotates):
+@pytest.mark.parametrize(
+    "rotation", [*(pytest.param(Rotation(x), marks=pytest.mark.full) for x in (False, True)), Rotation(True, True)]
+)
+def test_prompt_and_steps_match_references(rotation):
     mine, reference = (make_manager(make_format("K8V4 K4V2"), layers=1, heads=1, window=6) for _ in range(2))
     generator = torch.Generator().manual_seed(2)
     state, policy = mine.state, mine.policy
-    extend, decode = make(mine, rotates)
-    twins = [kind(reference.state, reference.ops, policy, rotates=rotates) for kind in (ExtendWrapper, DecodeWrapper)]
+    extend, decode = make(mine, rotation)
+    twins = [kind(reference.state, reference.ops, policy, rotation=rotation) for kind in (ExtendWrapper, DecodeWrapper)]
     rows, lengths = [2, 1], [13, 22]
     ids = torch.tensor(rows, device=DEVICE)
     key, value = vectors(state, 35, generator)
@@ -53,7 +56,7 @@ def test_prompt_and_steps_match_references(rotates):
         for row, count in zip(rows, lengths, strict=True):
             wrapper.end_prompt(row, count)
         check_integrity(manager)
-    assert close(*outs) < 6e-3
+    assert close(*outs) < (2e-2 if rotation.values else 6e-3), "what is rotated back was rounded to bf16 before"
     for _ in range(4):
         lengths = [n + 1 for n in lengths]
         key, value = vectors(state, 3, generator)
@@ -67,8 +70,10 @@ def test_prompt_and_steps_match_references(rotates):
             outs.append(wrapper.run(0, *(x[: 2 + padding] for x in (q, key, value)), SCALING))
             wrapper.end()
             check_integrity(manager)
-        # Keys rotated in another order of sums may fall on the other side of a code or of a threshold.
-        assert close(outs[0][:2], outs[1]) < (5e-2 if rotates else 1e-2) and not outs[0][2].any()
+        # Triton's interpreter cuts bf16 numbers off that a GPU rounds: those rotated may get another code, and at 2 bits
+        # codes are far apart. Without rotation nothing is rounded before it is quantised.
+        bound = 1e-2 if rotation == NO_ROTATION else 5e-2 if DEVICE != "cpu" or not rotation.values else 0.15
+        assert close(outs[0][:2], outs[1]) < bound and not outs[0][2].any()
     assert (state.own_tokens[1] - reference.state.own_tokens[1]).abs().max() <= 1  # scores near a threshold may differ
 
 

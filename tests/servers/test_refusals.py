@@ -42,7 +42,7 @@ from sglang_diffkv.srt.validation import check_layers, check_model, check_server
         ('{"policy": {"name": "h2o"}}', "policy"),
         ('{"policy": {"name": "uniform"}}', "uniform"),
         ('{"page_tokens": 1}', "page_tokens"),
-        ('{"rotate": "values"}', "rotate"),
+        ('{"rotate": "queries"}', "rotate"),
         ('{"rotate": "keys", "tiers": ["BF16"]}', "rotate"),
         ('{"prefix_fidelity": "lossless"}', "prefix_fidelity"),
         ('{"tiers": ', "not valid JSON"),

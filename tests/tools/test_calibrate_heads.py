@@ -96,9 +96,10 @@ def test_curves_are_those_of_attention_over_what_the_tiers_keep():
         assert error[head, 1] == pytest.approx(total / (COUNT - prompt), rel=1e-4)
 
 
-def test_rotation_leaves_attention_and_changes_only_the_keys_errors(monkeypatch):
+@pytest.mark.parametrize("name", ["keys", "values", "both"])
+def test_rotation_leaves_attention_and_changes_only_errors(name, monkeypatch):
     monkeypatch.setattr(curves, "_stored", lambda x, tiers, bits: [x.float(), x.float()])
-    error, _ = measure(seen(), 60, Rule(PAIR, 1.0, 0.0, 8, rotate="keys"), FACTORS)
+    error, _ = measure(seen(), 60, Rule(PAIR, 1.0, 0.0, 8, rotate=name), FACTORS)
     assert float(error.max()) < 1e-9
 
 

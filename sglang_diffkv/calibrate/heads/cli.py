@@ -21,7 +21,7 @@ from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.heads.fit import Source, fit_factors, rule_of
 from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
-from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
+from sglang_diffkv.config import ROTATIONS, DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rule.add_argument("--alpha-low", type=float, default=DEFAULT.alpha_low, help="default: %(default)s")
     rule.add_argument("--window", type=int, default=DEFAULT.window, help="default: %(default)s")
     rule.add_argument("--sinks", type=int, default=DEFAULT.sinks, help="default: %(default)s")
-    rule.add_argument("--rotate", choices=("none", "keys"), default="none", help="default: %(default)s")
+    rule.add_argument("--rotate", choices=ROTATIONS, default="none", help="default: %(default)s")
     add_selection_arguments(parser)
     parser.add_argument("--max-tokens", type=positive, default=4096, help="of a sequence (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="file to write")

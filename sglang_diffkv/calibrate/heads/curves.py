@@ -26,7 +26,7 @@ import torch
 from sglang_diffkv.calibrate.heads.capture import LayerPass
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
-from sglang_diffkv.kernels.rotate.reference import rotate
+from sglang_diffkv.kernels.rotate.reference import Rotation, rotate
 from sglang_diffkv.mem_pool.page_format import RAW_BITS, Tier
 
 QUERY_BLOCK = 256
@@ -64,13 +64,15 @@ def measure(seen: LayerPass, prompt: int, rule: Rule, factors: Sequence[float]) 
     """Errors, mean over the queries that count, and bytes at the end of the sequence: both [H, factors] float64 on the
     CPU. ``prompt``: how many of the N tokens are the prompt."""
     q, k, v = seen.q, seen.k, seen.v.float()
-    if rule.rotate == "keys":
+    rotation = Rotation.named(rule.rotate)
+    if rotation.keys:
         q, k = rotate(q, k)
     heads, count, _ = k.shape
     grouped = q.float().unflatten(0, (heads, -1)) * seen.scale  # [H, G, N, D]
     score = significance(grouped, k.float(), rule.judged_at(count, prompt, k.device))
     tiers = torch.stack([rule.classify(score, prompt, factor) for factor in factors])  # [F, H, N]
-    stored = _stored(k, rule.tiers, "k_bits"), _stored(v, rule.tiers, "v_bits")
+    stored_values = _stored(rotate(v)[0] if rotation.values else v, rule.tiers, "v_bits")
+    stored = _stored(k, rule.tiers, "k_bits"), rotate(*stored_values) if rotation.values else stored_values
     gram = _gram(seen.out_weight, heads)
     energy = seen.stream.float().square().sum(1)  # [N]
     error = torch.zeros(heads, len(factors), dtype=torch.float64, device=k.device)

@@ -35,6 +35,7 @@ from sglang_diffkv.calibration import (
     TextProvenance,
     model_name,
 )
+from sglang_diffkv.config import ROTATIONS
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_server_arguments, add_window_arguments, positive
@@ -97,7 +98,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     choices.add_argument("--alpha-high", type=float, nargs="+", default=HIGHS, help="default: 1 3 10 1e9")
     choices.add_argument("--window", type=int, nargs="+", default=WINDOWS, help="default: 64 128 256")
-    choices.add_argument("--rotate", choices=("none", "keys"), nargs="+", default=["none"], help="default: none")
+    choices.add_argument("--rotate", choices=ROTATIONS, nargs="+", default=["none"], help="default: none")
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--n", type=positive, default=200, help="windows of each part (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of their sample (default: %(default)s)")
