@@ -70,8 +70,8 @@ def test_prompt_and_steps_match_references(rotation):
             outs.append(wrapper.run(0, *(x[: 2 + padding] for x in (q, key, value)), SCALING))
             wrapper.end()
             check_integrity(manager)
-        # Triton's interpreter cuts bf16 numbers off that a GPU rounds: those rotated may get another code, and at 2 bits
-        # codes are far apart. Without rotation nothing is rounded before it is quantised.
+        # Triton's interpreter cuts bf16 numbers off that a GPU rounds: those rotated may get another code, and at 2
+        # bits codes are far apart. Without rotation nothing is rounded before it is quantised.
         bound = 1e-2 if rotation == NO_ROTATION else 5e-2 if DEVICE != "cpu" or not rotation.values else 0.15
         assert close(outs[0][:2], outs[1]) < bound and not outs[0][2].any()
     assert (state.own_tokens[1] - reference.state.own_tokens[1]).abs().max() <= 1  # scores near a threshold may differ

@@ -12,7 +12,17 @@ from benchmarks import splits
 from benchmarks.paths import DATA as SPLITS_FOLDER
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
-from sglang_diffkv.evaluate.tasks import Options, TaskFileError, gsm8k, load_task, math_problems, needle, reference
+from sglang_diffkv.evaluate.tasks import (
+    Options,
+    TaskFileError,
+    aime,
+    choices,
+    gsm8k,
+    load_task,
+    math_problems,
+    needle,
+    reference,
+)
 from sglang_diffkv.evaluate.tasks.files import sha256
 from sglang_diffkv.evaluate.tasks.generation import GenerationTask
 from sglang_diffkv.evaluate.tasks.math_problems import last_boxed
@@ -192,6 +202,87 @@ def test_wikitext_needs_a_long_enough_text(tokenizer):
     task = load_task(f"wikitext={DATA / 'prose.txt'}", Options())
     with pytest.raises(TaskFileError, match=r"fewer than the 1152 of one window"):
         task.questions(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("So it is 4. The answer is (B).", "B"),
+        ("The answer is (A)? No: it is heavier. The answer is (C)", "C"),
+        ("**Answer: D**", "D"),
+        ("Answer: **J**", "J"),
+        (r"the answer is $\boxed{E}$.", "E"),
+        (r"Hence \boxed{\text{(F)}}", "F"),
+        ("The answer is B because A is not", "B"),
+        ("The answer is A.", "A"),
+        ("The answer is a number", None),
+        ("The answer is A number", None),
+        ("answer: I think so", None),
+        ("The answer is Berlin", None),
+        (" (b). ", "B"),
+        ("no idea", None),
+    ],
+)
+def test_the_letter_that_a_reply_names(text, letter):
+    assert choices.letter(text) == letter
+
+
+def test_mmlu_is_read_in_its_three_forms(tmp_path):
+    rows = ['"Which, of these, is even?",1,3,4,7,C', "What is 1 + 1?,2,3,4,5,A"]
+    for name in ("high_school_algebra_test.csv", "anatomy_test.csv"):
+        (tmp_path / name).write_text("\n".join(rows) + "\n")
+    folder = load_task(f"mmlu={tmp_path}", Options())
+    assert [x.task for x in folder.examples].count("anatomy") == 2 and len(folder.examples) == 4
+    one = load_task(f"mmlu={tmp_path / 'anatomy_test.csv'}", Options())
+    even = next(x for x in one.examples if "even" in x.prompt)
+    assert even.answers == ("C",) and "Which, of these, is even?\n\n(A) 1\n(B) 3\n(C) 4\n(D) 7\n" in even.prompt
+    before = folder.fingerprint()["sha256"]
+    (tmp_path / "anatomy_test.csv").write_text(rows[0] + "\n")
+    assert load_task(f"mmlu={tmp_path}", Options()).fingerprint()["sha256"] != before
+    lines = tmp_path / "mmlu.jsonl"
+    record = {"question": "Which is even?", "choices": ["1", "3", "4", "7"], "answer": 2, "subject": "algebra"}
+    lines.write_text(json.dumps(record) + "\n")
+    (found,) = load_task(f"mmlu={lines}", Options()).examples
+    assert (found.task, found.answers) == ("algebra", ("C",))
+    lines.write_text(json.dumps({**record, "answer": 4}) + "\n")
+    with pytest.raises(TaskFileError, match="line 1: the answer is 'E' of 4 choices"):
+        load_task(f"mmlu={lines}", Options())
+    (tmp_path / "anatomy_test.csv").write_text("a,b,c\n")
+    with pytest.raises(TaskFileError, match="anatomy_test.csv, line 1: expected a question, four choices"):
+        load_task(f"mmlu={tmp_path}", Options())
+
+
+def test_mmlu_pro_has_up_to_ten_choices(tmp_path):
+    path = tmp_path / "pro.jsonl"
+    record = {"question": "?", "options": [f"o{i}" for i in range(10)], "answer": "J", "category": "law"}
+    path.write_text(json.dumps(record) + "\n")
+    (found,) = load_task(f"mmlu_pro={path}", Options()).examples
+    assert found.answers == ("J",) and found.task == "law" and "(J) o9" in found.prompt
+
+
+def test_gpqa_s_choices_are_in_an_order_of_their_own(tmp_path):
+    path = tmp_path / "gpqa.csv"
+    header = "Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3,High-level domain\n"
+    path.write_text(header + "".join(f"q{i},right,w1,w2,w3,Physics\n" for i in range(40)))
+    examples = load_task(f"gpqa={path}", Options()).examples
+    assert {x.answers[0] for x in examples} == set("ABCD") and {x.task for x in examples} == {"Physics"}
+    assert all(f"({x.answers[0]}) right" in x.prompt for x in examples)
+    assert examples == load_task(f"gpqa={path}", Options()).examples
+    path.write_text("Question,Answer\n")
+    with pytest.raises(TaskFileError, match="no column 'Correct Answer'"):
+        load_task(f"gpqa={path}", Options())
+
+
+def test_aime(tmp_path):
+    path = tmp_path / "aime.jsonl"
+    path.write_text('{"ID": "2024-I-1", "Problem": "p", "Answer": 25}\n{"problem": "q", "answer": "073"}\n')
+    examples = load_task(f"aime={path}", Options()).examples
+    assert {(x.id, x.answers[0]) for x in examples} == {("2024-I-1", "25"), ("2", "073")}
+    assert aime.judge(r"so \boxed{73}.", ("073",)) and aime.judge("it is 1, no: 73", ("073",))
+    assert not aime.judge(r"73, so \boxed{37}", ("073",)) and not aime.judge("no idea", ("073",))
+    path.write_text('{"problem": "q", "answer": "x"}\n')
+    with pytest.raises(TaskFileError, match="line 1: the answer 'x' is no number"):
+        load_task(f"aime={path}", Options())
 
 
 def test_compressed_files_are_read(tmp_path):

@@ -1,5 +1,4 @@
-"""Task files by kind: ``reference``, ``shared``, ``gsm8k``, ``math``, ``needle``, ``wikitext``, ``continuation`` and
-``replies``."""
+"""Task files by kind, ``LOADERS``."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_diffkv.evaluate.task import Task
-from sglang_diffkv.evaluate.tasks import forced, gsm8k, math_problems, needle, reference, wikitext
+from sglang_diffkv.evaluate.tasks import aime, choices, forced, gsm8k, math_problems, needle, reference, wikitext
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
 from sglang_diffkv.evaluate.tasks.generation import Options
 
@@ -16,6 +15,10 @@ LOADERS: dict[str, Callable[[Path, Options], Task]] = {
     "shared": reference.load_shared,
     "gsm8k": gsm8k.load,
     "math": math_problems.load,
+    "aime": aime.load,
+    "mmlu": choices.load_mmlu,
+    "mmlu_pro": choices.load_mmlu_pro,
+    "gpqa": choices.load_gpqa,
     "needle": needle.load,
     "wikitext": wikitext.load,
     "continuation": forced.load_continuation,

@@ -28,9 +28,9 @@ def stem(path: Path) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's bytes, or of all JSON files of a folder with their names."""
+    """Hash of a file's bytes, or of all JSON and CSV files of a folder with their names."""
     digest = hashlib.sha256()
-    for file in json_files(path) if path.is_dir() else [path]:
+    for file in sorted([*path.rglob("*.json"), *path.rglob("*.csv")]) if path.is_dir() else [path]:
         if path.is_dir():
             digest.update(str(file.relative_to(path)).encode())
         digest.update(file.read_bytes())
