@@ -248,7 +248,7 @@ def test_mmlu_is_read_in_its_three_forms(tmp_path):
     with pytest.raises(TaskFileError, match="line 1: the answer is 'E' of 4 choices"):
         load_task(f"mmlu={lines}", Options())
     (tmp_path / "anatomy_test.csv").write_text("a,b,c\n")
-    with pytest.raises(TaskFileError, match="anatomy_test.csv, line 1: expected a question, four choices"):
+    with pytest.raises(TaskFileError, match=r"anatomy_test\.csv, line 1: expected a question, four choices"):
         load_task(f"mmlu={tmp_path}", Options())
 
 

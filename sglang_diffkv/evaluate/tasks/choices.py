@@ -34,13 +34,10 @@ GPQA = ("Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 
 
 def letter(text: str) -> str | None:
     """The letter that a reply names last, None if it names none."""
-    found = [
-        (match.start(), next(x for x in match.groups() if x))
-        for form in (_NAMED, _BOXED)
-        for match in form.finditer(text)
-    ]
-    if found:
-        return max(found)[1]
+    named = [match for form in (_NAMED, _BOXED) for match in form.finditer(text)]
+    if named:
+        last = max(named, key=lambda match: match.start())
+        return next(x for x in last.groups() if x)
     alone = text.strip().strip("().*").upper()
     return alone if len(alone) == 1 and alone in ascii_uppercase[:10] else None
 
