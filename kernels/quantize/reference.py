@@ -1,9 +1,12 @@
 """Per-vector asymmetric quantisation with bit packing (DiffKV, section 4; LeanKV, section 4).
 
 ``Q = round((x - z) / s)`` with ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, both kept in
-fp16 and used in their rounded form on both sides. At 1 and 2 bits, unlike the papers, the outermost codes stand for
-numbers inside the extremes (``COVERED``) and what lies beyond is clipped: with few codes a smaller step gains more
-than the extremes lose.
+fp16 and used in their rounded form on both sides. At 1 and 2 bits, unlike the papers, codes are chosen as if the
+outermost ones stood for numbers inside the extremes (``COVERED``), and what lies beyond is clipped: with few codes a
+smaller step gains more than the extremes lose. That alone would make every vector shorter. Attention sums over many
+tokens: errors of which each token has its own average out there, one that all have in common does not. So codes then
+get a wider step, by the *gain* after which a vector and what is stored of it, both taken from the middle of the
+vector's range, are equally long in the vector's direction: ``sum u w = sum u u``.
 
 Packing is by planes: with ``b`` bits and ``d`` elements a vector takes ``d * b / 8`` bytes, and byte ``j``
 holds element ``p * (d * b / 8) + j`` in its bits ``[p * b, (p + 1) * b)``. A plane is then a contiguous run of
@@ -14,8 +17,11 @@ from __future__ import annotations
 
 import torch
 
-COVERED = {8: 1.0, 4: 1.0, 2: 0.6875, 1: 0.375}
-"""Share of a vector's range, about its middle, between the numbers of its outermost codes, by bits."""
+COVERED = {8: 1.0, 4: 1.0, 2: 0.75, 1: 0.375}
+"""Share of a vector's range, about its middle, between the numbers of its outermost codes before the gain, by bits."""
+LEAST_GAIN = 0.5
+LARGEST = 1e38
+"""Sums of squares from here on are not compared: float32 ends soon after."""
 
 
 def covered(bits: int, source_bits: int = 16) -> float:
@@ -72,8 +78,16 @@ def quantize(x: torch.Tensor, bits: int, source_bits: int = 16) -> tuple[torch.T
         start = start.clamp(-limit, limit)
     zero = start.half()
     codes = torch.where(step > 0, (x - zero.float()) / step, torch.zeros_like(x))
-    codes = codes.round().clamp(0, levels).to(torch.uint8)
-    return pack(codes, bits), torch.cat([scale, zero], dim=-1)
+    codes = codes.round().clamp(0, levels)
+    if share < 1:
+        middle = (low + high) / 2
+        away, stored = x - middle, codes * step + zero.float() - middle
+        square, product = (away * away).sum(-1, keepdim=True), (away * stored).sum(-1, keepdim=True)
+        known = (product > 0) & (square < LARGEST)
+        gain = torch.where(known, square / product, torch.ones_like(square)).clamp(LEAST_GAIN, 1.0 / share)
+        scale = (step * gain).clamp(max=limit).half()
+        zero = (middle - scale.float() * levels / 2).clamp(-limit, limit).half()
+    return pack(codes.to(torch.uint8), bits), torch.cat([scale, zero], dim=-1)
 
 
 def dequantize(packed: torch.Tensor, meta: torch.Tensor, bits: int) -> torch.Tensor:

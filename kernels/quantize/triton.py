@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.quantize import reference
 from sglang_diffkv.kernels.quantize.reference import covered
 
 HALF_MAX = tl.constexpr(65504.0)
+LARGEST, LEAST_GAIN = tl.constexpr(reference.LARGEST), tl.constexpr(reference.LEAST_GAIN)
 ROUND = tl.constexpr(8388608.0)
 """Adding and subtracting 2^23 rounds a float32 in [0, 2^22] to the nearest integer, ties to even."""
 
@@ -45,7 +47,20 @@ def quantize_planes(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 1
     shifted = x - zero.to(tl.float32)[:, None, None]
     level = tl.div_rn(shifted, tl.where(step > 0, step, 1.0))
     level = tl.where(inside & (step > 0), tl.minimum(tl.maximum(level, 0.0), levels * 1.0), 0.0)
-    codes = ((level + ROUND) - ROUND).to(tl.int32)
+    level = (level + ROUND) - ROUND
+    codes = level.to(tl.int32)
+    if share < 1:
+        middle = (low + high) / 2
+        away = tl.where(inside, x - middle[:, None, None], 0.0)
+        stored = level * step + (zero.to(tl.float32) - middle)[:, None, None]
+        square = tl.sum(tl.sum(away * away, 2), 1)
+        product = tl.sum(tl.sum(away * stored, 2), 1)
+        known = (product > 0) & (square < LARGEST)
+        gain = tl.where(known, tl.div_rn(square, tl.where(known, product, 1.0)), 1.0)
+        gain = tl.minimum(tl.maximum(gain, LEAST_GAIN), 1.0 / share)
+        scale = tl.minimum(scale.to(tl.float32) * gain, HALF_MAX).to(tl.float16)
+        start = middle - scale.to(tl.float32) * levels / 2
+        zero = tl.minimum(tl.maximum(start, -HALF_MAX), HALF_MAX).to(tl.float16)
     packed = tl.sum(codes << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], 1).to(tl.uint8)
     scale_bits = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     zero_bits = zero.to(tl.int16, bitcast=True).to(tl.int32)

@@ -17,13 +17,13 @@ TINY = 2.0**-24
 
 
 def error_bound(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Half a step or what is clipped, and what rounding the scale and the zero point to fp16 adds."""
+    """Half a step, what clipping and the gain may move, and what rounding the scale and the zero point to fp16 adds."""
     x = x.double()
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     levels = 2**bits - 1
     scale_error = (high - low) / levels * 2**-11 + TINY
     zero_error = torch.maximum(low.abs(), high.abs()) * 2**-11 + TINY
-    most = max(COVERED[bits] / levels, 1 - COVERED[bits]) / 2 * (high - low)
+    most = (COVERED[bits] / levels + 1 - COVERED[bits]) / 2 * (high - low)
     return most + scale_error * (levels + 1) + zero_error
 
 
@@ -102,7 +102,23 @@ def test_extremes_are_reached(bits):
     packed, meta = quantize(x, bits)
     codes = unpack(packed, bits)
     assert (int(codes.min()), int(codes.max())) == (0, levels)
-    assert meta.tolist() == [COVERED[bits], levels * (1 - COVERED[bits]) / 2]
+    scale, zero = meta.tolist()
+    assert COVERED[bits] <= scale <= 1 and zero + scale * levels / 2 == pytest.approx(levels / 2, abs=1e-3)
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+@pytest.mark.parametrize("bits", [2, 1])
+def test_clipping_makes_no_vector_shorter(bits, shift):
+    """In its own direction from the middle of its range; a mean over many vectors keeps what they have in common."""
+    x = torch.randn(400, 128, generator=torch.Generator().manual_seed(bits)) + shift
+    back = dequantize(*quantize(x, bits), bits)
+    middle = (x.amin(-1, keepdim=True) + x.amax(-1, keepdim=True)) / 2
+    away = x - middle
+    assert torch.allclose((away * (back - middle)).sum(-1), away.square().sum(-1), rtol=3e-3)
+    common = torch.randn(128, generator=torch.Generator().manual_seed(9))
+    many = common + torch.randn(4000, 128, generator=torch.Generator().manual_seed(8))
+    mean = dequantize(*quantize(many, bits), bits).mean(0)
+    assert float(mean @ common / (many.mean(0) @ common)) == pytest.approx(1, abs=0.03)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -136,7 +152,7 @@ def test_requantising_is_stable(bits):
 
 @pytest.mark.parametrize("bits", [2, 1])
 def test_few_codes_gain_from_clipping(bits):
-    """The mean square error of normal numbers, against codes from extreme to extreme."""
+    """The mean square error of normal numbers, the gain included, against codes from extreme to extreme."""
     x = torch.randn(200, 128, generator=torch.Generator().manual_seed(bits))
 
     def error(source_bits: int) -> float:
