@@ -10,14 +10,14 @@ import torch
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
-from sglang_diffkv.mem_pool.geometry import Geometry, kv_slots_for
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
-from sglang_diffkv.policies.base import Policy, kept_share, prunes
+from sglang_diffkv.policies.base import Policy, kv_slots_of
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ class MemoryPlan:
         ops = self.ops(state, geometry, policy)
         ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
         exact = self.config.prefix_fidelity == "exact"
-        dropped = prunes(policy, len(self.fmt.tiers))
-        share = kept_share(policy, geometry.max_tokens)
-        kv_slots = kv_slots_for(capacity, self.fmt, prunes=dropped, kept_share=share)
+        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries)
 

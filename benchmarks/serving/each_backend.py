@@ -15,7 +15,7 @@ import requests
 
 from benchmarks.budget import Budget
 from benchmarks.provenance import headline, provenance
-from benchmarks.serving.backends import Backend, parse_backend, parse_diffkv
+from benchmarks.serving.backends import Backend, default_backends, parse_backend, parse_diffkv
 from benchmarks.serving.cli import add_model_arguments, prepare
 from benchmarks.serving.client import BenchmarkError
 from benchmarks.serving.session import FAILED, GUESSES, OK, Record, Setup, all_running, running, short
@@ -28,6 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", nargs="*", type=parse_backend, metavar="ATTENTION:DTYPE", help="stock servers")
     parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME=JSON")
     parser.add_argument("--start-together", action="store_true", help="start all servers at once, ask one at a time")
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line of a parser with ``add_arguments``; ``candidates`` are the backends in the table's order."""
+    args = parser.parse_args(argv)
+    args.argv = argv
+    args.candidates = [*(default_backends() if args.backends is None else args.backends), *args.diffkv]
+    if not args.candidates:
+        parser.error("name at least one backend")
+    return args
 
 
 def measure_each(

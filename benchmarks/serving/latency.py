@@ -26,10 +26,9 @@ from itertools import pairwise
 
 import requests
 
-from benchmarks.serving.backends import default_backends
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
-from benchmarks.serving.each_backend import add_arguments, measure_each
+from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.session import OK, Record, Setup
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
@@ -142,12 +141,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="times each, for the median (default: %(default)s)")
     parser.add_argument("--decode", type=parse_decode, nargs="+", default=[(1, 1024), (8, 1024)], metavar="NxTOKENS")
     parser.add_argument("--tokens", type=int, default=64, help="of each request, all decoding (default: %(default)s)")
-    args = parser.parse_args(argv)
-    args.argv = argv
-    args.candidates = [*(default_backends() if args.backends is None else args.backends), *args.diffkv]
-    if not args.candidates:
-        parser.error("name at least one backend")
-    return args
+    return parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import sys
@@ -25,13 +24,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
-from benchmarks.serving.backends import default_backends
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
-from benchmarks.serving.each_backend import add_arguments, measure_each
+from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.log import mean, parse_log
 from benchmarks.serving.session import OK, Record, Setup
 from sglang_diffkv.evaluate.report import markdown
@@ -215,12 +214,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--waiting", type=int, default=8, help="requests that always wait (default: %(default)s)")
     parser.add_argument("--settle", type=float, default=20.0, help="seconds before counting (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of counting (default: %(default)s)")
-    args = parser.parse_args(argv)
-    args.argv = argv
-    args.candidates = [*(default_backends() if args.backends is None else args.backends), *args.diffkv]
-    if not args.candidates:
-        parser.error("name at least one backend")
-    return args
+    return parse(parser, argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,12 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     name = f"stationary_{model_name(args)}"
     load = {key: getattr(args, key) for key in ("prompt", "output_tokens", "waiting", "settle", "seconds")}
-    data = {"kind": "stationary", "name": name, "load": load}
+    data: dict[str, Any] = {"kind": "stationary", "name": name, "load": load}
     title = f"Long replies, some always waiting, {model_name(args)}"
     status = measure_each(args, data, title, partial(measure, args=args), table)
-    records = json.loads((args.output / f"{name}.json").read_text(encoding="utf-8"))["records"]
     try:
-        draw(records, args.output / f"{name}.svg")
+        draw(data["records"], args.output / f"{name}.svg")
     except ImportError:
         print("no chart without matplotlib")
     return status

@@ -20,6 +20,7 @@ import torch
 COVERED = {8: 1.0, 4: 1.0, 2: 0.75, 1: 0.375}
 """Share of a vector's range, about its middle, between the numbers of its outermost codes before the gain, by bits."""
 LEAST_GAIN = 0.5
+"""Of a vector that clipping made longer; the most is where the outermost codes reach the extremes."""
 LARGEST = 1e38
 """Sums of squares from here on are not compared: float32 ends soon after."""
 

@@ -7,6 +7,7 @@ the rotated sum, and ``R`` is its own inverse: what attention gives is rotated o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,6 +25,19 @@ class Rotation:
     def named(cls, name: str) -> Rotation:
         """``none``, ``keys``, ``values`` or ``both``."""
         return {"none": cls(), "keys": cls(True), "values": cls(values=True), "both": cls(True, True)}[name]
+
+    def of(
+        self, turn: Callable[..., tuple[torch.Tensor, ...]], q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A step's tensors as they are stored and attended with; ``turn`` is a ``rotate``."""
+        if self.keys and self.values and q.shape[2] == value.shape[2]:
+            q, key, value = turn(q, key, value)
+            return q, key, value
+        if self.keys:
+            q, key = turn(q, key)
+        if self.values:
+            (value,) = turn(value)
+        return q, key, value
 
 
 NO_ROTATION = Rotation()

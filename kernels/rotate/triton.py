@@ -57,23 +57,20 @@ def rotate_kernel(
     D: tl.constexpr, B: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of the first tensor, then of the second and the third; B / C). Strides are in elements, counts in
-    blocks of B elements; a tensor that there is not has no heads."""
+    blocks of B elements; a tensor that there is not has no tiles."""
     tile = tl.program_id(0)
+    row = tl.arange(0, R)
     if tile < tiles:
-        vector = tile * R + tl.arange(0, R)
+        vector = tile * R + row
         turn_vectors(one, one_out, one_stride, one_head, HEADS, count, vector, norm, D, B, C, PRECISION)
+    elif tile < tiles + two_tiles:
+        vector = (tile - tiles) * R + row
+        turn_vectors(two, two_out, two_stride, two_head, TWO_HEADS, two_count, vector, norm, D, B, C, PRECISION)
     else:
-        if TWO_HEADS > 0:
-            if tile < tiles + two_tiles:
-                vector = (tile - tiles) * R + tl.arange(0, R)
-                turn_vectors(two, two_out, two_stride, two_head, TWO_HEADS, two_count, vector, norm, D, B, C, PRECISION)
-            else:
-                if THREE_HEADS > 0:
-                    vector = (tile - tiles - two_tiles) * R + tl.arange(0, R)
-                    turn_vectors(
-                        three, three_out, three_stride, three_head, THREE_HEADS, three_count, vector, norm,
-                        D, B, C, PRECISION,
-                    )  # fmt: skip
+        vector = (tile - tiles - two_tiles) * R + row
+        turn_vectors(
+            three, three_out, three_stride, three_head, THREE_HEADS, three_count, vector, norm, D, B, C, PRECISION
+        )
 
 
 def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -89,17 +86,18 @@ def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert (x.shape[0], x.shape[2]) == (tokens, dim) and x.dtype == first.dtype and x.device == first.device
         assert x.stride(2) == 1
     outs = tuple(x.new_empty(x.shape) for x in tensors)
+    if not tokens:
+        return outs
+    spare = [first] * (3 - len(tensors))
     size = block_size(dim)
     chunk = min(size, CHUNK)
-    heads = [*(x.shape[1] for x in tensors), 0, 0][:3]
-    counts = [tokens * n * (dim // size) for n in heads]
+    heads = [x.shape[1] for x in (*tensors, *spare)]
+    counts = [tokens * x.shape[1] * (dim // size) for x in tensors] + [0] * len(spare)
     tiles = [triton.cdiv(count, VECTORS) for count in counts]
-    if tokens:
-        spare = 3 - len(tensors)
-        strides = [n for x in (*tensors, *[first] * spare) for n in (x.stride(0), x.stride(1))]
-        rotate_kernel[(sum(tiles), size // chunk)](
-            *tensors, *[first] * spare, *outs, *[first] * spare, *strides, tiles[0], tiles[1], *counts, size**-0.5,
-            HEADS=heads[0], TWO_HEADS=heads[1], THREE_HEADS=heads[2], D=dim, B=size, C=chunk, R=VECTORS,
-            PRECISION="ieee" if first.dtype == torch.float32 else "tf32", num_warps=4,
-        )  # fmt: skip
+    strides = [n for x in (*tensors, *spare) for n in (x.stride(0), x.stride(1))]
+    rotate_kernel[(sum(tiles), size // chunk)](
+        *tensors, *spare, *outs, *spare, *strides, tiles[0], tiles[1], *counts, size**-0.5,
+        HEADS=heads[0], TWO_HEADS=heads[1], THREE_HEADS=heads[2], D=dim, B=size, C=chunk, R=VECTORS,
+        PRECISION="ieee" if first.dtype == torch.float32 else "tf32", num_warps=4,
+    )  # fmt: skip
     return outs

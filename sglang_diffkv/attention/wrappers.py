@@ -59,13 +59,7 @@ class _Wrapper:
             [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
         """
         assert self.step is not None, "plan comes first"
-        if self.rotation.keys and self.rotation.values and q.shape[2] == value.shape[2]:
-            q, key, value = self.ops.rotate(q, key, value)
-        else:
-            if self.rotation.keys:
-                q, key = self.ops.rotate(q, key)
-            if self.rotation.values:
-                (value,) = self.ops.rotate(value)
+        q, key, value = self.rotation.of(self.ops.rotate, q, key, value)
         self.ops.append(self.state, layer, key, value, self.step)
         out = self._attend(self.step, layer, q, key, value, scaling)
         return self.ops.rotate(out)[0] if self.rotation.values else out

@@ -169,8 +169,7 @@ def evaluate_model(
     runner.register(store, suites)
     skipped: dict[str, str] = {}
     servers: dict[str, Connect] = {}
-    needed = dict.fromkeys(arg for task in tasks for arg in task.server_args)
-    server_args = [*args.server_args, *(arg for arg in needed if arg not in args.server_args)]
+    server_args = runner.server_args(args.server_args, tasks)
     for configuration in configurations:
         if why := configuration.unsupported():
             skipped[configuration.name] = why

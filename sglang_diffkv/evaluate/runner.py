@@ -34,6 +34,12 @@ class Suite:
         return cls(task, tuple(task.questions(tokenizer)))
 
 
+def server_args(given: Sequence[str], tasks: Sequence[Task]) -> list[str]:
+    """``given`` and what the tasks need beside it."""
+    needed = dict.fromkeys(arg for task in tasks for arg in task.server_args)
+    return [*given, *(arg for arg in needed if arg not in given)]
+
+
 @contextmanager
 def start(configuration: Configuration, model: str, args: Sequence[str] = ()) -> Iterator[Endpoint]:
     """A server for the time of the ``with`` block. EvaluationError with the end of its log if it stops answering."""

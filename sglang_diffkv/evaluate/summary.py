@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.configuration import ELEMENT_RATIO
-from sglang_diffkv.evaluate.distribution import Comparison, compare
+from sglang_diffkv.evaluate.distribution import compare
 from sglang_diffkv.evaluate.endpoint import LONG
 from sglang_diffkv.evaluate.runner import Suite
 from sglang_diffkv.evaluate.store import Answer, Store
@@ -166,30 +166,35 @@ def closeness(first: Sequence[Answer], other: Sequence[Answer]) -> Closeness | N
         return None
     pairs = [compare(a.outcome.tops, b.outcome.tops) for a, b in zip(first, other)]
     before = [x.outcome.scored_after + np.arange(len(pair.divergence)) for x, pair in zip(first, pairs)]
-    whole = [np.ones(len(pair.divergence), bool) for pair in pairs]
     groups = []
     known = all(x.outcome.scored_after for x in first)
     for above, below in pairwise(LENGTHS) if known else ():
         there = [(above <= x) & (x < below) for x in before]
         if positions := sum(int(x.sum()) for x in there):
-            means = {name: _mean_over(pairs, there, name) for name in ("divergence", "agreement")}
-            groups.append(LengthGroup(above=above, below=below, positions=positions, **means))
+            groups.append(
+                LengthGroup(
+                    above=above,
+                    below=below,
+                    positions=positions,
+                    divergence=_over_positions([pair.divergence[at] for pair, at in zip(pairs, there)]),
+                    agreement=_over_positions([pair.agreeing[at] for pair, at in zip(pairs, there)]),
+                )
+            )
     return Closeness(
-        divergence=_mean_over(pairs, whole, "divergence"),
-        agreement=_mean_over(pairs, whole, "agreement"),
-        covered=_mean_over(pairs, whole, "covered").mean,
+        divergence=_over_positions([pair.divergence for pair in pairs]),
+        agreement=_over_positions([pair.agreeing for pair in pairs]),
+        covered=_over_positions([pair.covered for pair in pairs]).mean,
         by_length=tuple(groups) if len(groups) > 1 else (),
     )
 
 
-def _mean_over(pairs: Sequence[Comparison], where: Sequence[np.ndarray[Any, Any]], name: str) -> Estimate:
-    """Mean of a figure over the positions ``where`` says; the windows that have any are the sample."""
-    values = [getattr(pair, {"agreement": "agreeing"}.get(name, name))[at] for pair, at in zip(pairs, where)]
-    sizes = [len(x) for x in values if len(x)]
-    sums = [float(x.sum()) for x in values if len(x)]
-    mean = sum(sums) / sum(sizes)
-    residuals = [x - mean * size for x, size in zip(sums, sizes)]
-    return Estimate(n=len(sizes), mean=mean, error=_spread(residuals, sum(sizes)))
+def _over_positions(values: Sequence[np.ndarray[Any, Any]]) -> Estimate:
+    """Mean over all positions; the windows that have any are the sample."""
+    sums = [(float(x.sum()), len(x)) for x in values if len(x)]
+    positions = sum(size for _, size in sums)
+    mean = sum(total for total, _ in sums) / positions
+    error = _spread([total - mean * size for total, size in sums], positions)
+    return Estimate(n=len(sums), mean=mean, error=error)
 
 
 def cache_figures(store: Store, configuration: str, suite: str) -> CacheFigures | None:

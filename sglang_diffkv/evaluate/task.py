@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.endpoint import Endpoint
 
 Metric = Literal["accuracy", "perplexity"]
@@ -55,6 +56,18 @@ class Outcome:
     scored_after: int = 0
     tops: str = ""
     error: str | None = None
+
+    @classmethod
+    def of(cls, record: Record, **judged: Any) -> Outcome:
+        """Of one request's record, and what it was judged by."""
+        return cls(
+            prompt_tokens=record.prompt_tokens,
+            completion_tokens=record.completion_tokens,
+            cached_tokens=record.cached_tokens,
+            latency=record.latency,
+            finish_reason=record.finish_reason,
+            **judged,
+        )
 
 
 class Task(Protocol):

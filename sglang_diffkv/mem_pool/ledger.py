@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_diffkv.mem_pool.geometry import Path, kv_slots_for
+from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.policies.base import kept_share, prunes
+from sglang_diffkv.policies.base import kv_slots_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -61,10 +61,7 @@ class PageLedger:
     def __init__(self, manager: PageManager, capacity: int):
         self.manager = manager
         self.capacity = capacity
-        policy, fmt = manager.policy, manager.fmt
-        dropped = prunes(policy, len(fmt.tiers))
-        share = kept_share(policy, manager.geometry.max_tokens)
-        self.kv_slots = kv_slots_for(capacity, fmt, prunes=dropped, kept_share=share)
+        self.kv_slots = kv_slots_of(manager.policy, capacity, manager.fmt, manager.geometry.max_tokens)
         """Tokens that SGLang may hold at once."""
         self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""

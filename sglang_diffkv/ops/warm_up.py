@@ -75,11 +75,8 @@ def warm_up(
     none = torch.zeros(many, dtype=torch.int64, device=device)
     one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if policy.compresses and copies else []
-    if rotation.keys:
-        together = rotation.values and fmt.head_dim == fmt.v_head_dim
-        ops.rotate(q[:1], key[:1], *([value[:1]] if together else []))
+    rotation.of(ops.rotate, q[:1], key[:1], value[:1])
     if rotation.values:
-        ops.rotate(value[:1])
         ops.rotate(value.new_zeros(1, ops.q_heads, fmt.v_head_dim))
     for prefix, scores in [(0, {}), (1, {}), *((1, x) for x in judged)]:
         one, zero = none[:1], none[:1]

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sglang_diffkv.mem_pool.geometry import kv_slots_for
+from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.policies.budget import Budget
 
 HeadValues = tuple[tuple[float, ...], ...]
@@ -264,3 +266,9 @@ def kept_share(policy: Policy, longest: int) -> float | None:
 def prunes(policy: Policy, tiers: int) -> bool:
     """Whether a policy may drop tokens where there are so many tiers."""
     return policy.prunes or (policy.compresses and tiers == 1)
+
+
+def kv_slots_of(policy: Policy, capacity: int, fmt: PageFormat, longest: int) -> int:
+    """KV slots of a pool of ``capacity`` high-tier tokens whose longest sequence has ``longest``."""
+    dropped = prunes(policy, len(fmt.tiers))
+    return kv_slots_for(capacity, fmt, prunes=dropped, kept_share=kept_share(policy, longest))

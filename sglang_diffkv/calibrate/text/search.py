@@ -80,7 +80,7 @@ class Measurements:
         wanted = [Configuration(setting.name, self.config(setting)) for setting in chosen]
         for configuration in wanted:
             self._add(configuration)
-        server_args = [*args.server_args, *suites[0].task.server_args]
+        server_args = runner.server_args(args.server_args, [suite.task for suite in suites])
         servers = {
             x.name: partial(runner.start, x, args.model, server_args)
             for x in [*([Configuration(STOCK)] if stock else []), *wanted]

@@ -88,7 +88,9 @@ def _mmlu_rows(file: Path, subject: str, prefix: str) -> Iterator[Example]:
 def _mmlu_pro(path: Path) -> Iterator[Example]:
     for line, x in read_lines(path, ("question", "options", "answer")):
         where = f"{path.name}, line {line}"
-        yield _example(str(line), str(x.get("category") or "mmlu_pro"), x["question"], x["options"], x["answer"], where)
+        yield _example(
+            str(line), str(x.get("category") or "mmlu_pro"), x["question"], x["options"], str(x["answer"]), where
+        )
 
 
 def _gpqa(path: Path) -> Iterator[Example]:
@@ -97,8 +99,10 @@ def _gpqa(path: Path) -> Iterator[Example]:
     if missing := [name for name in GPQA if name not in header]:
         raise TaskFileError(f"{path.name}: no column {', '.join(map(repr, missing))}")
     for line, row in rows:
+        if len(row) != len(header):
+            raise TaskFileError(f"{path.name}, line {line}: {len(row)} columns, the header has {len(header)}")
         record = dict(zip(header, row))
-        right, *wrong = (record.get(name, "") for name in GPQA[1:])
+        right, *wrong = (record[name] for name in GPQA[1:])
         choices = [right, *wrong]
         random.Random(record[GPQA[0]]).shuffle(choices)
         task = record.get("High-level domain") or "gpqa"

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from sglang_diffkv.evaluate import forcing
-from sglang_diffkv.evaluate.client import RequestError
 from sglang_diffkv.evaluate.distribution import pack
 from sglang_diffkv.evaluate.endpoint import Endpoint
 from sglang_diffkv.evaluate.task import Metric, Outcome, Question
@@ -30,7 +29,7 @@ from sglang_diffkv.evaluate.tasks.wikitext import check_windows, windows
 
 @dataclass(frozen=True)
 class ForcedTask:
-    """Questions with the reply that each gets; ``read(tokenizer)`` gives them without their sinks."""
+    """Questions with the reply that each gets; ``read(tokenizer)`` gives them."""
 
     name: str
     path: Path
@@ -53,18 +52,9 @@ class ForcedTask:
 
     def ask(self, question: Question, endpoint: Endpoint) -> Outcome:
         prompt, reply = question.prompt_ids, question.reply_ids
-        try:
-            record = endpoint.force(prompt, reply, question.sink, self.top_logprobs)
-        except RequestError as error:
-            if "--enable-custom-logit-processor" in str(error):
-                raise
-            return Outcome(len(prompt), nll=0.0, error=str(error))
-        return Outcome(
-            prompt_tokens=record.prompt_tokens,
-            completion_tokens=record.completion_tokens,
-            cached_tokens=record.cached_tokens,
-            latency=record.latency,
-            finish_reason=record.finish_reason,
+        record = endpoint.force(prompt, reply, question.sink, self.top_logprobs)
+        return Outcome.of(
+            record,
             nll=-sum(record.logprobs[1:]),
             scored_tokens=len(reply) - 1,
             scored_after=len(prompt) + 1,

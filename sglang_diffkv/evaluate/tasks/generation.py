@@ -78,15 +78,7 @@ class GenerationTask:
             record = endpoint.generate(question.prompt_ids, self.max_new_tokens)
         except RequestError as error:
             return Outcome(len(question.prompt_ids), right=False, error=str(error))
-        return Outcome(
-            prompt_tokens=record.prompt_tokens,
-            completion_tokens=record.completion_tokens,
-            cached_tokens=record.cached_tokens,
-            latency=record.latency,
-            finish_reason=record.finish_reason,
-            text=record.text,
-            right=self.judge(record.text, question.answers),
-        )
+        return Outcome.of(record, text=record.text, right=self.judge(record.text, question.answers))
 
 
 def build(
