@@ -85,6 +85,11 @@ def breakdown(trace: dict[str, Any], steps: int) -> Record:
     }
 
 
+def lengths(batch: int, longest: int, shortest: float) -> list[int]:
+    """Tokens of each prompt: in even steps from ``shortest`` times ``longest`` up to that."""
+    return [round(longest * (shortest + (1 - shortest) * i / max(batch - 1, 1))) for i in range(batch)]
+
+
 def record_steps(server: Server, setup: Setup, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The trace of ``--steps`` steps in which all requests decode. Raises BenchmarkError."""
     draw = random.Random(f"profile {setup.seed}")
@@ -101,7 +106,10 @@ def record_steps(server: Server, setup: Setup, args: argparse.Namespace, folder:
                 if over.is_set():
                     return
 
-    prompts = [[draw.randrange(vocab // 2, vocab) for _ in range(args.length)] for _ in range(args.batch)]
+    prompts = [
+        [draw.randrange(vocab // 2, vocab) for _ in range(length)]
+        for length in lengths(args.batch, args.length, args.shortest)
+    ]
     with ThreadPoolExecutor(args.batch) as pool:
         streams = [pool.submit(stream, prompt) for prompt in prompts]
         try:
@@ -142,6 +150,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_arguments(parser)
     parser.add_argument("--batch", type=int, default=128, help="requests that decode (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--shortest", type=float, default=1.0, metavar="SHARE", help="of --length, that the shortest prompt has"
+    )
     parser.add_argument("--room", type=int, default=512, help="tokens of a reply at most (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="recorded (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -164,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     model = model_name(args)
     data = {"kind": "step_profile", "name": f"step_{model}", "steps": args.steps}
-    title = f"A decode step of {args.batch} requests of {args.length} tokens, {model}"
+    tokens = f"{args.length}" if args.shortest == 1 else f"{round(args.shortest * args.length)} to {args.length}"
+    title = f"A decode step of {args.batch} requests of {tokens} tokens, {model}"
     return measure_each(args, data, title, partial(measure, args=args), table)
 
 
