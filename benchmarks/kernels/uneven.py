@@ -41,9 +41,9 @@ def lengths_of(shape: str, batch: int) -> list[float]:
 
 
 def shorten(state: PageState, shares: Sequence[float]) -> None:
-    """Row ``b + 1`` keeps so much of its pages of each tier."""
+    """Row ``b + 1`` keeps so much of its pages of each tier, but one at least where it has any."""
     for row, share in enumerate(shares, 1):
-        state.entries[row] = (state.entries[row] * share).ceil().int().clamp(min=1)
+        state.entries[row] = (state.entries[row] * share).ceil().int()
         state.own_tokens[row] = (state.own_tokens[row] * share).int()
 
 

@@ -19,8 +19,9 @@ import asyncio
 import random
 import re
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.log import mean, parse_log
 from benchmarks.serving.session import OK, Record, Setup
+from benchmarks.serving.step_profile import breakdown, next_steps
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
@@ -62,16 +64,27 @@ class Crowd:
         self.errors: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, settle: float, seconds: float, most: int) -> tuple[float, float]:
-        """When counting began and ended. ``most``: requests that may run. Raises BenchmarkError if one failed."""
+    async def run(
+        self, settle: float, seconds: float, most: int, watch: Callable[[], None] = lambda: None
+    ) -> tuple[float, float]:
+        """When counting began and ended. Raises BenchmarkError if a request failed.
+
+        Args:
+            most: requests that may run. watch: is called behind that, in a thread of its own, under the same load.
+        """
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
             try:
                 await self._fill(session, most)
-                await self._hold(session, settle)
+                filled = time.perf_counter()
+                await self._hold(session, lambda: time.perf_counter() > filled + settle)
                 begin = time.perf_counter()
-                await self._hold(session, seconds)
-                return begin, time.perf_counter()
+                await self._hold(session, lambda: time.perf_counter() > begin + seconds)
+                end = time.perf_counter()
+                watching = asyncio.create_task(asyncio.to_thread(watch))
+                await self._hold(session, watching.done)
+                await watching
+                return begin, end
             finally:
                 async with session.post(f"{self.url}/abort_request", json={"abort_all": True}) as reply:
                     await reply.read()
@@ -87,9 +100,8 @@ class Crowd:
                     return
                 await self._look()
 
-    async def _hold(self, session: aiohttp.ClientSession, seconds: float) -> None:
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
+    async def _hold(self, session: aiohttp.ClientSession, over: Callable[[], bool]) -> None:
+        while not over():
             for _ in range(self.waiting - sum(not (x.counts or x.ended) for x in self.streams)):
                 self._send(session, self.prompt, self.reply)
             await self._look()
@@ -137,7 +149,15 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     start = len(server.log_text())
     crowd = Crowd(server.url, setup.shape.vocab, args.prompt, args.output_tokens, args.waiting, setup.seed)
     first = time.perf_counter()
-    begin, end = asyncio.run(crowd.run(args.settle, args.seconds, setup.max_running))
+    steps: Record = {}
+
+    def watch() -> None:
+        with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+            steps["steps"] = breakdown(next_steps(server, args.profile_steps, Path(folder)), args.profile_steps)
+
+    begin, end = asyncio.run(
+        crowd.run(args.settle, args.seconds, setup.max_running, *([watch] if args.profile_steps else []))
+    )
     generated = sum(tokens_between(x.counts, begin, end) for x in crowd.streams)
     log = server.log_text()[start:]
     running = running_over_time(crowd.streams, first, end)
@@ -153,6 +173,7 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
         **asdict(parse_log(log)),
         "running_mean": mean(counted),
         "admission": stats.get("admission"),
+        **steps,
     }  # fmt: skip
 
 
@@ -163,7 +184,7 @@ def running_over_time(streams: Sequence[Stream], first: float, end: float) -> li
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row for each backend, against the first."""
+    """A row for each backend, against the first; of recorded steps, the time and that without a kernel."""
     header = [
         "backend",
         "tokens that fit",
@@ -186,7 +207,12 @@ def table(records: Sequence[Record]) -> str:
             f"{record['tokens_per_s'] / good[0]['tokens_per_s']:.2f}", f"{record['running_mean']:.1f}",
             str(record["finished"]), str(record["retracted"]), str(compressions),
         ])  # fmt: skip
-    return markdown(header, rows)
+    recorded = [
+        f"{x['backend']}: a step took {step['span_ms']:.2f} ms on the GPU, {step['idle_ms']:.2f} without a kernel"
+        for x in good
+        if (step := x.get("steps"))
+    ]
+    return "\n\n".join([markdown(header, rows), *recorded])
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -214,6 +240,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--waiting", type=int, default=8, help="requests that always wait (default: %(default)s)")
     parser.add_argument("--settle", type=float, default=20.0, help="seconds before counting (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of counting (default: %(default)s)")
+    parser.add_argument(
+        "--profile-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="record N steps on the GPU behind that, as step_profile",
+    )
     return parse(parser, argv)
 
 

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -66,23 +67,42 @@ def kernels(trace: dict[str, Any]) -> Iterable[tuple[str, float, float]]:
 
 
 def breakdown(trace: dict[str, Any], steps: int) -> Record:
-    """Milliseconds of a step: by part, in kernels altogether, from first to last kernel; and the longest kernels."""
+    """Milliseconds of a step: by part, in kernels altogether, from first to last kernel, of that without a kernel; and
+    the longest kernels."""
     parts: Counter[str] = Counter()
     names: Counter[str] = Counter()
-    begin, end = float("inf"), 0.0
-    for name, start, duration in kernels(trace):
+    found = sorted(kernels(trace), key=itemgetter(1))
+    if not found:
+        raise BenchmarkError("the profile holds no kernel: is this a GPU?")
+    begin = end = found[0][1]
+    idle = 0.0
+    for name, start, duration in found:
         parts[part_of(name)] += duration  # type: ignore[assignment]
         names[name[:100]] += duration  # type: ignore[assignment]
-        begin, end = min(begin, start), max(end, start + duration)
-    if not parts:
-        raise BenchmarkError("the profile holds no kernel: is this a GPU?")
+        idle += max(start - end, 0.0)
+        end = max(end, start + duration)
     per_step = 1e-3 / steps
     return {
         "parts_ms": {name: value * per_step for name, value in parts.most_common()},
         "busy_ms": sum(parts.values()) * per_step,
         "span_ms": (end - begin) * per_step,
+        "idle_ms": idle * per_step,
         "longest_ms": {name: value * per_step for name, value in names.most_common(12)},
     }
+
+
+def next_steps(server: Server, steps: int, folder: Path) -> dict[str, Any]:
+    """The trace of the next ``steps`` steps, written to ``folder``. Raises BenchmarkError."""
+    asked = {"output_dir": str(folder), "num_steps": steps, "activities": ["GPU"]}
+    server.post("/start_profile", asked).raise_for_status()
+    deadline = time.monotonic() + 120
+    while not (found := sorted(folder.glob("*.json.gz"))):
+        if time.monotonic() > deadline:
+            raise BenchmarkError("no profile was written")
+        time.sleep(0.5)
+    time.sleep(1.0)
+    with gzip.open(found[0], "rt", encoding="utf-8") as file:
+        return dict(json.load(file))
 
 
 def lengths(batch: int, longest: int, shortest: float) -> list[int]:
@@ -116,18 +136,12 @@ def record_steps(server: Server, setup: Setup, args: argparse.Namespace, folder:
             for _ in prompts:
                 if not started.acquire(timeout=300):
                     raise BenchmarkError("not all requests began to decode within 300 s")
-            asked = {"output_dir": str(folder), "num_steps": args.steps, "activities": ["GPU"]}
-            server.post("/start_profile", asked).raise_for_status()
-            deadline = time.monotonic() + 120
-            while not (found := sorted(folder.glob("*.json.gz"))) and time.monotonic() < deadline:
-                time.sleep(0.5)
+            trace = next_steps(server, args.steps, folder)
         finally:
             over.set()
-    if not found or any(x.exception() for x in streams):
-        raise BenchmarkError("no profile was written" if not found else "a request failed while steps were recorded")
-    time.sleep(1.0)
-    with gzip.open(found[0], "rt", encoding="utf-8") as file:
-        return dict(json.load(file))
+    if any(x.exception() for x in streams):
+        raise BenchmarkError("a request failed while steps were recorded")
+    return trace
 
 
 def table(records: Sequence[Record]) -> str:
@@ -140,6 +154,7 @@ def table(records: Sequence[Record]) -> str:
         rows.append([name, *cells])
     rows.append(["all kernels", *(f"{x['busy_ms']:.3f}" for x in good)])
     rows.append(["first to last kernel", *(f"{x['span_ms']:.3f}" for x in good)])
+    rows.append(["of that no kernel", *(f"{x['idle_ms']:.3f}" for x in good)])
     failed = [f"\n\n{x['backend']}: {x['error']}" for x in records if x["status"] != OK]
     return markdown(["part, ms a step", *(x["backend"] for x in good)], rows) + "".join(failed)
 

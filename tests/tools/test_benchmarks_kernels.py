@@ -1,12 +1,14 @@
 """The kernel benchmark without a GPU: cases, skipped ones, baselines' arguments, page management and report."""
 
 import argparse
+import time
 
 import pytest
 import torch
 
 from benchmarks.budget import Budget
 from benchmarks.kernels import attention as kernel_attention
+from benchmarks.kernels import budgets, uneven
 from benchmarks.kernels import cli as kernels
 from benchmarks.kernels import management as kernel_management
 from benchmarks.kernels import report as kernel_report
@@ -209,3 +211,22 @@ def test_without_a_gpu_the_exit_code_says_so(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert kernels.main(["--quick"]) == 1 and "GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("high", [0.0, 0.3, 1.0])
+def test_a_shortened_row_refers_to_pages_that_it_had(high):
+    state = build_state(Case(3, 4, 2, 64, 300, TIERS, high), 1, device="cpu")
+    before = state.entries.clone()
+    uneven.shorten(state, [1 / 16, 0.5, 1.0])
+    assert torch.equal(state.entries[3], before[3])
+    assert (state.entries <= before).all() and torch.equal(state.entries > 0, before > 0)
+
+
+@pytest.mark.parametrize("way", budgets.WAYS)
+def test_a_compression_s_parts_are_timed(monkeypatch, way):
+    if torch.cuda.is_available():
+        pytest.skip("runs in Triton's interpreter")
+    for name, value in {"KV_HEADS": 2, "Q_HEADS": 4, "HEAD_DIM": 64, "BLOCK": 32}.items():
+        monkeypatch.setattr(budgets, name, value)
+    found = budgets.compressions("BF16", 64, way, 4, layers=2, device="cpu", clock=time.perf_counter)
+    assert found.keys() == {"judge_ms", "move_ms"} and all(x > 0 for x in found.values())

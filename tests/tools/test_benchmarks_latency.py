@@ -116,6 +116,9 @@ def test_a_step_s_kernels_by_part():
         }
     )
     assert found["busy_ms"] == pytest.approx(0.27) and found["span_ms"] == pytest.approx(0.33)
+    assert found["idle_ms"] == pytest.approx((10 + 50 + 40 + 6 + 4 + 10) / 2000), (
+        "one second kernel ends before the next"
+    )
     text = step_profile.table(
         [{"backend": "x", "status": "ok", **found}, {"backend": "y", "status": "failed", "error": "e"}]
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -51,7 +54,9 @@ class Played:
         return web.Response()
 
 
-async def against(reply: int) -> tuple[Played, Crowd, float, float]:
+async def against(
+    reply: int, watch: Callable[[Played], None] = lambda played: None
+) -> tuple[Played, Crowd, float, float]:
     played = Played()
     app = web.Application()
     app.router.add_post("/generate", played.generate)
@@ -63,7 +68,7 @@ async def against(reply: int) -> tuple[Played, Crowd, float, float]:
     try:
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         crowd = Crowd(f"http://127.0.0.1:{port}", 100, 10, reply, 3, seed=0)
-        begin, end = await crowd.run(0.3, 2.0, most=50)
+        begin, end = await crowd.run(0.3, 2.0, most=50, watch=partial(watch, played))
     finally:
         await runner.cleanup()
     return played, crowd, begin, end
@@ -71,7 +76,15 @@ async def against(reply: int) -> tuple[Played, Crowd, float, float]:
 
 def test_a_full_server_is_counted_while_some_always_wait(monkeypatch):
     monkeypatch.setattr(stationary, "FULL_AFTER", 0.15)
-    played, crowd, begin, end = asyncio.run(against(REPLY))
+    watched: list[int] = []
+
+    def watch(played: Played) -> None:
+        before = len(played.least_waiting)
+        time.sleep(0.2)
+        watched.append(len(played.least_waiting) - before)
+
+    played, crowd, begin, end = asyncio.run(against(REPLY, watch))
+    assert watched[0] > 0, "the load goes on while it is watched"
     speed = sum(tokens_between(x.counts, begin, end) for x in crowd.streams) / (end - begin)
     assert 0.5 * SLOTS * RATE < speed <= 1.05 * SLOTS * RATE
     first, rest = played.asked[: SLOTS - 1], played.asked[2 * SLOTS :]
