@@ -71,14 +71,14 @@ $(PUBLIC)/config.json: | $(STAMP)
 
 test: venv ## run the CPU tests: every promise, on the variants that cover the others
 	$(CPU_ENV) HYPOTHESIS_PROFILE=quick SGLANG_DIFFKV_CHECK_INTEGRITY=8 \
-		$(PYTEST) --durations=20 -m "not gpu and not full and not versions" $(PYTEST_ARGS)
+		$(PYTEST) --fork-servers --durations=20 -m "not gpu and not full and not versions" $(PYTEST_ARGS)
 
 test-all: venv ## run all CPU tests: all variants and examples, servers that check themselves after every step
 	$(CPU_ENV) $(PYTEST) --durations=20 -m "not gpu" $(PYTEST_ARGS)
 
 test-versions: $(OTHER_SGLANG:%=$(VENV)/sglang-%/.installed) ## run hook, option, request and tree tests and served answers on the other SGLang versions
 	@set -e; for version in $(OTHER_SGLANG); do echo "SGLang $$version"; \
-		$(CPU_ENV) HYPOTHESIS_PROFILE=quick PYTHONPATH=$(abspath $(VENV))/sglang-$$version $(PYTEST) $(VERSION_TESTS) \
+		$(CPU_ENV) HYPOTHESIS_PROFILE=quick PYTHONPATH=$(abspath $(VENV))/sglang-$$version $(PYTEST) --fork-servers $(VERSION_TESTS) \
 			-m "not gpu and not full" $(PYTEST_ARGS); done
 
 $(VENV)/sglang-%/.installed: $(STAMP)

@@ -9,6 +9,7 @@ Property tests run the same examples each time. ``HYPOTHESIS_PROFILE=quick`` (``
 from __future__ import annotations
 
 import os
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,45 @@ if not torch.cuda.is_available():
 
 if TYPE_CHECKING:
     from sglang_diffkv.evaluate.server import Server
+    from tests.servers.preloaded import Preloaded
     from tests.servers.shared import SharedServer
+
+PRELOADED: pytest.StashKey[Preloaded] = pytest.StashKey()
 
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
 settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=30)
 settings.register_profile("fuzz", max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fork-servers",
+        action="store_true",
+        help="fork servers from a process that has imported SGLang (tests/servers/preloaded.py), where a test is not "
+        "marked new_process; not on a GPU",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the first server of a test starts: how its servers do."""
+    from sglang_diffkv.evaluate.server import Server
+
+    forks = item.config.getoption("--fork-servers") and not torch.cuda.is_available()
+    if forks and item.get_closest_marker("new_process") is None:
+        if PRELOADED not in item.config.stash:
+            from tests.servers.preloaded import Preloaded
+
+            item.config.stash[PRELOADED] = Preloaded()
+        Server.popen = item.config.stash[PRELOADED].popen
+    else:
+        Server.popen = subprocess.Popen
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if preloaded := config.stash.get(PRELOADED, None):
+        preloaded.stop()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,10 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import requests
 
@@ -73,6 +73,9 @@ class Server:
     It is ready when ``ready`` stands in its log; an empty one is not waited for (a host that takes no requests).
     """
 
+    popen: ClassVar[Callable[..., Any]] = subprocess.Popen
+    """Starts the process."""
+
     def __init__(
         self,
         model: str | Path,
@@ -108,7 +111,7 @@ class Server:
             os.close(handle)
         self.log_path = Path(log_path)
         self._last_log = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None  # as subprocess.Popen
 
     def __enter__(self) -> Server:
         self.start()
@@ -123,7 +126,7 @@ class Server:
         """Start the process and wait until it is ready; ``ServerError`` if it ends or takes too long."""
         stop_servers_on_sigterm()
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._process = type(self).popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -137,7 +140,7 @@ class Server:
             self.stop()
             raise
 
-    def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_ready(self, process: Any) -> None:
         deadline = time.monotonic() + self.timeout
         while self._ready not in self.log_text():
             if (status := process.poll()) is not None:

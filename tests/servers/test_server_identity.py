@@ -16,7 +16,7 @@ from sglang_diffkv.evaluate.tasks import reference
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.new_process]
 
 LOSSLESS = {"tiers": ["BF16"]}
 NEW_TOKENS = 48
