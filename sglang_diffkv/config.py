@@ -43,8 +43,6 @@ class DiffKVConfig(Strict):
         prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
             or ``auto`` for FlashInfer where it is installed, has the model's head size, and all layers have one scale
             and logit cap.
-        decode: how a GPU's decode attention is shared out over programs: ``evenly``, as many for each request and
-            head, or ``by_length``, more for those that hold more.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
             and what attention gives once more; ``both`` does both. Attention stays the same, and what has outliers
             loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values.
@@ -64,7 +62,6 @@ class DiffKVConfig(Strict):
     share_min_tokens: int = Field(default=128, ge=1)
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
-    decode: Literal["evenly", "by_length"] = "evenly"
     thresholds: str = Field(default="default", exclude=True)
 
     @field_validator("tiers")

@@ -77,8 +77,7 @@ class MemoryPlan:
         if self.gpu and self.config.gpu_ops == "triton":
             from sglang_diffkv.ops.gpu import build_ops
 
-            by_length = self.config.decode == "by_length"
-            return build_ops(state, policy, geometry, self.q_heads, self.config.prefill, by_length)
+            return build_ops(state, policy, geometry, self.q_heads, self.config.prefill)
         return ReferenceOps(self.config.lossless)
 
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:

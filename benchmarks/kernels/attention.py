@@ -57,8 +57,7 @@ def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda") -> C
     valid = torch.tensor([batch], dtype=torch.int32, device=device)
     workspace = DecodeWorkspace.create(state, batch, case.q_heads, max_tokens=case.length if scores else 0)
     found = FoundTokens.create(state, batch, judge_low=False) if scores else None  # as DiffKV without pruning
-    if found is not None:
-        workspace.plan(state, rows, valid, judge_low=found.judge_low)
+    workspace.plan(state, rows, valid, judge_low=False)
     out = torch.empty(batch, case.q_heads, case.head_dim, dtype=torch.bfloat16, device=device)
     lse = torch.empty(batch, case.q_heads, device=device)
 

@@ -39,7 +39,7 @@ from sglang_diffkv.evaluate.server import Server
 
 PARTS = {
     "attention": r"split_kernel|decode|paged_?kv|flash_|fmha|batch_?prefill",
-    "scores, search, joining of splits": r"finish_kernel|offsets_kernel|shares_kernel|merge_?states",
+    "scores, search, joining of splits": r"finish_kernel|offsets_kernel|ranges_kernel|merge_?states",
     "quantise and append": r"append_kernel|store_kv|set_kv|create_flashinfer",
     "page management and compaction": r"(reserve|plan|move|count_rows|compact|release)_kernel",
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|wgmma|matmul",

@@ -14,7 +14,6 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     MAX_SCORE_PARTS,
     DecodeConfig,
     DecodeWorkspace,
-    default_splits,
     score_programs,
     tile_constants,
 )
@@ -24,7 +23,11 @@ from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
 
 NOTHING = 2**63 - 1
 JOINED_BY_WARP = 2048
-"""Numbers of the splits' results that a warp of the second pass holds while it joins them."""
+"""Numbers of partial results that a warp of the second pass holds while it joins them."""
+MOST_AT_ONCE = 128
+"""Partial results joined in an iteration at most."""
+FEW_AT_ONCE = 16
+"""The same of normalisers in a large batch, where a head has few."""
 
 
 @dataclass
@@ -58,18 +61,17 @@ class FoundTokens:
 
 
 def join_plan(
-    state: PageState, batch: int, slots: int, group: int, config: DecodeConfig, *, scored: bool
+    state: PageState, batch: int, group: int, config: DecodeConfig, *, scored: bool
 ) -> tuple[int, dict[str, int]]:
-    """Programs that share a head's scores in the second pass, and its constants that follow the batch's size.
+    """Programs that share a head's scores in the second pass at most, and its constants that follow the batch's size.
 
-    ``slots``: partial results of a head. ``scored``: whether scores are kept."""
+    ``scored``: whether scores are kept."""
     parts, joiners = score_programs(state, batch, config)
     if not scored:
         parts, joiners = 0, max(joiners, 1)
-    room = 16 if slots <= 16 else max(128, triton.next_power_of_2(slots))  # few variants
     slice_of_head = triton.next_power_of_2(group) * triton.next_power_of_2(state.fmt.v_head_dim) // max(joiners, 1)
-    at_once = max(1, min(room, config.score_warps * JOINED_BY_WARP // slice_of_head))
-    return parts, {"SLOTS": room, "AT_ONCE": at_once, "JOINERS": joiners}
+    at_once = max(1, min(MOST_AT_ONCE, config.score_warps * JOINED_BY_WARP // slice_of_head))
+    return parts, {"AT_ONCE": at_once, "LSE_AT_ONCE": MOST_AT_ONCE if joiners > 1 else FEW_AT_ONCE, "JOINERS": joiners}
 
 
 def batches_of_each_variant(
@@ -78,8 +80,7 @@ def batches_of_each_variant(
     """Sizes of batches up to ``most`` that between them need every kernel that any of them needs."""
     first: dict[tuple[int, ...], int] = {}
     for batch in range(1, most + 1):
-        slots = default_splits(state, batch, config) + len(state.fmt.tiers) - 1
-        _, joining = join_plan(state, batch, slots, group, config, scored=scored)
+        _, joining = join_plan(state, batch, group, config, scored=scored)
         first.setdefault(tuple(joining.values()), batch)
     return list(first.values())
 
@@ -107,7 +108,7 @@ def decode_attention(
 
     Args:
         q: [B, Hq, head_dim], contiguous. rows, seq_lens: [B] integers.
-        workspace: for at least B requests.
+        workspace: for at least B requests; ``workspace.plan`` was called for this step.
         num_valid: [1] int32, requests that are not padding; the others get zeros.
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in.
@@ -122,17 +123,16 @@ def decode_attention(
     assert q.is_contiguous() and dim == fmt.head_dim and q_heads % heads == 0
     assert q.dtype in (torch.bfloat16, torch.float16)
     assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
-    assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[0] >= batch
-    assert workspace.partial_lse.shape[3] * heads == q_heads
+    assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[1] * heads == q_heads
+    assert workspace.partial_lse.shape[0] >= workspace.programs + batch * heads * len(fmt.tiers)
     check_rows(rows, num_valid, state)
     if out is None:
         out = torch.empty(batch, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
     if lse is None:
         lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     assert out.is_contiguous() and lse.is_contiguous()
-    config, splits, group = workspace.config, workspace.splits, q_heads // heads
-    slots = splits + len(fmt.tiers) - 1
-    parts, joining = join_plan(state, batch, slots, group, config, scored=found is not None)
+    config, group = workspace.config, q_heads // heads
+    parts, joining = join_plan(state, batch, group, config, scored=found is not None)
     max_parts = 1
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
@@ -145,23 +145,23 @@ def decode_attention(
     early = launches_early()
     overlap = {"launch_pdl": True} if early else {}
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
-    split_kernel[(batch * heads, splits)](
+    split_kernel[(workspace.programs,)](
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        workspace.shares, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
-        state.entries, state.own_entry, rows, num_valid, layer, sm_scale, logit_cap, workspace.room,
-        **constants, **shape, GP=max(8, triton.next_power_of_2(group)),
+        workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
+        state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
+        **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
-        BY_LENGTH=config.by_length,
         num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
     finish_kernel[(batch * heads, joining["JOINERS"] + parts)](
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        workspace.shares, state.pages, state.page_table, state.row_blocks, state.entries, state.own_entry,
-        rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT, workspace.room, splits,
-        **kept, **shape, **joining,
-        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean", BY_LENGTH=config.by_length,
+        workspace.parts_of, workspace.starts, workspace.ranges, state.pages, state.page_table, state.row_blocks,
+        state.entries, state.own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT,
+        workspace.room,
+        **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
+        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
         num_warps=config.score_warps,
         **overlap,
     )  # fmt: skip

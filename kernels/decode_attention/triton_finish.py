@@ -1,4 +1,4 @@
-"""Second pass of decode attention: join the splits, update the scores and search for the policy.
+"""Second pass of decode attention: join each head's partial results, update the scores and search for the policy.
 
 The first pass cannot know a head's final normaliser; this one reads it, turns the kept logits into
 attention, folds that into each own token's running mean and finds the token that leaves the window and the
@@ -9,7 +9,8 @@ found is named by its own slot: ``TOKENS`` of each page.
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, head_tiles, kept_slots, share_of, split_work
+from sglang_diffkv.kernels.decode_attention.triton_ranges import head_slots, is_result
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, NEVER, head_tiles, kept_slots
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_SCORES,
@@ -164,31 +165,51 @@ def store_found(found_ptr, value, part, parts, max_parts):
             tl.store(found_ptr + other, tl.full([], NOTHING, tl.int64))
 
 
+@triton.jit
+def joined_lse(
+    partial_lse, first, used, firsts, ends,
+    LSE_AT_ONCE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TIERS: tl.constexpr,
+):  # fmt: skip
+    """[GP] of a head's ``used`` slots from ``first`` on, some an iteration: the base-2 normaliser relative to a largest
+    one, and that."""
+    g = tl.arange(0, GP)
+    top = tl.full([GP], NEVER, tl.float32)
+    norm = tl.zeros([GP], tl.float32)
+    for some in range(0, used, LSE_AT_ONCE):
+        slot = first + some + tl.arange(0, LSE_AT_ONCE)
+        known = is_result(slot, firsts, ends, TIERS)[:, None] & (g[None, :] < G)
+        at = slot.to(tl.int64)[:, None] * G + g[None, :]
+        each = tl.load(partial_lse + at, mask=known, other=float("-inf"))  # [LSE_AT_ONCE, GP]
+        higher = tl.maximum(top, tl.max(each, 0))
+        norm = norm * tl.exp2(top - higher) + tl.sum(tl.exp2(each - higher[None, :]), 0)
+        top = higher
+    return norm, top
+
+
 @triton.jit(
-    do_not_specialize=["layer", "window", "sinks", "horizon", "splits", "max_parts"],
+    do_not_specialize=["layer", "window", "sinks", "horizon", "max_parts"],
     do_not_specialize_on_alignment=["rows", "seq_lens"],
 )
 def finish_kernel(
-    out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, shares, pages, page_table,
-    row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room, splits,
+    out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, parts_of, starts, ranges, pages,
+    page_table, row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, SLOTS: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
-    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr,
-    MEAN: tl.constexpr, BY_LENGTH: tl.constexpr,
+    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
+    JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its splits' results,
+    """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
-    scores, as many of them as its share in ``shares``. With 0, the first of the latter joins before.
-    ``found`` has room for ``max_parts``. ``SLOTS``: a power of two, the partial results of a head at most. ``EARLY``:
-    the launch may begin while the first pass ends, and waits for it here."""
+    scores, as many of them as ``parts_of`` says. With 0, the first of the latter joins before.
+    ``found`` has room for ``max_parts``. ``EARLY``: the launch may begin while the first pass ends, and waits for it
+    here."""
     bh = tl.program_id(0)
     part, parts = tl.program_id(1) - JOINERS, tl.num_programs(1) - JOINERS
     joins = tl.program_id(1) < max(JOINERS, 1)
     b, head = bh // H, bh % H
     GP: tl.constexpr = padded(G)
     DP: tl.constexpr = padded(DV) // max(JOINERS, 1)
-    slots = splits + TIERS - 1
     bh64 = bh.to(tl.int64)
     g = tl.arange(0, GP)
     d = tl.program_id(1) * DP * joins + tl.arange(0, DP)
@@ -210,17 +231,16 @@ def finish_kernel(
     row = tl.load(rows + b).to(tl.int64)
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
-    mine, scoring = share_of(shares, b, layer, head, splits, tl.maximum(parts, 1), BY_LENGTH, H, ROOM_FOR)
-    if BY_LENGTH:  # noqa: SIM102
-        if part >= scoring and not joins:
-            for k in tl.static_range(TIERS + 1):
-                store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
-            if EARLY:
-                tl.extra.cuda.gdc_wait()
-            return
+    scoring = tl.minimum(tl.load(parts_of + (layer * H + head) * ROOM_FOR + b), tl.maximum(parts, 1))
+    if part >= scoring and not joins:
+        for k in tl.static_range(TIERS + 1):
+            store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        return
     tier_entries, tiles = head_tiles(entries + counts, LAYOUTS, TILES, TIERS)
-    work, per = split_work(mine, tiles, WEIGHTS, TIERS)
-    used = tl.cdiv(work, per) + TIERS - 1
+    firsts, ends = head_slots(starts, tl.load(ranges + layer * 2), layer, bh, tiles, WEIGHTS, TURN, TIERS, UNITS)
+    used = ends[TIERS - 1] - firsts[0]
     own_high = tl.load(own_entry + counts)
     tiles_before = (tier_entries[0] - own_high) * ceil_div(LAYOUTS[0][I_TOKENS], TILES[0])  # of the tiers so far
     tokens_before = tiles_before * TILES[0]
@@ -233,28 +253,24 @@ def finish_kernel(
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    s = tl.arange(0, SLOTS)
-    lse_at = (bh64 * slots + s[:, None]) * G + g[None, :]
-    known = (s[:, None] < used) & (g[None, :] < G)
-    each = tl.load(partial_lse + lse_at, mask=known, other=float("-inf"))  # [SLOTS, GP]
-    top = tl.max(each, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    norm = tl.sum(tl.exp2(each - top[None, :]), 0)
+    norm, top = joined_lse(partial_lse, firsts[0], used, firsts, ends, LSE_AT_ONCE, G, GP, TIERS)
     lse = top + tl.log2(norm)
 
     if joins:
         acc = tl.zeros([GP, DP], tl.float32)
         if JOINERS <= 1:
-            for slot in range(used):
-                at = bh64 * slots + slot
-                weight = tl.exp2(tl.load(partial_lse + at * G + g, mask=g < G, other=float("-inf")) - top)
-                x = tl.load(partial_out + at * G * DV + g[:, None] * DV + d[None, :], mask=inside, other=0.0)
-                acc += weight[:, None] * x
+            for some in range(used):
+                slot = firsts[0] + some
+                known = is_result(slot, firsts, ends, TIERS)
+                at = slot.to(tl.int64)
+                weight = tl.exp2(tl.load(partial_lse + at * G + g, mask=known & (g < G), other=float("-inf")) - top)
+                x_ptr = partial_out + at * G * DV + g[:, None] * DV + d[None, :]
+                acc += weight[:, None] * tl.load(x_ptr, mask=known & inside, other=0.0)
         else:
-            for first in range(0, used, AT_ONCE):
-                slot = first + tl.arange(0, AT_ONCE)
-                at = (bh64 * slots + slot)[:, None] * G + g[None, :]  # [AT_ONCE, GP]
-                held = (slot[:, None] < used) & (g[None, :] < G)
+            for some in range(0, used, AT_ONCE):
+                slot = firsts[0] + some + tl.arange(0, AT_ONCE)
+                held = is_result(slot, firsts, ends, TIERS)[:, None] & (g[None, :] < G)
+                at = slot.to(tl.int64)[:, None] * G + g[None, :]  # [AT_ONCE, GP]
                 weight = tl.exp2(tl.load(partial_lse + at, mask=held, other=float("-inf")) - top[None, :])
                 x_ptr = partial_out + at[:, :, None] * DV + d[None, None, :]
                 x = tl.load(x_ptr, mask=held[:, :, None] & (d[None, None, :] < DV), other=0.0)

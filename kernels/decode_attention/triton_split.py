@@ -1,7 +1,7 @@
-"""First pass of decode attention: each program attends to a span of pages of one request and KV head.
+"""First pass of decode attention: each program attends to a range of the layer's work (``triton_ranges``).
 
 Shapes: ``B`` requests, ``H`` KV heads, ``G`` query heads of a KV head (``GP`` padded for the tensor core),
-``S`` splits, ``N`` tokens of a tile. A tile is a run of slots of one page, so that everything about the page is a
+``N`` tokens of a tile. A tile is a run of slots of one page, so that everything about the page is a
 scalar and no token divides by the (odd) number of tokens of a page. Tokens are the long side of both
 products (``K q^T`` and ``V^T p^T``), so a group of up to 8 query heads fills the tensor core's narrow side.
 """
@@ -9,14 +9,13 @@ products (``K q^T`` and ``V^T p^T``), so a group of up to 8 query heads fills th
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.decode_attention.triton_ranges import range_tiles
 from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     LOG2E,
     NEVER,
     head_tiles,
     kept_slots,
     kept_tiles,
-    share_of,
-    split_span,
     tile_page,
 )
 from sglang_diffkv.kernels.triton_codec import (
@@ -58,7 +57,7 @@ def top_eighths(x):
 
 @triton.jit
 def attend_tier(
-    q_ptr, qscale, sm_scale, logit_cap,
+    q_ptr, sm_scale, logit_cap,
     pages, page_table, range_lo, range_hi, row_blocks, row, layer, head, count, first, last,
     logits_ptr, tile_max_ptr, shared, room, out_ptr, lse_ptr,
     TIER: tl.constexpr, LAYOUT: tl.constexpr, N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -67,7 +66,7 @@ def attend_tier(
 ):  # fmt: skip
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
-    ``q_ptr`` points at the group's [G, D]; ``qscale`` is a power of two that brings it into fp16.
+    ``q_ptr`` points at the group's [G, D], which a power of two brings into fp16.
     The softmax is relative to a running maximum of logits and value scales together, so that the largest weight, a
     probability times its value scale, is about 2^15 and small ones stay in fp16's normal range.
     ``KEEP`` stores each token's logits, relative to that maximum at its tile, for the score pass, to stay in the L2
@@ -92,6 +91,10 @@ def attend_tier(
     word_ptr = pages.to(tl.pointer_type(raw_type if RAW else tl.int16))
 
     g = tl.arange(0, GP)
+    d = tl.arange(0, padded(D))
+    whole = (g[:, None] < G) & (d[None, :] < D)
+    largest = tl.max(tl.max(tl.abs(tl.load(q_ptr + g[:, None] * D + d[None, :], mask=whole, other=0.0)), 1), 0)
+    qscale = power_scale(largest)
     kcol = tl.arange(0, KWP)
     vcol = tl.arange(0, VWP)
     q_parts = ()
@@ -203,61 +206,55 @@ def attend_tier(
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows"])
 def split_kernel(
-    q, partial_out, partial_lse, logits, tile_max, offsets, shares, pages, page_table, range_lo, range_hi, row_blocks,
-    entries, own_entry, rows, num_valid, layer, sm_scale, logit_cap, room,
+    q, partial_out, partial_lse, logits, tile_max, offsets, begun, ranges, pages, page_table, range_lo, range_hi,
+    row_blocks, entries, own_entry, rows, layer, sm_scale, logit_cap, room,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, TILES: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
-    EARLY: tl.constexpr, BY_LENGTH: tl.constexpr,
+    TURN: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, S), of which a head's share in ``shares`` has work. Slot ``s`` of the partial results takes the high
-    tier of split ``s`` or, once the high tier has ended, the next tier of split ``s - 1``, and so on: with T tiers
-    there are S + T - 1 slots, each written once up to the last that holds something.
+    """Grid (programs): a range of the layer's work each, of those that have one.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:  # in this order: the second pass, once begun, reads what was written before this one
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    bh = tl.program_id(0)
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    b, head = bh // H, bh % H
-    if b >= tl.load(num_valid):
+    program = tl.program_id(0)
+    at_program = begun + (layer * PROGRAMS + program) * 4
+    unit, start, row = tl.load(at_program), tl.load(at_program + 1), tl.load(at_program + 2).to(tl.int64)
+    each, end = tl.load(ranges + layer * 2), tl.load(ranges + layer * 2 + 1)
+    begin = program * each
+    if begin >= end:
         return
-    row = tl.load(rows + b).to(tl.int64)
-    counts = entries + ((row * L + layer) * H + head) * TIERS
-    held, tiles = head_tiles(counts, LAYOUTS, TILES, TIERS)
-    mine, _ = share_of(shares, b, layer, head, splits, 1, BY_LENGTH, H, ROOM_FOR)
-    firsts, lasts, turns, busy = split_span(split, mine, tiles, WEIGHTS, TIERS)
-    if split > busy:
-        return  # past the slots that are joined
-    own = own_entry + ((row * L + layer) * H + head) * TIERS
-    _, shared = head_tiles(own, LAYOUTS, TILES, TIERS)
-    kept = ()
-    for tier in tl.static_range(TIERS):
-        kept = kept + (tiles[tier] - shared[tier],)
-    kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
-    tokens_before, tiles_before, rooms = kept_tiles(kept, room - kept_from, TILES, TIERS)
-    bh64 = bh.to(tl.int64)
-    q_ptr = q + bh64 * G * D
-    slot = bh64 * (splits + TIERS - 1) + split
-    out_ptr = partial_out + slot * G * DV
-    lse_ptr = partial_lse + slot * G
-    logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
-    tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
+    stop = tl.minimum(begin + each, end)
+    while start < stop:
+        bh = unit // TIERS
+        b, head = bh // H, bh % H
+        at_head = ((row * L + layer) * H + head) * TIERS
+        held, tiles = head_tiles(entries + at_head, LAYOUTS, TILES, TIERS)
+        _, shared = head_tiles(own_entry + at_head, LAYOUTS, TILES, TIERS)
+        kept = ()
+        for tier in tl.static_range(TIERS):
+            kept = kept + (tiles[tier] - shared[tier],)
+        kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
+        tokens_before, tiles_before, rooms = kept_tiles(kept, room - kept_from, TILES, TIERS)
+        q_ptr = q + bh.to(tl.int64) * G * D
+        slot = (program + unit).to(tl.int64)
+        logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
+        tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
 
-    d = tl.arange(0, padded(D))
-    g = tl.arange(0, GP)
-    inside = (g[:, None] < G) & (d[None, :] < D)
-    largest = tl.max(tl.max(tl.abs(tl.load(q_ptr + g[:, None] * D + d[None, :], mask=inside, other=0.0)), 1), 0)
-    qscale = power_scale(largest)
-
-    for tier in tl.static_range(TIERS):
-        if (tier == TIERS - 1 or split <= turns[tier]) and (tier == 0 or split >= turns[tier - 1]):
-            attend_tier(
-                q_ptr, qscale, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row, layer,
-                head, held[tier], firsts[tier], lasts[tier], logits_ptr + tokens_before[tier] * G,
-                tile_max_ptr + tiles_before[tier] * G, shared[tier], rooms[tier], out_ptr + tier * G * DV,
-                lse_ptr + tier * G, tier, layout_of(LAYOUTS, tier), TILES[tier],
-                PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP if tier == 0 else KEEP_LOW, ASM,
-            )  # fmt: skip
+        for tier in tl.static_range(TIERS):
+            if unit % TIERS == tier:
+                first, last, start = range_tiles(begin, stop, start, tiles[tier], WEIGHTS[tier], TURN)
+                if first < last:
+                    attend_tier(
+                        q_ptr, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row,
+                        layer, head, held[tier], first, last, logits_ptr + tokens_before[tier] * G,
+                        tile_max_ptr + tiles_before[tier] * G, shared[tier], rooms[tier], partial_out + slot * G * DV,
+                        partial_lse + slot * G, tier, layout_of(LAYOUTS, tier), TILES[tier],
+                        PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP if tier == 0 else KEEP_LOW, ASM,
+                    )  # fmt: skip
+        unit += 1
+        if unit % TIERS == 0 and start < stop:
+            row = tl.load(rows + unit // (TIERS * H)).to(tl.int64)

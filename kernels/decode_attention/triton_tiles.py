@@ -1,4 +1,4 @@
-"""Tiles of a head's pages: where they lie, and which program of decode attention takes which."""
+"""Tiles of a head's pages: where they lie, and where their logits do."""
 
 import triton
 import triton.language as tl
@@ -8,8 +8,6 @@ from sglang_diffkv.kernels.triton_table import I_TOKENS, ceil_div, table_column,
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-1e30)
 """Below every logit: the running maximum before the first token, of which differences are numbers."""
-LEAST_TILES = tl.constexpr(2)
-"""Tiles of a split at least, while the head has as many: each split has to be joined."""
 
 
 @triton.jit
@@ -28,12 +26,6 @@ def tile_page(
     return page, lo, hi
 
 
-@triton.constexpr_function
-def heaviest(weights):
-    """Cost of the dearest tile."""
-    return max(weights)
-
-
 @triton.jit
 def head_tiles(counts, LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.constexpr):
     """Table entries that a head has in each tier, to which ``counts`` points, and tiles of them: two tuples.
@@ -45,54 +37,6 @@ def head_tiles(counts, LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.con
         entries = entries + (count,)
         tiles = tiles + (count * ceil_div(LAYOUTS[tier][I_TOKENS], TILES[tier]),)
     return entries, tiles
-
-
-PARTS_UNIT = tl.constexpr(1 << 16)
-"""In ``shares`` a head's programs of the score pass are multiples of this, and its splits the rest."""
-
-
-@triton.jit
-def share_of(
-    shares, b, layer, head, splits, parts, BY_LENGTH: tl.constexpr, H: tl.constexpr, ROOM_FOR: tl.constexpr
-):  # fmt: skip
-    """How many of the ``splits`` programs of the first pass and of the ``parts`` of the score pass work on a head of a
-    request: all, or ``BY_LENGTH`` what ``DecodeWorkspace.plan`` gave it."""
-    if BY_LENGTH:
-        packed = tl.load(shares + (layer * H + head) * ROOM_FOR + b)
-        splits = tl.minimum(tl.maximum(packed % PARTS_UNIT, 1), splits)
-        parts = tl.minimum(tl.maximum(packed // PARTS_UNIT, 1), parts)
-    return splits, parts
-
-
-@triton.jit
-def split_work(splits, tiles, WEIGHTS: tl.constexpr, TIERS: tl.constexpr):
-    """Work of a head's ``tiles`` of each tier, and a split's share of it: splits past the last share are empty.
-    ``WEIGHTS``: the cost of a tile of each tier."""
-    work = tiles[0] * WEIGHTS[0]
-    for tier in tl.static_range(1, TIERS):
-        work += tiles[tier] * WEIGHTS[tier]
-    return work, tl.maximum(tl.cdiv(work, splits), LEAST_TILES * heaviest(WEIGHTS))
-
-
-@triton.jit
-def split_span(split, splits, tiles, WEIGHTS: tl.constexpr, TIERS: tl.constexpr):
-    """A split's share of a head's ``tiles`` of each tier, balanced by their cost.
-
-    Returns its span [first, last) of each tier and the split in which each tier ends, three tuples, and how many splits
-    have work.
-    """
-    work, per = split_work(splits, tiles, WEIGHTS, TIERS)
-    start, stop = split * per, (split + 1) * per
-    end = tiles[0] * WEIGHTS[0]
-    firsts = (tl.minimum(tl.cdiv(start, WEIGHTS[0]), tiles[0]),)
-    lasts = (tl.minimum(tl.cdiv(stop, WEIGHTS[0]), tiles[0]),)
-    turns = (tl.minimum(end // per, splits - 1),)
-    for tier in tl.static_range(1, TIERS):
-        firsts = firsts + (tl.minimum(tl.cdiv(tl.maximum(start - end, 0), WEIGHTS[tier]), tiles[tier]),)
-        lasts = lasts + (tl.minimum(tl.cdiv(tl.maximum(stop - end, 0), WEIGHTS[tier]), tiles[tier]),)
-        end += tiles[tier] * WEIGHTS[tier]
-        turns = turns + (tl.minimum(end // per, splits - 1),)
-    return firsts, lasts, turns, tl.cdiv(work, per)
 
 
 @triton.jit

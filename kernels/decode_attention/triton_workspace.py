@@ -1,4 +1,4 @@
-"""Memory of decode attention on the GPU, how the first pass is cut, and who keeps how many logits."""
+"""Memory of decode attention on the GPU, how both passes are shared out, and who keeps how many logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_tiles import PARTS_UNIT
+from sglang_diffkv.kernels.decode_attention.triton_ranges import LEAST_TILES, MOST_RANGES, TURN_TILES, ranges_kernel
 from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.triton_table import check_rows
 from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
@@ -20,19 +20,22 @@ from sglang_diffkv.mem_pool.state import PageState
 @dataclass(frozen=True)
 class DecodeConfig:
     """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
-    at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice); the score pass gives a head
-    ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
-    iteration. ``by_length``: requests and heads that hold more than others get more programs in either pass; else all
-    get as many."""
+    at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice), ``programs`` (0: as many as the GPU
+    holds at once); the score pass gives a head at most ``score_parts`` programs (0: as many as fill the GPU) of
+    ``score_warps`` warps, ``score_tokens`` tokens an iteration."""
 
     tile: int = 64
     warps: int = 1
     stages: int = 2
     registers: int = 168
+    programs: int = 0
     score_parts: int = 0
     score_tokens: int = 256
     score_warps: int = 2
-    by_length: bool = False
+
+
+COST_BYTES = 256
+"""Bytes that are worth 1 where the work of tiers is weighed."""
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
@@ -44,13 +47,13 @@ def tile_tokens(layout: TierLayout, limit: int) -> int:
     return min(sizes, key=lambda n: (-(-layout.tokens // n) * (n + 16), -n))
 
 
-def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, tuple[int, ...]]:
-    """Tokens and bytes of a tile of each tier."""
+def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, Any]:
+    """Tokens and cost of a tile of each tier, its bytes over ``COST_BYTES``: so the layer's line fits in int32; and the
+    cost of turning to a tier of a head."""
     sizes = tuple(tile_tokens(layout, config.tile) for layout in fmt.layouts)
-    cost = tuple(
-        n * x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) // 16 for n, x in zip(sizes, fmt.layouts, strict=True)
-    )
-    return {"TILES": sizes, "WEIGHTS": cost}
+    per_token = [x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) for x in fmt.layouts]
+    cost = tuple(max(n * each // COST_BYTES, 1) for n, each in zip(sizes, per_token, strict=True))
+    return {"TILES": sizes, "WEIGHTS": cost, "TURN": TURN_TILES * max(cost)}
 
 
 def padded_slots(layout: TierLayout, tile: int) -> int:
@@ -58,104 +61,48 @@ def padded_slots(layout: TierLayout, tile: int) -> int:
     return -(-layout.tokens // tile) * tile
 
 
-@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["rows"])
+@triton.jit(
+    do_not_specialize=["batch", "parts", "most_parts"],
+    do_not_specialize_on_alignment=["rows"],
+)
 def offsets_kernel(
-    offsets, rows, num_valid, batch, entries, own_entry,
+    offsets, parts_of, rows, num_valid, batch, parts, most_parts, entries, own_entry,
     SLOTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     ROOM_FOR: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have, ``SLOTS`` each in
-    the first ``JUDGED`` tiers."""
-    b = tl.arange(0, R)
-    live = (b < batch) & (b < tl.load(num_valid))
-    row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
-    at = (row * (L * H) + tl.program_id(0)) * TIERS
-    own = tl.load(entries + at, mask=live, other=0) - tl.load(own_entry + at, mask=live, other=0)
-    need = own * SLOTS[0]
-    for tier in tl.static_range(1, JUDGED):
-        own = tl.load(entries + at + tier, mask=live, other=0) - tl.load(own_entry + at + tier, mask=live, other=0)
-        need += own * SLOTS[tier]
-    tl.store(offsets + tl.program_id(0) * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
-
-
-@triton.jit
-def fair_share(work, total, heads, programs):
-    """Programs of a head with ``work`` [R] if ``total``, of so many ``heads``, is spread over ``programs`` for each; an
-    eighth more than an even share is no reason for one more."""
-    each = tl.maximum(tl.cdiv(total, tl.maximum(heads * programs, 1).to(tl.int64)), 1)
-    return ((work.to(tl.int64) + each * 7 // 8) // each).to(tl.int32)
-
-
-@triton.jit(
-    do_not_specialize=["batch", "splits", "most_splits", "parts", "most_parts"],
-    do_not_specialize_on_alignment=["rows"],
-)
-def shares_kernel(
-    shares, rows, num_valid, batch, splits, most_splits, parts, most_parts, entries, own_entry,
-    SLOTS: tl.constexpr, COSTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr,
-    H: tl.constexpr, ROOM_FOR: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
-    """Grid (L * H): how many programs each request's head gets in either pass. ``SLOTS``, ``COSTS``: of a page of each
-    tier. ``splits`` and ``parts``: of each head, were all equal."""
+    the first ``JUDGED`` tiers; and how many programs of the score pass each request's head gets: its share of the
+    layer's slots, of ``parts`` for each head, were all equal, ``most_parts`` at most."""
     b = tl.arange(0, R)
     place = tl.program_id(0)
     layer, head = place // H, place % H
-    valid = tl.load(num_valid)
-    live = (b < batch) & (b < valid)
+    valid = tl.minimum(tl.load(num_valid), batch)
+    live = b < valid
     row = tl.load(rows + b, mask=live, other=0).to(tl.int64)
     need = tl.zeros([R], tl.int32)
-    work = tl.zeros([R], tl.int32)
-    all_work = tl.zeros([R], tl.int64)
-    all_need = tl.zeros([R], tl.int64)
+    total = tl.zeros([R], tl.int64)
     for one in tl.static_range(H):
         at = ((row * L + layer) * H + one) * TIERS
-        for tier in tl.static_range(TIERS):
-            pages = tl.load(entries + at + tier, mask=live, other=0)
-            all_work += pages * COSTS[tier]
-            work = tl.where(head == one, work + pages * COSTS[tier], work)
-            if tier < JUDGED:
-                own = pages - tl.load(own_entry + at + tier, mask=live, other=0)
-                all_need += own * SLOTS[tier]
-                need = tl.where(head == one, need + own * SLOTS[tier], need)
-    heads = tl.minimum(valid, batch) * H
-    of_splits = tl.minimum(fair_share(work, tl.sum(all_work, 0), heads, splits), most_splits)
-    of_parts = tl.minimum(fair_share(need, tl.sum(all_need, 0), heads, parts), most_parts)
-    packed = tl.maximum(of_splits, 1) + tl.maximum(of_parts, 1) * PARTS_UNIT
-    tl.store(shares + place * ROOM_FOR + b, packed, mask=b < batch)
-
-
-MAX_SLOTS = 128
-"""Partial results of a head at most: with T tiers T - 1 more than splits."""
+        for tier in tl.static_range(JUDGED):
+            own = tl.load(entries + at + tier, mask=live, other=0) - tl.load(own_entry + at + tier, mask=live, other=0)
+            total += own * SLOTS[tier]
+            need = tl.where(head == one, need + own * SLOTS[tier], need)
+    tl.store(offsets + place * ROOM_FOR + b, tl.cumsum(need, 0) - need, mask=b < batch)
+    programs = (valid * H * parts).to(tl.int64)
+    each = tl.maximum(tl.cdiv(tl.sum(total, 0), tl.maximum(programs, 1)), 1)
+    mine = tl.minimum(((need + each * 7 // 8) // each).to(tl.int32), most_parts)
+    tl.store(parts_of + place * ROOM_FOR + b, tl.maximum(mine, 1), mask=b < batch)
 
 
 UNEVEN = 2
-"""By length, how many times the programs of an even batch a head may get, and as many more."""
+"""How many times the score programs of an even batch a head may get, and as many more."""
 IDLE = 8
-"""Programs, in those that run at once, of which most may have nothing to do."""
+"""Score programs, in those that run at once, of which most may have nothing to do."""
 
 
 def resident_programs(state: PageState) -> int:
     """Programs of the first pass, of one warp, that the registers of a GPU hold at once."""
     return processors_of(state.device) * (12 if state.fmt.head_dim <= 128 else 8)
-
-
-def even_splits(state: PageState, batch: int) -> int:
-    """Splits of a head's pages that fill the GPU once for a batch of this size, of equal lengths."""
-    most = MAX_SLOTS - max(len(state.fmt.tiers) - 1, 1)
-    return max(1, min(most, resident_programs(state) // (batch * state.num_heads)))
-
-
-def default_splits(state: PageState, batch: int, config: DecodeConfig) -> int:
-    """Splits of a head at most."""
-    even = even_splits(state, batch)
-    if not config.by_length:
-        return even
-    return uneven(even, resident_programs(state), batch * state.num_heads, even_splits(state, 1))
-
-
-def uneven(even: int, resident: int, heads: int, most: int) -> int:
-    """Programs at most of one of ``heads`` that would get ``even`` each."""
-    return max(even, min(UNEVEN * even + UNEVEN, IDLE * resident // heads, most))
 
 
 MAX_SCORE_PARTS = 8
@@ -167,16 +114,16 @@ JOINERS = 8
 
 
 def score_programs(state: PageState, batch: int, config: DecodeConfig) -> tuple[int, int]:
-    """How many programs share a head's scores, and how many join its splits and do nothing else.
+    """How many programs share a head's scores at most, and how many join its partial results and do nothing else.
 
     As many as run at once with 64 registers a thread: then a very large batch has none to spare for joining alone. (The
     kernel takes 72, and 127 where eight programs join; held to 64, or with fewer programs, it is no faster on an H200.)
-    Of the former so many at most, by length.
     """
     even, joiners = even_parts(state, batch, config)
-    if config.score_parts or not config.by_length:
+    if config.score_parts:
         return even, joiners
-    return uneven(even, score_residents(state, config), batch * state.num_heads, MAX_SCORE_PARTS), joiners
+    spare = IDLE * score_residents(state, config) // (batch * state.num_heads)
+    return max(even, min(UNEVEN * even + UNEVEN, spare, MAX_SCORE_PARTS)), joiners
 
 
 def score_residents(state: PageState, config: DecodeConfig) -> int:
@@ -200,59 +147,55 @@ class DecodeWorkspace:
     """
 
     config: DecodeConfig
-    splits: int
+    programs: int
     room: int
-    partial_out: torch.Tensor  # [B, H, slots, G, v_head_dim] float32
-    partial_lse: torch.Tensor  # [B, H, slots, G] float32, base 2
+    partial_out: torch.Tensor  # [programs + B * H * T, G, v_head_dim] float32, see ``triton_ranges``
+    partial_lse: torch.Tensor  # [programs + B * H * T, G] float32, base 2
     logits: torch.Tensor  # [H, room, G] fp16, base 2, relative to tile_max
     tile_max: torch.Tensor  # [H, room / 16, G] float32
     offsets: torch.Tensor  # [L, H, at least B] int32, first slot of each request
-    shares: torch.Tensor  # [L, H, at least B] int32, programs of each request, see ``triton_tiles.share_of``
+    parts_of: torch.Tensor  # [L, H, at least B] int32, programs of the score pass of each request
+    starts: torch.Tensor  # [L, at least B * H * T] int32, where the work of each unit begins
+    begun: torch.Tensor  # [L, programs, 4] int32: the unit in which each begins, where that begins, its row, nothing
+    ranges: torch.Tensor  # [L, 2] int32, work of a program and of all
 
     @classmethod
     def create(
-        cls,
-        state: PageState,
-        batch: int,
-        q_heads: int,
-        *,
-        splits: int = 0,
-        max_tokens: int = 0,
-        config: DecodeConfig | None = None,
+        cls, state: PageState, batch: int, q_heads: int, *, max_tokens: int = 0, config: DecodeConfig | None = None
     ) -> DecodeWorkspace:
-        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are. ``splits`` 0 chooses."""
-        scratch = DecodeScratch.create(state, batch, q_heads, splits=splits, max_tokens=max_tokens, config=config)
-        return scratch.workspace(state, batch)
+        """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are."""
+        return DecodeScratch.create(state, batch, q_heads, max_tokens=max_tokens, config=config).workspace(state, batch)
 
     def plan(self, state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, *, judge_low: bool = True) -> None:
-        """Give each request room for its logits in all layers, and by length its share of the programs: once a step
-        whose scores are kept or whose programs go by length, after ``reserve``.
+        """Share out the work of all layers, and give each request room for its logits: once a step, after ``reserve``.
 
         ``rows`` [B] and ``num_valid`` [1] as for :func:`decode_attention`.
         """
         check_rows(rows, num_valid, state)
         batch, layers, heads = rows.shape[0], state.num_layers, state.num_heads
-        assert batch <= self.offsets.shape[2]
+        tiers, room_for = len(state.fmt.tiers), self.offsets.shape[2]
+        assert batch <= room_for
         constants = tile_constants(state.fmt, self.config)
         slots = tuple(padded_slots(x, n) for x, n in zip(state.fmt.layouts, constants["TILES"], strict=True))
         costs = tuple(n // tile * w for n, tile, w in zip(slots, constants["TILES"], constants["WEIGHTS"], strict=True))
-        room_for = self.offsets.shape[2]
-        shape: dict[str, Any] = {"TIERS": len(slots), "L": layers, "H": heads, "ROOM_FOR": room_for}
-        shape |= {"R": triton.next_power_of_2(room_for), "JUDGED": len(slots) if judge_low else 1, "SLOTS": slots}
-        if self.room:
-            offsets_kernel[(layers * heads,)](
-                self.offsets, rows, num_valid, batch, state.entries, state.own_entry, **shape, num_warps=1
-            )
-        if not self.config.by_length:
-            return
-        even = self.splits if self.splits != default_splits(state, batch, self.config) else even_splits(state, batch)
-        of_parts = even_parts(state, batch, self.config)[0], score_programs(state, batch, self.config)[0]
-        shares_kernel[(layers * heads,)](
-            self.shares, rows, num_valid, batch, even, self.splits, *of_parts, state.entries, state.own_entry,
-            COSTS=costs, **shape, num_warps=1,
+        shape: dict[str, Any] = {"TIERS": tiers, "L": layers, "H": heads}
+        ranges_kernel[(layers,)](
+            self.starts, self.begun, self.ranges, rows, num_valid, batch, self.programs,
+            LEAST_TILES * max(constants["WEIGHTS"]), state.entries,
+            COSTS=costs, TURN=constants["TURN"], MOST=MOST_RANGES, UNITS=self.starts.shape[1], PROGRAMS=self.programs,
+            R=min(triton.next_power_of_2(room_for * heads), RANGE_HEADS), **shape, num_warps=4,
         )  # fmt: skip
+        if self.room:
+            even, most = even_parts(state, batch, self.config)[0], score_programs(state, batch, self.config)[0]
+            offsets_kernel[(layers * heads,)](
+                self.offsets, self.parts_of, rows, num_valid, batch, even, most, state.entries, state.own_entry,
+                SLOTS=slots, JUDGED=tiers if judge_low else 1, ROOM_FOR=room_for, R=triton.next_power_of_2(room_for),
+                **shape, num_warps=1,
+            )  # fmt: skip
 
 
+RANGE_HEADS = 1024
+"""Heads of a layer whose work is laid out in an iteration."""
 ALIGN = 256
 """Bytes at whose multiples tensors in the scratch begin."""
 
@@ -264,20 +207,21 @@ def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass
 class DecodeScratch:
-    """Memory from which workspaces for all batch sizes are cut, for steps that follow one another: a smaller batch
-    gets more splits in the same memory.
+    """Memory from which workspaces for all batch sizes are cut, for steps that follow one another.
 
     Nothing in ``memory`` outlives a layer, so other steps on the same stream may use it in between.
     """
 
     config: DecodeConfig
-    splits: int  # of every batch size; 0: as many as fill the GPU
-    slots: int  # of one head, all requests together
+    programs: int
     room: int
     group: int
     memory: torch.Tensor  # uint8
     offsets: torch.Tensor  # [L, H, max batch] int32
-    shares: torch.Tensor  # [L, H, max batch] int32
+    parts_of: torch.Tensor  # [L, H, max batch] int32
+    starts: torch.Tensor  # [L, max batch * H * T] int32
+    begun: torch.Tensor  # [L, programs, 4] int32
+    ranges: torch.Tensor  # [L, 2] int32
 
     @classmethod
     def create(
@@ -286,7 +230,6 @@ class DecodeScratch:
         max_batch: int,
         q_heads: int,
         *,
-        splits: int = 0,
         max_tokens: int = 0,
         densest: float = 0.0,
         least_bytes: int = 0,
@@ -296,9 +239,8 @@ class DecodeScratch:
         share of all pages a head may own; by default what heads can differ by without pruning. ``least_bytes``: of
         ``memory``, for others that use it."""
         config = config or DecodeConfig()
-        fmt, heads = state.fmt, state.num_heads
-        extra = len(fmt.tiers) - 1
-        slots = max(b * ((splits or default_splits(state, b, config)) + extra) for b in range(1, max_batch + 1))
+        fmt, heads, layers = state.fmt, state.num_heads, state.num_layers
+        programs = config.programs or resident_programs(state)
         # The ends of all tiers may be part-filled: half as many slots again as tokens. All requests together own no
         # more pages than there are; a head whose tokens are all high owns the more of them the denser the low tier is.
         layouts = tuple(zip(fmt.layouts, tile_constants(fmt, config)["TILES"], strict=True))
@@ -306,34 +248,41 @@ class DecodeScratch:
         longest = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
         page_slots = max(padded_slots(x, n) for x, n in layouts)
         skew = max(2.0, densest, fmt.low.tokens / fmt.high.tokens)
-        held = (int(skew * state.num_pages * page_slots / (state.num_layers * heads)) // 128 + 1) * 128
+        held = (int(skew * state.num_pages * page_slots / (layers * heads)) // 128 + 1) * 128
         room = min(max_batch * longest, max(longest, held))
-        offsets = torch.zeros(state.num_layers, heads, max_batch, dtype=torch.int32, device=state.device)
-        scratch = cls(config, splits, slots, room, q_heads // heads, torch.empty(0), offsets, torch.zeros_like(offsets))
-        size = sum(aligned_bytes(shape, dtype) for shape, dtype in scratch._parts(state, slots, 1))
+
+        def numbers(*shape: int, value: int = 0) -> torch.Tensor:
+            return torch.full(shape, value, dtype=torch.int32, device=state.device)
+
+        offsets, parts_of = numbers(layers, heads, max_batch), numbers(layers, heads, max_batch, value=1)
+        starts = numbers(layers, max_batch * heads * len(fmt.tiers))
+        rest = offsets, parts_of, starts, numbers(layers, programs, 4), numbers(layers, 2)
+        scratch = cls(config, programs, room, q_heads // heads, torch.empty(0), *rest)
+        size = sum(aligned_bytes(shape, dtype) for shape, dtype in scratch._parts(state, max_batch))
         scratch.memory = torch.empty(max(size, least_bytes), dtype=torch.uint8, device=state.device)
         return scratch
 
-    def _parts(self, state: PageState, batch: int, splits: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _parts(self, state: PageState, batch: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of the tensors of a workspace."""
         heads, group = state.num_heads, self.group
-        partial = (batch, heads, splits, group)
+        slots = self.programs + batch * heads * len(state.fmt.tiers)
         return [
             ((heads, self.room, group), torch.float16),
             ((heads, self.room // 16, group), torch.float32),
-            ((*partial, state.fmt.v_head_dim), torch.float32),
-            (partial, torch.float32),
+            ((slots, group, state.fmt.v_head_dim), torch.float32),
+            ((slots, group), torch.float32),
         ]
 
     def workspace(self, state: PageState, batch: int) -> DecodeWorkspace:
         """The scratch of a step of ``batch`` requests, at most the scratch's."""
         assert batch <= self.offsets.shape[2]
-        splits = self.splits or default_splits(state, batch, self.config)
         cut, at = [], 0
-        for shape, dtype in self._parts(state, batch, splits + len(state.fmt.tiers) - 1):
+        for shape, dtype in self._parts(state, batch):
             end = at + math.prod(shape) * dtype.itemsize
             cut.append(self.memory[at:end].view(dtype).view(shape))
             at += aligned_bytes(shape, dtype)
         logits, tile_max, partial_out, partial_lse = cut
-        rest = partial_out, partial_lse, logits, tile_max, self.offsets, self.shares
-        return DecodeWorkspace(self.config, splits, self.room, *rest)
+        shared = self.offsets, self.parts_of, self.starts, self.begun, self.ranges
+        return DecodeWorkspace(
+            self.config, self.programs, self.room, partial_out, partial_lse, logits, tile_max, *shared
+        )

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
@@ -18,9 +17,7 @@ from sglang_diffkv.policies.base import Policy
 logger = logging.getLogger(__name__)
 
 
-def build_ops(
-    state: PageState, policy: Policy, geometry: Geometry, q_heads: int, prefill: str, by_length: bool = False
-) -> TritonOps:
+def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int, prefill: str) -> TritonOps:
     """Ops for steps of as many requests as there are rows, with room for FlashInfer where it may compute the attention
     of new tokens. ``choose_prefill`` decides that, once the model is loaded.
 
@@ -28,13 +25,11 @@ def build_ops(
         state: on a GPU, or on the device "meta" for a plan.
         prefill: ``flashinfer``, ``triton`` or ``auto``, as configured. Raises UnsupportedError for a FlashInfer that
             is not there or has no kernel for the model's heads.
-        by_length: of decode attention's programs, see ``DecodeConfig``.
     """
     fmt, heads = state.fmt, state.num_heads
     ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, ())
     least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device) if ragged else 0
-    config = DecodeConfig(by_length=by_length)
-    ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least, config=config)
+    ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least)
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     return ops

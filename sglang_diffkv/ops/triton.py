@@ -148,7 +148,7 @@ class TritonOps:
         elif self.ragged is not None:
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
-        if decode and (step.found is not None or self.config.by_length):
+        if decode:
             judge_low = step.found is not None and step.found.judge_low
             step.scratch[0].plan(state, step.rows, step.num_valid, judge_low=judge_low)
 

@@ -15,12 +15,12 @@ from sglang_diffkv.kernels.decode_attention.triton import (
     decode_attention,
     join_plan,
 )
+from sglang_diffkv.kernels.decode_attention.triton_ranges import LEAST_TILES, MOST_RANGES
 from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     DecodeConfig,
     DecodeWorkspace,
-    default_splits,
-    even_splits,
     score_programs,
+    tile_constants,
 )
 from tests.kernels.triton_helpers import (
     BF16,
@@ -37,26 +37,26 @@ from tests.kernels.triton_helpers import (
 
 WINDOW = 8
 CASES = [
-    # tiers, head_dim, v_head_dim, query heads of a KV head, splits, tile
-    pytest.param("K8V4 K4V2", 64, 64, 4, 2, 32, marks=pytest.mark.full),
-    (FOUR, 64, 96, 3, 5, 32),
-    pytest.param(THREE, 64, 64, 2, 3, 32, marks=pytest.mark.full),
-    pytest.param(THREE, 128, 64, 1, 1, 64, marks=pytest.mark.full),
-    pytest.param(FOUR, 96, 64, 7, 1, 16, marks=pytest.mark.full),
-    pytest.param(FOUR, 64, 64, 2, 19, 16, marks=pytest.mark.full),
-    ("K8V4 K4V2", 96, 96, 1, 3, 64),
-    ("K8V4 K4V2", 128, 64, 7, 1, 32),
-    ("K8V4 K4V2", 256, 256, 8, 2, 32),
-    pytest.param("K8V8 K4V4", 64, 64, 2, 2, 32, marks=pytest.mark.full),
-    ("K8V2 K4V1", 64, 64, 3, 2, 32),
-    ("BF16 K8V4", 64, 64, 5, 2, 32),
-    pytest.param("K8V4", 64, 64, 4, 2, 32, marks=pytest.mark.full),
-    pytest.param("BF16", 128, 128, 2, 3, 32, marks=pytest.mark.full),
+    # tiers, head_dim, v_head_dim, query heads of a KV head, programs, tile
+    pytest.param("K8V4 K4V2", 64, 64, 4, 8, 32, marks=pytest.mark.full),
+    (FOUR, 64, 96, 3, 23, 32),
+    pytest.param(THREE, 64, 64, 2, 13, 32, marks=pytest.mark.full),
+    pytest.param(THREE, 128, 64, 1, 3, 64, marks=pytest.mark.full),
+    pytest.param(FOUR, 96, 64, 7, 3, 16, marks=pytest.mark.full),
+    pytest.param(FOUR, 64, 64, 2, 93, 16, marks=pytest.mark.full),
+    ("K8V4 K4V2", 96, 96, 1, 13, 64),
+    ("K8V4 K4V2", 128, 64, 7, 3, 32),
+    ("K8V4 K4V2", 256, 256, 8, 8, 32),
+    pytest.param("K8V8 K4V4", 64, 64, 2, 8, 32, marks=pytest.mark.full),
+    ("K8V2 K4V1", 64, 64, 3, 8, 32),
+    ("BF16 K8V4", 64, 64, 5, 8, 32),
+    pytest.param("K8V4", 64, 64, 4, 8, 32, marks=pytest.mark.full),
+    pytest.param("BF16", 128, 128, 2, 13, 32, marks=pytest.mark.full),
 ]
 
 
 def run_both(
-    manager, tiers, group, splits, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True,
+    manager, tiers, group, programs, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True,
     score_tokens=32, **rule,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(len(tiers) + group)
@@ -68,17 +68,14 @@ def run_both(
     q = torch.randn(len(lengths), state.num_heads * group, state.fmt.head_dim, generator=generator)
     q = (q * torch.tensor([0.01, 1.0, 30.0]).view(3, 1, 1)).to(DEVICE, dtype)
     twin, scale = clone_state(state), 0.3 / state.fmt.head_dim**0.5
-    config = DecodeConfig(tile=tile, score_parts=2, score_tokens=score_tokens)
-    workspace = DecodeWorkspace.create(
-        state, 4, q.shape[1], splits=splits, max_tokens=400 if scores else 0, config=config
-    )
+    config = DecodeConfig(tile=tile, programs=programs, score_parts=2, score_tokens=score_tokens)
+    workspace = DecodeWorkspace.create(state, 4, q.shape[1], max_tokens=400 if scores else 0, config=config)
     workspace.partial_out.fill_(float("nan"))
     found = FoundTokens.create(state, 4, config, judge_low=judge_low) if scores else None
     expected_scores = StepScores.create(state, 3, judge_low) if scores else None
     valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     results = []
-    if scores:
-        workspace.plan(state, rows, valid, judge_low=judge_low)
+    workspace.plan(state, rows, valid, judge_low=judge_low)
     for layer in range(state.num_layers):
         got = decode_attention(
             state, layer, q, rows, seq_lens, scale, workspace, valid, found=found, window=WINDOW, logit_cap=cap, **rule
@@ -90,10 +87,10 @@ def run_both(
     return results, state, twin, found, expected_scores
 
 
-@pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "splits", "tile"), CASES)
-def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
+@pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "programs", "tile"), CASES)
+def test_matches_reference(tiers, dim, v_dim, group, programs, tile):
     manager = make_manager(make_format(tiers, dim, v_dim, page_tokens=8), window=WINDOW)
-    results, state, twin, found, expected = run_both(manager, tiers, group, splits, tile)
+    results, state, twin, found, expected = run_both(manager, tiers, group, programs, tile)
     check_against_reference(results, state, twin, found, expected)
 
 
@@ -110,7 +107,7 @@ def test_matches_reference(tiers, dim, v_dim, group, splits, tile):
 def test_rules_of_the_search_are_the_reference_s(rule):
     """The second request's candidate, and with 53 sinks also the first's, is a sink."""
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=8), window=WINDOW)
-    results = run_both(manager, "rule", 4, 2, 32, **rule)
+    results = run_both(manager, "rule", 4, 8, 32, **rule)
     check_against_reference(*results)
     slots = results[-1].candidate_slot
     assert ((slots[2] == -1).all() == ("sinks" in rule)) and ((slots[0] >= 0).any() == (rule.get("sinks") != 53))
@@ -143,7 +140,7 @@ def check_against_reference(results, state, twin, found, expected):
 def test_programs_may_join_and_score(monkeypatch):
     """In a large batch no program joins alone: the first of a head's two does both."""
     monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 0))
-    test_matches_reference("K8V4 K4V2", 64, 64, 4, 3, 32)
+    test_matches_reference("K8V4 K4V2", 64, 64, 4, 13, 32)
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", pytest.param(FOUR, marks=pytest.mark.full)])
@@ -151,33 +148,32 @@ def test_a_program_may_join_alone_and_others_score_in_many_iterations(monkeypatc
     """As in batches of tens of requests; page ids are read two iterations ahead, positions and scores one."""
     monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton.score_programs", lambda *args: (2, 1))
     manager = make_manager(make_format(tiers, 64, page_tokens=8), window=WINDOW)
-    results = run_both(manager, tiers, 4, 3, 16, lengths=(121, 0, 9), score_tokens=16)
+    results = run_both(manager, tiers, 4, 13, 16, lengths=(121, 0, 9), score_tokens=16)
     own = results[1].entries - results[1].own_entry
     assert own[2, :, :, 0].max() >= 8, "four iterations of a page for each of two programs"
     check_against_reference(*results)
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param("BF16 K8V4 K4V2", marks=pytest.mark.full)])
-def test_long_requests_get_more_programs(monkeypatch, tiers):
+def test_uneven_requests_share_the_programs(monkeypatch, tiers):
     """The long request's heads are cut where the short ones' are not, and so are their scores."""
     module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
-    monkeypatch.setattr(f"{module}.processors_of", lambda device: 1)  # 12 programs at once for 8 heads, 16 to score
+    monkeypatch.setattr(f"{module}.processors_of", lambda device: 1)  # 12 programs for 8 heads, 16 to score
     manager = make_manager(make_format(tiers, 64, page_tokens=8), window=WINDOW, pages=400)
     generator, state = torch.Generator().manual_seed(3), manager.state
-    lengths = (160, 17, 16, 15)
+    lengths = (17, 160, 16, 15)
     for row, count in enumerate(lengths, 1):
         add_prompt(manager, row, count, generator)
     rows, seq_lens = torch.arange(1, 5, device=DEVICE), torch.tensor(lengths, device=DEVICE)
     q = torch.randn(4, 4, 64, generator=generator).to(DEVICE, BF16)
-    config = DecodeConfig(tile=16, score_tokens=16, by_length=True)
+    config = DecodeConfig(tile=16, score_tokens=16)
     workspace = DecodeWorkspace.create(state, 4, 4, max_tokens=400, config=config)
     workspace.partial_out.fill_(float("nan"))
+    workspace.partial_lse.fill_(float("nan"))
     valid = torch.tensor([4], dtype=torch.int32, device=DEVICE)
     workspace.plan(state, rows, valid)
-    of_splits, of_parts = workspace.shares & 0xFFFF, workspace.shares >> 16  # [L, H, B]
-    assert (even_splits(state, 4), workspace.splits, score_programs(state, 4, config)[0]) == (1, 4, 6)
-    assert (of_splits[..., 0] >= 3).all() and (of_splits[..., 1:] == 1).all()
-    assert (of_parts[..., 0] >= 4).all() and (of_parts[..., 1:] <= 2).all()
+    assert (workspace.programs, score_programs(state, 4, config)[0]) == (12, 6)
+    assert (workspace.parts_of[..., 1] >= 4).all() and (workspace.parts_of[..., [0, 2, 3]] <= 2).all()
     twin, found, expected = clone_state(state), FoundTokens.create(state, 4, config), StepScores.create(state, 4)
     for layer in range(state.num_layers):
         out, lse = decode_attention(state, layer, q, rows, seq_lens, 0.1, workspace, valid, found=found, window=WINDOW)
@@ -193,34 +189,74 @@ def test_long_requests_get_more_programs(monkeypatch, tiers):
         torch.testing.assert_close(got_scores, scores, rtol=5e-2, atol=1e-4)
 
 
-def test_equal_requests_share_the_programs_equally():
-    manager = make_manager(make_format("K8V4", 64, page_tokens=8), window=WINDOW, pages=400)
-    for row in (1, 2, 3):
-        add_prompt(manager, row, 100 + row, torch.Generator().manual_seed(1))
-    rows = torch.tensor([1, 2, 3, 0], device=DEVICE)
-    for splits in (1, 5, 120):
-        config = DecodeConfig(by_length=True)
-        workspace = DecodeWorkspace.create(manager.state, 4, 4, splits=splits, max_tokens=200, config=config)
-        workspace.plan(manager.state, rows, torch.tensor([3], dtype=torch.int32, device=DEVICE))
-        of_splits = workspace.shares[..., :3] & 0xFFFF
-        assert (of_splits == splits).all() or (splits == 120 and of_splits.min() > 100)
+def line_of(entries: list[list[int]], costs: list[int], turn: int) -> tuple[list[int], int]:
+    """Where each unit's work begins and where all ends, of pages [heads][T]."""
+    starts, at = [], 0
+    for head in entries:
+        for pages, cost in zip(head, costs, strict=True):
+            starts.append(at)
+            at += pages * cost + turn * (pages > 0)
+    return starts, at
+
+
+@pytest.mark.parametrize(
+    ("most_pages", "programs", "iteration"),
+    [(40, 37, 4), (3, 5, 1024), (0, 9, 8), pytest.param(400, 512, 2, marks=pytest.mark.full), (900, 2000, 1024)],
+)
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param("K8V4", marks=pytest.mark.full)])
+def test_ranges_are_equal_and_cover_the_line(monkeypatch, tiers, most_pages, programs, iteration):
+    """Of random pages, some heads with none, one head with most; the last request is padding."""
+    module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
+    monkeypatch.setattr(f"{module}.RANGE_HEADS", iteration)
+    state = make_manager(make_format(tiers, 64, page_tokens=8)).state
+    generator, batch = torch.Generator().manual_seed(most_pages), 4
+    count = len(state.fmt.tiers)
+    shape = (batch + 1, state.num_layers, state.num_heads, count)
+    pages = torch.randint(0, most_pages + 1, shape, generator=generator)
+    pages *= torch.rand(shape, generator=generator) > 0.3
+    pages[2, :, 1] += most_pages * 2
+    state.entries[: batch + 1] = pages.to(state.entries)
+    rows = torch.tensor([2, 1, 4, 0], device=DEVICE)
+    workspace = DecodeWorkspace.create(state, batch, 4, config=DecodeConfig(tile=16, programs=programs))
+    workspace.plan(state, rows, torch.tensor([3], dtype=torch.int32, device=DEVICE))
+    constants = tile_constants(state.fmt, workspace.config)
+    weights, tiles, turn = constants["WEIGHTS"], constants["TILES"], constants["TURN"]
+    chunks = [-(-x.tokens // n) for x, n in zip(state.fmt.layouts, tiles, strict=True)]
+    costs = [n * w for n, w in zip(chunks, weights, strict=True)]
+    for layer in range(state.num_layers):
+        held = pages[rows[:3].cpu(), layer].flatten(0, 1).tolist()  # [heads][T]
+        starts, end = line_of(held, costs, turn)
+        each, total = workspace.ranges[layer].tolist()
+        head_work = [sum(n * c + turn * (n > 0) for n, c in zip(head, costs, strict=True)) for head in held]
+        least = LEAST_TILES * max(weights)
+        assert total == end and each == max(-(-end // programs), least, -(-max(head_work) // MOST_RANGES))
+        assert workspace.starts[layer, : len(starts)].tolist() == starts
+        used: set[int] = set()
+        done = []
+        for program in range(-(-end // each)):
+            unit, start, row, _ = workspace.begun[layer, program].tolist()
+            assert start == starts[unit] and row == rows[unit // (count * state.num_heads)]
+            begin, stop = program * each, min((program + 1) * each, end)
+            assert starts[unit] <= begin < (starts + [end])[unit + 1]
+            while unit < len(starts) and starts[unit] < stop:
+                head, tier = divmod(unit, count)
+                there = [starts[unit] + turn + i * weights[tier] for i in range(held[head][tier] * chunks[tier])]
+                mine = [(unit, at) for at in there if begin <= at < stop]
+                assert not mine or program + unit not in used
+                used |= {program + unit} if mine else set()
+                done += mine
+                unit += 1
+        assert len(done) == sum(n * c for head in held for n, c in zip(head, chunks, strict=True)) == len(set(done))
 
 
 def test_programs_fill_the_gpu(monkeypatch):
     state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state  # 2 heads
     module = "sglang_diffkv.kernels.decode_attention.triton_workspace"
     monkeypatch.setattr(f"{module}.processors_of", lambda device: 132)  # 2,112 programs at once
-    counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 64, 150, 256, 512, 1000)}
-    assert counts == {1: (8, 8), 64: (8, 8), 150: (6, 1), 256: (3, 1), 512: (2, 0), 1000: (1, 0)}
-    by_length = DecodeConfig(by_length=True)
-    most = {batch: score_programs(state, batch, by_length) for batch in (1, 150, 512, 1000, 10000)}
-    assert most == {1: (8, 8), 150: (8, 1), 512: (6, 0), 1000: (4, 0), 10000: (1, 0)}
-    splits = {
-        batch: tuple(default_splits(state, batch, config) for config in (DecodeConfig(), by_length))
-        for batch in (1, 32, 256, 800, 10000)
-    }
-    assert splits == {1: (127, 127), 32: (24, 50), 256: (3, 8), 800: (1, 4), 10000: (1, 1)}
+    counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 150, 512, 1000, 10000)}
+    assert counts == {1: (8, 8), 150: (8, 1), 512: (6, 0), 1000: (4, 0), 10000: (1, 0)}
     assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 8)
+    assert DecodeWorkspace.create(state, 1, 4).programs == 132 * 12
 
 
 @pytest.mark.parametrize("scored", [True, False])
@@ -231,17 +267,16 @@ def test_a_few_batches_need_every_kernel(monkeypatch, scored):
     config = DecodeConfig()
 
     def variant(batch: int) -> tuple[int, ...]:
-        slots = default_splits(state, batch, config) + 1
-        return tuple(join_plan(state, batch, slots, 4, config, scored=scored)[1].values())
+        return tuple(join_plan(state, batch, 4, config, scored=scored)[1].values())
 
     chosen = batches_of_each_variant(state, 2000, 4, config, scored=scored)
     assert chosen[0] == 1 and {variant(b) for b in chosen} == {variant(b) for b in range(1, 2001)}
-    assert 2 < len(chosen) == len({variant(b) for b in chosen}) < 9
+    assert 1 < len(chosen) == len({variant(b) for b in chosen}) < 5
 
 
 def test_the_low_tier_is_not_judged_where_nothing_asks():
     manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
-    results, state, twin, found, expected = run_both(manager, "low", 4, 3, 32, judge_low=False)
+    results, state, twin, found, expected = run_both(manager, "low", 4, 13, 32, judge_low=False)
     for (out, _), (ref_out, _) in results:
         assert close(out[0], ref_out[0]) < 6e-3
     rows, got = torch.tensor([2, 3], device=DEVICE), found.unpack()
@@ -259,7 +294,7 @@ def test_the_low_tier_is_not_judged_where_nothing_asks():
 
 def test_logit_cap_and_no_scores():
     manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
-    results, *_ = run_both(manager, "cap", 4, 2, 32, cap=2.0, scores=False)
+    results, *_ = run_both(manager, "cap", 4, 8, 32, cap=2.0, scores=False)
     for (out, lse), (ref_out, ref_lse) in results:
         assert close(out[0], ref_out[0]) < 6e-3 and close(lse[0], ref_lse[0]) < 1e-3
 
@@ -270,7 +305,7 @@ def test_padded_requests_get_zeros():
     state = manager.state
     rows = torch.tensor([1, 0, 0], device=DEVICE)
     q = torch.randn(3, 4, 64, device=DEVICE).to(BF16)
-    workspace = DecodeWorkspace.create(state, 3, 4, splits=2, max_tokens=400, config=DecodeConfig(32))
+    workspace = DecodeWorkspace.create(state, 3, 4, max_tokens=400, config=DecodeConfig(32, programs=5))
     found = FoundTokens.create(state, 3, workspace.config)
     found.packed.zero_()
     out = torch.full((3, 4, 64), float("nan"), dtype=BF16, device=DEVICE)
@@ -292,7 +327,7 @@ def test_requests_share_the_room_for_logits():
         add_prompt(manager, row, 40, generator)
     rows, seq_lens = torch.tensor([1, 2], device=DEVICE), torch.tensor([40, 40], device=DEVICE)
     q = torch.randn(2, 4, 64, generator=generator).to(DEVICE, BF16)
-    workspace = DecodeWorkspace.create(state, 2, 4, splits=2, max_tokens=100, config=DecodeConfig(32))
+    workspace = DecodeWorkspace.create(state, 2, 4, max_tokens=100, config=DecodeConfig(32, programs=7))
     found = FoundTokens.create(state, 2, workspace.config)
     valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     workspace.plan(state, rows, valid)
@@ -326,8 +361,8 @@ def test_shared_pages_take_no_room(judge_low):
         add_prompt(manager, row, 30, generator)
     rows, seq_lens = torch.tensor([2, 3], device=DEVICE), torch.tensor([80, 80], device=DEVICE)
     q = torch.randn(2, 4, 64, generator=generator).to(DEVICE, BF16)
-    config = DecodeConfig(tile=16, score_parts=2, score_tokens=32)
-    workspace = DecodeWorkspace.create(state, 2, 4, splits=3, max_tokens=100, config=config)
+    config = DecodeConfig(tile=16, programs=11, score_parts=2, score_tokens=32)
+    workspace = DecodeWorkspace.create(state, 2, 4, max_tokens=100, config=config)
     found = FoundTokens.create(state, 2, config, judge_low=judge_low)
     expected = StepScores.create(state, 2, judge_low)
     valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)

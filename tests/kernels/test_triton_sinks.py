@@ -98,7 +98,9 @@ def test_decode(tiers, std, count, sink, splits, dtype):
     manager = sink_and_others(tiers, std, count, dtype, sink)
     state, row, q = manager.state, torch.tensor([1], device=DEVICE), queries(count, dtype)
     lens, valid = torch.tensor([count], device=DEVICE), torch.tensor([1], dtype=torch.int32, device=DEVICE)
-    workspace = DecodeWorkspace.create(state, 1, len(SHARES), splits=splits, config=DecodeConfig())
+    config = DecodeConfig(programs=splits * state.num_heads)
+    workspace = DecodeWorkspace.create(state, 1, len(SHARES), config=config)
+    workspace.plan(state, row, valid)
     out, lse = decode_attention(state, 0, q, row, lens, SCALE, workspace, valid)
     expected, expected_lse = decode_reference(state, 0, q, row, lens, SCALE)
     received = (q.float()[0, :, 0] * 16.0 * SCALE - expected_lse[0]).exp()
@@ -114,7 +116,8 @@ def test_scores(std):
     state, row, q = manager.state, torch.tensor([1], device=DEVICE), queries(800, BF16)
     q[:] = q[:, 2:3]
     lens, valid = torch.tensor([800], device=DEVICE), torch.tensor([1], dtype=torch.int32, device=DEVICE)
-    workspace = DecodeWorkspace.create(state, 1, len(SHARES), splits=2, max_tokens=900, config=DecodeConfig())
+    config = DecodeConfig(programs=2 * state.num_heads)
+    workspace = DecodeWorkspace.create(state, 1, len(SHARES), max_tokens=900, config=config)
     found, expected, twin = FoundTokens.create(state, 1), StepScores.create(state, 1), clone_state(state)
     workspace.plan(state, row, valid)
     settings = {"window": 16, "horizon": 1}  # scores are this step's attention
