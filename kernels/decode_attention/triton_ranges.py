@@ -49,8 +49,8 @@ def ranges_kernel(
     COSTS: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     UNITS: tl.constexpr, PROGRAMS: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L): where each unit's work begins; of each program the unit in which its range begins, where that begins and
-    its row; the length of a range and of the line. ``COSTS``: of a page of each tier. ``R`` heads an iteration.
+    """Grid (L): where each unit's work begins; of each program the unit in which its range begins, where that begins
+    and its row; the length of a range and of the line. ``COSTS``: of a page of each tier. ``R`` heads an iteration.
 
     starts [L, UNITS], begun [L, PROGRAMS, 4] and ranges [L, 2] int32; what lies behind the last unit or program with
     work is left as it was."""

@@ -31,8 +31,9 @@ class DiffKVPrefixCache(EvictingTree):
         self.inserting_row = None
         self.locked_nodes: dict[Segment, int] = {}
         self.least_kept = self.least_kept_waiting = share_min_tokens
+        self.least_cut = 0
         if self.manager.state.pages.is_cuda:
-            self.least_kept_waiting = max(share_min_tokens, WORTH_WAITING)
+            self.least_cut, self.least_kept_waiting = WORTH_WAITING, max(share_min_tokens, WORTH_WAITING)
         self.requests.tree = self
         super().__init__(params)
         self.manager.counts.on_counted = self._count

@@ -20,7 +20,8 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 
 WORTH_WAITING = 1024
-"""Tokens of a compressed leaf whose prefill takes a GPU longer than the wait for its running step."""
+"""Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
+room lasts a full pool for many steps."""
 
 
 class EvictingTree(RadixCache):
@@ -32,6 +33,8 @@ class EvictingTree(RadixCache):
     """A leaf is cut only if this many of its tokens stay."""
     least_kept_waiting: int
     """The same for a compressed leaf, of which the device has to tell what its end returned."""
+    least_cut: int
+    """From such a leaf so many tokens are cut at least: a full pool would wait at every step for the few it needs."""
 
     def evictable_size(self) -> int:
         return self.ledger.evictable()
@@ -110,8 +113,11 @@ class EvictingTree(RadixCache):
 
     def _cut(self, leaf: Any, pages: float) -> Any:
         """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
-        kept = len(leaf.key) - self.manager.segments.tokens_for(leaf.segment, pages)
-        if kept < max(self.least_kept if leaf.segment.as_computed else self.least_kept_waiting, 1):
+        tokens, least_kept = self.manager.segments.tokens_for(leaf.segment, pages), self.least_kept
+        if not leaf.segment.as_computed:
+            tokens, least_kept = max(tokens, self.least_cut), self.least_kept_waiting
+        kept = len(leaf.key) - tokens
+        if kept < max(least_kept, 1):
             return leaf
         self._split_node(leaf.key, leaf, kept)
         return leaf

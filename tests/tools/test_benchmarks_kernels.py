@@ -217,9 +217,29 @@ def test_without_a_gpu_the_exit_code_says_so(capsys):
 def test_a_shortened_row_refers_to_pages_that_it_had(high):
     state = build_state(Case(3, 4, 2, 64, 300, TIERS, high), 1, device="cpu")
     before = state.entries.clone()
-    uneven.shorten(state, [1 / 16, 0.5, 1.0])
+    uneven.shorten(state, [[1 / 16, 0.4], [0.5, 0.5], [1.0, 1.0]])
     assert torch.equal(state.entries[3], before[3])
     assert (state.entries <= before).all() and torch.equal(state.entries > 0, before > 0)
+
+
+@pytest.mark.parametrize("shape", uneven.SHAPES)
+def test_uneven_batches_are_of_as_many_bytes(monkeypatch, shape):
+    sizes = torch.tensor(uneven.sizes_of(shape, 40))
+    assert sizes.shape == (40, uneven.KV_HEADS) and abs(sizes.mean() - 1) < 1e-5 and sizes.min() > 0
+    assert (sizes.std() > 0.3) == (shape != "equal") and (sizes.std(1).max() > 0.1) == (shape == "heads")
+    if torch.cuda.is_available():
+        pytest.skip("runs in Triton's interpreter")
+    for name, value in {"KV_HEADS": 2, "Q_HEADS": 4, "HEAD_DIM": 64, "TOKENS": 400}.items():
+        monkeypatch.setattr(uneven, name, value)
+    monkeypatch.setattr("benchmarks.kernels.cases.Case.layers", lambda case: 1)
+    calls = []
+    monkeypatch.setattr(
+        uneven, "held_bytes", lambda state, batch: calls.append(int(state.entries[1 : batch + 1].sum())) or 1e6
+    )
+    found = uneven.rate(shape, 4, 0.5, scores=True, timer=lambda run, layers: run() or 2.0, device="cpu")
+    assert found == 0.5 and calls[0] >= 400 // 32 * 2
+    header = {"lengths": shape, "batch": 4, "high": 0.5, "with scores": 90.0}
+    assert uneven._cell(header, {"with scores": 100.0}, "with scores") == "90 (90%)"
 
 
 @pytest.mark.parametrize("way", budgets.WAYS)

@@ -36,6 +36,24 @@ def test_a_long_leaf_loses_only_its_end(exact: bool) -> None:
     world.leave(req)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_cut_that_waits_for_the_device_is_worth_it(exact: bool) -> None:
+    """Of a compressed leaf so much goes at once that a full pool waits at few of its steps; one as computed, which
+    nobody waits for, loses what is asked for."""
+    world = World(1200, exact=exact, longest=420)
+    world.tree.least_cut = 80
+    tokens = world.tokens(403)
+    world.leave(world.prompt(tokens), insert=False)
+    world.manager.counts.settle()
+    for cuts in range(1, 4):
+        before = world.allocator.ledger.available()
+        world.tree.evict(EvictParams(num_tokens=4))
+        assert world.allocator.ledger.available() >= before + 4
+        gone = 403 - len(world.leaf(tokens).key)
+        assert gone <= cuts * 16 if exact else gone == cuts * 80
+        world.check()
+
+
 def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
     world = World(800)
     world.leave(world.prompt(world.tokens(40)), insert=False)
