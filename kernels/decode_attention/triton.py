@@ -149,7 +149,7 @@ def decode_attention(
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
         state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
-        **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
+        **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs, AHEAD=config.ahead,
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
         num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     head_tiles,
     kept_slots,
     kept_tiles,
-    tile_page,
+    tile_pages,
 )
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
@@ -62,7 +62,7 @@ def attend_tier(
     logits_ptr, tile_max_ptr, shared, room, out_ptr, lse_ptr,
     TIER: tl.constexpr, LAYOUT: tl.constexpr, N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr,
+    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
@@ -71,7 +71,7 @@ def attend_tier(
     probability times its value scale, is about 2^15 and small ones stay in fp16's normal range.
     ``KEEP`` stores each token's logits, relative to that maximum at its tile, for the score pass, to stay in the L2
     cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for ``room``
-    tiles.
+    tiles. The pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address.
     """
     KB: tl.constexpr = LAYOUT[I_KB]
     VB: tl.constexpr = LAYOUT[I_VB]
@@ -119,75 +119,76 @@ def attend_tier(
     for _ in tl.static_range(VPARTS):
         accs = accs + (tl.zeros([VWP, GP], tl.float32),)
 
-    page, lo, hi = tile_page(
-        first, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
-        TIER, CHUNKS, MAX_BLOCKS, L, H,
-    )  # fmt: skip
-    for tile in range(first, last):
-        slot = (tile % CHUNKS) * N + tl.arange(0, N)
-        live = slot < TOKENS
-        page_at = page.to(tl.int64) * PAGE_BYTES
-        numbers = (pages + page_at).to(tl.pointer_type(tl.int32))
-        words = word_ptr + page_at // 2
-        position = tl.load(numbers + LAYOUT[I_POSITIONS] // 4 + slot, mask=live, other=-1)
-        kptr = words + LAYOUT[I_KEYS] // 2 + slot[:, None] * KW + kcol[None, :]
-        vptr = words + LAYOUT[I_VALUES] // 2 + slot[None, :] * VW + vcol[:, None]
-        kmask = live[:, None] if KWP == KW else live[:, None] & (kcol[None, :] < KW)
-        vmask = live[None, :] if VWP == VW else live[None, :] & (vcol[:, None] < VW)
-        k = tl.load(kptr, mask=kmask, other=0)
-        v = tl.load(vptr, mask=vmask, other=0)  # [VWP, N]
-        valid = (position >= lo) & (position < hi)
-        if RAW:
-            s = tl.dot(k.to(dot_type), q_parts[0]) * factor
-        else:
-            kscale, kzero = meta_pair(tl.load(numbers + LAYOUT[I_KMETA] // 4 + slot, mask=live, other=0))
-            vword = tl.load(numbers + LAYOUT[I_VMETA] // 4 + slot, mask=live, other=0)
-            vscale, vzero = meta_pair(tl.where(valid, vword, 0))
-            s = tl.broadcast_to(-offset[None, :], [N, GP])
-            for part in tl.static_range(KPARTS):
-                s = tl.dot(shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), q_parts[part], s)
-            s = s * (kscale * factor)[:, None] + total[None, :] * (kzero * factor)[:, None]
-        if HAS_CAP:
-            cap = logit_cap * LOG2E
-            s = cap * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
-        s = tl.where(valid[:, None], s, float("-inf"))
-        top = top_eighths(s)
-        if not RAW:
-            top += weight_exponent(top_eighths(tl.broadcast_to(vscale[:, None], [N, GP])))
-        elif dot_type == tl.float16:
-            top += weight_exponent(tl.full([8, GP], 1.0, tl.float32))
-        m_new = tl.maximum(m, tl.max(top, 0))
-        s -= m_new[None, :]
-        prob = tl.exp2(s)
-        alpha = tl.exp2(m - m_new)
-        m = m_new
-        l_part = l_part * alpha[None, :] + eighths(prob)
-        if RAW:
-            weight = prob.to(dot_type)
-            v = tl.where(valid[None, :], v.to(dot_type), tl.zeros([VWP, N], dot_type))
-        else:
-            z_part = z_part * alpha[None, :] + eighths(prob * vzero[:, None])
-            weight = (prob * vscale[:, None]).to(tl.float16)
-            excess = tl.dot(tl.full([VWP, N], -MAGIC, tl.float16), weight)  # [VWP, GP], equal rows
-        updated = ()
-        for part in tl.static_range(VPARTS):
-            if RAW:
-                updated = updated + (tl.dot(v, weight, accs[part] * alpha[None, :]),)
-            else:
-                codes = shifted_codes(v, VB, part // BYTES, part % BYTES, ASM)
-                updated = updated + (tl.dot(codes, weight, accs[part] * alpha[None, :] + excess),)
-        accs = updated
-        if KEEP:
-            kept = tile - shared
-            token = kept * N + tl.arange(0, N)
-            fits = (g < G) & (kept >= 0) & (kept < room)
-            logit_ptr = logits_ptr + token[:, None] * G + g[None, :]
-            tl.store(logit_ptr, s.to(tl.float16), mask=fits[None, :], eviction_policy="evict_last")
-            tl.store(tile_max_ptr + kept * G + g, m, mask=fits, eviction_policy="evict_last")
-        page, lo, hi = tile_page(
-            tile + 1, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
+    ahead = tl.arange(0, AHEAD)
+    for some in range(first, last, AHEAD):
+        pages_of, lo_of, hi_of = tile_pages(
+            some + ahead, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
             TIER, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
+        for tile in range(some, tl.minimum(some + AHEAD, last)):
+            here = ahead == tile - some
+            page = tl.sum(tl.where(here, pages_of, 0), 0)
+            lo, hi = tl.sum(tl.where(here, lo_of, 0), 0), tl.sum(tl.where(here, hi_of, 0), 0)
+            slot = (tile % CHUNKS) * N + tl.arange(0, N)
+            live = slot < TOKENS
+            page_at = page.to(tl.int64) * PAGE_BYTES
+            numbers = (pages + page_at).to(tl.pointer_type(tl.int32))
+            words = word_ptr + page_at // 2
+            position = tl.load(numbers + LAYOUT[I_POSITIONS] // 4 + slot, mask=live, other=-1)
+            kptr = words + LAYOUT[I_KEYS] // 2 + slot[:, None] * KW + kcol[None, :]
+            vptr = words + LAYOUT[I_VALUES] // 2 + slot[None, :] * VW + vcol[:, None]
+            kmask = live[:, None] if KWP == KW else live[:, None] & (kcol[None, :] < KW)
+            vmask = live[None, :] if VWP == VW else live[None, :] & (vcol[:, None] < VW)
+            k = tl.load(kptr, mask=kmask, other=0)
+            v = tl.load(vptr, mask=vmask, other=0)  # [VWP, N]
+            valid = (position >= lo) & (position < hi)
+            if RAW:
+                s = tl.dot(k.to(dot_type), q_parts[0]) * factor
+            else:
+                kscale, kzero = meta_pair(tl.load(numbers + LAYOUT[I_KMETA] // 4 + slot, mask=live, other=0))
+                vword = tl.load(numbers + LAYOUT[I_VMETA] // 4 + slot, mask=live, other=0)
+                vscale, vzero = meta_pair(tl.where(valid, vword, 0))
+                s = tl.broadcast_to(-offset[None, :], [N, GP])
+                for part in tl.static_range(KPARTS):
+                    s = tl.dot(shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), q_parts[part], s)
+                s = s * (kscale * factor)[:, None] + total[None, :] * (kzero * factor)[:, None]
+            if HAS_CAP:
+                cap = logit_cap * LOG2E
+                s = cap * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
+            s = tl.where(valid[:, None], s, float("-inf"))
+            top = top_eighths(s)
+            if not RAW:
+                top += weight_exponent(top_eighths(tl.broadcast_to(vscale[:, None], [N, GP])))
+            elif dot_type == tl.float16:
+                top += weight_exponent(tl.full([8, GP], 1.0, tl.float32))
+            m_new = tl.maximum(m, tl.max(top, 0))
+            s -= m_new[None, :]
+            prob = tl.exp2(s)
+            alpha = tl.exp2(m - m_new)
+            m = m_new
+            l_part = l_part * alpha[None, :] + eighths(prob)
+            if RAW:
+                weight = prob.to(dot_type)
+                v = tl.where(valid[None, :], v.to(dot_type), tl.zeros([VWP, N], dot_type))
+            else:
+                z_part = z_part * alpha[None, :] + eighths(prob * vzero[:, None])
+                weight = (prob * vscale[:, None]).to(tl.float16)
+                excess = tl.dot(tl.full([VWP, N], -MAGIC, tl.float16), weight)  # [VWP, GP], equal rows
+            updated = ()
+            for part in tl.static_range(VPARTS):
+                if RAW:
+                    updated = updated + (tl.dot(v, weight, accs[part] * alpha[None, :]),)
+                else:
+                    codes = shifted_codes(v, VB, part // BYTES, part % BYTES, ASM)
+                    updated = updated + (tl.dot(codes, weight, accs[part] * alpha[None, :] + excess),)
+            accs = updated
+            if KEEP:
+                kept = tile - shared
+                token = kept * N + tl.arange(0, N)
+                fits = (g < G) & (kept >= 0) & (kept < room)
+                logit_ptr = logits_ptr + token[:, None] * G + g[None, :]
+                tl.store(logit_ptr, s.to(tl.float16), mask=fits[None, :], eviction_policy="evict_last")
+                tl.store(tile_max_ptr + kept * G + g, m, mask=fits, eviction_policy="evict_last")
 
     norm = tl.sum(l_part, 0)
     z = tl.sum(z_part, 0)
@@ -212,7 +213,7 @@ def split_kernel(
     DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
-    TURN: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
+    TURN: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs): a range of the layer's work each, of those that have one.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
@@ -254,6 +255,7 @@ def split_kernel(
                         tile_max_ptr + tiles_before[tier] * G, shared[tier], rooms[tier], partial_out + slot * G * DV,
                         partial_lse + slot * G, tier, layout_of(LAYOUTS, tier), TILES[tier],
                         PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP if tier == 0 else KEEP_LOW, ASM,
+                        AHEAD,
                     )  # fmt: skip
         unit += 1
         if unit % TIERS == 0 and start < stop:

@@ -27,6 +27,22 @@ def tile_page(
 
 
 @triton.jit
+def tile_pages(
+    tiles, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
+    TIER: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """Pages of ``tiles`` [T] and their position ranges; past the last entry, page 0 and an empty range."""
+    entry = tiles // CHUNKS
+    live = entry < count
+    column = table_column(entry, TIER, MAX_BLOCKS)
+    at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
+    page = tl.load(page_table + at, mask=live, other=0)
+    lo = tl.load(range_lo + at, mask=live, other=0)
+    hi = tl.load(range_hi + at, mask=live, other=0)
+    return page, lo, hi
+
+
+@triton.jit
 def head_tiles(counts, LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.constexpr):
     """Table entries that a head has in each tier, to which ``counts`` points, and tiles of them: two tuples.
     ``TILES``: slots of a tile of each tier."""

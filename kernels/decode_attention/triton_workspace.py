@@ -21,14 +21,16 @@ from sglang_diffkv.mem_pool.state import PageState
 class DecodeConfig:
     """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
     at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice), ``programs`` (0: as many as the GPU
-    holds at once); the score pass gives a head at most ``score_parts`` programs (0: as many as fill the GPU) of
-    ``score_warps`` warps, ``score_tokens`` tokens an iteration."""
+    holds at once), which look up the pages of ``ahead`` tiles (a power of two) at once; the score pass gives a head at
+    most ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
+    iteration."""
 
     tile: int = 64
     warps: int = 1
     stages: int = 2
     registers: int = 168
     programs: int = 0
+    ahead: int = 64
     score_parts: int = 0
     score_tokens: int = 256
     score_warps: int = 2
