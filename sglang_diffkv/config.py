@@ -46,6 +46,9 @@ class DiffKVConfig(Strict):
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
             and what attention gives once more; ``both`` does both. Attention stays the same, and what has outliers
             loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values.
+        key_means: the path of a file of ``python -m sglang_diffkv.calibrate.means``: a vector for each layer and KV
+            head that is taken off every key before it is stored. Attention stays the same, and keys lose less at few
+            bits.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
         thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model, the path of a
@@ -59,6 +62,7 @@ class DiffKVConfig(Strict):
     page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed", "exact"] = "compressed"
     rotate: RotateName = "none"
+    key_means: str | None = Field(default=None, min_length=1)
     share_min_tokens: int = Field(default=128, ge=1)
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
@@ -92,6 +96,10 @@ class DiffKVConfig(Strict):
             raise ValueError(f'"thresholds": "{self.thresholds}" brings tiers, policy and rotate; drop {named}')
         if self.rotate != "none" and all(tier.is_raw for tier in self.parsed_tiers):
             raise ValueError(f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none')
+        if self.key_means is not None and all(tier.is_raw for tier in self.parsed_tiers):
+            raise ValueError("key_means serve quantised tiers, and BF16 is none")
+        if self.key_means is not None and self.build_policy().running is not None:
+            raise ValueError(f"policy {self.policy and self.policy.name} compares keys with each other: drop key_means")
         return self
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.key_means import read_key_means
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.ledger import pages_for
@@ -36,11 +37,13 @@ class MemoryPlan:
     def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
 
-        Raises ConfigError for unsupported head sizes, and for a method that cannot serve this model.
+        Raises ConfigError for unsupported head sizes, and for a method or key means that cannot serve this model.
         """
         model, ranks = configurator.model_config, configurator.server_args.tp_size
         fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim)
         config.check_heads(num_layers, model.get_total_num_kv_heads())
+        if config.key_means is not None:
+            read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
         return cls(config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks)
@@ -122,5 +125,6 @@ class MemoryPlan:
             f"{geometry.num_pages} pages of {fmt.page_bytes} B for {self.num_layers} layers x {self.num_heads} "
             f"KV heads = {pool / MIB:.1f} MiB, page table of {geometry.num_blocks} blocks of {TABLE_BLOCK}; "
             f"capacity {capacity} tokens at the high tier, bf16 in the same bytes: {bf16}; "
-            f"rotation {config.rotate}; prefix fidelity {config.prefix_fidelity}"
+            f"rotation {config.rotate}; key means {config.key_means or 'none'}; "
+            f"prefix fidelity {config.prefix_fidelity}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Ops, Scaling, Step
@@ -24,7 +24,9 @@ class _Wrapper:
 
     Args:
         rotation: what is rotated before it is stored. queries: where decode steps keep their queries, for a policy
-            that judges running requests.
+            that judges running requests. key_means: [L, H, head_dim] float, taken off keys before they are stored, not
+            rotated; see ``sglang_diffkv/key_means.py``. Not for layers with a logit cap, which sees what softmax does
+            not.
     """
 
     decodes: bool
@@ -37,8 +39,14 @@ class _Wrapper:
         *,
         rotation: Rotation = NO_ROTATION,
         queries: QueryCache | None = None,
+        key_means: torch.Tensor | None = None,
     ):
         self.state, self.ops, self.policy, self.rotation, self.queries = state, ops, policy, rotation, queries
+        self.key_means: torch.Tensor | None = None  # [L, H, head_dim] of the state's dtype, rotated as keys are
+        if key_means is not None:
+            assert key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
+            means = key_means.to(state.device, torch.float32)
+            self.key_means = (rotate(means)[0] if rotation.keys else means).to(state.dtype)
         self.step: Step | None = None
 
     def begin(self) -> None:
@@ -60,6 +68,9 @@ class _Wrapper:
         """
         assert self.step is not None, "plan comes first"
         q, key, value = self.rotation.of(self.ops.rotate, q, key, value)
+        if self.key_means is not None:
+            assert not scaling.cap, "a logit cap sees what is taken off keys"
+            key = key - self.key_means[layer]
         self.ops.append(self.state, layer, key, value, self.step)
         out = self._attend(self.step, layer, q, key, value, scaling)
         return self.ops.rotate(out)[0] if self.rotation.values else out

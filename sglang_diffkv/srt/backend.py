@@ -12,6 +12,7 @@ from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.rotate.reference import Rotation
+from sglang_diffkv.key_means import of_rank, read_key_means
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.srt import compat
@@ -48,8 +49,9 @@ class DiffKVAttnBackend(AttentionBackend):
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
         queries = None if running is None else running.cache
-        self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries)
-        self.extend = ExtendWrapper(*core, rotation=rotation)
+        means = self._key_means(runner, config, scalings)
+        self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
+        self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
                 self._make_ready(runner.dtype, config, scalings)
@@ -57,6 +59,19 @@ class DiffKVAttnBackend(AttentionBackend):
                 manager.device.stream = runner.forward_stream
         self.launched: LaunchedStep | None = None
         """The pass that runs, as the host planned it: prompts only."""
+
+    def _key_means(self, runner: Any, config: DiffKVConfig, scalings: Sequence[Scaling]) -> torch.Tensor | None:
+        """Of this rank's heads, [L, H, head_dim]. Raises ConfigError and UnsupportedError."""
+        if config.key_means is None:
+            return None
+        if any(scaling.cap for scaling in scalings):
+            raise UnsupportedError(
+                "diffkv: this model's layers have a logit cap, under which attention would not stay the same without "
+                "the key_means. Drop them from --diffkv-config."
+            )
+        state, ranks = self.state, self.manager.ranks
+        every = (state.num_layers, runner.model_config.get_total_num_kv_heads(), state.fmt.head_dim)
+        return of_rank(read_key_means(config.key_means, *every), ranks.rank, ranks.size, state.num_heads)
 
     def _make_ready(self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling]) -> None:
         """Choose and compile the kernels, now that the model's layers are known."""

@@ -13,6 +13,7 @@ import requests
 
 from benchmarks import splits
 from benchmarks.paths import NANO
+from sglang_diffkv.calibrate import means
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
@@ -143,14 +144,20 @@ def test_bad_requests_fail_alone(server: Server) -> None:
     assert replies[0]["output_ids"] == replies[1]["output_ids"]
 
 
-def test_rotated_keys_answer_over_chunks_and_prefix_hits(server_of: Callable[..., Server]) -> None:
+def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(
+    server_of: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     items = reference.select(splits.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=12)
     tokenizer = load_tokenizer(NANO)
     prompts = [chat_ids(tokenizer, x.prompt) for x in items]
-    config = {"rotate": "keys", "policy": {"name": "diffkv", "alpha_high": 5, "window": 32}}
+    folder = tmp_path_factory.mktemp("means")
+    (folder / "text.txt").write_text("\n".join(x.prompt for x in splits.load("calib")[:20]), encoding="utf-8")
+    path = str(folder / "means.safetensors")
+    assert means.main(["--model", str(NANO), "--text", str(folder / "text.txt"), "--output", path]) == 0
+    config = {"rotate": "keys", "key_means": path, "policy": {"name": "diffkv", "alpha_high": 5, "window": 32}}
     server = server_of("diffkv", ["--chunked-prefill-size", "64"], config=config)
     for _ in range(2):
         replies = client.run(server.url, prompts, 400, concurrency=6)
         assert sum(reference.judge(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 11
     assert all(r.cached_tokens for r in replies)
-    assert "rotation keys" in server.log_text()
+    assert f"rotation keys; key means {path}" in server.log_text()

@@ -1,0 +1,48 @@
+"""A vector for each layer and KV head that is taken off every key before it is stored.
+
+``q . (k - m)`` is ``q . k`` less a number that is the same for all keys of a query, which softmax does not see:
+attention and scores stay what they are. Keys of a head have much in common, and what is left without it takes a smaller
+range of codes. (SageAttention, Zhang et al., ICLR 2025, takes the mean off a pass's keys before it quantises them; a
+cache needs one vector for all requests, so it is measured once: ``python -m sglang_diffkv.calibrate.means``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sglang_diffkv.errors import ConfigError
+
+NAME = "key_means"
+
+
+def write_key_means(path: Path, means: torch.Tensor, facts: Mapping[str, str]) -> None:
+    """``means`` [layers, KV heads, head_dim], of keys as attention gets them. ``facts``: how they were measured."""
+    save_file({NAME: means.float().contiguous()}, path, dict(facts))
+
+
+def read_key_means(path: str, layers: int, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """[layers, KV heads, head_dim] float32, of all ranks' heads. Raises ConfigError."""
+    try:
+        with safe_open(path, "pt") as file:
+            means = file.get_tensor(NAME)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"key_means {path} cannot be read: {error}") from None
+    if tuple(means.shape) != (layers, kv_heads, head_dim):
+        raise ConfigError(
+            f"key_means {path} is of {list(means.shape)} [layers, KV heads, head_dim], the model has "
+            f"{[layers, kv_heads, head_dim]}: measure them with this model (python -m sglang_diffkv.calibrate.means)"
+        )
+    if not means.isfinite().all():
+        raise ConfigError(f"key_means {path} holds numbers that are not finite")
+    return means.float()
+
+
+def of_rank(means: torch.Tensor, rank: int, ranks: int, heads: int) -> torch.Tensor:
+    """Those of the ``heads`` KV heads that one of so many tensor-parallel ranks has."""
+    first = rank * means.shape[1] // ranks
+    return means[:, first : first + heads]
