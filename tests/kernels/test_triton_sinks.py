@@ -66,10 +66,12 @@ def queries(count: int, dtype: torch.dtype, tokens: int = 1) -> torch.Tensor:
     return q.to(DEVICE, dtype)
 
 
-def check(out: torch.Tensor, expected: torch.Tensor) -> None:
+def check(out: torch.Tensor, expected: torch.Tensor, tokens: int = 0) -> None:
+    """``tokens`` that one program attends to: a tensor core truncates each that it adds to a sink's large sum, so the
+    error grows with them."""
     assert out.isfinite().all()
     errors = [close(out[:, head], expected[:, head]) for head in range(len(SHARES))]
-    assert max(errors) < BOUND, errors
+    assert max(errors) < BOUND * max(tokens / 8192, 1), errors
 
 
 CASES = [
@@ -105,7 +107,7 @@ def test_decode(tiers, std, count, sink, splits, dtype):
     expected, expected_lse = decode_reference(state, 0, q, row, lens, SCALE)
     received = (q.float()[0, :, 0] * 16.0 * SCALE - expected_lse[0]).exp()
     assert (received - torch.tensor(SHARES, device=DEVICE)).abs().max() < 0.02, "the test is to have a sink"
-    check(out, expected)
+    check(out, expected, count // splits)
     assert (lse - expected_lse).abs().max() < 5e-3
 
 
