@@ -125,6 +125,7 @@ def decode_attention(
     assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
     assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[1] * heads == q_heads
     assert workspace.partial_lse.shape[0] >= workspace.programs + batch * heads * len(fmt.tiers)
+    assert workspace.planned == batch, "plan comes first"
     check_rows(rows, num_valid, state)
     if out is None:
         out = torch.empty(batch, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)

@@ -36,8 +36,9 @@ class DecodeConfig:
     score_warps: int = 2
 
 
-COST_BYTES = 256
-"""Bytes that are worth 1 where the work of tiers is weighed."""
+COST_BYTES = 512
+"""Bytes that are worth 1 where the work of tiers is weighed: a layer's line, int32, is 1.1 TB long at most. Pages that
+several requests share count for each."""
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
@@ -142,7 +143,7 @@ def even_parts(state: PageState, batch: int, config: DecodeConfig) -> tuple[int,
 
 @dataclass
 class DecodeWorkspace:
-    """Scratch of decode attention, shared by all layers; static addresses for graph capture.
+    """Scratch of a step's decode attention, shared by all layers; static addresses for graph capture.
 
     ``logits`` and ``tile_max`` are empty unless scores are kept. The requests share a head's ``room`` slots, cut up by
     :meth:`plan`; slots past it are attended to, but keep their old score.
@@ -160,6 +161,8 @@ class DecodeWorkspace:
     starts: torch.Tensor  # [L, at least B * H * T] int32, where the work of each unit begins
     begun: torch.Tensor  # [L, programs, 4] int32: the unit in which each begins, where that begins, its row, nothing
     ranges: torch.Tensor  # [L, 2] int32, work of a program and of all
+    planned: int = 0
+    """Requests of the step that ``plan`` was called for."""
 
     @classmethod
     def create(
@@ -177,6 +180,7 @@ class DecodeWorkspace:
         batch, layers, heads = rows.shape[0], state.num_layers, state.num_heads
         tiers, room_for = len(state.fmt.tiers), self.offsets.shape[2]
         assert batch <= room_for
+        self.planned = batch
         constants = tile_constants(state.fmt, self.config)
         slots = tuple(padded_slots(x, n) for x, n in zip(state.fmt.layouts, constants["TILES"], strict=True))
         costs = tuple(n // tile * w for n, tile, w in zip(slots, constants["TILES"], constants["WEIGHTS"], strict=True))

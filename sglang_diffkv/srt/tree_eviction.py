@@ -34,7 +34,8 @@ class EvictingTree(RadixCache):
     least_kept_waiting: int
     """The same for a compressed leaf, of which the device has to tell what its end returned."""
     least_cut: int
-    """From such a leaf so many tokens are cut at least: a full pool would wait at every step for the few it needs."""
+    """From such a leaf so many tokens are cut at least, as far as enough stay: a full pool would wait at every step for
+    the few it needs."""
 
     def evictable_size(self) -> int:
         return self.ledger.evictable()
@@ -115,7 +116,8 @@ class EvictingTree(RadixCache):
         """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
         tokens, least_kept = self.manager.segments.tokens_for(leaf.segment, pages), self.least_kept
         if not leaf.segment.as_computed:
-            tokens, least_kept = max(tokens, self.least_cut), self.least_kept_waiting
+            least_kept = self.least_kept_waiting
+            tokens = max(tokens, min(self.least_cut, len(leaf.key) - least_kept))
         kept = len(leaf.key) - tokens
         if kept < max(least_kept, 1):
             return leaf

@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.decode_attention.triton import (
 from sglang_diffkv.kernels.decode_attention.triton_ranges import LEAST_TILES, MOST_RANGES
 from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     DecodeConfig,
+    DecodeScratch,
     DecodeWorkspace,
     score_programs,
     tile_constants,
@@ -173,6 +174,11 @@ def test_uneven_requests_share_the_programs(monkeypatch, tiers):
     valid = torch.tensor([4], dtype=torch.int32, device=DEVICE)
     workspace.plan(state, rows, valid)
     assert (workspace.programs, score_programs(state, 4, config)[0]) == (12, 6)
+    first_heads = workspace.begun[..., 0] // len(state.fmt.tiers)  # [L, programs]
+    ranges = -(-workspace.ranges[:, 1] // workspace.ranges[:, 0])  # [L]
+    for layer in range(state.num_layers):
+        held = first_heads[layer, : ranges[layer]].bincount(minlength=8)  # 2 heads of each request
+        assert (held[2:4] >= 3).all() and (held[[0, 1, 4, 5, 6, 7]] <= 1).all()
     assert (workspace.parts_of[..., 1] >= 4).all() and (workspace.parts_of[..., [0, 2, 3]] <= 2).all()
     twin, found, expected = clone_state(state), FoundTokens.create(state, 4, config), StepScores.create(state, 4)
     for layer in range(state.num_layers):
@@ -187,6 +193,61 @@ def test_uneven_requests_share_the_programs(monkeypatch, tiers):
         there = twin.tiers[tier].positions[held] >= 0
         got_scores, scores = (x.tiers[tier].scores[held][there] for x in (state, twin))
         torch.testing.assert_close(got_scores, scores, rtol=5e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("joiners", "dim", "group"), [(1, 64, 4), (8, 256, 8), pytest.param(0, 64, 2, marks=pytest.mark.full)]
+)
+def test_more_results_than_are_joined_at_once(monkeypatch, joiners, dim, group):
+    """A long request's head is cut into some twenty ranges, whose normalisers and results take several iterations."""
+    for module in ("triton", "triton_workspace"):
+        monkeypatch.setattr(
+            f"sglang_diffkv.kernels.decode_attention.{module}.score_programs", lambda *args: (1, joiners)
+        )
+    manager = make_manager(make_format("K8V4 K4V2", dim, page_tokens=8), layers=1, heads=1, pages=300)
+    generator, state = torch.Generator().manual_seed(1), manager.state
+    for row, count in ((1, 390), (2, 33)):
+        add_prompt(manager, row, count, generator, compact=row == 2)
+    rows, lengths = torch.tensor([1, 2], device=DEVICE), torch.tensor([390, 33], device=DEVICE)
+    config = DecodeConfig(tile=16, programs=400)
+    workspace = DecodeWorkspace.create(state, 2, group, config=config)
+    workspace.partial_out.fill_(float("nan"))
+    workspace.partial_lse.fill_(float("nan"))
+    q = torch.randn(2, group, dim, generator=generator).to(DEVICE, BF16)
+    valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    workspace.plan(state, rows, valid)
+    at_once = join_plan(state, 2, group, config, scored=False)[1]
+    assert workspace.ranges[0, 1] // workspace.ranges[0, 0] > (16 if joiners <= 1 else at_once["AT_ONCE"])
+    out, lse = decode_attention(state, 0, q, rows, lengths, 0.1, workspace, valid)
+    expected, expected_lse = reference(state, 0, q, rows, lengths, 0.1)
+    assert close(out, expected) < 6e-3 and (lse - expected_lse).abs().max() < 5e-3
+
+
+def test_one_scratch_for_steps_that_grow_and_shrink():
+    """What a larger step left behind is not read; the last request of each is padding."""
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
+    generator, state = torch.Generator().manual_seed(4), manager.state
+    lengths = {1: 70, 2: 9, 3: 33, 4: 1}
+    for row, count in lengths.items():
+        add_prompt(manager, row, count, generator)
+    scratch = DecodeScratch.create(state, 5, 4, config=DecodeConfig(tile=16, programs=9))
+    for chosen in ([1, 2, 3, 4], [2], [4, 3], [], [3, 1]):
+        batch = len(chosen) + 1
+        rows = torch.tensor([*chosen, 0], device=DEVICE)
+        seq_lens = torch.tensor([*(lengths[x] for x in chosen), 1], device=DEVICE)
+        workspace = scratch.workspace(state, batch)
+        workspace.partial_out.fill_(float("nan"))
+        workspace.partial_lse.fill_(float("nan"))
+        q = torch.randn(batch, 4, 64, generator=generator).to(DEVICE, BF16)
+        valid = torch.tensor([len(chosen)], dtype=torch.int32, device=DEVICE)
+        with pytest.raises(AssertionError, match="plan comes first"):
+            decode_attention(state, 1, q, rows, seq_lens, 0.1, workspace, valid)
+        workspace.plan(state, rows, valid)
+        out, lse = decode_attention(state, 1, q, rows, seq_lens, 0.1, workspace, valid)
+        assert not out[-1].any() and torch.isneginf(lse[-1]).all()
+        if chosen:
+            expected, expected_lse = reference(state, 1, q[:-1], rows[:-1], seq_lens[:-1], 0.1)
+            assert close(out[:-1], expected) < 6e-3 and (lse[:-1] - expected_lse).abs().max() < 5e-3
 
 
 def line_of(entries: list[list[int]], costs: list[int], turn: int) -> tuple[list[int], int]:

@@ -16,7 +16,7 @@ from sglang_diffkv.evaluate.tasks import reference
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer
 
-pytestmark = [pytest.mark.server, pytest.mark.new_process]
+pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
 NEW_TOKENS = 48
@@ -52,6 +52,7 @@ def _tokens(records: list[Record]) -> list[list[int]]:
     return [record.output_ids for record in records]
 
 
+@pytest.mark.new_process
 @pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.full)])
 def test_installed_but_not_selected_changes_nothing(
     count: int, prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]

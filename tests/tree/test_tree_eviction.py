@@ -54,6 +54,21 @@ def test_a_cut_that_waits_for_the_device_is_worth_it(exact: bool) -> None:
         world.check()
 
 
+def test_less_is_cut_where_a_whole_cut_would_leave_too_little() -> None:
+    """As on a GPU, where as many tokens are worth cutting as are worth keeping: a leaf between one and two of these
+    keeps what is worth it, and the next cut takes it whole."""
+    world = World(1200, exact=False, longest=420)
+    world.tree.least_cut = world.tree.least_kept_waiting = 100
+    tokens = world.tokens(150)
+    world.leave(world.prompt(tokens), insert=False)
+    world.manager.counts.settle()
+    world.tree.evict(EvictParams(num_tokens=4))
+    assert len(world.leaf(tokens).key) == 100
+    world.tree.evict(EvictParams(num_tokens=4))
+    assert not world.segments()
+    world.check()
+
+
 def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
     world = World(800)
     world.leave(world.prompt(world.tokens(40)), insert=False)
