@@ -94,10 +94,11 @@ class DiffKVConfig(Strict):
         if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             named = " and ".join(sorted(given))
             raise ValueError(f'"thresholds": "{self.thresholds}" brings tiers, policy and rotate; drop {named}')
-        if self.rotate != "none" and all(tier.is_raw for tier in self.parsed_tiers):
-            raise ValueError(f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none')
-        if self.key_means is not None and all(tier.is_raw for tier in self.parsed_tiers):
-            raise ValueError("key_means serve quantised tiers, and BF16 is none")
+        if all(tier.is_raw for tier in self.parsed_tiers):
+            if self.rotate != "none":
+                raise ValueError(f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none')
+            if self.key_means is not None:
+                raise ValueError("key_means serve quantised tiers, and BF16 is none")
         if self.key_means is not None and self.build_policy().running is not None:
             raise ValueError(f"policy {self.policy and self.policy.name} compares keys with each other: drop key_means")
         return self

@@ -30,6 +30,7 @@ from sglang_diffkv.mem_pool.state import PageState
 Q_HEADS, KV_HEADS, TOKENS = 32, 8, 160_000
 BATCHES = (8, 40, 64, 128)
 SHAPES = ("equal", "steps", "lognormal", "one long", "heads")
+WAYS = {"without scores": False, "with scores": True}
 
 
 def sizes_of(shape: str, batch: int) -> list[list[float]]:
@@ -114,9 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output:
         args.output.write_text(json.dumps({"provenance": provenance("kernels.uneven", argv), "rows": rows}, indent=1))
     return 0
-
-
-WAYS = {"without scores": False, "with scores": True}
 
 
 def _cell(row: dict[str, Any], even: dict[str, Any] | None, way: str) -> str:

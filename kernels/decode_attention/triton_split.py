@@ -16,7 +16,7 @@ from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     head_tiles,
     kept_slots,
     kept_tiles,
-    tile_pages,
+    tile_page,
 )
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
@@ -121,7 +121,7 @@ def attend_tier(
 
     ahead = tl.arange(0, AHEAD)
     for some in range(first, last, AHEAD):
-        pages_of, lo_of, hi_of = tile_pages(
+        pages_of, lo_of, hi_of = tile_page(
             some + ahead, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
             TIER, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip

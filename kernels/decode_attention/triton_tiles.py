@@ -15,24 +15,8 @@ def tile_page(
     tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
     TIER: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Page of a tile and its position range; past the last entry, page 0 and an empty range. Scalars."""
+    """Pages of tiles (any shape) and their position ranges; past the last entry, page 0 and an empty range."""
     entry = tile // CHUNKS
-    live = entry < count
-    column = table_column(entry, TIER, MAX_BLOCKS)
-    at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
-    page = tl.load(page_table + at, mask=live, other=0)
-    lo = tl.load(range_lo + at, mask=live, other=0)
-    hi = tl.load(range_hi + at, mask=live, other=0)
-    return page, lo, hi
-
-
-@triton.jit
-def tile_pages(
-    tiles, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
-    TIER: tl.constexpr, CHUNKS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
-    """Pages of ``tiles`` [T] and their position ranges; past the last entry, page 0 and an empty range."""
-    entry = tiles // CHUNKS
     live = entry < count
     column = table_column(entry, TIER, MAX_BLOCKS)
     at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
