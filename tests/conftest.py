@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PRELOADED: pytest.StashKey[Preloaded] = pytest.StashKey()
 
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
-settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=30)
+settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=20)
 settings.register_profile("fuzz", max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 

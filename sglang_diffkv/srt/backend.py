@@ -131,7 +131,7 @@ class DiffKVAttnBackend(AttentionBackend):
         self.extend.plan(rows, *lens, launched.start, launched.new_tokens, prompts=launched.prompts, judged=judged)
         self.launched = launched
 
-    # Layers
+    # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 
     def _run(self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any) -> torch.Tensor:
         if k is None or v is None:
@@ -147,12 +147,14 @@ class DiffKVAttnBackend(AttentionBackend):
                 self.manager.end_prompts(self.launched)
         return out.reshape(out.shape[0], -1)
 
+    @torch.compiler.disable
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         _refuse(more)
         return self._run(self.extend, q, k, v, layer)
 
+    @torch.compiler.disable
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:

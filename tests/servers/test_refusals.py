@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from benchmarks.paths import NANO
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
-from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
+from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.compat import release
 from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
@@ -169,9 +171,17 @@ def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> s
     if path is not None:
         env["PYTHONPATH"] = os.pathsep.join([str(path), env.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu", *args]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode != 0, done.stdout
-    return done.stdout + done.stderr
+    with tempfile.TemporaryFile() as output:
+        process = Server.popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        try:
+            code = process.wait(240)
+        finally:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+        output.seek(0)
+        told = output.read().decode()
+    assert code != 0, told
+    return told
 
 
 @pytest.mark.server

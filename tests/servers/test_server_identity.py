@@ -23,12 +23,14 @@ NEW_TOKENS = 48
 STOCK = {"SGLANG_PLUGINS": "none"}
 CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
 """Half of the prompts are longer than 128 tokens, so the first runs them in both ways."""
+SHARED = 4
+"""Prompts over one prefix."""
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=20, seed=3)
-    items += [x for x in splits.load("dev") if x.task == "fewshot_shared"][:4]
+@pytest.fixture(scope="module", params=[16, pytest.param(24, marks=pytest.mark.full)])
+def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
+    items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=request.param - SHARED, seed=3)
+    items += [x for x in splits.load("dev") if x.task == "fewshot_shared"][:SHARED]
     return [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
 
 

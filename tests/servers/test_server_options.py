@@ -25,6 +25,7 @@ from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.compat import CANARY_ON_CPU
+from tests.servers.shared import STRICT
 
 pytestmark = [
     pytest.mark.server,
@@ -103,25 +104,28 @@ class Events:
         return len(ids) - 1
 
 
-@pytest.fixture(scope="module")
-def listened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Events]]:
+@pytest.fixture(scope="module", params=["no canary", pytest.param("canary", marks=pytest.mark.full)])
+def listened(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Events]]:
+    """One server, and one more with the canary, whose kernels are slow when interpreted."""
     folder = tmp_path_factory.mktemp("adapters")
     events = Events()
     args = ["--max-total-tokens", "2000", "--max-running-requests", str(RUNNING), "--chunked-prefill-size", "128"]
-    args += ["--kv-canary", "raise", "--kv-canary-sweep-interval", "5", "--disable-cuda-graph"]
+    args += ["--disable-cuda-graph"]
     args += ["--kv-events-config", events.option()]
     args += ["--enable-lora", "--lora-paths", *(f"{x}={_adapter(folder / x, i)}" for i, x in enumerate("ab"))]
     args += ["--max-lora-rank", "4", "--lora-backend", "torch_native", "--max-loras-per-batch", "3"]
     args += ["--strip-thinking-cache", "--reasoning-parser", "qwen3", "--enable-priority-scheduling"]
     args += ["--enable-return-hidden-states", "--enable-custom-logit-processor"]
-    env = {
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "SGLANG_DIFFKV_CHECK_INTEGRITY": "1",
-        "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
-        "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS": "5",
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(UNPINNED), os.environ.get("PYTHONPATH", "")]),
-    }
+    env = {**STRICT, "PYTHONPATH": os.pathsep.join([str(UNPINNED), os.environ.get("PYTHONPATH", "")])}
+    if request.param == "canary":
+        args += ["--kv-canary", "raise", "--kv-canary-sweep-interval", "5"]
+        env |= {
+            "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT": "1",
+            "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS": "5",
+            "TRITON_INTERPRET": "1",
+        }
     with Server(NANO, "diffkv", args, diffkv_config={"prefix_fidelity": "exact"}, env=env) as running:
         yield running, events
         assert running.alive(), "the server died during the tests"
@@ -258,6 +262,7 @@ def test_beams_are_declined(server: Server) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("listened", ["canary"], indirect=True)
 def test_the_canary_stays_silent(server: Server) -> None:
     """Names are those of the tokens that every request reads and the prefix cache holds, while both change."""
 
