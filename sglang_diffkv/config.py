@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -21,10 +22,19 @@ RotateName = Literal["none", "keys", "values", "both"]
 """What is rotated before it is stored."""
 ROTATIONS: tuple[RotateName, ...] = get_args(RotateName)
 
+ROTATED_KEY_BITS = 4
+"""Of tiers that are rotated unless told otherwise; 8 bits lose nothing that it would save."""
+
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
 
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
 """Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
+
+
+def _usual_rotation(tiers: Sequence[str]) -> RotateName:
+    parsed = [Tier.parse(name) for name in tiers]
+    few = any(tier.k_bits <= ROTATED_KEY_BITS for tier in parsed)
+    return "both" if few and not any(tier.is_raw for tier in parsed) else "none"
 
 
 class DiffKVConfig(Strict):
@@ -45,7 +55,8 @@ class DiffKVConfig(Strict):
             and logit cap.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
             and what attention gives once more; ``both`` does both. Attention stays the same, and what has outliers
-            loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values.
+            loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values. By
+            default ``both`` where a tier has keys of 4 bits or fewer and none is raw, else ``none``.
         key_means: the path of a file of ``python -m sglang_diffkv.calibrate.means``: a vector for each layer and KV
             head that is taken off every key before it is stored. Attention stays the same, and keys lose less at few
             bits.
@@ -61,7 +72,7 @@ class DiffKVConfig(Strict):
     policy: Annotated[PolicyConfig, Field(discriminator="name")] | None = None
     page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed", "exact"] = "compressed"
-    rotate: RotateName = "none"
+    rotate: RotateName = Field(default_factory=lambda given: _usual_rotation(given.get("tiers", ())))
     key_means: str | None = Field(default=None, min_length=1)
     share_min_tokens: int = Field(default=128, ge=1)
     gpu_ops: Literal["triton", "reference"] = "triton"

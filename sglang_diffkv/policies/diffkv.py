@@ -81,7 +81,7 @@ class DiffKVPolicyConfig(PolicyOptions):
     most_tiers: ClassVar[int] = MOST_TIERS
 
     name: Literal["diffkv"] = "diffkv"
-    alpha_high: float = Field(default=1.0, ge=0, description="at or above this, a token stays in the high tier")
+    alpha_high: float = Field(default=3.0, ge=0, description="at or above this, a token stays in the high tier")
     alpha_between: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         default=(),
         description="with three and four tiers: below alpha_high, at or above the first of these, a token is in the "
@@ -89,7 +89,7 @@ class DiffKVPolicyConfig(PolicyOptions):
     )
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
-    sinks: int = Field(default=0, ge=0, le=4096, description="first tokens that always stay in the high tier")
+    sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
     head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
         default=None, min_length=1, description="[layers][KV heads] factors of all thresholds"

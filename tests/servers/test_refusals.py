@@ -33,7 +33,7 @@ from sglang_diffkv.srt.validation import check_layers, check_model, check_server
         ('{"tiers": ["K4V2", "K8V4"]}', "ever fewer bytes"),
         ('{"tiers": ["BF16", "K8V4", "K4V2"]}', "tiers"),
         ('{"policy": {"name": "diffkv", "alpha_high": -1}}', "alpha_high"),
-        ('{"policy": {"name": "diffkv", "alpha_low": 2}}', "alpha_low"),
+        ('{"policy": {"name": "diffkv", "alpha_low": 4}}', "alpha_low"),
         ('{"policy": {"name": "diffkv", "window": 0}}', "window"),
         ('{"policy": {"name": "diffkv", "sinks": -1}}', "sinks"),
         ('{"policy": {"name": "diffkv", "horizon": 0.5}}', "horizon"),
@@ -69,7 +69,10 @@ def test_config_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_defaults_and_round_trip() -> None:
     config = DiffKVConfig()
     assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 256, False)
-    assert config.build_policy() == DiffKVPolicyConfig().build() == DiffKVPolicy()
+    assert config.build_policy() == DiffKVPolicyConfig().build() == DiffKVPolicy(alpha_high=3.0, sinks=4)
+    rotated = {tiers: DiffKVConfig(tiers=tiers).rotate for tiers in (("K8V4", "K4V2"), ("K4V2",), ("K8V4",), ("BF16",))}
+    assert list(rotated.values()) == ["both", "both", "none", "none"]
+    assert DiffKVConfig(rotate="keys").rotate == "keys"
     assert load_config(config.model_dump_json(exclude_none=True)) == config
     assert load_config('{"tiers": ["BF16"]}').lossless
 

@@ -20,6 +20,9 @@ from sglang_diffkv.evaluate.store import Store
 from tests.tools.evaluation import REFERENCE
 from tests.tools.figures import BASE, figure, point, servers
 
+USUAL = "rotated both sinks 4"
+"""Of the built-in defaults, in a configuration's name."""
+
 
 @pytest.fixture
 def started(monkeypatch):
@@ -42,7 +45,7 @@ def test_precisions_with_their_mirror_images(tmp_path, started):
 
 
 def test_figures_share_answers_and_a_broken_run_goes_on(tmp_path, started, monkeypatch):
-    args = [*BASE, "--output", str(tmp_path), "--tiers", "K8V4", "--alpha-high", "0", "3", "--alpha-low", "0"]
+    args = [*BASE, "--output", str(tmp_path), "--tiers", "K8V4", "--alpha-high", "0", "1", "--alpha-low", "0"]
 
     working = runner.start
 
@@ -56,15 +59,15 @@ def test_figures_share_answers_and_a_broken_run_goes_on(tmp_path, started, monke
         assert cli.main(["fig8", *args]) == 1
     assert started == ["stock"] and not (tmp_path / "fig8.json").exists()
     assert cli.main(["fig8", "fig10", *args]) == 0
-    assert started == ["stock", "K8V4", "diffkv K8V4-K4V2 (3, 0)", "diffkv K8V4-K4V2 (1, 0)"]
+    assert started == ["stock", "K8V4", f"diffkv K8V4-K4V2 (1, 0) {USUAL}", f"diffkv K8V4-K4V2 (3, 0) {USUAL}"]
     assert cli.main(["fig10", "fig11", "--parts", "uniform", "thresholds", *args]) == 0
     assert len(started) == 4, "all answers were there"
     labels = [(x.series, x.label) for x in figure(tmp_path, "fig10").points]
     assert labels == [
         ("stock bf16", "bf16"),
         (cases.ALPHA_HIGH, "low tier off"),
-        (cases.ALPHA_HIGH, "(3, 0)"),
-        (cases.ALPHA_LOW, "(1, 0)"),
+        (cases.ALPHA_HIGH, "(1, 0)"),
+        (cases.ALPHA_LOW, "(3, 0)"),
     ]
 
 
@@ -127,7 +130,7 @@ def test_shares_by_task_are_asked_task_by_task(tmp_path, started):
     assert {x.suite: x.n for x in data.points} == {
         "reference/reference/add": 3, "reference/reference/few": 4, "reference/reference/sort": 1
     }  # fmt: skip
-    assert {x.configuration for x in data.points} == {"diffkv K8V4-K4V2 (1, 0)"} == set(started)
+    assert {x.configuration for x in data.points} == {f"diffkv K8V4-K4V2 (3, 0) {USUAL}"} == set(started)
     for x in data.points:
         assert (x.share_high, x.share_low, x.share_pruned) == pytest.approx((0.6, 0.3, 0.1))
     assert "thresholds: defaults, none are calibrated for this model" in data.notes
@@ -156,8 +159,8 @@ def test_sweeps_of_thresholds():
 def test_thresholds_are_the_model_s_and_never_the_figure_s_choice():
     assert cases.chosen("Qwen/QwQ-32B").alpha_high == 3.0
     assert cases.chosen("Qwen/QwQ-32B").source == "calibrated, published"
-    assert cases.chosen(str(NANO)).alpha_high == 1.0
-    assert (cases.chosen(str(NANO), 3.0).alpha_high, cases.chosen(str(NANO), 3.0).source) == (3.0, "command line")
+    assert (cases.chosen(str(NANO)).alpha_high, cases.chosen(str(NANO)).rotate) == (3.0, "both")
+    assert (cases.chosen(str(NANO), 2.0).alpha_high, cases.chosen(str(NANO), 2.0).source) == (2.0, "command line")
     assert cases.chosen("Qwen2.5-7B").alpha_high is None
     assert diffkv(cases.chosen("Qwen2.5-7B"), "").label == "(-, 0.04)"
 

@@ -241,9 +241,9 @@ def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch):
     monkeypatch.delenv(CONFIG_ENV, raising=False)
     calibrated = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
     other = SimpleNamespace(attention_backend="diffkv", model_path=str(NANO))
-    for server_args, expected in ((calibrated, 3.0), (other, 1.0), (calibrated, 3.0)):
+    for server_args, expected in ((calibrated, 64), (other, 256), (calibrated, 64)):
         hooks.check_server_args(lambda self: None, server_args)
-        assert load_config().build_policy().alpha_high == expected
+        assert load_config().build_policy().window == expected
     start('{"page_tokens": 16}', str(NANO))
     hooks.check_server_args(lambda self: None, other)
     assert load_config().page_tokens == 16, "the launch keeps what its command line gave"
