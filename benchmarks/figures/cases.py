@@ -67,8 +67,8 @@ def chosen(model: str, alpha_high: float | None = None) -> Thresholds:
     entry = lookup(model)
     if not isinstance(entry, CalibratedThresholds):
         source = "defaults, none are calibrated for this model"
-        more = (DEFAULTS.window, source, DiffKVConfig().rotate, DEFAULTS.sinks)
-        found = Thresholds(TIERS, DEFAULTS.alpha_high, DEFAULTS.alpha_low, *more)
+        rest = (DEFAULTS.window, source, DiffKVConfig().rotate, DEFAULTS.sinks)
+        found = Thresholds(TIERS, DEFAULTS.alpha_high, DEFAULTS.alpha_low, *rest)
     else:
         source = f"calibrated, {entry.source}"
         more = (entry.window, source, entry.rotate, entry.sinks, entry.horizon, entry.head_scale)
