@@ -57,7 +57,7 @@ class Step:
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
     NaN where not judged yet."""
     observe_from: torch.Tensor | None = None
-    """[B] int64: new tokens before this position do not observe, see ``Observation``; None for 0."""
+    """[B] int64: from this position on all new tokens observe, see ``Observation``; None for 0."""
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -70,8 +70,8 @@ class Step:
         counts: list[int], observe_from: list[int] | None = None,
     ) -> Step:  # fmt: skip
         """An extend step. rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are
-        the latter two on the host, so that nothing waits for the device. ``observe_from``: of each request, the first
-        position whose query observes; None where all do."""
+        the latter two on the host, so that nothing waits for the device. ``observe_from``: of each request, the
+        position from which on all queries observe; None where all do."""
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
         total, device = sum(counts), rows.device
         owner = torch.arange(len(counts), device=device).repeat_interleave(extend_lens, output_size=total)

@@ -99,7 +99,8 @@ class ReferenceOps:
             return raw_attention(state, layer, q, *lens, scale)
         return extend_attention(
             state, layer, q, key, value, *lens, scale, update_scores=policy.compresses, logit_cap=cap,
-            judged=step.judged, observe_from=step.observe_from, reduce=policy.observation.reduce,
+            judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
+            reduce=policy.observation.reduce,
         )  # fmt: skip
 
     def compact_step(

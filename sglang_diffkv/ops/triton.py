@@ -100,11 +100,10 @@ class TritonOps:
             self.ragged = RaggedPrefill(*shape, state.dtype, state.device, *scaling, buffer=buffer)
 
     def memory(self) -> dict[str, int]:
-        lines = dict.fromkeys(("attention scratch", "decode searches", "decode decisions", "step constants"), 0)
+        lines = dict.fromkeys(("decode scratch", "decode spans", "step constants"), 0)
         for x in self.buffers:
-            lines["attention scratch"] += tensor_bytes(x.scratch)
-            lines["decode searches"] += tensor_bytes(x.found) if x.found is not None else 0
-            lines["decode decisions"] += tensor_bytes(x.compaction) + tensor_bytes(x.compaction.spans)
+            lines["decode scratch"] += x.scratch.memory.nbytes
+            lines["decode spans"] += tensor_bytes(x.compaction.spans)
             lines["step constants"] += tensor_bytes(x)
         lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
         return {**lines, "decisions": self.decisions.nbytes(), "FlashInfer's plans": self.ragged_plan_bytes}
@@ -137,9 +136,15 @@ class TritonOps:
             b.positions[:batch],
             b.num_valid,
             b.num_valid,
-            found=b.found,
-            scratch=(b.scratch.workspace(state, batch), b.compaction),
+            found=None if b.searches is None else b.searches.found(state, batch),
+            scratch=(b, b.scratch.workspaces(state, batch)),
         )
+
+    def _slice(self, step: Step, number: int) -> tuple[slice, torch.Tensor]:
+        """Requests of a decode step that attend together, and [1] int32 how many of them are not padding."""
+        buffers, workspaces = step.scratch
+        valid = step.num_valid if len(workspaces) == 1 else buffers.valid_of[number, :1]
+        return slice(number * self.config.requests, (number + 1) * self.config.requests), valid
 
     def begin(self, state: PageState, step: Step, decode: bool) -> None:
         if decode:
@@ -149,8 +154,13 @@ class TritonOps:
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
         if decode:
+            buffers, workspaces = step.scratch
+            if len(workspaces) > 1:
+                buffers.share_out(step.num_valid)
             judge_low = step.found is not None and step.found.judge_low
-            step.scratch[0].plan(state, step.rows, step.num_valid, judge_low=judge_low)
+            for number, workspace in enumerate(workspaces):
+                part, valid = self._slice(step, number)
+                workspace.plan(state, step.rows[part], valid, judge_low=judge_low)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -169,22 +179,28 @@ class TritonOps:
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor:
-        return decode_attention(
-            state,
-            layer,
-            q.contiguous(),
-            step.rows,
-            step.seq_lens,
-            scale,
-            step.scratch[0],
-            step.num_valid,
-            found=step.found,
-            window=policy.window,
-            sinks=policy.sinks,
-            horizon=policy.horizon,
-            logit_cap=cap,
-            reduce=policy.observation.reduce,
-        )[0]
+        q = q.contiguous()
+        out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
+        for number, workspace in enumerate(step.scratch[1]):
+            part, valid = self._slice(step, number)
+            decode_attention(
+                state,
+                layer,
+                q[part],
+                step.rows[part],
+                step.seq_lens[part],
+                scale,
+                workspace,
+                valid,
+                out=out[part],
+                found=None if step.found is None else step.found.of_requests(part),
+                window=policy.window,
+                sinks=policy.sinks,
+                horizon=policy.horizon,
+                logit_cap=cap,
+                reduce=policy.observation.reduce,
+            )
+        return out
 
     def extend(
         self,
@@ -226,6 +242,7 @@ class TritonOps:
             new_part=new_part,
             judged=step.judged,
             observe_from=observe_from if observation.queries else None,
+            observe_every=observation.every,
             reduce=observation.reduce,
         )[0]
 
