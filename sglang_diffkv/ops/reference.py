@@ -117,6 +117,10 @@ class ReferenceOps:
             sums = sum_scores(state, rows) if isinstance(rule, StepCuts) and rule.of_sum else None
             compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers), sums))
 
+    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+        for row, seq_len in ends:
+            self.compact_prompt(state, row, seq_len, policy)
+
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         cuts = self.decisions.of_row(state, row, seq_len, policy)
         if cuts is not None:
@@ -163,8 +167,8 @@ class ReferenceOps:
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
 
-    def seal(self, state: PageState, row: int) -> None:
-        seal(state, row)
+    def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
+        seal(state, rows)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

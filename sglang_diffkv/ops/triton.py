@@ -10,12 +10,12 @@ import torch
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach, keep, seal
-from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
+from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
-from sglang_diffkv.kernels.cuts import StepCuts
+from sglang_diffkv.kernels.cuts import Cuts, StepCuts
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_of_each_variant, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
@@ -34,11 +34,12 @@ from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.window_scores.triton import window_scores
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
+from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Pointwise, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -265,10 +266,19 @@ class TritonOps:
             sum_scores(state, rows, num_valid, workspace.sums)
         compact_step(state, rows, seq_lens, found, workspace, num_valid, rule)
 
-    def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        cuts = self.decisions.of_row(state, row, seq_len, policy)
-        if cuts is not None:
-            compact_prompt(state, row, seq_len, self.prompt, cuts)
+    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+        if policy.prompt is None:
+            return
+        most = PROMPTS if isinstance(policy.prompt, Pointwise) else 1  # other rules judge each row for itself
+        for first in range(0, len(ends), most):
+            some = ends[first : first + most]
+            cuts = self.decisions.of_row(state, *some[0], policy)
+            assert cuts is not None
+            self._compact(state, some, cuts)
+
+    def _compact(self, state: PageState, ends: Sequence[tuple[int, int]], cuts: Cuts) -> None:
+        rows, seq_lens = to_device(tuple(zip(*ends, strict=True)), state.device)
+        compact_prompts(state, rows, seq_lens, self.prompt, cuts)
 
     def copy_compact(
         self,
@@ -302,7 +312,7 @@ class TritonOps:
 
     def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
         put_scores(state, row, judgement.scores)
-        compact_prompt(state, row, seq_len, self.prompt, judgement.cuts)
+        self._compact(state, [(row, seq_len)], judgement.cuts)
 
     def copy_judged(
         self, state: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
@@ -314,8 +324,8 @@ class TritonOps:
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
 
-    def seal(self, state: PageState, row: int) -> None:
-        seal(state, row)
+    def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
+        seal(state, rows)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

@@ -7,7 +7,7 @@ import torch
 
 from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as reference
-from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
+from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
@@ -33,6 +33,11 @@ def cuts_of(policy: DiffKVPolicy, state: PageState) -> Cuts:
     cuts = Decisions().of_row(state, 1, 0, policy)
     assert cuts is not None
     return cuts
+
+
+def ends_of(*ends: tuple[int, int]) -> torch.Tensor:
+    """[2, B]: rows, and tokens of their sequences."""
+    return torch.tensor(ends, device=DEVICE).t().contiguous()
 
 
 def tokens_of(state, row, layer, tier):
@@ -66,7 +71,7 @@ def test_matches_reference(tiers, alphas, sinks, scales):
     add_prompt(manager, 1, 47, generator, compact=False)
     twin, cuts = clone_state(state), cuts_of(policy, state)
     workspace = PromptWorkspace.create(state)
-    compact_prompt(state, 1, 47, workspace, cuts)
+    compact_prompts(state, *ends_of((1, 47)), workspace, cuts)
     reference(twin, 1, 47, cuts)
     check_integrity(manager)
     for name in ("entries", "own_tokens", "hole", "fault"):
@@ -90,7 +95,7 @@ def test_a_second_chunk_joins_what_went_down(tiers):
     for end, count in ((30, 30), (47, 17), (61, 14)):
         add_prompt(manager, 1, count, generator, compact=False)
         twin = clone_state(state)
-        compact_prompt(state, 1, end, workspace, cuts_of(policy, state))
+        compact_prompts(state, *ends_of((1, end)), workspace, cuts_of(policy, state))
         reference(twin, 1, end, cuts_of(policy, twin))
         check_integrity(manager)
         for name in ("entries", "own_tokens", "hole", "fault"):
@@ -112,6 +117,6 @@ def test_without_spare_pages_nothing_is_demoted(tiers):
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
     assert manager.device.free_pages() == 0
     policy, state = with_between(DiffKVPolicy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
-    compact_prompt(state, 1, 48, PromptWorkspace.create(state), cuts_of(policy, state))
+    compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1:].any()
     check_integrity(manager)

@@ -95,6 +95,6 @@ def test_prompts_that_do_not_compress_as_expected_wait(seed: int) -> None:
     drawn = random.Random(seed)
     server = DiffKVServer(FMT, 6000, heads(0.05), rows=60, longest=3200)
     requests = [Request(drawn.choice((300, 1500, 2200)), drawn.choice((40, 200, 400))) for _ in range(60)]
-    server.manager.prompts.end_chunk = lambda row: None
+    server.manager.prompts.end_chunk = lambda *rows: None
     seen = drain(server, requests, 256, lambda step: None)
     assert seen.compacted > 3 and seen.held > 0, (seen.compacted, seen.held)
