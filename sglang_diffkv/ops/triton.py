@@ -222,9 +222,9 @@ class TritonOps:
             )
             self.ragged = None
         new_part = self.ragged.run(q, key, value) if self.ragged is not None else None
-        observation, observe_from = policy.observation, step.observe_from
-        if observation.queries and observe_from is None:  # the same kernels whether or not a window is in sight
-            observe_from = torch.zeros_like(step.extend_lens)
+        observation = policy.observation
+        if observation.queries and step.observe_from is None:  # the same kernels whether or not a window is in sight
+            step.observe_from = torch.zeros_like(step.extend_lens)
         return extend_attention(
             state,
             layer,
@@ -242,7 +242,7 @@ class TritonOps:
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,
-            observe_from=observe_from if observation.queries else None,
+            observe_from=step.observe_from if observation.queries else None,
             observe_every=observation.every,
             reduce=observation.reduce,
         )[0]
