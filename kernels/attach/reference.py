@@ -50,7 +50,8 @@ def keep(state: PageState, row: int) -> None:
 
 
 def seal(state: PageState, rows: int | torch.Tensor) -> None:
-    """Make all present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its own."""
+    """Make all present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
+    own."""
     state.own_entry[rows] = state.entries[rows]
     state.own_tokens[rows] = 0
     state.hole[rows] = -1

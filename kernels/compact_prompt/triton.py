@@ -15,7 +15,6 @@ from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.kernels.triton_tokens import cut_arguments
 from sglang_diffkv.mem_pool.state import PageState
 
-
 PROMPTS = 16
 """Prompts that are compacted together at most."""
 

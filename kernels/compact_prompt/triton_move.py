@@ -70,7 +70,7 @@ def return_kernel(
     rows, spare, surplus, places, page_table, row_blocks, ring, refcount, num_pages,
     TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * L * H): what a head has left goes to its span of the ring: the spare pages, then high pages in order."""
+    """Grid (B * L * H): what a head has left goes to its span of the ring: spare pages, then high pages in order."""
     b, flat = tl.program_id(0) // (L * H), tl.program_id(0) % (L * H)
     layer, head = flat // H, flat % H
     row = tl.load(rows + b)
@@ -145,9 +145,7 @@ def append_lower(
     return used + total, opened, next_page, spare_page, taken
 
 
-@triton.jit(
-    do_not_specialize=["window", "sinks", "values_len"], do_not_specialize_on_alignment=["rows", "seq_lens"]
-)
+@triton.jit(do_not_specialize=["window", "sinks", "values_len"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def compact_kernel(
     rows, seq_lens, window, sinks, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
     spare, surplus, freed, raw_like, pages, page_table,
@@ -155,11 +153,11 @@ def compact_kernel(
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * L * H). Cuts [L, H] and values [L, H, values_len] as ``Cuts`` has them. Without a spare page of a tier a
-    head demotes nothing to it. A row with a fault, which is about to be aborted, stays as it is.
+    """Grid (B * L * H). Cuts [L, H] and values [L, H, values_len] as ``Cuts`` has them. Without a spare page of a tier
+    a head demotes nothing to it. A row with a fault, which is about to be aborted, stays as it is.
 
-    Writes what is left over: ``spare`` [B, TIERS - 1, L * H], surplus [B, L * H, 2] int32 the table entries from and to,
-    freed [B, L * H] int32 the number of pages."""
+    Writes what is left over: ``spare`` [B, TIERS - 1, L * H], surplus [B, L * H, 2] int32 the table entries from and
+    to, freed [B, L * H] int32 the number of pages."""
     b, flat = tl.program_id(0) // (L * H), tl.program_id(0) % (L * H)
     layer, head = flat // H, flat % H
     row, seq_len = tl.load(rows + b), tl.load(seq_lens + b).to(tl.int32)

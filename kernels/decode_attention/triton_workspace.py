@@ -23,7 +23,8 @@ class DecodeConfig:
     at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice), ``programs`` (0: as many as the GPU
     holds at once), which look up the pages of ``ahead`` tiles (a power of two) at once; the score pass gives a head at
     most ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
-    iteration. A step of more than ``requests`` attends in slices of so many, one after the other, which share scratch."""
+    iteration. A step of more than ``requests`` attends in slices of so many, one after the other, which share
+    scratch."""
 
     tile: int = 64
     warps: int = 1
@@ -304,9 +305,7 @@ class DecodeScratch:
     def workspaces(self, state: PageState, batch: int) -> tuple[DecodeWorkspace, ...]:
         """The scratch of each slice of a step of ``batch`` requests, at most the scratch's."""
         most = self.offsets.shape[3]
-        return tuple(
-            self.workspace(state, min(batch - first, most), first // most) for first in range(0, batch, most)
-        )
+        return tuple(self.workspace(state, min(batch - first, most), first // most) for first in range(0, batch, most))
 
     def workspace(self, state: PageState, batch: int, number: int = 0) -> DecodeWorkspace:
         """The scratch of ``batch`` requests, at most those of a slice, that are slice ``number`` of a step."""

@@ -17,20 +17,23 @@ OBSERVED = 64
 
 @dataclass(frozen=True)
 class Observers:
-    """Positions whose queries count: all from ``since`` on, and of those before each ``every``-th, 0 for none."""
+    """Positions whose queries count: all from ``since`` on, and of those before each ``every``-th, which stands for as
+    many; 0 for none."""
 
     since: int
     every: int = 0
 
-    def watches(self, position: torch.Tensor) -> torch.Tensor:
-        """Whether they count, of positions of any shape."""
-        sampled = position % self.every == self.every - 1 if self.every else torch.zeros_like(position, dtype=torch.bool)
-        return (position >= self.since) | sampled
+    def weight(self, position: torch.Tensor) -> torch.Tensor:
+        """For how many queries that of each position counts, any shape."""
+        weight = (position >= self.since).long()
+        if self.every:
+            weight += self.every * ((position < self.since) & (position % self.every == self.every - 1))
+        return weight
 
     def before(self, position: torch.Tensor) -> torch.Tensor:
-        """How many of them lie before each of ``position``."""
+        """The sum of weights before each of ``position``."""
         count = (position - self.since).clamp(min=0)
-        return count + position.clamp(max=self.since) // self.every if self.every else count
+        return count + position.clamp(max=self.since) // self.every * self.every if self.every else count
 
 
 def extend_attention(
@@ -62,8 +65,8 @@ def extend_attention(
         judged: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens of the
             request, which it shares: their mean scores go there and not into the pages.
         observe_from: [B] int64: queries at such positions and later ones count, in this call and as the observers of
-            the means so far; None for all. observe_every: of those before, each so-manieth counts (``Observers``); 0:
-            none.
+            the means so far; None for all. observe_every: of those before, each so-manieth counts, as so many
+            (``Observers``); 0: none.
         reduce: ``max`` or ``mean``.
 
     Returns:
@@ -148,9 +151,9 @@ def _attend(
         outs.append(prob @ all_values)
         own = prob[..., paged.shape[1] :]
         diagonal = own.gather(3, query.view(1, 1, -1, 1).expand(*own.shape[:3], 1)).squeeze(3)
-        silent = ~observers.watches(prefix + query)
-        prob = prob.masked_fill(silent.view(1, 1, -1, 1), 0.0)
-        diagonal = diagonal.masked_fill(silent, 0.0)
+        weight = observers.weight(prefix + query)
+        prob = prob * weight.view(1, 1, -1, 1)
+        diagonal = diagonal * weight
         received += prob.sum(2)
         received[..., paged.shape[1] + query] -= diagonal
     out = torch.cat(outs, 2).permute(2, 0, 1, 3).reshape(count, q_heads, -1).to(q.dtype)

@@ -24,10 +24,10 @@ def capped(s, logit_cap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def observers_before(position, since, EVERY: tl.constexpr):
-    """``reference.Observers.before``: how many queries that count lie before positions of any shape."""
+    """``reference.Observers.before``: for how many the queries before positions of any shape count."""
     count = tl.maximum(position - since, 0)
     if EVERY > 0:
-        count += tl.minimum(position, since) // EVERY
+        count += tl.minimum(position, since) // EVERY * EVERY
     return count
 
 
@@ -68,7 +68,7 @@ def new_scores_kernel(
 ):  # fmt: skip
     """Grid (B * H * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
 
-    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, none with 0.
+    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, none with 0.
 
     ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come first.
     """
@@ -109,6 +109,7 @@ def new_scores_kernel(
                 total += received_from(
                     q, lse, k, start, column, query, asked, at, factor, logit_cap, D, H * G, True, HAS_CAP
                 )
+            total *= EVERY
         for begin in range(own_first, tl.minimum(first + N, extend), M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
@@ -140,8 +141,8 @@ def page_received(
     KPARTS: tl.constexpr, BYTES: tl.constexpr, KW: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
     HQ: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """What [N] packed keys, ``k_parts`` [N, padded KW] each, receive from those of queries ``query`` [M] of one head that
-    are ``asked``."""
+    """What [N] packed keys, ``k_parts`` [N, padded KW] each, receive from those of queries ``query`` [M] of one head
+    that are ``asked``."""
     kcol = tl.arange(0, dot_padded(KW))
     vector = (start + query).to(tl.int64) * HQ + query_head
     norm = tl.load(lse + vector, mask=asked, other=float("inf"))
@@ -173,8 +174,8 @@ def page_scores_kernel(
 
     With ``JUDGE`` grid (1, H, programs): the first ``judged_len`` tokens of ``request``, which it shares; their scores
     go to ``judged`` [L, H, judged_len], NaN where there is none yet, and not into the pages.
-    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, and did in earlier steps, none
-    with 0.
+    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, and did in earlier
+    steps, none with 0.
     """
     b = tl.program_id(0)
     if JUDGE:
@@ -244,6 +245,7 @@ def page_scores_kernel(
                         q, lse, k_parts, start, query, asked, head * G + g, sm_scale * LOG2E, logit_cap,
                         KPARTS, BYTES, KW, N, M, D, H * G, HAS_CAP,
                     )  # fmt: skip
+                sums *= EVERY
             for begin in range(silent, extend, M):
                 sums += page_received(
                     q, lse, k_parts, start, begin + m, begin + m < extend, head * G + g, sm_scale * LOG2E, logit_cap,

@@ -107,8 +107,8 @@ class _Coming:
 class UsageMeter:
     """Measures a manager's pages, in stream order with the forward passes.
 
-    A reading takes launches for every ``READ_AT`` requests and some that grow with nothing, and one transfer; on the device
-    its time goes by the tokens of running requests and the pages of the pool.
+    A reading takes launches for every ``READ_AT`` requests and some that grow with nothing, and one transfer; on the
+    device its time goes by the tokens of running requests and the pages of the pool.
     """
 
     def __init__(self, manager: PageManager):

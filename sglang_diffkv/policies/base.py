@@ -31,7 +31,7 @@ class Observation:
     queries: int = 0
     """Newest tokens of a prompt that all observe in the prompt phase; 0: all."""
     every: int = 0
-    """Of the tokens before them, each so-manieth observes; 0: none."""
+    """Of the tokens before them, each so-manieth observes, for as many as that; 0: none."""
     reduce: Literal["max", "mean"] = "max"
     """Over the query heads of a KV head."""
 

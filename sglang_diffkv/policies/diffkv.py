@@ -15,8 +15,8 @@ Beyond the paper:
 - all thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose
   (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
   give heads budgets of their own; here a head's share follows from its thresholds, as in the paper);
-- of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled, each ``observe_every``-th: the mean is then
-  over the sampled ones, and a prompt's scores cost that much less;
+- of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled: each ``observe_every``-th then stands for
+  as many in the mean, and a prompt's scores cost that much less;
 - there may be three or four tiers, for which the paper has page tables (section 5.3) and no algorithm. A prompt's token
   goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier,
   the candidate or, if that stays, the high tier's least significant token, goes to the tier that its own score names,
@@ -43,8 +43,8 @@ OBSERVERS = 256
 class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
     ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
-    ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere. ``observe_every``: of a
-    prompt's tokens but the newest, each so-manieth observes.
+    ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
+    ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.

@@ -20,16 +20,16 @@ LENGTH, GROUP, SCALE = 40, 3, 0.3
 
 
 def observed(q: torch.Tensor, key: torch.Tensor, since: int, reduce: str, every: int = 0) -> torch.Tensor:
-    """[H, tokens]: the mean attention of each token from later ones at ``since`` or behind, and of those before from each
-    ``every``-th; 0 where there are none."""
+    """[H, tokens]: the mean attention of each token from later ones at ``since`` or behind, and of those before from
+    each ``every``-th, which counts as so many; 0 where there are none."""
     heads = key.shape[1]
     logits = torch.einsum("ihgd,jhd->hgij", q.float().unflatten(1, (heads, GROUP)), key.float()) * SCALE
     position = torch.arange(len(q))
     prob = logits.masked_fill(position > position.unsqueeze(1), float("-inf")).softmax(3)  # [H, G, query, key]
-    watches = position >= since
+    weight = (position >= since).float()
     if every:
-        watches |= (position + 1) % every == 0
-    counts = (position.unsqueeze(1) > position) & watches.unsqueeze(1)
+        weight[:since][(position[:since] + 1) % every == 0] = every
+    counts = (position.unsqueeze(1) > position) * weight.unsqueeze(1)
     mean = (prob * counts).sum(2) / counts.sum(0).clamp(min=1)
     return mean.mean(1) if reduce == "mean" else mean.amax(1)
 

@@ -36,7 +36,8 @@ CASES = [
 
 
 WINDOWS = [
-    (None, 0), ((0, 0, 0), 0), ((48, 30, 13), 0), ((54, 200, 9), 0), ((48, 30, 13), 4), ((54, 200, 9), 3), ((9, 66, 0), 2)
+    (None, 0), ((0, 0, 0), 0), ((48, 30, 13), 0), ((54, 200, 9), 0),
+    ((48, 30, 13), 4), ((54, 200, 9), 3), ((9, 66, 0), 2),
 ]  # fmt: skip
 """Position of each request from which on all observe: from the first on; from new tokens on; in the prefix; behind
 all. And of those before each so-manieth."""
