@@ -11,9 +11,6 @@ TABLE_BLOCK = 8
 """Columns of a page-table block."""
 
 
-FEW_ROWS = 256
-"""Rows that may be in use together however small the pool is, with a page a head each at least."""
-
 LEAST_KV_SLOTS = 4
 """KV slots for each token of nominal capacity, at least."""
 
@@ -123,12 +120,11 @@ class Geometry:
     @property
     def num_blocks(self) -> int:
         """Table blocks: the entries of all pages twice over, and an end of each tier, two at least, for rows that
-        are in use together: those of large pools hold two blocks' entries on average. Where blocks run out, prefixes
-        are evicted, then requests retracted."""
+        are in use together, which the pages they share take as well. Where they run out, prefixes are evicted, then
+        requests retracted."""
         entries = -(-self.num_pages // self.heads)
         rows = min(self.num_rows, 512) + min(self.num_segments, 512)
-        together = max(entries // (2 * TABLE_BLOCK), min(entries, FEW_ROWS))
-        return 1 + 2 * -(-entries // TABLE_BLOCK) + max(len(self.fmt.tiers), 2) * min(rows, together)
+        return 1 + 2 * -(-entries // TABLE_BLOCK) + max(len(self.fmt.tiers), 2) * min(rows, 2 * entries)
 
     @property
     def judged_tokens(self) -> int:

@@ -55,7 +55,7 @@ def prompt(manager: PageManager, row: int, count: int) -> None:
 
 def cached(segments: int) -> PageManager:
     """A prefix cache of so many prompts, and two running requests."""
-    manager = make_manager(policy=TIERS, pages=12000, segments=600, rows=4)
+    manager = make_manager(policy=TIERS, pages=6000, segments=600, rows=4)
     for _ in range(segments):
         prompt(manager, 3, 20)
         assert manager.segments.share(3, 0, 20) is not None
