@@ -312,7 +312,19 @@ class DecodeScratch:
         assert 0 < batch <= self.offsets.shape[3]
         parts = layer_parts(state, batch, self.group, self.programs, self.room)
         logits, tile_max, partial_out, partial_lse = cut(self.of_layers, parts)
-        shared = (x[number] for x in (self.offsets, self.parts_of, self.starts, self.begun, self.ranges))
+        plan = (self.offsets, self.parts_of, self.starts, self.begun, self.ranges)
+        offsets, parts_of, starts, begun, ranges = (x[number] for x in plan)
         return DecodeWorkspace(
-            self.config, self.programs, self.room, partial_out, partial_lse, logits, tile_max, *shared
+            self.config,
+            self.programs,
+            self.room,
+            partial_out,
+            partial_lse,
+            logits,
+            tile_max,
+            offsets,
+            parts_of,
+            starts,
+            begun,
+            ranges,
         )

@@ -25,6 +25,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
 )
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.triton_helpers import (
     BF16,
     DEVICE,
@@ -252,11 +253,14 @@ def test_one_scratch_for_steps_that_grow_and_shrink():
             assert close(out[:-1], expected) < 6e-3 and (lse[:-1] - expected_lse).abs().max() < 5e-3
 
 
-@pytest.mark.parametrize("alphas", [(1.0, 0.0), (1.0, 0.3)])
-def test_a_step_in_slices_is_the_step(alphas):
+@pytest.mark.parametrize(
+    "policy",
+    [DiffKVPolicy(1.0, 0.0, WINDOW), DiffKVPolicy(1.0, 0.3, WINDOW), UniformPolicy()],
+    ids=["low", "out", "none"],
+)
+def test_a_step_in_slices_is_the_step(policy):
     """Seven requests, two or three of them padding, in slices of three and at once; twice, since searches share
     memory with nothing that is read later."""
-    policy = DiffKVPolicy(*alphas, window=WINDOW)
     manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), policy=policy)
     generator, state = torch.Generator().manual_seed(5), manager.state
     lengths = {1: 40, 2: 9, 3: 33, 4: 1, 5: 27}
@@ -284,7 +288,8 @@ def test_a_step_in_slices_is_the_step(alphas):
             for layer in range(one.num_layers):
                 ops.append(one, layer, key, value, step)
                 outs.append(ops.decode(one, layer, q, step, 0.1, policy, 0.0))
-            ops.compact_step(one, rows, seq_lens, step.found, policy, step.num_valid)
+            if step.found is not None:
+                ops.compact_step(one, rows, seq_lens, step.found, policy, step.num_valid)
         layers = state.num_layers
         for got, expected in zip(outs[:layers], outs[layers:], strict=True):
             assert close(got, expected) < 2e-3 and not got[len(chosen) :].any()
