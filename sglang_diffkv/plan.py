@@ -60,7 +60,7 @@ class MemoryPlan:
 
     def geometry(self, capacity: int, num_rows: int, max_tokens: int) -> Geometry:
         """Sizes for ``capacity`` high-tier tokens and ``num_rows`` request rows of up to ``max_tokens``."""
-        segments = max(64, min(8192, capacity // (2 * self.fmt.high.tokens)))
+        segments = max(64, min(8192, capacity // (4 * self.fmt.high.tokens)))
         return Geometry(
             fmt=self.fmt,
             num_layers=self.num_layers,

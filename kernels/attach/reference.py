@@ -49,8 +49,9 @@ def keep(state: PageState, row: int) -> None:
     state.kept_entry[row] = state.own_entry[row]
 
 
-def seal(state: PageState, row: int) -> None:
-    """Make all present pages of a row immutable for it: its next token starts a page of its own."""
-    state.own_entry[row] = state.entries[row]
-    state.own_tokens[row] = 0
-    state.hole[row] = -1
+def seal(state: PageState, rows: int | torch.Tensor) -> None:
+    """Make all present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
+    own."""
+    state.own_entry[rows] = state.entries[rows]
+    state.own_tokens[rows] = 0
+    state.hole[rows] = -1

@@ -16,6 +16,12 @@ from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.state import PageState, TierView
 
 
+def compact_prompts(state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, cuts: Cuts) -> None:
+    """``compact_prompt`` of each of ``rows`` [B], different ones, whose sequences have ``seq_lens`` [B] tokens."""
+    for row, seq_len in zip(rows.tolist(), seq_lens.tolist(), strict=True):
+        compact_prompt(state, row, seq_len, cuts)
+
+
 def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None:
     """Sort the own high-tier tokens of ``row`` into tiers and repack them. ``seq_len``: tokens of the sequence."""
     tiers = len(state.tiers)

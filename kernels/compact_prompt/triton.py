@@ -15,56 +15,77 @@ from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.kernels.triton_tokens import cut_arguments
 from sglang_diffkv.mem_pool.state import PageState
 
+PROMPTS = 16
+"""Prompts that are compacted together at most."""
+
 
 @dataclass
 class PromptWorkspace:
-    """Pages that compaction may need beyond a row's own, and those that it leaves over."""
+    """Pages that compaction may need beyond rows' own, and those that it leaves over. ``B``: prompts, at most."""
 
-    spare: torch.Tensor  # [max(T - 1, 1), L * H] int32, of each lower tier
-    surplus: torch.Tensor  # [L * H, 2] int32, high table entries from and to
-    spans: Spans
+    spare: torch.Tensor  # [B, max(T - 1, 1), L * H] int32, of each lower tier
+    surplus: torch.Tensor  # [B, L * H, 2] int32, high table entries from and to
+    freed: torch.Tensor  # [B * L * H] int32, pages of each head that return
+    places: torch.Tensor  # [B * L * H + 1] int64, where in the ring they return to
+    spans: Spans  # of other operations on one row
 
     @classmethod
-    def create(cls, state: PageState) -> PromptWorkspace:
+    def create(cls, state: PageState, prompts: int = PROMPTS) -> PromptWorkspace:
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=state.device)
+
         count = state.num_layers * state.num_heads
         return cls(
-            torch.zeros(max(len(state.fmt.tiers) - 1, 1), count, dtype=torch.int32, device=state.device),
-            torch.zeros(count, 2, dtype=torch.int32, device=state.device),
+            numbers(prompts, max(len(state.fmt.tiers) - 1, 1), count),
+            numbers(prompts, count, 2),
+            numbers(prompts * count),
+            numbers(prompts * count + 1, dtype=torch.int64),
             Spans.create(state, 1),
         )
 
 
-def compact_prompt(
+def compact_prompts(
     state: PageState,
-    row: int,
-    seq_len: int,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
     workspace: PromptWorkspace,
     cuts: Cuts,
 ) -> None:
-    """``reference.compact_prompt``: sort the own high-tier tokens of ``row`` into tiers.
+    """``reference.compact_prompts``: sort the own high-tier tokens of ``rows`` into tiers, all rows at once.
 
-    It borrows one page a head and lower tier from the ring; a head that gets none keeps in the high tier what would go
-    to that tier. The other new pages are the row's own, so they are as many as the reference's, but not the same ones.
+    It borrows one page a head and lower tier of each row from the ring; a head that gets none keeps in the high tier
+    what would go to that tier. The other new pages are the row's own, so they are as many as the reference's, but not
+    the same ones.
+
+    Args:
+        rows, seq_lens: [B] int64, contiguous, as many as the workspace is for at most, different rows; one where heads
+            were judged as a whole.
     """
     cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
-    fmt, count = state.fmt, state.num_layers * state.num_heads
-    freed = workspace.spans.totals[:count]
+    batch = rows.shape[0]
+    assert rows.shape == seq_lens.shape == (batch,) and rows.dtype == seq_lens.dtype == torch.int64
+    assert rows.is_contiguous() and seq_lens.is_contiguous() and rows.device == seq_lens.device == state.device
+    assert batch <= workspace.spare.shape[0] and (cuts.values is None or batch == 1)
+    fmt, count = state.fmt, batch * state.num_layers * state.num_heads
+    if not count:
+        return
+    freed = workspace.freed[:count]
     if len(fmt.tiers) > 1:
         spare_kernel[(1,)](
             workspace.spare, state.ring, state.counters, state.refcount, state.num_pages,
             (len(fmt.tiers) - 1) * count, R=256, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
-        row, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), workspace.spare, workspace.surplus, freed,
+        rows, seq_lens, cuts.window, cuts.sinks, *cut_arguments(cuts), workspace.spare, workspace.surplus, freed,
         state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
         state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
         WHOLE=cuts.values is not None, num_warps=4, **SAME_BITS,
     )  # fmt: skip
-    return_spans(state.counters, freed, workspace.spans.places)
+    return_spans(state.counters, freed, workspace.places)
     return_kernel[(count,)](
-        row, workspace.spare, workspace.surplus, workspace.spans.places, state.page_table, state.row_blocks,
+        rows, workspace.spare, workspace.surplus, workspace.places, state.page_table, state.row_blocks,
         state.ring, state.refcount, state.num_pages,
         TIERS=len(fmt.tiers), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES,
         num_warps=1,

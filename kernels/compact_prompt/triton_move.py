@@ -1,4 +1,4 @@
-"""Prompt-phase compaction of one row: one program a (layer, head), page after page, in place.
+"""Prompt-phase compaction of rows: one program a (row, layer, head), page after page, in place.
 
 A page is read whole before anything is written. Tokens that stay move up to the next free high slot, demoted
 ones are requantised into pages of lower tiers. New pages of all tiers are the row's own pages that were read already,
@@ -47,7 +47,7 @@ def open_page(page, pages, PAGE_BYTES: tl.constexpr, POSITIONS: tl.constexpr, TO
     tl.store(target, tl.full([padded(TOKENS)], EMPTY, tl.int32), mask=token < TOKENS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def spare_kernel(spare, ring, counters, refcount, num_pages, count, R: tl.constexpr):
     """Grid (1): a page of the ring for each of [count] heads, of each lower tier in turn, ``num_pages`` where it has
     none."""
@@ -65,16 +65,19 @@ def spare_kernel(spare, ring, counters, refcount, num_pages, count, R: tl.conste
     tl.store(counters, tl.minimum(first + count, limit))
 
 
-@triton.jit(do_not_specialize=["row"])
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def return_kernel(
-    row, spare, surplus, places, page_table, row_blocks, ring, refcount, num_pages,
+    rows, spare, surplus, places, page_table, row_blocks, ring, refcount, num_pages,
     TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H): what a head has left goes to its span of the ring: the spare pages, then high pages in order."""
-    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
+    """Grid (B * L * H): what a head has left goes to its span of the ring: spare pages, then high pages in order."""
+    b, flat = tl.program_id(0) // (L * H), tl.program_id(0) % (L * H)
+    layer, head = flat // H, flat % H
+    row = tl.load(rows + b)
+    spare += b * (TIERS - 1) * L * H + flat
     place = tl.load(places + tl.program_id(0))
     for lower in tl.static_range(TIERS - 1):
-        spare_page = tl.load(spare + lower * L * H + tl.program_id(0))
+        spare_page = tl.load(spare + lower * L * H)
         if spare_page != num_pages:
             tl.store(refcount + spare_page, 0)
             tl.store(ring + place % num_pages, spare_page)
@@ -142,30 +145,33 @@ def append_lower(
     return used + total, opened, next_page, spare_page, taken
 
 
-@triton.jit(do_not_specialize=["row", "seq_len", "window", "sinks", "values_len"])
+@triton.jit(do_not_specialize=["window", "sinks", "values_len"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def compact_kernel(
-    row, seq_len, window, sinks, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
+    rows, seq_lens, window, sinks, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
     spare, surplus, freed, raw_like, pages, page_table,
     range_lo, range_hi, row_blocks, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H). Cuts [L, H] and values [L, H, values_len] as ``Cuts`` has them. Without a spare page of a tier a
-    head demotes nothing to it. A row with a fault, which is about to be aborted, stays as it is.
+    """Grid (B * L * H). Cuts [L, H] and values [L, H, values_len] as ``Cuts`` has them. Without a spare page of a tier
+    a head demotes nothing to it. A row with a fault, which is about to be aborted, stays as it is.
 
-    Writes what is left over: ``spare``, surplus [L * H, 2] int32 the table entries from and to, freed [L * H] int32 the
-    number of pages."""
-    layer, head = tl.program_id(0) // H, tl.program_id(0) % H
-    cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, tl.program_id(0), TIERS, L * H, WHOLE)
-    values += tl.program_id(0).to(tl.int64) * values_len
-    head_at = (row.to(tl.int64) * L + layer) * H + head
+    Writes what is left over: ``spare`` [B, TIERS - 1, L * H], surplus [B, L * H, 2] int32 the table entries from and
+    to, freed [B, L * H] int32 the number of pages."""
+    b, flat = tl.program_id(0) // (L * H), tl.program_id(0) % (L * H)
+    layer, head = flat // H, flat % H
+    row, seq_len = tl.load(rows + b), tl.load(seq_lens + b).to(tl.int32)
+    spare += b * (TIERS - 1) * L * H + flat
+    cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, flat, TIERS, L * H, WHOLE)
+    values += flat.to(tl.int64) * values_len
+    head_at = (row * L + layer) * H + head
     high_at = head_at * TIERS
     first = tl.load(own_entry + high_at)
     used = tl.load(own_tokens + high_at)
     count = tl.load(entries + high_at) - first
     spares = ()
     for lower in tl.static_range(TIERS - 1):
-        spares = spares + (tl.load(spare + lower * L * H + tl.program_id(0)),)
+        spares = spares + (tl.load(spare + lower * L * H),)
     thread = tl.arange(0, THREADS)
     if (tl.load(fault + row) != 0) | (used == 0):
         tl.store(surplus + tl.program_id(0) * 2, 0)
@@ -278,7 +284,7 @@ def compact_kernel(
     tl.store(own_tokens + high_at, kept)
     tl.store(hole + head_at, -1)
     for lower in tl.static_range(TIERS - 1):
-        tl.store(spare + lower * L * H + tl.program_id(0), spares[lower])
+        tl.store(spare + lower * L * H, spares[lower])
         end = low_first[lower] + kept_pages(low_used[lower], LAYOUTS[lower + 1][I_TOKENS])
         tl.store(entries + high_at + lower + 1, end)
         tl.store(own_tokens + high_at + lower + 1, low_used[lower])

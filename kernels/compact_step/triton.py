@@ -72,7 +72,9 @@ def move_kernel(
 
 @dataclass
 class CompactWorkspace:
-    """A step's moves, static addresses for graph capture: own slots, -1 for none; and where its pages come from."""
+    """A step's moves, static addresses for graph capture: own slots, -1 for none; and where its pages come from.
+
+    All but ``spans`` is written and read behind a step's last layer, so it may lie in memory that layers use."""
 
     demote: torch.Tensor  # [B, L, H] int32
     leave: torch.Tensor  # [B, L, H] int32
@@ -82,14 +84,20 @@ class CompactWorkspace:
     spans: Spans
 
     @classmethod
-    def create(cls, state: PageState, batch: int) -> CompactWorkspace:
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=state.device)
-
+    def create(cls, state: PageState, batch: int, memory: torch.Tensor | None = None) -> CompactWorkspace:
+        """``memory``: uint8, of ``nbytes`` at least."""
         heads = (batch, state.num_layers, state.num_heads)
-        tier = ints(*heads) if len(state.fmt.tiers) > 2 else None
-        sums = torch.zeros(heads, device=state.device)
-        return cls(ints(*heads), ints(*heads), ints(*heads), tier, sums, Spans.create(state, batch))
+        size = cls.nbytes(state, batch)
+        if memory is None:
+            memory = torch.zeros(size, dtype=torch.uint8, device=state.device)
+        demote, leave, target, sums, *tier = memory[:size].view(torch.int32).view(-1, *heads)
+        spans = Spans.create(state, batch)
+        return cls(demote, leave, target, tier[0] if tier else None, sums.view(torch.float32), spans)
+
+    @staticmethod
+    def nbytes(state: PageState, batch: int) -> int:
+        """Bytes of all but ``spans``."""
+        return (4 + (len(state.fmt.tiers) > 2)) * 4 * batch * state.num_layers * state.num_heads
 
 
 def compact_step(

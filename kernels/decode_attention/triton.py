@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,31 @@ class FoundTokens:
         score = torch.where(best == NOTHING, float("inf"), score)
         return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:], self.judge_low)
 
+    def of_requests(self, which: slice) -> FoundTokens:
+        return FoundTokens(self.packed[which], self.judge_low)
+
+
+@dataclass
+class SearchRoom:
+    """Memory for the searches of steps that follow one another: the more requests a step has, the fewer programs share
+    a head of each."""
+
+    memory: torch.Tensor  # int64
+    judge_low: bool
+    config: DecodeConfig
+
+    @staticmethod
+    def nbytes(state: PageState, max_batch: int, config: DecodeConfig) -> int:
+        """For steps of up to ``max_batch`` requests."""
+        most = max(batch * score_programs(state, batch, config)[0] for batch in range(1, max_batch + 1))
+        return 8 * most * state.num_layers * state.num_heads * (len(state.fmt.tiers) + 1)
+
+    def found(self, state: PageState, batch: int) -> FoundTokens:
+        """For a step of ``batch`` requests."""
+        parts = score_programs(state, batch, self.config)[0]
+        shape = (batch, state.num_layers, state.num_heads, len(state.fmt.tiers) + 1, parts)
+        return FoundTokens(self.memory[: math.prod(shape)].view(shape), self.judge_low)
+
 
 def join_plan(
     state: PageState, batch: int, group: int, config: DecodeConfig, *, scored: bool
@@ -111,7 +137,8 @@ def decode_attention(
         workspace: for at least B requests; ``workspace.plan`` was called for this step.
         num_valid: [1] int32, requests that are not padding; the others get zeros.
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
-        found: where given, own tokens' scores are updated and the searches are filled in.
+        found: where given, own tokens' scores are updated and the searches are filled in, by as many programs a head as
+            it has room for, at most.
         window, sinks: newest and first tokens that the searches pass over. horizon, reduce: as for the reference.
 
     Returns:
@@ -138,7 +165,8 @@ def decode_attention(
     if found is not None:
         assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
         max_parts = found.packed.shape[4]
-        assert max_parts >= parts and found.packed.shape[0] >= batch
+        parts = min(parts, max_parts)
+        assert found.packed.shape[0] >= batch and found.packed.is_contiguous()
     judge_low = found is not None and found.judge_low
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": heads, "G": group}

@@ -23,7 +23,8 @@ class DecodeConfig:
     at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice), ``programs`` (0: as many as the GPU
     holds at once), which look up the pages of ``ahead`` tiles (a power of two) at once; the score pass gives a head at
     most ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
-    iteration."""
+    iteration. A step of more than ``requests`` attends in slices of so many, one after the other, which share
+    scratch."""
 
     tile: int = 64
     warps: int = 1
@@ -34,6 +35,7 @@ class DecodeConfig:
     score_parts: int = 0
     score_tokens: int = 256
     score_warps: int = 2
+    requests: int = 512
 
 
 COST_BYTES = 512
@@ -211,11 +213,35 @@ def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN
 
 
+def layer_parts(
+    state: PageState, batch: int, group: int, programs: int, room: int
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of what a layer's two passes hand over: logits, tile_max, partial_out and partial_lse."""
+    heads = state.num_heads
+    slots = programs + batch * heads * len(state.fmt.tiers)
+    return [
+        ((heads, room, group), torch.float16),
+        ((heads, room // 16, group), torch.float32),
+        ((slots, group, state.fmt.v_head_dim), torch.float32),
+        ((slots, group), torch.float32),
+    ]
+
+
+def cut(memory: torch.Tensor, parts: list[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    """Tensors of these shapes and types, one behind the other in ``memory``, uint8."""
+    found, at = [], 0
+    for shape, dtype in parts:
+        found.append(memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+        at += aligned_bytes(shape, dtype)
+    return found
+
+
 @dataclass
 class DecodeScratch:
     """Memory from which workspaces for all batch sizes are cut, for steps that follow one another.
 
-    Nothing in ``memory`` outlives a layer, so other steps on the same stream may use it in between.
+    Nothing in ``memory`` outlives a decode step, so other steps on the same stream may use it in between, and what
+    comes behind a step's last layer may use ``of_layers``, which holds what a layer leaves for nobody.
     """
 
     config: DecodeConfig
@@ -223,11 +249,13 @@ class DecodeScratch:
     room: int
     group: int
     memory: torch.Tensor  # uint8
-    offsets: torch.Tensor  # [L, H, max batch] int32
-    parts_of: torch.Tensor  # [L, H, max batch] int32
-    starts: torch.Tensor  # [L, max batch * H * T] int32
-    begun: torch.Tensor  # [L, programs, 4] int32
-    ranges: torch.Tensor  # [L, 2] int32
+    of_layers: torch.Tensor  # uint8, the first part of ``memory``
+    rest: torch.Tensor  # uint8, the part of ``memory`` behind all others, for the caller
+    offsets: torch.Tensor  # [slices, L, H, requests of a slice] int32, and all below: in ``memory``
+    parts_of: torch.Tensor  # [slices, L, H, requests of a slice] int32
+    starts: torch.Tensor  # [slices, L, requests of a slice * H * T] int32
+    begun: torch.Tensor  # [slices, L, programs, 4] int32
+    ranges: torch.Tensor  # [slices, L, 2] int32
 
     @classmethod
     def create(
@@ -239,56 +267,64 @@ class DecodeScratch:
         max_tokens: int = 0,
         densest: float = 0.0,
         least_bytes: int = 0,
+        layer_bytes: int = 0,
+        rest_bytes: int = 0,
+        judge_low: bool = True,
         config: DecodeConfig | None = None,
     ) -> DecodeScratch:
         """``max_tokens`` is the longest sequence whose scores are kept, 0 if none are; ``densest``, how many times its
-        share of all pages a head may own; by default what heads can differ by without pruning. ``least_bytes``: of
-        ``memory``, for others that use it."""
+        share of all pages a head may own; by default what heads can differ by without pruning. ``least_bytes``,
+        ``layer_bytes``, ``rest_bytes``: of ``memory``, ``of_layers`` and ``rest``, for others that use them.
+        ``judge_low``: whether lower tiers' scores are kept, too."""
         config = config or DecodeConfig()
         fmt, heads, layers = state.fmt, state.num_heads, state.num_layers
         programs = config.programs or resident_programs(state)
         # The ends of all tiers may be part-filled: half as many slots again as tokens. All requests together own no
         # more pages than there are; a head whose tokens are all high owns the more of them the denser the low tier is.
+        most = min(max_batch, config.requests)
         layouts = tuple(zip(fmt.layouts, tile_constants(fmt, config)["TILES"], strict=True))
+        layouts = layouts if judge_low else layouts[:1]
         waste = max(padded_slots(x, n) / x.tokens for x, n in layouts)
         longest = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
         page_slots = max(padded_slots(x, n) for x, n in layouts)
         skew = max(2.0, densest, fmt.low.tokens / fmt.high.tokens)
         held = (int(skew * state.num_pages * page_slots / (layers * heads)) // 128 + 1) * 128
-        room = min(max_batch * longest, max(longest, held))
+        room = min(most * longest, max(longest, held))
+        units, group = most * heads * len(fmt.tiers), q_heads // heads
+        parts = layer_parts(state, most, group, programs, room)
+        shapes = ((heads, most), (heads, most), (units,), (programs, 4), (2,))
+        plan = [((-(-max_batch // most), layers, *shape), torch.int32) for shape in shapes]
+        layer_bytes = max(sum(aligned_bytes(*x) for x in parts), aligned_bytes((layer_bytes,), torch.uint8))
+        end = layer_bytes + sum(aligned_bytes(*x) for x in plan)
+        memory = torch.empty(max(end + rest_bytes, least_bytes), dtype=torch.uint8, device=state.device)
+        planned = cut(memory[layer_bytes:], plan)
+        planned[0].zero_()
+        planned[1].fill_(1)
+        return cls(config, programs, room, group, memory, memory[:layer_bytes], memory[end:], *planned)
 
-        def numbers(*shape: int, value: int = 0) -> torch.Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=state.device)
+    def workspaces(self, state: PageState, batch: int) -> tuple[DecodeWorkspace, ...]:
+        """The scratch of each slice of a step of ``batch`` requests, at most the scratch's."""
+        most = self.offsets.shape[3]
+        return tuple(self.workspace(state, min(batch - first, most), first // most) for first in range(0, batch, most))
 
-        offsets, parts_of = numbers(layers, heads, max_batch), numbers(layers, heads, max_batch, value=1)
-        starts = numbers(layers, max_batch * heads * len(fmt.tiers))
-        rest = offsets, parts_of, starts, numbers(layers, programs, 4), numbers(layers, 2)
-        scratch = cls(config, programs, room, q_heads // heads, torch.empty(0), *rest)
-        size = sum(aligned_bytes(shape, dtype) for shape, dtype in scratch._parts(state, max_batch))
-        scratch.memory = torch.empty(max(size, least_bytes), dtype=torch.uint8, device=state.device)
-        return scratch
-
-    def _parts(self, state: PageState, batch: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of the tensors of a workspace."""
-        heads, group = state.num_heads, self.group
-        slots = self.programs + batch * heads * len(state.fmt.tiers)
-        return [
-            ((heads, self.room, group), torch.float16),
-            ((heads, self.room // 16, group), torch.float32),
-            ((slots, group, state.fmt.v_head_dim), torch.float32),
-            ((slots, group), torch.float32),
-        ]
-
-    def workspace(self, state: PageState, batch: int) -> DecodeWorkspace:
-        """The scratch of a step of ``batch`` requests, at most the scratch's."""
-        assert batch <= self.offsets.shape[2]
-        cut, at = [], 0
-        for shape, dtype in self._parts(state, batch):
-            end = at + math.prod(shape) * dtype.itemsize
-            cut.append(self.memory[at:end].view(dtype).view(shape))
-            at += aligned_bytes(shape, dtype)
-        logits, tile_max, partial_out, partial_lse = cut
-        shared = self.offsets, self.parts_of, self.starts, self.begun, self.ranges
+    def workspace(self, state: PageState, batch: int, number: int = 0) -> DecodeWorkspace:
+        """The scratch of ``batch`` requests, at most those of a slice, that are slice ``number`` of a step."""
+        assert 0 < batch <= self.offsets.shape[3]
+        parts = layer_parts(state, batch, self.group, self.programs, self.room)
+        logits, tile_max, partial_out, partial_lse = cut(self.of_layers, parts)
+        plan = (self.offsets, self.parts_of, self.starts, self.begun, self.ranges)
+        offsets, parts_of, starts, begun, ranges = (x[number] for x in plan)
         return DecodeWorkspace(
-            self.config, self.programs, self.room, partial_out, partial_lse, logits, tile_max, *shared
+            self.config,
+            self.programs,
+            self.room,
+            partial_out,
+            partial_lse,
+            logits,
+            tile_max,
+            offsets,
+            parts_of,
+            starts,
+            begun,
+            ranges,
         )

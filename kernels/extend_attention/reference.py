@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from sglang_diffkv.kernels.append.reference import read_tokens
@@ -11,6 +13,27 @@ from sglang_diffkv.mem_pool.state import PageState
 QUERY_BLOCK = 256
 OBSERVED = 64
 """What others' queries say of a shared token counts as this many queries at most when a request judges it anew."""
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Positions whose queries count: all from ``since`` on, and of those before each ``every``-th, which stands for as
+    many; 0 for none."""
+
+    since: int
+    every: int = 0
+
+    def weight(self, position: torch.Tensor) -> torch.Tensor:
+        """For how many queries that of each position counts, any shape."""
+        weight = (position >= self.since).long()
+        if self.every:
+            weight += self.every * ((position < self.since) & (position % self.every == self.every - 1))
+        return weight
+
+    def before(self, position: torch.Tensor) -> torch.Tensor:
+        """The sum of weights before each of ``position``."""
+        count = (position - self.since).clamp(min=0)
+        return count + position.clamp(max=self.since) // self.every * self.every if self.every else count
 
 
 def extend_attention(
@@ -28,6 +51,7 @@ def extend_attention(
     logit_cap: float = 0.0,
     judged: dict[int, torch.Tensor] | None = None,
     observe_from: torch.Tensor | None = None,
+    observe_every: int = 0,
     reduce: str = "max",
 ) -> torch.Tensor:
     """Causal attention of each request's new tokens, which are already appended to its pages.
@@ -40,8 +64,9 @@ def extend_attention(
             (column sums without the token's own query, of the query heads of a KV head what ``reduce`` says).
         judged: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens of the
             request, which it shares: their mean scores go there and not into the pages.
-        observe_from: [B] int64: only queries at such positions and later ones count, in this call and as the observers
-            of the means so far; None for all.
+        observe_from: [B] int64: queries at such positions and later ones count, in this call and as the observers of
+            the means so far; None for all. observe_every: of those before, each so-manieth counts, as so many
+            (``Observers``); 0: none.
         reduce: ``max`` or ``mean``.
 
     Returns:
@@ -49,8 +74,9 @@ def extend_attention(
     """
     outs, start = [], 0
     since = [0] * len(rows) if observe_from is None else observe_from.tolist()
-    lens = zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), since, strict=True)
-    for number, (row, count, prefix, first) in enumerate(lens):
+    watch = [Observers(first, observe_every) for first in since]
+    lens = zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), watch, strict=True)
+    for number, (row, count, prefix, observers) in enumerate(lens):
         end = start + count
         out, received = _attend(
             state,
@@ -62,14 +88,14 @@ def extend_attention(
             prefix,
             sm_scale,
             logit_cap,
-            first,
+            observers,
             reduce,
         )
         outs.append(out)
         if update_scores:
-            _record(state, layer, row, prefix, count, received, first)
+            _record(state, layer, row, prefix, count, received, observers)
             if judged and number in judged:
-                _judge(state, layer, row, prefix, count, received, judged[number][layer], first)
+                _judge(state, layer, row, prefix, count, received, judged[number][layer], observers)
         start = end
     return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], value.shape[2])
 
@@ -84,7 +110,7 @@ def _attend(
     prefix: int,
     sm_scale: float,
     logit_cap: float,
-    observe_from: int,
+    observers: Observers,
     reduce: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """One request: out [n, Hq, v_dim]; received attention of [each tier's page slots..., new tokens], [H, .]."""
@@ -125,10 +151,9 @@ def _attend(
         outs.append(prob @ all_values)
         own = prob[..., paged.shape[1] :]
         diagonal = own.gather(3, query.view(1, 1, -1, 1).expand(*own.shape[:3], 1)).squeeze(3)
-        if prefix + first < observe_from:
-            silent = prefix + query < observe_from
-            prob = prob.masked_fill(silent.view(1, 1, -1, 1), 0.0)
-            diagonal = diagonal.masked_fill(silent, 0.0)
+        weight = observers.weight(prefix + query)
+        prob = prob * weight.view(1, 1, -1, 1)
+        diagonal = diagonal * weight
         received += prob.sum(2)
         received[..., paged.shape[1] + query] -= diagonal
     out = torch.cat(outs, 2).permute(2, 0, 1, 3).reshape(count, q_heads, -1).to(q.dtype)
@@ -137,12 +162,11 @@ def _attend(
 
 
 def _record(
-    state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor], observe_from: int
+    state: PageState, layer: int, row: int, prefix: int, count: int, received: list[torch.Tensor], observers: Observers
 ) -> None:
     """Fold the column sums into the mean scores of own earlier tokens, and set those of the new tokens."""
     rows = torch.tensor([row], device=state.device)
-    silent = min(max(observe_from - prefix, 0), count)  # new tokens that do not observe
-    observing = count - silent
+    before, after = observers.before(torch.tensor([prefix, prefix + count], device=state.device))
     for tier, view in enumerate(state.tiers):
         width = received[tier].shape[1] // view.layout.tokens
         if not width:
@@ -153,9 +177,9 @@ def _record(
         own = entry >= state.own_entry[row, layer, :, tier].unsqueeze(1)
         own &= entry < state.entries[row, layer, :, tier].unsqueeze(1)
         earlier = own.unsqueeze(2) & (position >= 0) & (position < prefix)
-        judged = (prefix - (position + 1).clamp(min=observe_from)).clamp(min=0)
+        judged = (before - observers.before(position + 1)).clamp(min=0)
         total = view.scores[page] * judged + received[tier].unflatten(1, (width, -1))
-        mean = total / (judged + observing).clamp(min=1)
+        mean = total / (judged + after - before).clamp(min=1)
         target = page.unsqueeze(2).expand(position.shape)[earlier]
         slot = torch.arange(view.layout.tokens, device=page.device).expand(position.shape)[earlier]
         view.scores[target, slot] = mean[earlier]
@@ -165,7 +189,7 @@ def _record(
     slot = state.write_slot[row, layer].long().unsqueeze(1) + offset  # [H, n]
     table = layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer))[0][0]
     page = table.gather(1, state.own_entry[row, layer, :, 0].long().unsqueeze(1) + slot // tokens)
-    view.scores[page, slot % tokens] = received[-1] / (count - (offset + 1).clamp(min=silent)).clamp(min=1)
+    view.scores[page, slot % tokens] = received[-1] / (after - observers.before(prefix + offset + 1)).clamp(min=1)
 
 
 def _judge(
@@ -176,12 +200,13 @@ def _judge(
     count: int,
     received: list[torch.Tensor],
     judged: torch.Tensor,
-    observe_from: int,
+    observers: Observers,
 ) -> None:
     """Fold the column sums into ``judged`` [H, n], mean scores of the first n tokens. Where it holds none yet, the
     pages' own scores stand for ``OBSERVED`` queries at most."""
     rows, shared = torch.tensor([row], device=state.device), judged.shape[1]
-    observing = count - min(max(observe_from - prefix, 0), count)
+    ends = torch.tensor([shared, prefix, prefix + count], device=state.device)
+    at_shared, before, after = observers.before(ends)
     for tier, view in enumerate(state.tiers):
         width = received[tier].shape[1] // view.layout.tokens
         if not width:
@@ -193,8 +218,6 @@ def _judge(
         head = torch.arange(page.shape[0], device=page.device).view(-1, 1, 1).expand(position.shape)[known]
         so_far = judged[head, at]
         so_far = torch.where(so_far.isnan(), view.scores[page][known], so_far)
-        seen = (shared - (at + 1).clamp(min=observe_from)).clamp(0, OBSERVED) + max(
-            prefix - max(observe_from, shared), 0
-        )
+        seen = (at_shared - observers.before(at + 1)).clamp(0, OBSERVED) + before - at_shared
         total = so_far * seen + received[tier].unflatten(1, (width, -1))[known]
-        judged[head, at] = total / (seen + observing).clamp(min=1)
+        judged[head, at] = total / (seen + after - before).clamp(min=1)

@@ -70,6 +70,7 @@ def extend_attention(
     new_part: tuple[torch.Tensor, torch.Tensor] | None = None,
     judged: dict[int, torch.Tensor] | None = None,
     observe_from: torch.Tensor | None = None,
+    observe_every: int = 0,
     reduce: str = "max",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of each request's new tokens, which are already appended to its pages.
@@ -84,7 +85,7 @@ def extend_attention(
         new_part: output [tokens, Hq, v_head_dim] and lse [tokens, Hq] float32, base 2, of the new tokens' causal
             attention among themselves, where another kernel computed it. Without a prefix they are the result.
         judged: as for the reference; tensors [L, H, n] float32, contiguous.
-        observe_from, reduce: as for the reference.
+        observe_from, observe_every, reduce: as for the reference.
 
     Returns:
         out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32, base 2.
@@ -135,7 +136,7 @@ def extend_attention(
     if update_scores:
         _update_scores(
             state, layer, q, key, lse, rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
-            logit_cap, judged or {}, observe_from, reduce,
+            logit_cap, judged or {}, observe_from, observe_every, reduce,
         )  # fmt: skip
     return out, lse
 
@@ -156,12 +157,14 @@ def _update_scores(
     logit_cap: float,
     judged: dict[int, torch.Tensor],
     observe_from: torch.Tensor | None,
+    observe_every: int,
     reduce: str,
 ) -> None:
     group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
-    common = {"G": group, "HAS_CAP": logit_cap > 0, "MEAN": reduce == "mean", "WINDOWED": observe_from is not None}
     since = extend_lens if observe_from is None else observe_from
-    assert since.shape == (batch,)
+    assert since.shape == (batch,) and (not observe_every or observe_from is not None)
+    observed = {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
+    common = {"G": group, "HAS_CAP": logit_cap > 0, **observed}
     tiers = _tiers(state)
     if max_prefix:
         for tier in tiers:

@@ -23,25 +23,28 @@ def capped(s, logit_cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def silent_queries(since, prefix_lens, b, extend):
-    """How many of a request's new tokens, the first, do not observe."""
-    silent = tl.load(since + b).to(tl.int32) - tl.load(prefix_lens + b).to(tl.int32)
-    return tl.minimum(tl.maximum(silent, 0), extend)
+def observers_before(position, since, EVERY: tl.constexpr):
+    """``reference.Observers.before``: for how many the queries before positions of any shape count."""
+    count = tl.maximum(position - since, 0)
+    if EVERY > 0:
+        count += tl.minimum(position, since) // EVERY * EVERY
+    return count
+
+
+@triton.jit
+def sampled(number, prefix, EVERY: tl.constexpr):
+    """Which new tokens the sampled positions are, by their numbers among all sampled ones of a sequence."""
+    return number * EVERY + (EVERY - 1) - prefix
 
 
 @triton.jit
 def received_from(
-    q, lse, k, start, column, begin, extend, silent, query_head, factor, logit_cap,
-    D: tl.constexpr, HQ: tl.constexpr, M: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    q, lse, k, start, column, query, asked, query_head, factor, logit_cap,
+    D: tl.constexpr, HQ: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """What [N] keys ``k`` [N, D] receive from queries begin .. begin + M of one head; ``CAUSAL``: from later ones;
-    ``WINDOWED``: but from the first ``silent``."""
+    """What [N] keys ``k`` [N, D] receive from those of queries ``query`` [M] of one head that are ``asked``;
+    ``CAUSAL``: from later ones."""
     d = tl.arange(0, dot_padded(D))
-    query = begin + tl.arange(0, M)
-    asked = query < extend
-    if WINDOWED:
-        asked = asked & (query >= silent)
     vector = (start + query).to(tl.int64) * HQ + query_head
     inside = asked[None, :] & (d[:, None] < D)
     x = tl.load(q + vector[None, :] * D + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
@@ -61,11 +64,11 @@ def new_scores_kernel(
     pages, page_table, row_blocks, layer, sm_scale, logit_cap,
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
 
-    ``WINDOWED``: queries before position ``since`` [B] do not count.
+    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, none with 0.
 
     ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come first.
     """
@@ -84,32 +87,43 @@ def new_scores_kernel(
     k = tl.load(k_ptr, mask=live[:, None] & (d[None, :] < D), other=0.0).to(dot_type)  # [N, D]
     factor = sm_scale * LOG2E
     received = tl.zeros([N], tl.float32)
-    silent = 0
+    silent = 0  # new tokens before those that all count
     own_first = first
     later_first = first + N
+    prefix = 0
+    all_from = 0
     if WINDOWED:
-        silent = silent_queries(since, prefix_lens, b, extend)
+        prefix = tl.load(prefix_lens + b).to(tl.int32)
+        all_from = tl.load(since + b).to(tl.int32)
+        silent = tl.minimum(tl.maximum(all_from - prefix, 0), extend)
         own_first += tl.maximum(silent - own_first, 0) // M * M
         later_first += tl.maximum(silent - later_first, 0) // M * M
+    m = tl.arange(0, M)
     for g in range(G):
         at = head * G + g
         total = tl.zeros([N], tl.float32)
+        if EVERY > 0:
+            for some in range((prefix + first) // EVERY, (prefix + silent) // EVERY, M):
+                asked = some + m < (prefix + silent) // EVERY
+                query = sampled(some + m, prefix, EVERY)
+                total += received_from(
+                    q, lse, k, start, column, query, asked, at, factor, logit_cap, D, H * G, True, HAS_CAP
+                )
+            total *= EVERY
         for begin in range(own_first, tl.minimum(first + N, extend), M):
+            asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q, lse, k, start, column, begin, extend, silent, at, factor, logit_cap, D, H * G, M, True, HAS_CAP,
-                WINDOWED,
-            )  # fmt: skip
+                q, lse, k, start, column, begin + m, asked, at, factor, logit_cap, D, H * G, True, HAS_CAP
+            )
         for begin in range(later_first, extend, M):
+            asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q, lse, k, start, column, begin, extend, silent, at, factor, logit_cap, D, H * G, M, False, HAS_CAP,
-                WINDOWED,
-            )  # fmt: skip
+                q, lse, k, start, column, begin + m, asked, at, factor, logit_cap, D, H * G, False, HAS_CAP
+            )
         received = received + total if MEAN else tl.maximum(received, total)
     if MEAN:
         received = received / G
-    later = extend - 1 - column
-    if WINDOWED:
-        later = extend - tl.maximum(column + 1, silent)
+    later = observers_before(prefix + extend, all_from, EVERY) - observers_before(prefix + column + 1, all_from, EVERY)
     score = received / tl.maximum(later, 1).to(tl.float32)
     row = tl.load(rows + b).to(tl.int64)
     at = (row * L + layer) * H + head
@@ -119,6 +133,27 @@ def new_scores_kernel(
     page = tl.load(page_table + index, mask=live, other=0)
     target = (pages + page.to(tl.int64) * PAGE_BYTES + SCORES).to(tl.pointer_type(tl.float32))
     tl.store(target + slot % TOKENS, score, mask=live)
+
+
+@triton.jit
+def page_received(
+    q, lse, k_parts, start, query, asked, query_head, factor, logit_cap,
+    KPARTS: tl.constexpr, BYTES: tl.constexpr, KW: tl.constexpr, N: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    HQ: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """What [N] packed keys, ``k_parts`` [N, padded KW] each, receive from those of queries ``query`` [M] of one head
+    that are ``asked``."""
+    kcol = tl.arange(0, dot_padded(KW))
+    vector = (start + query).to(tl.int64) * HQ + query_head
+    norm = tl.load(lse + vector, mask=asked, other=float("inf"))
+    inside = asked[None, :] & (kcol[:, None] < KW)
+    s = tl.zeros([N, M], tl.float32)
+    for part in tl.static_range(KPARTS):
+        at = kcol * BYTES + part // BYTES * (KW * BYTES) + part % BYTES
+        x = tl.load(q + vector[None, :] * D + at[:, None], mask=inside, other=0.0)
+        s = tl.dot(k_parts[part], x.to(k_parts[part].dtype), s)
+    s = capped(s * factor, logit_cap, HAS_CAP) - norm[None, :]
+    return tl.sum(tl.exp2(s), 1)
 
 
 @triton.jit(
@@ -133,13 +168,14 @@ def page_scores_kernel(
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
-    JUDGE: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr,
+    JUDGE: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin.
 
     With ``JUDGE`` grid (1, H, programs): the first ``judged_len`` tokens of ``request``, which it shares; their scores
     go to ``judged`` [L, H, judged_len], NaN where there is none yet, and not into the pages.
-    ``WINDOWED``: queries before position ``since`` [B] do not count, nor did they in earlier steps.
+    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, and did in earlier
+    steps, none with 0.
     """
     b = tl.program_id(0)
     if JUDGE:
@@ -159,11 +195,14 @@ def page_scores_kernel(
     extend = tl.load(extend_lens + b).to(tl.int32)
     count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
-    silent = 0
-    observed_since = 0
+    silent = 0  # new tokens before those that all count
+    all_from = 0
     if WINDOWED:
-        silent = silent_queries(since, prefix_lens, b, extend)
-        observed_since = tl.load(since + b).to(tl.int32)
+        all_from = tl.load(since + b).to(tl.int32)
+        silent = tl.minimum(tl.maximum(all_from - prefix, 0), extend)
+    before = observers_before(prefix, all_from, EVERY)
+    after = observers_before(prefix + extend, all_from, EVERY)
+    m = tl.arange(0, M)
     kcol = tl.arange(0, KWP)
     begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
     end_tile = count * CHUNKS
@@ -198,18 +237,20 @@ def page_scores_kernel(
         received = tl.zeros([N], tl.float32)
         for g in range(G):
             sums = tl.zeros([N], tl.float32)
+            if EVERY > 0:
+                for some in range(prefix // EVERY, (prefix + silent) // EVERY, M):
+                    asked = some + m < (prefix + silent) // EVERY
+                    query = sampled(some + m, prefix, EVERY)
+                    sums += page_received(
+                        q, lse, k_parts, start, query, asked, head * G + g, sm_scale * LOG2E, logit_cap,
+                        KPARTS, BYTES, KW, N, M, D, H * G, HAS_CAP,
+                    )  # fmt: skip
+                sums *= EVERY
             for begin in range(silent, extend, M):
-                query = begin + tl.arange(0, M)
-                vector = (start + query).to(tl.int64) * (H * G) + head * G + g
-                norm = tl.load(lse + vector, mask=query < extend, other=float("inf"))
-                inside = (query < extend)[None, :] & (kcol[:, None] < KW)
-                s = tl.zeros([N, M], tl.float32)
-                for part in tl.static_range(KPARTS):
-                    at = kcol * BYTES + part // BYTES * (KW * BYTES) + part % BYTES
-                    x = tl.load(q + vector[None, :] * D + at[:, None], mask=inside, other=0.0)
-                    s = tl.dot(k_parts[part], x.to(dot_type), s)
-                s = capped(s * (sm_scale * LOG2E), logit_cap, HAS_CAP) - norm[None, :]
-                sums += tl.sum(tl.exp2(s), 1)
+                sums += page_received(
+                    q, lse, k_parts, start, begin + m, begin + m < extend, head * G + g, sm_scale * LOG2E, logit_cap,
+                    KPARTS, BYTES, KW, N, M, D, H * G, HAS_CAP,
+                )  # fmt: skip
             received = received + sums if MEAN else tl.maximum(received, sums)
         if MEAN:
             received = received / G
@@ -220,14 +261,10 @@ def page_scores_kernel(
             score_ptr = judged + judged_at
             so_far = tl.load(score_ptr, mask=judge, other=0.0)
             score = tl.where(so_far == so_far, so_far, score)
-            if WINDOWED:
-                queries = tl.maximum(judged_len - tl.maximum(position + 1, observed_since), 0)
-                queries = tl.minimum(queries, OBSERVED) + tl.maximum(prefix - tl.maximum(judged_len, observed_since), 0)
-            else:
-                queries = tl.minimum(tl.maximum(judged_len - 1 - position, 0), OBSERVED) + (prefix - judged_len)
-        elif WINDOWED:
-            queries = tl.maximum(prefix - tl.maximum(position + 1, observed_since), 0)
+            shared = observers_before(judged_len, all_from, EVERY)
+            queries = tl.maximum(shared - observers_before(position + 1, all_from, EVERY), 0)
+            queries = tl.minimum(queries, OBSERVED) + before - shared
         else:
-            queries = tl.maximum(prefix - 1 - position, 0)
+            queries = tl.maximum(before - observers_before(position + 1, all_from, EVERY), 0)
         seen = queries.to(tl.float32) * score + received
-        tl.store(score_ptr, seen / tl.maximum((queries + extend - silent).to(tl.float32), 1.0), mask=judge)
+        tl.store(score_ptr, seen / tl.maximum((queries + after - before).to(tl.float32), 1.0), mask=judge)

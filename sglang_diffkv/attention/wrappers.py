@@ -139,4 +139,4 @@ class ExtendWrapper(_Wrapper):
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it."""
         if self.policy.compresses and seq_len > self.policy.window:
-            self.ops.compact_prompt(self.state, row, seq_len, self.policy)
+            self.ops.compact_prompts(self.state, [(row, seq_len)], self.policy)

@@ -61,11 +61,12 @@ class PageDevice:
         with self.launching():
             self.ops.copy_compact(self.state, target, parts, seq_len, policy, judged)
 
-    def seal(self, row: int) -> None:
-        """The row's next token starts a page of its own."""
+    def seal(self, *rows: int) -> None:
+        """The next token of each row starts a page of its own."""
         with self.launching():
-            self.ops.seal(self.state, row)
-        self.space.seal(row)
+            self.ops.seal(self.state, rows[0] if len(rows) == 1 else self.to_device(rows))
+        for row in rows:
+            self.space.seal(row)
 
     def keep(self, row: int) -> None:
         """A segment holds all of a row's entries before those that it may write."""

@@ -8,7 +8,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.segment_counts import MEASURE_AT
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
-from sglang_diffkv.mem_pool.usage import COUNT_AT
+from sglang_diffkv.mem_pool.usage import COUNT_AT, READ_AT
 from sglang_diffkv.ops.base import Ops
 
 MIB = 1 << 20
@@ -63,7 +63,7 @@ class Footprint:
             "queries of running requests": 0 if queries is None else tensor_bytes(queries),
             **ops.memory(),
         }
-        measured = (max(geometry.num_rows, MEASURE_AT) + SUMS) * row
+        measured = (max(min(geometry.num_rows, READ_AT), MEASURE_AT) + SUMS) * row
         at_most = {
             "usage reports": measured + ended,
             "scores of exact prefixes": 4 * geometry.heads * geometry.judged_tokens if exact else 0,

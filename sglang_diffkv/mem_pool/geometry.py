@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sglang_diffkv.mem_pool.page_format import PageFormat
 
-TABLE_BLOCK = 16
+TABLE_BLOCK = 8
 """Columns of a page-table block."""
 
 
@@ -120,10 +120,11 @@ class Geometry:
     @property
     def num_blocks(self) -> int:
         """Table blocks: the entries of all pages twice over, and an end of each tier, two at least, for rows that
-        are in use together. Where they run out, prefixes are evicted, then requests retracted."""
+        are in use together, which the pages they share take as well. Where they run out, prefixes are evicted, then
+        requests retracted."""
         entries = -(-self.num_pages // self.heads)
         rows = min(self.num_rows, 512) + min(self.num_segments, 512)
-        return 1 + 2 * -(-entries // TABLE_BLOCK) + max(len(self.fmt.tiers), 2) * min(rows, entries)
+        return 1 + 2 * -(-entries // TABLE_BLOCK) + max(len(self.fmt.tiers), 2) * min(rows, 2 * entries)
 
     @property
     def judged_tokens(self) -> int:

@@ -169,13 +169,12 @@ class PageManager:
 
     def end_prompts(self, step: LaunchedStep) -> None:
         """Behind the kernels of a step's last layer: compact what it says."""
-        for row in step.rows:
-            if row in step.ending:
-                self.prompts.end(row)
-                if self.running is not None:
-                    self.running.began(row)
-            elif row in step.compacting:
-                self.prompts.end_chunk(row)
+        ending = [row for row in step.rows if row in step.ending]
+        self.prompts.end(*ending)
+        if self.running is not None:
+            for row in ending:
+                self.running.began(row)
+        self.prompts.end_chunk(*(row for row in step.rows if row in step.compacting and row not in step.ending))
 
     # Rows
 

@@ -13,6 +13,7 @@ scores of the row (``judged``), never into pages that others read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,41 +65,55 @@ class Prompts:
 
     # Behind a pass
 
-    def end_chunk(self, row: int) -> None:
-        """Compaction of a row whose prompt is not through: tokens that its own attention so far finds unimportant go
+    def end_chunk(self, *rows: int) -> None:
+        """Compaction of rows whose prompt is not through: tokens that its own attention so far finds unimportant go
         down for good."""
-        if self._compact(row):
+        for row in self._compact(rows):
             self.counts.touch(row)
 
-    def end(self, row: int) -> None:
-        """Compaction of a row whose last chunk has run.
+    def end(self, *rows: int) -> None:
+        """Compaction of rows whose last chunk has run.
 
         With overlap scheduling the next step's token is written before the prefix cache asks for the prompt,
         so a prompt that is worth sharing is sealed here and that token starts a page of its own.
         """
-        if row in self.plans:
-            self._carry_out(row)
-        elif row not in self.untouched:
-            self.outcomes["compressed" if self._compact(row) else "as computed"] += 1
+        left = [row for row in rows if row not in self.plans and row not in self.untouched]
+        compressed = self._compact(left)
+        self.outcomes["compressed"] += len(compressed)
+        self.outcomes["as computed"] += len(left) - len(compressed)
+        for row in rows:
+            if row in self.plans:
+                self._carry_out(row)
+        if sealed := [row for row in rows if self._worth_sharing(row)]:
+            self.device.seal(*sealed)
+        for row in sealed:
+            self.rows.seal(row)
+        for row in rows:
+            self.judged.pop(row, None)
+            self.counts.touch(row)
+            self.rows.end_prompt(row)
+
+    def _worth_sharing(self, row: int) -> bool:
         own = self.rows.length(row) - self.rows.shared(row)
         least = 1 if row in self.untouched else self.share_min_tokens
-        if row not in self.pending and least is not None and own >= least:
-            self.device.seal(row)
-            self.rows.seal(row)
-        self.judged.pop(row, None)
-        self.counts.touch(row)
-        self.rows.end_prompt(row)
+        return row not in self.pending and least is not None and own >= least
 
-    def _compact(self, row: int) -> bool:
-        """Prompt-phase compaction where the policy has something to decide."""
-        device, length = self.device, self.rows.length(row)
-        if not self.policy.compresses or length <= self.policy.window:
-            return False
-        with device.launching():
-            device.ops.compact_prompt(device.state, row, length, self.policy)
-        if self.counts.low_grows:
-            self.counts.record(-device.geometry.heads * (len(device.fmt.tiers) - 1))
-        return True
+    def _compact(self, rows: Sequence[int]) -> list[int]:
+        """Prompt-phase compaction of those rows, which are returned, where the policy has something to decide: so many
+        at once as there are certainly pages to lend to each."""
+        device, counts = self.device, self.counts
+        if not self.policy.compresses:
+            return []
+        ends = [(row, length) for row in rows if (length := self.rows.length(row)) > self.policy.window]
+        lent = device.geometry.heads * (len(device.fmt.tiers) - 1)
+        most = max(counts.free() // lent, 1) if lent else len(ends)
+        for first in range(0, len(ends), max(most, 1)):
+            with device.launching():
+                device.ops.compact_prompts(device.state, ends[first : first + most], self.policy)
+        if counts.low_grows:
+            for _ in ends:
+                counts.record(-lent)
+        return [row for row, _ in ends]
 
     # Copies
 

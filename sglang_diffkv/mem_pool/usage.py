@@ -19,6 +19,9 @@ from sglang_diffkv.mem_pool.transfer import to_host
 COUNT_AT = 1024
 """Ended requests that are counted together at the latest."""
 
+READ_AT = 512
+"""Running requests that are counted in a launch."""
+
 REFRESH_SECONDS = 0.5
 """``latest`` measures anew after this time at the earliest."""
 
@@ -104,8 +107,8 @@ class _Coming:
 class UsageMeter:
     """Measures a manager's pages, in stream order with the forward passes.
 
-    A reading takes a number of launches that grows with neither requests nor segments, and one transfer; on the device
-    its time goes by the tokens of running requests and the pages of the pool.
+    A reading takes launches for every ``READ_AT`` requests and some that grow with nothing, and one transfer; on the
+    device its time goes by the tokens of running requests and the pages of the pool.
     """
 
     def __init__(self, manager: PageManager):
@@ -157,7 +160,9 @@ class UsageMeter:
         rows = [(row, manager.rows.shared(row), manager.rows.length(row)) for row in manager.rows]
         segments = manager.segments.counts_of
         with manager.launching():
-            by_head = segments.totals() + self.manager.device.measure(rows).sum(0)
+            by_head = segments.totals()
+            for first in range(0, len(rows), READ_AT):
+                by_head = by_head + self.manager.device.measure(rows[first : first + READ_AT]).sum(0)
             ended = self.ended_counts[: len(self._ended)].flatten()
             owners = manager.ops.count_owners(state, manager.to_device(list(manager.rows)))
             parts = [by_head.flatten(), owners, state.counters, ended]

@@ -57,7 +57,7 @@ class Step:
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
     NaN where not judged yet."""
     observe_from: torch.Tensor | None = None
-    """[B] int64: new tokens before this position do not observe, see ``Observation``; None for 0."""
+    """[B] int64: from this position on all new tokens observe, see ``Observation``; None for 0."""
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -70,22 +70,27 @@ class Step:
         counts: list[int], observe_from: list[int] | None = None,
     ) -> Step:  # fmt: skip
         """An extend step. rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are
-        the latter two on the host, so that nothing waits for the device. ``observe_from``: of each request, the first
-        position whose query observes; None where all do."""
+        the latter two on the host, so that nothing waits for the device. ``observe_from``: of each request, the
+        position from which on all queries observe; None where all do."""
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
         total, device = sum(counts), rows.device
-        owner = torch.arange(len(counts), device=device).repeat_interleave(extend_lens, output_size=total)
-        starts = extend_lens.cumsum(0) - extend_lens
-        offset = torch.arange(total, device=device) - starts[owner]
-        prefix = prefix_lens[owner]
-        return cls(
+        if len(counts) == 1:  # a third of the launches, for a pass that takes little longer than they do
+            owners, offset = rows.repeat(total), torch.arange(total, device=device)
+            position = torch.arange(prefixes[0], prefixes[0] + total, device=device)
+            starts = torch.zeros(1, dtype=torch.int64, device=device)
+        else:
+            owner = torch.arange(len(counts), device=device).repeat_interleave(extend_lens, output_size=total)
+            starts = extend_lens.cumsum(0) - extend_lens
+            owners, offset = rows[owner], torch.arange(total, device=device) - starts[owner]
+            position = prefix_lens[owner] + offset
+        step = cls(
             rows,
             prefix_lens + extend_lens,
             prefix_lens,
             extend_lens,
-            rows[owner],
+            owners,
             offset,
-            prefix + offset,
+            position,
             torch.full((1,), len(counts), dtype=torch.int32, device=device),
             torch.full((1,), total, dtype=torch.int32, device=device),
             max(counts),
@@ -93,6 +98,8 @@ class Step:
             tuple(counts),
             observe_from=to_device(observe_from, device) if observe_from and any(observe_from) else None,
         )
+        step.starts = starts
+        return step
 
 
 class Ops(Protocol):
@@ -153,7 +160,9 @@ class Ops(Protocol):
         num_valid: torch.Tensor | None = None,
     ) -> None: ...
 
-    def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None: ...
+    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+        """Prompt-phase compaction of different rows, each with the length of its sequence."""
+        ...
 
     def copy_compact(
         self,
@@ -198,7 +207,7 @@ class Ops(Protocol):
         self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False
     ) -> None: ...
 
-    def seal(self, state: PageState, row: int) -> None: ...
+    def seal(self, state: PageState, rows: int | torch.Tensor) -> None: ...
 
     def keep(self, state: PageState, row: int) -> None: ...
 

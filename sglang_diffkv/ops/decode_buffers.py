@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace
-from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
+from sglang_diffkv.kernels.decode_attention.triton import SearchRoom
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeScratch
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.base import Policy
@@ -23,12 +23,14 @@ class DecodeBuffers:
 
     max_batch: int
     scratch: DecodeScratch
-    found: FoundTokens | None
-    compaction: CompactWorkspace
+    searches: SearchRoom | None  # in the scratch's memory, behind what layers use
+    compaction: CompactWorkspace  # but for its spans in the scratch's memory
     positions: torch.Tensor  # [max_batch] int64
     ones: torch.Tensor  # [max_batch] int64
     zeros: torch.Tensor  # [max_batch] int64
     num_valid: torch.Tensor  # [1] int32
+    firsts: torch.Tensor  # [slices] int32, the first request of each slice
+    valid_of: torch.Tensor  # [slices, 4] int32, ``num_valid`` of each slice in the first column
 
     @classmethod
     def create(
@@ -44,21 +46,36 @@ class DecodeBuffers:
         def full(value: int) -> torch.Tensor:
             return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
 
+        scratch = DecodeScratch.create(
+            state,
+            max_batch,
+            q_heads,
+            max_tokens=max_tokens if policy.scores_steps else 0,
+            densest=DENSEST if policy.judges_low else 0.0,
+            least_bytes=least_scratch,
+            layer_bytes=CompactWorkspace.nbytes(state, max_batch),
+            rest_bytes=SearchRoom.nbytes(state, max_batch, config) if policy.scores_steps else 0,
+            judge_low=policy.judges_low,
+            config=config,
+        )
+        searches = None
+        if policy.scores_steps:
+            size = SearchRoom.nbytes(state, max_batch, config)
+            searches = SearchRoom(scratch.rest[:size].view(torch.int64), policy.judges_low, config)
+        firsts = torch.arange(0, max_batch, config.requests, dtype=torch.int32, device=state.device)
         return cls(
             max_batch,
-            DecodeScratch.create(
-                state,
-                max_batch,
-                q_heads,
-                max_tokens=max_tokens if policy.scores_steps else 0,
-                densest=DENSEST if policy.judges_low else 0.0,
-                least_bytes=least_scratch,
-                config=config,
-            ),
-            FoundTokens.create(state, max_batch, config, judge_low=policy.judges_low) if policy.scores_steps else None,
-            CompactWorkspace.create(state, max_batch),
+            scratch,
+            searches,
+            CompactWorkspace.create(state, max_batch, scratch.of_layers),
             full(0),
             full(1),
             full(0),
             torch.zeros(1, dtype=torch.int32, device=state.device),
+            firsts,
+            torch.zeros(len(firsts), 4, dtype=torch.int32, device=state.device),
         )
+
+    def share_out(self, num_valid: torch.Tensor) -> None:
+        """Which requests of each slice are none of a step's first ``num_valid`` [1]."""
+        torch.clamp(num_valid - self.firsts, min=0, out=self.valid_of[:, 0])

@@ -87,7 +87,7 @@ class RaggedPrefill:
         ends = torch.tensor([0, *step.counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)  # [B + 1], on the host
         q_heads, kv_heads, head_dim, v_head_dim = self._shape
         self._wrapper.plan(ends, ends, q_heads, kv_heads, head_dim, v_head_dim, **self._options)
-        self._copied = torch.cuda.Event()
+        self._copied = self._copied or torch.cuda.Event()
         self._copied.record()
 
     def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

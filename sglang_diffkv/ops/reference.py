@@ -99,7 +99,8 @@ class ReferenceOps:
             return raw_attention(state, layer, q, *lens, scale)
         return extend_attention(
             state, layer, q, key, value, *lens, scale, update_scores=policy.compresses, logit_cap=cap,
-            judged=step.judged, observe_from=step.observe_from, reduce=policy.observation.reduce,
+            judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
+            reduce=policy.observation.reduce,
         )  # fmt: skip
 
     def compact_step(
@@ -115,6 +116,10 @@ class ReferenceOps:
         if rule is not None:
             sums = sum_scores(state, rows) if isinstance(rule, StepCuts) and rule.of_sum else None
             compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers), sums))
+
+    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+        for row, seq_len in ends:
+            self.compact_prompt(state, row, seq_len, policy)
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
         cuts = self.decisions.of_row(state, row, seq_len, policy)
@@ -162,8 +167,8 @@ class ReferenceOps:
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
 
-    def seal(self, state: PageState, row: int) -> None:
-        seal(state, row)
+    def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
+        seal(state, rows)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

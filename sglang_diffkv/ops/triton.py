@@ -10,12 +10,12 @@ import torch
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import append
 from sglang_diffkv.kernels.attach.triton import attach, keep, seal
-from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
+from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
-from sglang_diffkv.kernels.cuts import StepCuts
+from sglang_diffkv.kernels.cuts import Cuts, StepCuts
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_of_each_variant, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
@@ -34,11 +34,12 @@ from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.window_scores.triton import window_scores
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
+from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Pointwise, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -100,11 +101,10 @@ class TritonOps:
             self.ragged = RaggedPrefill(*shape, state.dtype, state.device, *scaling, buffer=buffer)
 
     def memory(self) -> dict[str, int]:
-        lines = dict.fromkeys(("attention scratch", "decode searches", "decode decisions", "step constants"), 0)
+        lines = dict.fromkeys(("decode scratch", "decode spans", "step constants"), 0)
         for x in self.buffers:
-            lines["attention scratch"] += tensor_bytes(x.scratch)
-            lines["decode searches"] += tensor_bytes(x.found) if x.found is not None else 0
-            lines["decode decisions"] += tensor_bytes(x.compaction) + tensor_bytes(x.compaction.spans)
+            lines["decode scratch"] += x.scratch.memory.nbytes
+            lines["decode spans"] += tensor_bytes(x.compaction.spans)
             lines["step constants"] += tensor_bytes(x)
         lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
         return {**lines, "decisions": self.decisions.nbytes(), "FlashInfer's plans": self.ragged_plan_bytes}
@@ -137,9 +137,15 @@ class TritonOps:
             b.positions[:batch],
             b.num_valid,
             b.num_valid,
-            found=b.found,
-            scratch=(b.scratch.workspace(state, batch), b.compaction),
+            found=None if b.searches is None else b.searches.found(state, batch),
+            scratch=(b, b.scratch.workspaces(state, batch)),
         )
+
+    def _slice(self, step: Step, number: int) -> tuple[slice, torch.Tensor]:
+        """Requests of a decode step that attend together, and [1] int32 how many of them are not padding."""
+        buffers, workspaces = step.scratch
+        valid = step.num_valid if len(workspaces) == 1 else buffers.valid_of[number, :1]
+        return slice(number * self.config.requests, (number + 1) * self.config.requests), valid
 
     def begin(self, state: PageState, step: Step, decode: bool) -> None:
         if decode:
@@ -149,8 +155,13 @@ class TritonOps:
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
         if decode:
+            buffers, workspaces = step.scratch
+            if len(workspaces) > 1:
+                buffers.share_out(step.num_valid)
             judge_low = step.found is not None and step.found.judge_low
-            step.scratch[0].plan(state, step.rows, step.num_valid, judge_low=judge_low)
+            for number, workspace in enumerate(workspaces):
+                part, valid = self._slice(step, number)
+                workspace.plan(state, step.rows[part], valid, judge_low=judge_low)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
@@ -169,22 +180,28 @@ class TritonOps:
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
     ) -> torch.Tensor:
-        return decode_attention(
-            state,
-            layer,
-            q.contiguous(),
-            step.rows,
-            step.seq_lens,
-            scale,
-            step.scratch[0],
-            step.num_valid,
-            found=step.found,
-            window=policy.window,
-            sinks=policy.sinks,
-            horizon=policy.horizon,
-            logit_cap=cap,
-            reduce=policy.observation.reduce,
-        )[0]
+        q = q.contiguous()
+        out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
+        for number, workspace in enumerate(step.scratch[1]):
+            part, valid = self._slice(step, number)
+            decode_attention(
+                state,
+                layer,
+                q[part],
+                step.rows[part],
+                step.seq_lens[part],
+                scale,
+                workspace,
+                valid,
+                out=out[part],
+                found=None if step.found is None else step.found.of_requests(part),
+                window=policy.window,
+                sinks=policy.sinks,
+                horizon=policy.horizon,
+                logit_cap=cap,
+                reduce=policy.observation.reduce,
+            )
+        return out
 
     def extend(
         self,
@@ -205,9 +222,9 @@ class TritonOps:
             )
             self.ragged = None
         new_part = self.ragged.run(q, key, value) if self.ragged is not None else None
-        observation, observe_from = policy.observation, step.observe_from
-        if observation.queries and observe_from is None:  # the same kernels whether or not a window is in sight
-            observe_from = torch.zeros_like(step.extend_lens)
+        observation = policy.observation
+        if observation.queries and step.observe_from is None:  # the same kernels whether or not a window is in sight
+            step.observe_from = torch.zeros_like(step.extend_lens)
         return extend_attention(
             state,
             layer,
@@ -225,7 +242,8 @@ class TritonOps:
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,
-            observe_from=observe_from if observation.queries else None,
+            observe_from=step.observe_from if observation.queries else None,
+            observe_every=observation.every,
             reduce=observation.reduce,
         )[0]
 
@@ -248,10 +266,19 @@ class TritonOps:
             sum_scores(state, rows, num_valid, workspace.sums)
         compact_step(state, rows, seq_lens, found, workspace, num_valid, rule)
 
-    def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
-        cuts = self.decisions.of_row(state, row, seq_len, policy)
-        if cuts is not None:
-            compact_prompt(state, row, seq_len, self.prompt, cuts)
+    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+        if policy.prompt is None:
+            return
+        most = PROMPTS if isinstance(policy.prompt, Pointwise) else 1  # other rules judge each row for itself
+        for first in range(0, len(ends), most):
+            some = ends[first : first + most]
+            cuts = self.decisions.of_row(state, *some[0], policy)
+            assert cuts is not None
+            self._compact(state, some, cuts)
+
+    def _compact(self, state: PageState, ends: Sequence[tuple[int, int]], cuts: Cuts) -> None:
+        rows, seq_lens = to_device(tuple(zip(*ends, strict=True)), state.device)
+        compact_prompts(state, rows, seq_lens, self.prompt, cuts)
 
     def copy_compact(
         self,
@@ -285,7 +312,7 @@ class TritonOps:
 
     def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
         put_scores(state, row, judgement.scores)
-        compact_prompt(state, row, seq_len, self.prompt, judgement.cuts)
+        self._compact(state, [(row, seq_len)], judgement.cuts)
 
     def copy_judged(
         self, state: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
@@ -297,8 +324,8 @@ class TritonOps:
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
 
-    def seal(self, state: PageState, row: int) -> None:
-        seal(state, row)
+    def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
+        seal(state, rows)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

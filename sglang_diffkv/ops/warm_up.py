@@ -95,7 +95,7 @@ def warm_up(
     ops.measure(state, one_row, none[:1], none[:1])
     ops.count_owners(state, one_row)
     if policy.compresses:
-        ops.compact_prompt(state, 1, 0, policy)
+        ops.compact_prompts(state, [(1, 0)], policy)
     for own in judged:
         for known in (None, own[0]):
             ops.copy_compact(state, 2, [(1, 0, 0)], 0, policy, known)

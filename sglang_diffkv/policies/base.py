@@ -29,12 +29,14 @@ class Observation:
     """
 
     queries: int = 0
-    """Newest tokens of a prompt that observe in the prompt phase; 0: all."""
+    """Newest tokens of a prompt that all observe in the prompt phase; 0: all."""
+    every: int = 0
+    """Of the tokens before them, each so-manieth observes, for as many as that; 0: none."""
     reduce: Literal["max", "mean"] = "max"
     """Over the query heads of a KV head."""
 
     def since(self, ends: Sequence[int]) -> list[int] | None:
-        """The first position that observes, of each prompt that ends at ``ends``; None where all do."""
+        """The position from which on all observe, of each prompt that ends at ``ends``; None where all do."""
         return [max(end - self.queries, 0) for end in ends] if self.queries else None
 
 

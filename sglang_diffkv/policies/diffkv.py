@@ -15,6 +15,8 @@ Beyond the paper:
 - all thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose
   (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
   give heads budgets of their own; here a head's share follows from its thresholds, as in the paper);
+- of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled: each ``observe_every``-th then stands for
+  as many in the mean, and a prompt's scores cost that much less;
 - there may be three or four tiers, for which the paper has page tables (section 5.3) and no algorithm. A prompt's token
   goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier,
   the candidate or, if that stays, the high tier's least significant token, goes to the tier that its own score names,
@@ -30,8 +32,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from sglang_diffkv.mem_pool.page_format import MOST_TIERS
-from sglang_diffkv.policies.base import HeadValues, Pointwise, Policy
+from sglang_diffkv.policies.base import HeadValues, Observation, Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
+
+OBSERVERS = 256
+"""Newest tokens of a prompt that all observe where others are sampled."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
     ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
+    ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
@@ -51,6 +57,11 @@ class DiffKVPolicy(Policy):
     horizon: int = 0
     head_scale: HeadValues | None = field(default=None, repr=False)
     alpha_between: tuple[float, ...] = ()
+    observe_every: int = 1
+
+    @property
+    def observation(self) -> Observation:
+        return Observation(queries=OBSERVERS, every=self.observe_every) if self.observe_every > 1 else Observation()
 
     @property
     def prompt(self) -> Pointwise:
@@ -91,6 +102,12 @@ class DiffKVPolicyConfig(PolicyOptions):
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
     sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
+    observe_every: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it",
+    )
     head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
         default=None, min_length=1, description="[layers][KV heads] factors of all thresholds"
     )
@@ -105,6 +122,11 @@ class DiffKVPolicyConfig(PolicyOptions):
     def _ordered(self) -> DiffKVPolicyConfig:
         if self.alpha_low > self.alpha_high:
             raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
+        if self.observe_every > self.window:
+            raise ValueError(
+                f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
+                "window would be judged by nobody"
+            )
         falling = (self.alpha_high, *self.alpha_between, self.alpha_low)
         if list(falling) != sorted(falling, reverse=True):
             raise ValueError(
@@ -137,4 +159,6 @@ class DiffKVPolicyConfig(PolicyOptions):
 
     def build(self) -> DiffKVPolicy:
         rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
-        return DiffKVPolicy(*rule, head_scale=self.head_scale, alpha_between=self.alpha_between)
+        return DiffKVPolicy(
+            *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=self.observe_every
+        )

@@ -121,7 +121,8 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
         ops.release(state, number)
         ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, KEEP, None)
         if compresses:
-            ops.compact_prompt(state, number, number, policy)
+            ops.compact_prompts(state, [(number, number)], policy)
+            ops.compact_prompts(state, [(2, number), (1, 5), (3, number)], policy)
             for judged in (None, torch.zeros(state.num_layers, heads, number)):
                 ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
     for steps in (1, 3):

@@ -12,26 +12,37 @@ from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.ops import ReferenceOps, Scaling, Step
 from sglang_diffkv.policies.base import Observation
 from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.diffkv import DiffKVPolicy, DiffKVPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from tests.helpers import begin_step, make_format, make_manager, visible
 
 LENGTH, GROUP, SCALE = 40, 3, 0.3
 
 
-def observed(q: torch.Tensor, key: torch.Tensor, since: int, reduce: str) -> torch.Tensor:
-    """[H, tokens]: the mean attention of each token from later ones at ``since`` or behind, 0 where there are none."""
+def observed(q: torch.Tensor, key: torch.Tensor, since: int, reduce: str, every: int = 0) -> torch.Tensor:
+    """[H, tokens]: the mean attention of each token from later ones at ``since`` or behind, and of those before from
+    each ``every``-th, which counts as so many; 0 where there are none."""
     heads = key.shape[1]
     logits = torch.einsum("ihgd,jhd->hgij", q.float().unflatten(1, (heads, GROUP)), key.float()) * SCALE
     position = torch.arange(len(q))
     prob = logits.masked_fill(position > position.unsqueeze(1), float("-inf")).softmax(3)  # [H, G, query, key]
-    counts = (position.unsqueeze(1) > position) & (position.unsqueeze(1) >= since)
+    weight = (position >= since).float()
+    if every:
+        weight[:since][(position[:since] + 1) % every == 0] = every
+    counts = (position.unsqueeze(1) > position) * weight.unsqueeze(1)
     mean = (prob * counts).sum(2) / counts.sum(0).clamp(min=1)
     return mean.mean(1) if reduce == "mean" else mean.amax(1)
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize(("chunks", "since"), [((40,), 0), ((40,), 33), ((17, 23), 33), ((17, 16, 7), 35), ((40,), 90)])
-def test_scores_are_means_over_those_who_observe(chunks, since, reduce):
+@pytest.mark.parametrize(
+    ("chunks", "since", "every"),
+    [
+        ((40,), 0, 0), ((40,), 33, 0), ((17, 23), 33, 0), ((17, 16, 7), 35, 0), ((40,), 90, 0), ((40,), 0, 4),
+        ((40,), 33, 4), ((40,), 90, 3), ((17, 23), 33, 40),
+    ],
+)  # fmt: skip
+def test_scores_are_means_over_those_who_observe(chunks, since, every, reduce):
     """In one pass, or in chunks whose first hold nobody who observes."""
     manager = make_manager(make_format(("BF16",)), layers=1)
     state, random = manager.state, torch.Generator().manual_seed(len(chunks))
@@ -47,13 +58,48 @@ def test_scores_are_means_over_those_who_observe(chunks, since, reduce):
         assert (step.observe_from is None) == (since == 0)
         extend_attention(
             state, 0, q[start:end], key[start:end], value[start:end], step.rows, step.extend_lens, step.prefix_lens,
-            SCALE, update_scores=True, observe_from=step.observe_from, reduce=reduce,
+            SCALE, update_scores=True, observe_from=step.observe_from, observe_every=every, reduce=reduce,
         )  # fmt: skip
         start = end
     seen = visible(state, 1)
     scores = torch.zeros(2, LENGTH)
     scores[seen.head, seen.position] = torch.from_numpy(seen.score)
-    torch.testing.assert_close(scores, observed(q, key, since, reduce), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(scores, observed(q, key, since, reduce, every), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [(40,), (17, 23), (13, 20, 7), (30, 9, 1)])
+def test_sampled_observers_are_the_prompt_s_in_any_chunks(chunks):
+    """The mean over observers does not depend on how the prompt is cut; with a query head for each KV head nor does the
+    maximum over heads."""
+    manager = make_manager(make_format(("BF16",)), layers=1)
+    state, random = manager.state, torch.Generator().manual_seed(5)
+    q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
+    key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
+    start = 0
+    for count in chunks:
+        end = start + count
+        begin_step(manager, [1], [count], [start])
+        at = torch.arange(count)
+        append(state, 0, key[start:end], value[start:end], torch.ones_like(at), at, at + start)
+        lens = (torch.tensor([1]), torch.tensor([count]), torch.tensor([start]))
+        extend_attention(
+            state, 0, q[start:end], key[start:end], value[start:end], *lens, SCALE, update_scores=True,
+            observe_from=torch.tensor([31]), observe_every=4, reduce="mean",
+        )  # fmt: skip
+        start = end
+    seen = visible(state, 1)
+    scores = torch.zeros(2, LENGTH)
+    scores[seen.head, seen.position] = torch.from_numpy(seen.score)
+    torch.testing.assert_close(scores, observed(q, key, 31, "mean", 4), rtol=1e-4, atol=1e-6)
+
+
+def test_sampling_is_an_option_of_long_prompts():
+    assert DiffKVPolicy().observation == Observation()
+    sampled = DiffKVPolicyConfig(observe_every=4).build()
+    assert sampled.observation == Observation(queries=256, every=4)
+    assert sampled.observation.since([200, 1000]) == [0, 744]
+    with pytest.raises(ValueError, match="observe_every 4 is above window 3"):
+        DiffKVPolicyConfig(observe_every=4, window=3)
 
 
 def test_the_last_queries_of_a_prompt_observe():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as reference
-from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
+from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as specification
+from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.table import layer_table, max_entries
 from sglang_diffkv.mem_pool.integrity import check_integrity
@@ -33,6 +38,11 @@ def cuts_of(policy: DiffKVPolicy, state: PageState) -> Cuts:
     cuts = Decisions().of_row(state, 1, 0, policy)
     assert cuts is not None
     return cuts
+
+
+def ends_of(*ends: tuple[int, int]) -> torch.Tensor:
+    """[2, B]: rows, and tokens of their sequences."""
+    return torch.tensor(ends, device=DEVICE).t().contiguous()
 
 
 def tokens_of(state, row, layer, tier):
@@ -66,7 +76,7 @@ def test_matches_reference(tiers, alphas, sinks, scales):
     add_prompt(manager, 1, 47, generator, compact=False)
     twin, cuts = clone_state(state), cuts_of(policy, state)
     workspace = PromptWorkspace.create(state)
-    compact_prompt(state, 1, 47, workspace, cuts)
+    compact_prompts(state, *ends_of((1, 47)), workspace, cuts)
     reference(twin, 1, 47, cuts)
     check_integrity(manager)
     for name in ("entries", "own_tokens", "hole", "fault"):
@@ -90,7 +100,7 @@ def test_a_second_chunk_joins_what_went_down(tiers):
     for end, count in ((30, 30), (47, 17), (61, 14)):
         add_prompt(manager, 1, count, generator, compact=False)
         twin = clone_state(state)
-        compact_prompt(state, 1, end, workspace, cuts_of(policy, state))
+        compact_prompts(state, *ends_of((1, end)), workspace, cuts_of(policy, state))
         reference(twin, 1, end, cuts_of(policy, twin))
         check_integrity(manager)
         for name in ("entries", "own_tokens", "hole", "fault"):
@@ -112,6 +122,64 @@ def test_without_spare_pages_nothing_is_demoted(tiers):
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
     assert manager.device.free_pages() == 0
     policy, state = with_between(DiffKVPolicy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
-    compact_prompt(state, 1, 48, PromptWorkspace.create(state), cuts_of(policy, state))
+    compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1:].any()
+    check_integrity(manager)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    tiers=st.sampled_from(["K8V4 K4V2", "BF16 K8V4", "K8V4", FOUR]),
+    alphas=st.sampled_from([(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9)]),
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    before=st.integers(0, 20),
+    faulty=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rows_together_are_each_as_alone(tiers, alphas, lengths, before, faulty, seed):
+    """Against the reference and one after the other; the first row was compacted after a chunk, one may have a fault,
+    and a row holds nothing."""
+    policy = with_between(DiffKVPolicy(*alphas, window=5), len(tiers.split()))
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=700, window=5)
+    generator, state = torch.Generator().manual_seed(seed), manager.state
+    state.counters += 690  # the ring wraps
+    cuts, workspace = cuts_of(policy, state), PromptWorkspace.create(state)
+    rows = [4, 1, 6, 2][: len(lengths)]
+    if before:
+        add_prompt(manager, rows[0], before, generator, compact=False)
+        compact_prompts(state, *ends_of((rows[0], before)), workspace, cuts)
+    for row, count in zip(rows, lengths, strict=True):
+        add_prompt(manager, row, count, generator, compact=False)
+    ends = [(row, count + before * (row == rows[0])) for row, count in zip(rows, lengths, strict=True)]
+    state.fault[rows[-1]] = int(faulty)
+    twin, alone = clone_state(state), clone_state(state)
+    compact_prompts(state, *ends_of((3, 0), *ends), workspace, cuts)
+    for end in ends:
+        compact_prompts(alone, *ends_of(end), workspace, cuts)
+    sound = ends_of(*(ends[:-1] if faulty else ends))
+    specification(twin, *sound, cuts)
+    for name in ("entries", "own_tokens", "hole", "fault"):
+        assert torch.equal(getattr(state, name), getattr(twin, name)), name
+        assert torch.equal(getattr(state, name), getattr(alone, name)), name
+    assert state.counters.diff() == twin.counters.diff() == alone.counters.diff()
+    for row, layer, tier in itertools.product(rows, range(2), range(len(state.tiers))):
+        for got, other, expected in zip(*(tokens_of(x, row, layer, tier) for x in (state, alone, twin)), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, other, strict=True))
+            assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
+            for a, b in zip(got[1:3], expected[1:3], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
+    state.fault.zero_()
+    check_integrity(manager)
+
+
+def test_rows_together_share_few_spare_pages():
+    """Those that get none keep their tokens in the high tier, and no page is lost."""
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=100, layers=2, heads=2)
+    generator, state = torch.Generator().manual_seed(3), manager.state
+    for row in (1, 2):
+        add_prompt(manager, row, 48, generator, compact=False)
+    assert manager.device.free_pages() == 4  # one for each head of one row
+    policy = DiffKVPolicy(9e9, 0.0, window=4)
+    compact_prompts(state, *ends_of((2, 48), (1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
+    assert state.own_tokens[2, ..., 1].all() and not state.own_tokens[1, ..., 1].any()
     check_integrity(manager)

@@ -23,6 +23,9 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     score_programs,
     tile_constants,
 )
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.triton_helpers import (
     BF16,
     DEVICE,
@@ -248,6 +251,50 @@ def test_one_scratch_for_steps_that_grow_and_shrink():
         if chosen:
             expected, expected_lse = reference(state, 1, q[:-1], rows[:-1], seq_lens[:-1], 0.1)
             assert close(out[:-1], expected) < 6e-3 and (lse[:-1] - expected_lse).abs().max() < 5e-3
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [DiffKVPolicy(1.0, 0.0, WINDOW), DiffKVPolicy(1.0, 0.3, WINDOW), UniformPolicy()],
+    ids=["low", "out", "none"],
+)
+def test_a_step_in_slices_is_the_step(policy):
+    """Seven requests, two or three of them padding, in slices of three and at once; twice, since searches share
+    memory with nothing that is read later."""
+    manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), policy=policy)
+    generator, state = torch.Generator().manual_seed(5), manager.state
+    lengths = {1: 40, 2: 9, 3: 33, 4: 1, 5: 27}
+    for row, count in lengths.items():
+        add_prompt(manager, row, count, generator)
+    twin = clone_state(state)
+    for chosen in ([1, 2, 3, 4, 5], [5, 3, 1, 2]):
+        begin = {row: lengths[row] for row in chosen}
+        for row in chosen:
+            manager.space.append(row, 1)
+            lengths[row] += 1
+        manager.space.flush()
+        twin.row_blocks.copy_(state.row_blocks)
+        rows = torch.tensor(chosen + [0] * (7 - len(chosen)), device=DEVICE)
+        seq_lens = torch.tensor([lengths[row] for row in begin] + [1] * (7 - len(chosen)), device=DEVICE)
+        q, key, value = (torch.randn(7, n, 64, generator=generator).to(DEVICE, BF16) for n in (4, 2, 2))
+        outs = []
+        for one, requests in ((state, 3), (twin, 512)):
+            ops = TritonOps(one, policy, 4, 400, config=DecodeConfig(tile=16, programs=9, requests=requests))
+            ops.prepare_graphs(one, 7)
+            ops.buffers[0].scratch.memory.fill_(255)  # what FlashInfer leaves there
+            step = ops.decode_step(one, rows, seq_lens, policy)
+            assert len(step.scratch[1]) == -(-7 // requests)
+            ops.begin(one, step, decode=True)
+            for layer in range(one.num_layers):
+                ops.append(one, layer, key, value, step)
+                outs.append(ops.decode(one, layer, q, step, 0.1, policy, 0.0))
+            if step.found is not None:
+                ops.compact_step(one, rows, seq_lens, step.found, policy, step.num_valid)
+        layers = state.num_layers
+        for got, expected in zip(outs[:layers], outs[layers:], strict=True):
+            assert close(got, expected) < 2e-3 and not got[len(chosen) :].any()
+        for name in ("entries", "own_tokens", "hole", "counters", "ring"):
+            assert torch.equal(getattr(state, name), getattr(twin, name)), name
 
 
 def line_of(entries: list[list[int]], costs: list[int], turn: int) -> tuple[list[int], int]:

@@ -35,15 +35,20 @@ CASES = [
 ]
 
 
-WINDOWS = [None, (0, 0, 0), (48, 30, 13), (54, 200, 9)]
-"""First position of each request that observes: all; in the new tokens; in the prefix; in none of them."""
+WINDOWS = [
+    (None, 0), ((0, 0, 0), 0), ((48, 30, 13), 0), ((54, 200, 9), 0),
+    ((48, 30, 13), 4), ((54, 200, 9), 3), ((9, 66, 0), 2),
+]  # fmt: skip
+"""Position of each request from which on all observe: from the first on; from new tokens on; in the prefix; behind
+all. And of those before each so-manieth."""
 
 
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("reduce", ["max", "mean"])
-@pytest.mark.parametrize("since", WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("tiers", "dim", "v_dim", "group", "prefix", "new", "cap"), CASES)
-def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap, since, reduce):
+def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap, window, reduce):
+    since, every = window
     manager = make_manager(make_format(tiers, dim, v_dim), window=4, heads=1, layers=1)
     generator = torch.Generator().manual_seed(dim + group)
     state, owners, layer = manager.state, [2, 6, 3], 0
@@ -60,7 +65,11 @@ def test_matches_reference(tiers, dim, v_dim, group, prefix, new, cap, since, re
     append(state, layer, key, value, owner, offset, offset + prefix_lens.repeat_interleave(extend_lens))
     twin = clone_state(state)
     scale = 0.5 / dim**0.5
-    observation = {"reduce": reduce, "observe_from": None if since is None else torch.tensor(since, device=DEVICE)}
+    observation = {
+        "reduce": reduce,
+        "observe_from": None if since is None else torch.tensor(since, device=DEVICE),
+        "observe_every": every,
+    }
     out, lse = extend_attention(
         state, layer, q, key, value, rows, starts, extend_lens, prefix_lens, max(new), max(prefix), scale,
         update_scores=True, logit_cap=cap, **observation,

@@ -203,7 +203,7 @@ class Twins:
                 self.compact(row, self.lengths[row])
 
     def compact(self, row: int, length: int) -> None:
-        self.both(lambda ops, state: ops.compact_prompt(state, row, length, self.policy), "compact_prompt")
+        self.both(lambda ops, state: ops.compact_prompts(state, [(row, length)], self.policy), "compact_prompt")
 
     def decode(self) -> None:
         rows = [row for row in self.lengths if self.lengths[row] < LENGTH - 1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as compact_reference
-from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompt
+from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.copy_compact.reference import copy_compact as copy_reference
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.gather_scores import reference
@@ -24,7 +24,7 @@ from sglang_diffkv.ops.triton import WHOLE_HEADS
 from sglang_diffkv.policies.base import Across, AcrossLayers, LeastMass, Policy, TopCount, TopMass, WholeHead
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from tests.helpers import tier_map, visible
-from tests.kernels.test_triton_compact_prompt import tokens_of
+from tests.kernels.test_triton_compact_prompt import ends_of, tokens_of
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, held_pages, make_format, make_manager
 
 NAN = float("nan")
@@ -180,7 +180,7 @@ def test_compaction_matches_reference(tiers, dim, v_dim, ties, rule):
     cuts = Decisions.of(WHOLE_HEADS, state, policy, 100).of_row(state, 2, 61, policy)
     expected = Decisions().of_row(twin, 2, 61, policy)
     assert cuts is not None and expected is not None
-    compact_prompt(state, 2, 61, PromptWorkspace.create(state), cuts)
+    compact_prompts(state, *ends_of((2, 61)), PromptWorkspace.create(state), cuts)
     compact_reference(twin, 2, 61, expected)
     check_integrity(manager)
     for name in ("entries", "own_tokens", "hole", "fault"):

@@ -49,7 +49,7 @@ def test_triton_cuts_prompts_and_copies():
     with manager.launching():
         manager.state.tiers[0].scores.fill_(1.0)  # as large as scores get
         ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
-        ops.compact_prompt(manager.state, 1, 40, policy)
+        ops.compact_prompts(manager.state, [(1, 40)], policy)
     for row in (1, 2):
         assert ((tier_map(manager.state, row, 40) == 0) == stays(40, 6, 3)).all()
 

@@ -86,17 +86,17 @@ def test_refused_parts_leave_the_row_empty(loose_bounds):
 
 def test_an_attach_without_blocks_leaves_the_row_empty():
     session = Session(make_manager(make_format(page_tokens=4), blocks=6, policy=UniformPolicy()))
-    session.extend({1: 100}, scores=False)
-    segment = session.share(1, 0, 100)
+    session.extend({1: 50}, scores=False)
+    segment = session.share(1, 0, 50)
     assert segment is None and not session.manager.prompts.can_publish(1)
     session.release(1)
-    session.extend({1: 60}, scores=False)
-    segment = session.share(1, 0, 60)
+    session.extend({1: 30}, scores=False)
+    segment = session.share(1, 0, 30)
     session.manager.counts.settle()
     session.manager.space.append(2, 1)  # takes what the counted segment gave back
     before = snapshot(session.manager)
     with pytest.raises(TableFull, match="0 free blocks"):
-        session.manager.attach_prefix(3, [(segment, 0, 20), (segment, 20, 60)])
+        session.manager.attach_prefix(3, [(segment, 0, 10), (segment, 10, 30)])
     assert snapshot(session.manager) == before
     session.manager.space.release(2)
     check_integrity(session.manager)
@@ -231,15 +231,15 @@ def test_a_counted_segment_keeps_the_blocks_of_its_entries():
     """A short prompt is all in the high tier: nothing of a block for low entries."""
     session = Session(make_manager(make_format(page_tokens=4), policy=DiffKVPolicy(1.0, 0.0, 200), segments=20))
     manager = session.manager
-    session.extend({1: 100})
+    session.extend({1: 50})
     assert len(manager.space.free_blocks) == manager.space.num_blocks - 3
-    segment = session.share(1, 0, 100)
+    segment = session.share(1, 0, 50)
     assert segment is not None
     session.release(1)
     manager.counts.settle()
     assert [len(side) for side in manager.space.blocks[segment.row]] == [2, 0]
     check_integrity(manager)
-    session.attach(2, [(segment, 0, 100)])
+    session.attach(2, [(segment, 0, 50)])
     check_row(session, 2)
     session.release(2)
     manager.segments.release(segment)
