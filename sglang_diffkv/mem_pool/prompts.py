@@ -23,6 +23,7 @@ from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
+from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
 
@@ -55,6 +56,7 @@ class Prompts:
         self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, policy: Policy
     ):
         self.device, self.rows, self.counts, self.segments, self.policy = device, rows, counts, segments, policy
+        self.untouched_tokens = untouched_tokens(device.state, policy)
         self.share_min_tokens: int | None = None
         self.plans: dict[int, CopyPlan] = {}
         self.pending: dict[int, Segment] = {}
@@ -92,7 +94,7 @@ class Prompts:
     def _compact(self, row: int) -> bool:
         """Prompt-phase compaction where the policy has something to decide."""
         device, length = self.device, self.rows.length(row)
-        if not self.policy.compresses or length <= self.policy.window:
+        if length <= self.untouched_tokens:
             return False
         with device.launching():
             device.ops.compact_prompt(device.state, row, length, self.policy)

@@ -133,13 +133,17 @@ class DiffKVAttnBackend(AttentionBackend):
 
     # Layers
 
-    def _run(self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any) -> torch.Tensor:
+    def _run(
+        self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any,
+        more: Mapping[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        sink_logits = _sink_logits(more)
         if k is None or v is None:
             raise NotImplementedError("diffkv does not serve models that share one layer's KV with another")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        out = wrapper.run(layer.layer_id - self.first_layer, q, k, v, scaling_of(layer))
+        out = wrapper.run(layer.layer_id - self.first_layer, q, k, v, scaling_of(layer), sink_logits)
         if layer.layer_id == self.last_layer:
             if wrapper is self.decode:
                 self.decode.end()
@@ -150,14 +154,12 @@ class DiffKVAttnBackend(AttentionBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        _refuse(more)
-        return self._run(self.extend, q, k, v, layer)
+        return self._run(self.extend, q, k, v, layer, more)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        _refuse(more)
-        return self._run(self.decode, q, k, v, layer)
+        return self._run(self.decode, q, k, v, layer, more)
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda
@@ -173,10 +175,15 @@ def _one_scaling(scalings: Sequence[Scaling]) -> Scaling | None:
     return scalings[0] if scalings else None
 
 
-def _refuse(more: Mapping[str, Any]) -> None:
-    """What a model gives its attention beside q, k and v, such as attention sinks, changes the result."""
+def _sink_logits(more: Mapping[str, Any]) -> torch.Tensor | None:
+    """The attention sinks that a model gives its attention beside q, k and v, [Hq] float32. Anything else changes the
+    result, and raises NotImplementedError."""
     given = sorted(name for name, value in more.items() if value is not None and value is not False)
+    if given == ["sinks"]:
+        sinks: torch.Tensor = more["sinks"]
+        return sinks if sinks.dtype == torch.float32 else sinks.float()
     if given:
         raise NotImplementedError(
             f"diffkv does not compute attention with {', '.join(given)}: use another --attention-backend for this model"
         )
+    return None

@@ -214,6 +214,20 @@ def decline_prefill_graphs(server_args: Any) -> None:
     declare_resolution(server_args, "sglang_diffkv", cuda_graph_config=without)
 
 
+def decline_hybrid_swa_pools(server_args: Any) -> bool:
+    """Switch SGLang's pools for models with sliding-window layers off, of which one is not the plugin's. Whether they
+    were on: then a model with such layers would get them."""
+    if resolved(server_args).disable_hybrid_swa_memory:
+        return False
+    if release() < (0, 5, 21):
+        server_args.disable_hybrid_swa_memory = True
+    else:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(server_args, "sglang_diffkv", disable_hybrid_swa_memory=True)
+    return True
+
+
 def tensor_parallel_ranks() -> Ranks:
     """The ranks of this process's tensor-parallel group, which exchange numbers over SGLang's CPU group and add tensors
     over its device group."""

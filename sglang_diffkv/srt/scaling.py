@@ -1,4 +1,5 @@
-"""What a model's attention layers do to products of queries and keys: kernels are made ready for it at start."""
+"""What a model's attention layers do to products of queries and keys, and how far they see: kernels and pools are made
+ready for it at start."""
 
 from __future__ import annotations
 
@@ -16,3 +17,14 @@ def scaling_of(layer: Any) -> Scaling:
 def layer_scalings(model: Any) -> tuple[Scaling, ...]:
     """The different scalings of the attention layers of SGLang's loaded ``model``."""
     return tuple(dict.fromkeys(scaling_of(layer) for layer in attention_layers(model)))
+
+
+def layer_reaches(model: Any, first: int, count: int) -> tuple[int, ...]:
+    """Of the ``count`` attention layers of SGLang's loaded ``model`` from ``first`` on, how many tokens a query may see,
+    itself included, 0 for all; empty if all see all. SGLang's window is without the query itself."""
+    reaches = [0] * count
+    for layer in attention_layers(model):
+        window = getattr(layer, "sliding_window_size", None)
+        if window is not None and window > -1 and 0 <= layer.layer_id - first < count:
+            reaches[layer.layer_id - first] = window + 1
+    return tuple(reaches) if any(reaches) else ()
