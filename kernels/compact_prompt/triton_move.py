@@ -21,6 +21,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_index,
 )
 from sglang_diffkv.kernels.triton_tokens import (
+    lasting_of,
     load_cuts,
     load_tokens,
     number_at,
@@ -144,7 +145,7 @@ def append_lower(
 
 @triton.jit(do_not_specialize=["row", "seq_len", "window", "sinks", "values_len"])
 def compact_kernel(
-    row, seq_len, window, sinks, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
+    row, seq_len, window, sinks, lasting, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
     spare, surplus, freed, raw_like, pages, page_table,
     range_lo, range_hi, row_blocks, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
@@ -157,6 +158,7 @@ def compact_kernel(
     number of pages."""
     layer, head = tl.program_id(0) // H, tl.program_id(0) % H
     cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, tl.program_id(0), TIERS, L * H, WHOLE)
+    window, sinks = lasting_of(window, sinks, lasting, layer)
     values += tl.program_id(0).to(tl.int64) * values_len
     head_at = (row.to(tl.int64) * L + layer) * H + head
     high_at = head_at * TIERS

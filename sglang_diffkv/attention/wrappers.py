@@ -64,7 +64,7 @@ class _Wrapper:
         Args:
             q: [tokens, Hq, head_dim] in the state's dtype; query head ``h`` belongs to KV head ``h // (Hq / H)``.
             key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
-            sink_logits: [Hq] float32: of each query head, the logit of an attention sink, which joins the softmax and
+            sink_logits: [Hq] of any float type: of each query head, the logit of an attention sink, which joins the softmax and
                 has no value; None for none.
 
         Returns:

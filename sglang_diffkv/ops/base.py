@@ -130,7 +130,7 @@ class Ops(Protocol):
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """``sink_logits``: [Hq] float32, see ``kernels/decode_attention``; None for a softmax without sinks."""
+        """``sink_logits``: [Hq], see ``kernels/decode_attention``; None for a softmax without sinks."""
         ...
 
     def extend(

@@ -176,12 +176,12 @@ def _one_scaling(scalings: Sequence[Scaling]) -> Scaling | None:
 
 
 def _sink_logits(more: Mapping[str, Any]) -> torch.Tensor | None:
-    """The attention sinks that a model gives its attention beside q, k and v, [Hq] float32. Anything else changes the
+    """The attention sinks that a model gives its attention beside q, k and v, [Hq]. Anything else changes the
     result, and raises NotImplementedError."""
     given = sorted(name for name, value in more.items() if value is not None and value is not False)
     if given == ["sinks"]:
         sinks: torch.Tensor = more["sinks"]
-        return sinks if sinks.dtype == torch.float32 else sinks.float()
+        return sinks
     if given:
         raise NotImplementedError(
             f"diffkv does not compute attention with {', '.join(given)}: use another --attention-backend for this model"
