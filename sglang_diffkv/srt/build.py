@@ -25,7 +25,7 @@ from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
-from sglang_diffkv.srt.scaling import layer_reaches, layer_scalings
+from sglang_diffkv.srt.scaling import layer_reaches, layer_scalings, sinks_of
 from sglang_diffkv.srt.validation import (
     BACKEND,
     PAGE_DTYPES,
@@ -164,7 +164,7 @@ def refuse_pool(configurator: Any, pool: Any) -> None:
 def create_backend(runner: Any) -> DiffKVAttnBackend:
     """The attention backend of SGLang's model runner."""
     check_layers(runner.model)
-    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model))
+    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model), sinks_of(runner.model))
     pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
     budget = _budget[0] if _budget is not None and _budget[1] == pool.size else None
     logger.info("%s", pool.footprint(exact=exact).describe(budget))

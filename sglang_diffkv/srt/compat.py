@@ -59,6 +59,20 @@ BEAM_SEARCH = release() >= (0, 5, 18)
 """Whether a request may ask for beam search."""
 
 
+MODEL_ADJUSTMENTS = (
+    (
+        "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
+        "sglang.srt.server_args.ServerArgs._resolved_attention_backends",
+    )
+    if release() < (0, 5, 21)
+    else (
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        "sglang.srt.arg_groups.model_override_base.attention_backends_of",
+    )
+)
+"""What judges arguments by the model's architecture, and what it asks for the backends of prefill and decode."""
+
+
 def _kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv

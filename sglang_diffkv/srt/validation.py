@@ -52,6 +52,8 @@ def check_model(configurator: Any) -> None:
         problems.append("multi-head latent attention (MLA), which has no per-head keys and values to compress")
     if configurator.is_hybrid_swa:
         problems.append("pools of its own for sliding-window layers; start with --disable-hybrid-swa-memory")
+    if (getattr(getattr(config, "hf_text_config", None), "num_kv_shared_layers", None) or 0) > 0:
+        problems.append("layers that share the keys and values of others")
     if getattr(config, "attention_chunk_size", None):
         problems.append("attention in chunks (iRoPE)")
     if getattr(configurator, "mambaish_config", None) is not None:
@@ -82,7 +84,10 @@ def check_layers(model: Any) -> None:
     """Refuse models whose attention layers compute something else than causal attention, which a backend has to know
     of. ``model`` is SGLang's, loaded."""
     problems: dict[str, None] = {}
-    for layer in attention_layers(model):
+    layers = list(attention_layers(model))
+    if len({(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in layers}) > 1:
+        problems["layers with heads of other numbers or sizes than others"] = None
+    for layer in layers:
         problems.update(dict.fromkeys(_unlike_causal(layer)))
     _refuse_model(type(model).__name__, list(problems))
 
