@@ -36,9 +36,7 @@ class MemoryPlan:
     reaches: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, configurator: Any, config: DiffKVConfig, num_layers: int, reaches: tuple[int, ...] = ()
-    ) -> MemoryPlan:
+    def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int, reaches: tuple[int, ...] = ()) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
         ``reaches``: as of ``Geometry``.
 

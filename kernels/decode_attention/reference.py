@@ -116,11 +116,12 @@ def decode_attention(
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
         reduce: ``max`` or ``mean``: what a token's score takes of the attention from a KV head's query heads.
         reach: newest tokens, the new one included, that are seen; 0 for all. Searches are for layers that see all.
-        sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no value.
+        sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
+            value.
 
     Returns:
-        out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm), a sink counted. A head that sees no
-        token (a row that lost its only page) gives zeros and -inf.
+        out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm, of a sink too). A head that sees
+        no token (a row that lost its only page) gives zeros and -inf.
     """
     batch, q_heads, dim = q.shape
     assert not reach or scores is None, "nothing is searched for where tokens are out of reach"

@@ -114,7 +114,8 @@ def decode_attention(
         num_valid: [1] int32, requests that are not padding; the others get zeros.
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in.
-        window, sinks: newest and first tokens that the searches pass over. horizon, reduce, reach: as for the reference.
+        window, sinks: newest and first tokens that the searches pass over. horizon, reduce, reach: as for the
+            reference.
         sink_logits: [Hq] of any float type, contiguous.
 
     Returns:

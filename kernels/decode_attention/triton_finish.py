@@ -212,8 +212,8 @@ def finish_kernel(
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
     scores, as many of them as ``parts_of`` says. With 0, the first of the latter joins before.
-    ``found`` has room for ``max_parts``. With ``HAS_SINK`` ``sink_logits`` [Hq] join the softmax. ``EARLY``: the launch may begin while the first pass ends, and waits for it
-    here."""
+    ``found`` has room for ``max_parts``. ``EARLY``: the launch may begin while the first pass ends, and waits for it
+    here. With ``HAS_SINK`` ``sink_logits`` [Hq] join the softmax."""
     bh = tl.program_id(0)
     part, parts = tl.program_id(1) - JOINERS, tl.num_programs(1) - JOINERS
     joins = tl.program_id(1) < max(JOINERS, 1)

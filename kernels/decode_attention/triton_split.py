@@ -71,8 +71,8 @@ def attend_tier(
     probability times its value scale, is about 2^15 and small ones stay in fp16's normal range.
     ``KEEP`` stores each token's logits, relative to that maximum at its tile, for the score pass, to stay in the L2
     cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for ``room``
-    tiles. The pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address. With ``SLIDES`` positions
-    below ``oldest`` are out of reach.
+    tiles. The pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address. With ``SLIDES``
+    positions below ``oldest`` are out of reach.
     """
     KB: tl.constexpr = LAYOUT[I_KB]
     VB: tl.constexpr = LAYOUT[I_VB]

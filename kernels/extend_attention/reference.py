@@ -46,7 +46,8 @@ def extend_attention(
             of the means so far; None for all.
         reduce: ``max`` or ``mean``.
         reach: newest tokens, its own included, that a query sees; 0 for all. Scores are for layers that see all.
-        sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no value.
+        sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
+            value.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.

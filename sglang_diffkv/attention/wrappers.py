@@ -64,8 +64,8 @@ class _Wrapper:
         Args:
             q: [tokens, Hq, head_dim] in the state's dtype; query head ``h`` belongs to KV head ``h // (Hq / H)``.
             key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
-            sink_logits: [Hq] of any float type: of each query head, the logit of an attention sink, which joins the softmax and
-                has no value; None for none.
+            sink_logits: [Hq] of any float type: of each query head, the logit of an attention sink, which joins the
+                softmax and has no value; None for none.
 
         Returns:
             [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
@@ -148,7 +148,9 @@ class ExtendWrapper(_Wrapper):
     def _attend(
         self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
     ) -> torch.Tensor:
-        return self.ops.extend(self.state, layer, q, key, value, step, scaling.scale, self.policy, scaling.cap, sink_logits)
+        return self.ops.extend(
+            self.state, layer, q, key, value, step, scaling.scale, self.policy, scaling.cap, sink_logits
+        )
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it, and drop what has left

@@ -376,7 +376,7 @@ HOOKS = {
 }
 """Target in SGLang -> AROUND hook."""
 
-HOOKS.update({target: hook for target, hook in zip(compat.MODEL_ADJUSTMENTS, (adjust_to_model, attention_backends))})
+HOOKS.update(zip(compat.MODEL_ADJUSTMENTS, (adjust_to_model, attention_backends), strict=True))
 
 if compat.BEAM_SEARCH:
     HOOKS[SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init"] = validate_beams

@@ -34,8 +34,8 @@ def configured_reaches(config: Any) -> tuple[int, ...]:
 
 
 def layer_reaches(model: Any, first: int, count: int) -> tuple[int, ...]:
-    """Of the ``count`` attention layers of SGLang's loaded ``model`` from ``first`` on, how many tokens a query may see,
-    itself included, 0 for all; empty if all see all. SGLang's window is without the query itself."""
+    """Of the ``count`` attention layers of SGLang's loaded ``model`` from ``first`` on, how many tokens a query may
+    see, itself included, 0 for all; empty if all see all. SGLang's window is without the query itself."""
     reaches = [0] * count
     for layer in attention_layers(model):
         window = getattr(layer, "sliding_window_size", None)

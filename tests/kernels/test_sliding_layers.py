@@ -1,4 +1,4 @@
-"""Layers with a sliding window and attention sinks: the ops against a plain softmax, and Triton's against the others."""
+"""Layers with a sliding window and attention sinks: the ops against a plain softmax, and Triton's against theirs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.reach import SLACK, keep_of
 from sglang_diffkv.ops import ReferenceOps, Scaling
 from sglang_diffkv.ops.triton import TritonOps
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.helpers import visible
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format
@@ -148,8 +148,6 @@ def test_triton_is_the_reference_with_tiers(tiers):
 
 def test_copies_slide_and_copies_as_they_are_do_not():
     """``copy_compact`` of both ops, by the policy and by KEEP."""
-    from sglang_diffkv.policies.diffkv import KEEP
-
     for ops in ("reference", "triton"):
         manager = make(ops, "BF16", UniformPolicy(), (5, 0))
         generator = torch.Generator().manual_seed(1)
@@ -161,8 +159,8 @@ def test_copies_slide_and_copies_as_they_are_do_not():
         extend.plan(one, one * 0, one * count, [0], [count])
         extend.begin()
         for layer in range(2):
-            extend.run(layer, *(torch.randn(count, n, DIM, generator=generator).to(DEVICE, BF16) for n in (GROUP, 1, 1)),
-                       Scaling(0.1))  # fmt: skip
+            new = (torch.randn(count, n, DIM, generator=generator).to(DEVICE, BF16) for n in (GROUP, 1, 1))
+            extend.run(layer, *new, Scaling(0.1))
         for row, policy, least in ((3, manager.policy, count - 4 - SLACK), (4, KEEP, 0)):
             manager.space.append(row, count)
             manager.space.flush()

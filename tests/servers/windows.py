@@ -27,19 +27,13 @@ def make_gemma3(folder: Path) -> None:
     _make(folder, Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, num_hidden_layers=6, layer_types=kinds))
 
 
-def make_mistral(folder: Path) -> None:
-    """Four layers that all slide."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    _make(folder, MistralForCausalLM, MistralConfig(**SIZES, num_hidden_layers=4))
-
-
-def make_gemma2(folder: Path) -> None:
-    """Four layers, of which every other slides, with capped logits."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
+def make_gpt_oss(folder: Path) -> None:
+    """Four layers, of which every other slides, with attention sinks and experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
 
     kinds = ["sliding_attention", "full_attention"] * 2
-    _make(folder, Gemma2ForCausalLM, Gemma2Config(**SIZES, num_hidden_layers=4, layer_types=kinds))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    _make(folder, GptOssForCausalLM, GptOssConfig(**SIZES, **experts, num_hidden_layers=4, layer_types=kinds))
 
 
 def _make(folder: Path, kind: Any, config: Any) -> None:
