@@ -142,6 +142,12 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     )
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
+    if any(geometry.reaches):
+        found = "wherever another branches off" if plan.config.prefix_fidelity == "exact" else "at their ends only"
+        logger.info(
+            "DiffKV: layers with a sliding window hold it in pages like all others; SGLang's pools for them are off. With "
+            "prefix fidelity %s prompts are found in the prefix cache %s.", plan.config.prefix_fidelity, found,
+        )  # fmt: skip
     return allocator
 
 

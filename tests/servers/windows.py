@@ -32,7 +32,7 @@ def make_gpt_oss(folder: Path) -> None:
     from transformers import GptOssConfig, GptOssForCausalLM
 
     kinds = ["sliding_attention", "full_attention"] * 2
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
     _make(folder, GptOssForCausalLM, GptOssConfig(**SIZES, **experts, num_hidden_layers=4, layer_types=kinds))
 
 
