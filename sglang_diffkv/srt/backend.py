@@ -145,9 +145,8 @@ class DiffKVAttnBackend(AttentionBackend):
 
     def _run(
         self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any,
-        more: Mapping[str, Any],
+        sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        sink_logits = _sink_logits(more)
         if k is None or v is None:
             raise NotImplementedError("diffkv does not serve models that share one layer's KV with another")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -164,12 +163,14 @@ class DiffKVAttnBackend(AttentionBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        return self._run(self.extend, q, k, v, layer, more)
+        sink_logits = _sink_logits(more)
+        return self._run(self.extend, q, k, v, layer, sink_logits)
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        return self._run(self.decode, q, k, v, layer, more)
+        sink_logits = _sink_logits(more)
+        return self._run(self.decode, q, k, v, layer, sink_logits)
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda

@@ -253,8 +253,8 @@ def test_what_is_given_to_attention_beside_q_k_and_v_is_refused() -> None:
 
     backend = DiffKVAttnBackend.__new__(DiffKVAttnBackend)
     for run in (backend.forward_extend, backend.forward_decode):
-        with pytest.raises(NotImplementedError, match="attention with sinks:"):
-            run(None, None, None, None, None, sinks=torch.zeros(4), return_lse=False, aux=None)
+        with pytest.raises(NotImplementedError, match="attention with q_rope, sinks:"):
+            run(None, None, None, None, None, sinks=torch.zeros(4), q_rope=torch.zeros(4), return_lse=False, aux=None)
 
 
 @pytest.mark.parametrize("ours", [True, False])
