@@ -145,8 +145,8 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     if any(geometry.reaches):
         found = "wherever another branches off" if plan.config.prefix_fidelity == "exact" else "at their ends only"
         logger.info(
-            "DiffKV: layers with a sliding window hold it in pages like all others; SGLang's pools for them are off. With "
-            "prefix fidelity %s prompts are found in the prefix cache %s.", plan.config.prefix_fidelity, found,
+            "DiffKV: layers with a sliding window hold it in pages like all others; SGLang's pools for them are off. "
+            "With prefix fidelity %s prompts are found in the prefix cache %s.", plan.config.prefix_fidelity, found,
         )  # fmt: skip
     return allocator
 
