@@ -234,7 +234,7 @@ def decline_hybrid_swa_pools(server_args: Any) -> bool:
     if resolved(server_args).disable_hybrid_swa_memory:
         return False
     if release() < (0, 5, 21):
-        server_args.disable_hybrid_swa_memory = True
+        server_args.override("sglang_diffkv", disable_hybrid_swa_memory=True)
     else:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
