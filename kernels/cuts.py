@@ -31,7 +31,8 @@ class Cuts:
     With ``values`` heads were judged as a whole, for two tiers at most: a token is above a cut if its value is greater,
     or equal and its position at most the cut's ``tie``.
 
-    The newest ``window`` and first ``sinks`` tokens stay as they are. With a single tier ``low`` alone decides.
+    The newest ``window`` and first ``sinks`` tokens stay as they are; where layers differ, ``lasting`` says how many
+    each has of both, and the two numbers mean nothing. With a single tier ``low`` alone decides.
     """
 
     high: torch.Tensor  # [L, H] float32
@@ -42,12 +43,16 @@ class Cuts:
     tie_high: torch.Tensor | None = None  # [L, H] int32
     tie_low: torch.Tensor | None = None  # [L, H] int32
     between: torch.Tensor | None = None  # [T - 2, L, H] float32, falling, none above high or below low
+    lasting: torch.Tensor | None = None  # [L, 2] int32: each layer's window and sinks
 
     def check(self, layers: int, heads: int, num_tiers: int) -> None:
         """The shapes and types that kernels rely on."""
         for cut in (self.high, self.low):
             assert cut.shape == (layers, heads) and cut.dtype == torch.float32 and cut.is_contiguous()
         check_between(self.between, layers, heads, num_tiers)
+        if self.lasting is not None:
+            assert self.lasting.shape == (layers, 2) and self.lasting.dtype == torch.int32
+            assert self.lasting.is_contiguous()
         assert self.values is None or num_tiers <= 2, "whole heads are judged for two tiers at most"
         if self.values is not None:
             assert self.values.shape[:2] == (layers, heads) and self.values.dtype == torch.float32
@@ -89,7 +94,11 @@ def prompt_tiers(cuts: Cuts, score: torch.Tensor, position: torch.Tensor, seq_le
     token, and what becomes of it means nothing."""
     above = _above(cuts, score, position)
     tier = tier_of(above if num_tiers > 1 else above[-1:])
-    return torch.where((position >= seq_len - cuts.window) | (position < cuts.sinks), 0, tier)
+    window: int | torch.Tensor = cuts.window
+    sinks: int | torch.Tensor = cuts.sinks
+    if cuts.lasting is not None:
+        window, sinks = (x.view(-1, *[1] * (position.dim() - 1)) for x in cuts.lasting.unbind(1))
+    return torch.where((position >= seq_len - window) | (position < sinks), 0, tier)
 
 
 def tier_of(above: Sequence[torch.Tensor]) -> torch.Tensor:

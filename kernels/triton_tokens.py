@@ -35,6 +35,15 @@ def cut_arguments(cuts: Cuts) -> tuple[Any, ...]:
 
 
 @triton.jit
+def lasting_of(window, sinks, lasting, layer):
+    """A layer's window and sinks; ``lasting`` is None where all have the same."""
+    if lasting is not None:
+        window = tl.load(lasting + layer * 2)
+        sinks = tl.load(lasting + layer * 2 + 1)
+    return window, sinks
+
+
+@triton.jit
 def number_at(page, OFFSET: tl.constexpr, slot):
     """Pointers to the int32 numbers of a field."""
     return (page + OFFSET).to(tl.pointer_type(tl.int32)) + slot

@@ -15,6 +15,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
@@ -32,10 +33,12 @@ class MemoryPlan:
     q_heads: int
     gpu: bool
     ranks: int = 1
+    reaches: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int) -> MemoryPlan:
+    def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int, reaches: tuple[int, ...] = ()) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
+        ``reaches``: as of ``Geometry``.
 
         Raises ConfigError for unsupported head sizes, and for a method or key means that cannot serve this model.
         """
@@ -46,7 +49,7 @@ class MemoryPlan:
             read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
-        return cls(config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks)
+        return cls(config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, reaches=reaches)
 
     @property
     def heads(self) -> int:
@@ -69,6 +72,7 @@ class MemoryPlan:
             num_rows=num_rows,
             num_segments=segments,
             max_tokens=max_tokens,
+            reaches=self.reaches,
         )
 
     def policy(self, rank: int = 0, ranks: int = 1) -> Policy:
@@ -90,7 +94,7 @@ class MemoryPlan:
         ops = self.ops(state, geometry, policy)
         ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
         exact = self.config.prefix_fidelity == "exact"
-        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens)
+        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.reaches)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries)
 
@@ -126,5 +130,13 @@ class MemoryPlan:
             f"KV heads = {pool / MIB:.1f} MiB, page table of {geometry.num_blocks} blocks of {TABLE_BLOCK}; "
             f"capacity {capacity} tokens at the high tier, bf16 in the same bytes: {bf16}; "
             f"rotation {config.rotate}; key means {config.key_means or 'none'}; "
-            f"prefix fidelity {config.prefix_fidelity}"
+            f"prefix fidelity {config.prefix_fidelity}{self._windows()}"
         )
+
+    def _windows(self) -> str:
+        """Of layers with a sliding window, for the log."""
+        found = [keep_of(x) for x in self.reaches if x]
+        if not found:
+            return ""
+        kept = " or ".join(f"{x}" for x in sorted(set(found)))
+        return f"; {len(found)} of {self.num_layers} layers have a sliding window and keep their newest {kept} tokens"

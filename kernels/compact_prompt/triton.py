@@ -76,8 +76,8 @@ def compact_prompts(
             (len(fmt.tiers) - 1) * count, R=256, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
-        rows, seq_lens, cuts.window, cuts.sinks, *cut_arguments(cuts), workspace.spare, workspace.surplus, freed,
-        state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
+        rows, seq_lens, cuts.window, cuts.sinks, cuts.lasting, *cut_arguments(cuts), workspace.spare,
+        workspace.surplus, freed, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
         state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,

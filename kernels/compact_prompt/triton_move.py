@@ -21,6 +21,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_index,
 )
 from sglang_diffkv.kernels.triton_tokens import (
+    lasting_of,
     load_cuts,
     load_tokens,
     number_at,
@@ -147,7 +148,7 @@ def append_lower(
 
 @triton.jit(do_not_specialize=["window", "sinks", "values_len"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def compact_kernel(
-    rows, seq_lens, window, sinks, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
+    rows, seq_lens, window, sinks, lasting, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
     spare, surplus, freed, raw_like, pages, page_table,
     range_lo, range_hi, row_blocks, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
@@ -163,6 +164,7 @@ def compact_kernel(
     row, seq_len = tl.load(rows + b), tl.load(seq_lens + b).to(tl.int32)
     spare += b * (TIERS - 1) * L * H + flat
     cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, flat, TIERS, L * H, WHOLE)
+    window, sinks = lasting_of(window, sinks, lasting, layer)
     values += flat.to(tl.int64) * values_len
     head_at = (row * L + layer) * H + head
     high_at = head_at * TIERS

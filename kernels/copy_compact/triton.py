@@ -48,7 +48,7 @@ def copy_compact(
     every = format_constants(fmt)
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads}
     whole = cuts.values is not None
-    rule = (judged, known, seq_len, cuts.window, cuts.sinks, *cut_arguments(cuts), counts)
+    rule = (judged, known, seq_len, cuts.window, cuts.sinks, cuts.lasting, *cut_arguments(cuts), counts)
     count_kernel[(count,)](
         source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
         state.entries,

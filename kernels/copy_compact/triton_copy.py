@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.triton_table import (
 )
 from sglang_diffkv.kernels.triton_tokens import (
     held_page,
+    lasting_of,
     load_cuts,
     load_tokens,
     prompt_decision,
@@ -74,7 +75,7 @@ def counted_with(totals, chosen, TIER: tl.constexpr, TIERS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"])
 def count_kernel(
-    source, lo, hi, judged, judged_len, seq_len, window, sinks,
+    source, lo, hi, judged, judged_len, seq_len, window, sinks, lasting,
     high_cut, between, low_cut, tie_high, tie_low, values, values_len,
     counts, pages, page_table, range_lo, range_hi, row_blocks, entries,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -87,6 +88,7 @@ def count_kernel(
     judged += flat.to(tl.int64) * judged_len
     values += flat.to(tl.int64) * values_len
     cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, flat, TIERS, L * H, WHOLE)
+    window, sinks = lasting_of(window, sinks, lasting, layer)
     totals = ()
     for _ in tl.static_range(TIERS):
         totals = totals + (0,)
@@ -130,7 +132,7 @@ def take_kernel(
     do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"]
 )
 def copy_kernel(
-    target, source, lo, hi, judged, judged_len, seq_len, window, sinks,
+    target, source, lo, hi, judged, judged_len, seq_len, window, sinks, lasting,
     high_cut, between, low_cut, tie_high, tie_low, values, values_len, counts,
     raw_like, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, own_tokens,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
@@ -144,6 +146,7 @@ def copy_kernel(
     judged += flat.to(tl.int64) * judged_len
     values += flat.to(tl.int64) * values_len
     cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, flat, TIERS, L * H, WHOLE)
+    window, sinks = lasting_of(window, sinks, lasting, layer)
     raw: tl.constexpr = raw_like.dtype
     used = ()
     for tier in tl.static_range(TIERS):

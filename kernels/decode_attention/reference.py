@@ -101,6 +101,8 @@ def decode_attention(
     horizon: int = 0,
     logit_cap: float = 0.0,
     reduce: str = "max",
+    reach: int = 0,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
 
@@ -113,12 +115,16 @@ def decode_attention(
             received, of weight ``1 / horizon`` for the newest, and not the mean over all of them.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
         reduce: ``max`` or ``mean``: what a token's score takes of the attention from a KV head's query heads.
+        reach: newest tokens, the new one included, that are seen; 0 for all. Searches are for layers that see all.
+        sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
+            value.
 
     Returns:
-        out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm). A head that sees no
-        token (a row that lost its only page) gives zeros and -inf.
+        out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm, of a sink too). A head that sees
+        no token (a row that lost its only page) gives zeros and -inf.
     """
     batch, q_heads, dim = q.shape
+    assert not reach or scores is None, "nothing is searched for where tokens are out of reach"
     grouped = q.float().view(batch, state.num_heads, -1, dim) * sm_scale
     tables = [
         layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer)) for tier in range(len(state.tiers))
@@ -128,6 +134,8 @@ def decode_attention(
     for view, (page, lo, hi) in zip(gathered, tables, strict=True):
         position = view.positions.reshape(*page.shape, view.layout.tokens)  # [B, H, E, tokens]
         valid = ((position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))).flatten(2)
+        if reach:
+            valid &= position.flatten(2) >= (seq_lens - reach).view(-1, 1, 1)
         tier_logits = _logits(grouped, view)
         if logit_cap:
             tier_logits = logit_cap * torch.tanh(tier_logits / logit_cap)
@@ -136,6 +144,8 @@ def decode_attention(
         valids.append(valid)
     joined = torch.cat(logits, dim=3)
     lse = joined.logsumexp(3)  # [B, H, G]
+    if sink_logits is not None:
+        lse = torch.logaddexp(lse, sink_logits.float().view(1, *lse.shape[1:]))
     prob = (joined - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(3)).exp()
     probs = prob.split([x.shape[3] for x in logits], dim=3)
     out = torch.zeros((), device=q.device)

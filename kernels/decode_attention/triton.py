@@ -129,6 +129,8 @@ def decode_attention(
     horizon: int = 0,
     logit_cap: float = 0.0,
     reduce: str = "max",
+    reach: int = 0,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
 
@@ -139,7 +141,9 @@ def decode_attention(
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in, by as many programs a head as
             it has room for, at most.
-        window, sinks: newest and first tokens that the searches pass over. horizon, reduce: as for the reference.
+        window, sinks: newest and first tokens that the searches pass over. horizon, reduce, reach: as for the
+            reference.
+        sink_logits: [Hq] of any float type, contiguous.
 
     Returns:
         ``out`` and ``lse`` (natural logarithm).
@@ -153,6 +157,8 @@ def decode_attention(
     assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[1] * heads == q_heads
     assert workspace.partial_lse.shape[0] >= workspace.programs + batch * heads * len(fmt.tiers)
     assert workspace.planned == batch, "plan comes first"
+    assert not reach or found is None, "nothing is searched for where tokens are out of reach"
+    assert sink_logits is None or (sink_logits.shape == (q_heads,) and sink_logits.is_contiguous())
     check_rows(rows, num_valid, state)
     if out is None:
         out = torch.empty(batch, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
@@ -178,9 +184,10 @@ def decode_attention(
         q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
         state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
+        seq_lens, reach,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs, AHEAD=config.ahead,
         HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
-        num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
+        SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
     finish_kernel[(batch * heads, joining["JOINERS"] + parts)](
@@ -188,10 +195,9 @@ def decode_attention(
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         workspace.parts_of, workspace.starts, workspace.ranges, state.pages, state.page_table, state.row_blocks,
         state.entries, state.own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT,
-        workspace.room,
+        workspace.room, sink_logits,
         **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
         SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
-        num_warps=config.score_warps,
-        **overlap,
+        HAS_SINK=sink_logits is not None, num_warps=config.score_warps, **overlap,
     )  # fmt: skip
     return out, lse

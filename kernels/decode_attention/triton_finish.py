@@ -186,24 +186,34 @@ def joined_lse(
     return norm, top
 
 
+@triton.jit
+def with_sink(norm, top, sink):
+    """``joined_lse`` with one term more, the logits ``sink`` [GP]."""
+    sink = sink.to(tl.float32) * LOG2E
+    higher = tl.maximum(top, sink)
+    return norm * tl.exp2(top - higher) + tl.exp2(sink - higher), higher
+
+
 @triton.jit(
     do_not_specialize=["layer", "window", "sinks", "horizon", "max_parts"],
-    do_not_specialize_on_alignment=["rows", "seq_lens"],
+    do_not_specialize_on_alignment=["rows", "seq_lens", "sink_logits"],
 )
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, parts_of, starts, ranges,
     pages, page_table, row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room,
+    sink_logits,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
     JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
     JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
     scores, as many of them as ``parts_of`` says. With 0, the first of the latter joins before.
     ``found`` has room for ``max_parts``. ``EARLY``: the launch may begin while the first pass ends, and waits for it
-    here."""
+    here. With ``HAS_SINK`` ``sink_logits`` [Hq] join the softmax."""
     bh = tl.program_id(0)
     part, parts = tl.program_id(1) - JOINERS, tl.num_programs(1) - JOINERS
     joins = tl.program_id(1) < max(JOINERS, 1)
@@ -254,6 +264,8 @@ def finish_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     norm, top = joined_lse(partial_lse, firsts[0], used, firsts, ends, LSE_AT_ONCE, G, GP, TIERS)
+    if HAS_SINK:
+        norm, top = with_sink(norm, top, tl.load(sink_logits + head * G + g, mask=g < G, other=float("-inf")))
     lse = top + tl.log2(norm)
 
     if joins:

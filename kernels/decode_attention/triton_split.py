@@ -59,10 +59,10 @@ def top_eighths(x):
 def attend_tier(
     q_ptr, sm_scale, logit_cap,
     pages, page_table, range_lo, range_hi, row_blocks, row, layer, head, count, first, last,
-    logits_ptr, tile_max_ptr, shared, room, out_ptr, lse_ptr,
+    logits_ptr, tile_max_ptr, shared, room, out_ptr, lse_ptr, oldest,
     TIER: tl.constexpr, LAYOUT: tl.constexpr, N: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_CAP: tl.constexpr, KEEP: tl.constexpr, ASM: tl.constexpr, AHEAD: tl.constexpr, SLIDES: tl.constexpr,
 ):  # fmt: skip
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
@@ -71,7 +71,8 @@ def attend_tier(
     probability times its value scale, is about 2^15 and small ones stay in fp16's normal range.
     ``KEEP`` stores each token's logits, relative to that maximum at its tile, for the score pass, to stay in the L2
     cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for ``room``
-    tiles. The pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address.
+    tiles. The pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address. With ``SLIDES``
+    positions below ``oldest`` are out of reach.
     """
     KB: tl.constexpr = LAYOUT[I_KB]
     VB: tl.constexpr = LAYOUT[I_VB]
@@ -125,6 +126,8 @@ def attend_tier(
             some + ahead, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
             TIER, CHUNKS, MAX_BLOCKS, L, H,
         )  # fmt: skip
+        if SLIDES:
+            lo_of = tl.maximum(lo_of, oldest)
         for tile in range(some, tl.minimum(some + AHEAD, last)):
             here = ahead == tile - some
             page = tl.sum(tl.where(here, pages_of, 0), 0)
@@ -205,17 +208,18 @@ def attend_tier(
         tl.store(out_ptr + g[None, :] * DV + at[:, None], o, mask=inside)
 
 
-@triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows"])
+@triton.jit(do_not_specialize=["layer", "reach"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def split_kernel(
     q, partial_out, partial_lse, logits, tile_max, offsets, begun, ranges, pages, page_table, range_lo, range_hi,
-    row_blocks, entries, own_entry, rows, layer, sm_scale, logit_cap, room,
+    row_blocks, entries, own_entry, rows, layer, sm_scale, logit_cap, room, seq_lens, reach,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, TILES: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
-    TURN: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    TURN: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, SLIDES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs): a range of the layer's work each, of those that have one.
+    """Grid (programs): a range of the layer's work each, of those that have one. With ``SLIDES`` the newest ``reach``
+    tokens are seen; all others are kernels without a word of it.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:  # in this order: the second pass, once begun, reads what was written before this one
@@ -242,6 +246,9 @@ def split_kernel(
         tokens_before, tiles_before, rooms = kept_tiles(kept, room - kept_from, TILES, TIERS)
         q_ptr = q + bh.to(tl.int64) * G * D
         slot = (program + unit).to(tl.int64)
+        oldest = 0
+        if SLIDES:
+            oldest = tl.load(seq_lens + b).to(tl.int32) - reach
         logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
         tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
 
@@ -253,9 +260,9 @@ def split_kernel(
                         q_ptr, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row,
                         layer, head, held[tier], first, last, logits_ptr + tokens_before[tier] * G,
                         tile_max_ptr + tiles_before[tier] * G, shared[tier], rooms[tier], partial_out + slot * G * DV,
-                        partial_lse + slot * G, tier, layout_of(LAYOUTS, tier), TILES[tier],
+                        partial_lse + slot * G, oldest, tier, layout_of(LAYOUTS, tier), TILES[tier],
                         PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP if tier == 0 else KEEP_LOW, ASM,
-                        AHEAD,
+                        AHEAD, SLIDES,
                     )  # fmt: skip
         unit += 1
         if unit % TIERS == 0 and start < stop:

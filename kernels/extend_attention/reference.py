@@ -53,6 +53,8 @@ def extend_attention(
     observe_from: torch.Tensor | None = None,
     observe_every: int = 0,
     reduce: str = "max",
+    reach: int = 0,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -68,10 +70,14 @@ def extend_attention(
             the means so far; None for all. observe_every: of those before, each so-manieth counts, as so many
             (``Observers``); 0: none.
         reduce: ``max`` or ``mean``.
+        reach: newest tokens, its own included, that a query sees; 0 for all. Scores are for layers that see all.
+        sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
+            value.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
     """
+    assert not reach or not update_scores, "no scores are kept where tokens are out of reach"
     outs, start = [], 0
     since = [0] * len(rows) if observe_from is None else observe_from.tolist()
     watch = [Observers(first, observe_every) for first in since]
@@ -90,6 +96,8 @@ def extend_attention(
             logit_cap,
             observers,
             reduce,
+            reach,
+            sink_logits,
         )
         outs.append(out)
         if update_scores:
@@ -112,11 +120,13 @@ def _attend(
     logit_cap: float,
     observers: Observers,
     reduce: str,
+    reach: int,
+    sink_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """One request: out [n, Hq, v_dim]; received attention of [each tier's page slots..., new tokens], [H, .]."""
     count, q_heads, dim = q.shape
     rows = torch.tensor([row], device=q.device)
-    keys, values, valid = [], [], []
+    keys, values, valid, positions = [], [], [], []
     for tier, view in enumerate(state.tiers):
         width = max_entries(state, rows, tier, layer) if prefix else 0
         page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, width))  # [H, E]
@@ -129,12 +139,13 @@ def _attend(
         # Slots that are not seen may hold any bytes; a probability of 0 does not cancel a NaN.
         values.append(tier_values.masked_fill(~seen.unsqueeze(3), 0.0).flatten(1, 2))
         valid.append(seen.flatten(1))
+        positions.append(position.flatten(1))
     sizes = [x.shape[1] for x in valid] + [count]
     keys.append(key.float().transpose(0, 1))
     values.append(value.float().transpose(0, 1))
     all_keys = torch.cat(keys, 1).transpose(1, 2).unsqueeze(1)  # [H, 1, D, M]
     all_values = torch.cat(values, 1).unsqueeze(1)  # [H, 1, M, Dv]
-    paged = torch.cat(valid, 1)  # [H, M - n]
+    paged, paged_position = torch.cat(valid, 1), torch.cat(positions, 1)  # [H, M - n]
     grouped = q.float().view(count, state.num_heads, -1, dim).permute(1, 2, 0, 3) * sm_scale  # [H, G, n, D]
     column = torch.arange(count, device=q.device)
     received = torch.zeros(*grouped.shape[:2], sum(sizes), device=q.device)
@@ -146,8 +157,17 @@ def _attend(
         if logit_cap:
             logits = logit_cap * torch.tanh(logits / logit_cap)
         causal = column <= query.unsqueeze(1)  # [n', n]
-        shown = torch.cat([paged.unsqueeze(1).expand(-1, len(query), -1), causal.expand(paged.shape[0], -1, -1)], 2)
-        prob = logits.masked_fill(~shown.unsqueeze(1), float("-inf")).softmax(3)
+        stored = paged.unsqueeze(1).expand(-1, len(query), -1)  # [H, n', M - n]
+        if reach:
+            oldest = query.unsqueeze(1) - reach + 1
+            causal &= column >= oldest
+            stored = stored & (paged_position.unsqueeze(1) >= prefix + oldest)
+        shown = torch.cat([stored, causal.expand(paged.shape[0], -1, -1)], 2)
+        logits = logits.masked_fill(~shown.unsqueeze(1), float("-inf"))
+        if sink_logits is not None:
+            sink = sink_logits.float().view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, sink], 3)
+        prob = logits.softmax(3)[..., : shown.shape[2]]
         outs.append(prob @ all_values)
         own = prob[..., paged.shape[1] :]
         diagonal = own.gather(3, query.view(1, 1, -1, 1).expand(*own.shape[:3], 1)).squeeze(3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -72,6 +73,8 @@ def extend_attention(
     observe_from: torch.Tensor | None = None,
     observe_every: int = 0,
     reduce: str = "max",
+    reach: int = 0,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -85,7 +88,8 @@ def extend_attention(
         new_part: output [tokens, Hq, v_head_dim] and lse [tokens, Hq] float32, base 2, of the new tokens' causal
             attention among themselves, where another kernel computed it. Without a prefix they are the result.
         judged: as for the reference; tensors [L, H, n] float32, contiguous.
-        observe_from, observe_every, reduce: as for the reference.
+        observe_from, observe_every, reduce, reach: as for the reference; ``new_part`` is of queries that see all new
+            tokens before them. sink_logits: [Hq] of any float type.
 
     Returns:
         out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32, base 2.
@@ -99,6 +103,8 @@ def extend_attention(
     assert q.dtype in (torch.bfloat16, torch.float16)
     assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
     assert starts.shape == extend_lens.shape == prefix_lens.shape == (batch,)
+    assert not reach or (new_part is None and not update_scores)
+    assert sink_logits is None or sink_logits.shape == (q_heads,)
     group = q_heads // heads
     if new_part is not None and not max_prefix:
         out, lse = new_part
@@ -109,11 +115,11 @@ def extend_attention(
         out, lse = outs[0], lses[0]
     if not tokens:
         return out, lse
-    common = {"G": group, "HAS_CAP": logit_cap > 0}
+    common = {"G": group, "HAS_CAP": logit_cap > 0, "SLIDES": reach > 0}
     if new_part is None:
         ragged_kernel[(batch * heads * triton.cdiv(max_extend * group, ROWS),)](
             q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), out, lse, starts,
-            extend_lens, batch, sm_scale, logit_cap, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS,
+            extend_lens, batch, sm_scale, logit_cap, reach, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS,
             N=32 if dim > 128 else 64, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
         )  # fmt: skip
     elif max_prefix:
@@ -127,18 +133,27 @@ def extend_attention(
         for tier in _tiers(state):
             paged_kernel[(triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)](
                 q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
-                *tables, layer, sm_scale, logit_cap, DV=fmt.v_head_dim, M=PAGED_ROWS, **tier, **common,
+                *tables, layer, sm_scale, logit_cap, reach, DV=fmt.v_head_dim, M=PAGED_ROWS, **tier, **common,
                 num_warps=1, num_stages=2,
             )  # fmt: skip
         merge_kernel[(triton.cdiv(tokens * q_heads, 16),)](
             out, lse, outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
         )
+    if sink_logits is not None:
+        _add_sinks(out, lse, sink_logits)
     if update_scores:
         _update_scores(
             state, layer, q, key, lse, rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
             logit_cap, judged or {}, observe_from, observe_every, reduce,
         )  # fmt: skip
     return out, lse
+
+
+def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> None:
+    """A logit more in each query head's softmax, which has no value; in place."""
+    with_sinks = torch.logaddexp2(lse, sink_logits.float() * math.log2(math.e))
+    out.mul_((lse - with_sinks).exp2_().unsqueeze(2))
+    lse.copy_(with_sinks)
 
 
 def _update_scores(

@@ -43,19 +43,21 @@ def largest_of(q, vector, live, D: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["layer"],
+    do_not_specialize=["layer", "reach"],
     do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows"],
 )
 def paged_kernel(
     q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, write_slot, layer, sm_scale, logit_cap,
+    own_entry, write_slot, layer, sm_scale, logit_cap, reach,
     TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+    SLIDES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(longest extend * G / M), H, B); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2."""
+    """Grid (ceil(longest extend * G / M), H, B); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2. With
+    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included."""
     b = tl.program_id(2)
     head = tl.program_id(1)
     first = tl.program_id(0) * M
@@ -74,7 +76,7 @@ def paged_kernel(
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     raw_type: tl.constexpr = q.dtype.element_ty
     dot_type: tl.constexpr = raw_type if ASM or raw_type == tl.float16 else tl.float32
-    vector, _, live_row = query_rows(tl.load(starts + b), head, first, extend, M, H * G, G)
+    vector, query, live_row = query_rows(tl.load(starts + b), head, first, extend, M, H * G, G)
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
     head_at = (row * L + layer) * H + head
@@ -134,7 +136,10 @@ def paged_kernel(
             s = s * (kscale * factor)[None, :] + total[:, None] * (kzero * factor)[None, :]
         if HAS_CAP:
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
-        s = tl.where(valid[None, :], s, float("-inf"))
+        seen = valid[None, :]
+        if SLIDES:
+            seen = seen & (position[None, :] > (prefix + query - reach)[:, None])
+        s = tl.where(seen, s, float("-inf"))
         top = thread_tops(s)
         if not RAW:
             top += weight_exponent(thread_tops(tl.broadcast_to(vscale[None, :], [M, N])))
@@ -176,14 +181,15 @@ def paged_kernel(
         tl.store(out + vector[:, None] * DV + at[None, :], o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["starts", "extend_lens"])
+@triton.jit(do_not_specialize=["batch", "reach"], do_not_specialize_on_alignment=["starts", "extend_lens"])
 def ragged_kernel(
     q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, batch, sm_scale,
-    logit_cap,
+    logit_cap, reach,
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HAS_CAP: tl.constexpr, ASM: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr, SLIDES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * ceil(longest extend * G / M)): causal attention among new tokens. Strides are in elements."""
+    """Grid (B * H * ceil(longest extend * G / M)): causal attention among new tokens, with ``SLIDES`` the newest
+    ``reach`` of them. Strides are in elements."""
     b, head, tile, tiles = request_head_tile(batch, H)
     first = (tiles - 1 - tile) * M  # the longest first
     extend = tl.load(extend_lens + b).to(tl.int32)
@@ -203,7 +209,10 @@ def ragged_kernel(
     m = tl.full([M], NEVER, tl.float32)
     norm = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DVP], tl.float32)
-    for begin in range(0, tl.minimum((first + M - 1) // G + 1, extend), N):
+    begin_at = 0
+    if SLIDES:
+        begin_at = tl.maximum(first // G - reach + 1, 0) // N * N
+    for begin in range(begin_at, tl.minimum((first + M - 1) // G + 1, extend), N):
         column = begin + tl.arange(0, N)
         live = column < extend
         token = (start + column).to(tl.int64)
@@ -214,7 +223,10 @@ def ragged_kernel(
         s = tl.dot(x, k) * factor
         if HAS_CAP:
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
-        s = tl.where(column[None, :] <= query[:, None], s, float("-inf"))
+        seen = column[None, :] <= query[:, None]
+        if SLIDES:
+            seen = seen & (column[None, :] > (query - reach)[:, None])
+        s = tl.where(seen, s, float("-inf"))
         top = tl.max(s, 1)
         if dot_type == tl.float16:
             top += weight_exponent(tl.full([M], 1.0, tl.float32))

@@ -10,23 +10,34 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_diffkv.kernels.table import layer_table, max_entries
-from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState, TierView
+from sglang_diffkv.mem_pool.state import PageState, TierView
 
 
 def _gather(state: PageState, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [H, length, dim] and values [H, length, v_dim] of a row, in order of position."""
+    """Keys [H, length, dim] and values [H, length, v_dim] of a row by position, zeros where there is no token: where
+    it has left a sliding window, or a row found the ring empty."""
     layout = state.tiers[0].layout
     rows = torch.tensor([row], device=state.device)
     page, lo, hi = (x[0] for x in layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer)))
     view = TierView.of(state.pages.index_select(0, page.flatten()), layout, state.dtype)
     position = view.positions.reshape(*page.shape, layout.tokens)  # [H, E, tokens]
     valid = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < length)
-    order = torch.where(valid, position, NO_LIMIT).flatten(1).argsort(dim=1)[:, :length]  # [H, length]
-    keys = view.keys.reshape(page.shape[0], -1, view.keys.shape[2])
-    values = view.values.reshape(page.shape[0], -1, view.values.shape[2])
-    head = torch.arange(page.shape[0], device=page.device).unsqueeze(1)
-    lost = ~valid.flatten(1).gather(1, order).unsqueeze(2)  # a row that found the ring empty has fewer tokens
-    return keys[head, order].masked_fill(lost, 0), values[head, order].masked_fill(lost, 0)
+    head, entry, slot = valid.nonzero(as_tuple=True)
+    at = position[valid].long()
+    found = []
+    for field in (view.keys, view.values):
+        field = field.reshape(*page.shape, layout.tokens, -1)
+        by_position = field.new_zeros(page.shape[0], length, field.shape[3])
+        by_position[head, at] = field[head, entry, slot]
+        found.append(by_position)
+    return found[0], found[1]
+
+
+def _in_reach(queries: int, first: int, length: int, reach: int, device: torch.device) -> torch.Tensor:
+    """[queries, length] bool: what queries from position ``first`` on see of the sequence."""
+    query = torch.arange(first, first + queries, device=device).unsqueeze(1)
+    position = torch.arange(length, device=device).unsqueeze(0)
+    return (position <= query) & (position > query - reach)
 
 
 def raw_attention(
@@ -37,11 +48,13 @@ def raw_attention(
     extend_lens: torch.Tensor,
     prefix_lens: torch.Tensor,
     sm_scale: float,
+    reach: int = 0,
 ) -> torch.Tensor:
     """Causal attention of new tokens, already appended, to all tokens of their row.
 
     Args:
         q: [tokens, Hq, head_dim], requests one after the other. rows, extend_lens, prefix_lens: [B] int64.
+        reach: newest tokens, its own included, that a query sees; 0 for all.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
@@ -54,13 +67,18 @@ def raw_attention(
             padded = query.new_zeros(query.shape[0], prefix + count, query.shape[2])
             padded[:, prefix:] = query
             query = padded
+        mask = None
+        if reach:
+            queries = query.shape[1]
+            mask = _in_reach(queries, prefix + count - queries, prefix + count, reach, q.device)
         out = scaled_dot_product_attention(
             query.unsqueeze(0),
             key.unsqueeze(0),
             value.unsqueeze(0),
+            attn_mask=mask,
             enable_gqa=query.shape[0] != key.shape[0],
             scale=sm_scale,
-            is_causal=count > 1,
+            is_causal=count > 1 and mask is None,
         )
         outs.append(out[0, :, -count:].transpose(0, 1))
         start += count

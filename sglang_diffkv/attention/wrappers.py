@@ -16,6 +16,7 @@ from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Ops, Scaling, Step
+from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy
 
 
@@ -55,27 +56,34 @@ class _Wrapper:
         self.ops.begin(self.state, self.step, self.decodes)
 
     def run(
-        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling
-    ) -> torch.Tensor:
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         """Store one layer's new tokens and attend from them, requests in the plan's order.
 
         Args:
             q: [tokens, Hq, head_dim] in the state's dtype; query head ``h`` belongs to KV head ``h // (Hq / H)``.
             key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
+            sink_logits: [Hq] of any float type: of each query head, the logit of an attention sink, which joins the
+                softmax and has no value; None for none.
 
         Returns:
             [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
         """
         assert self.step is not None, "plan comes first"
+        assert sink_logits is None or sink_logits.shape == (q.shape[1],)
         q, key, value = self.rotation.of(self.ops.rotate, q, key, value)
         if self.key_means is not None:
             assert not scaling.cap, "a logit cap sees what is taken off keys"
+            assert sink_logits is None, "a sink's logit is not moved with those of keys"
             key = key - self.key_means[layer]
         self.ops.append(self.state, layer, key, value, self.step)
-        out = self._attend(self.step, layer, q, key, value, scaling)
+        out = self._attend(self.step, layer, q, key, value, scaling, sink_logits)
         return self.ops.rotate(out)[0] if self.rotation.values else out
 
-    def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
+    def _attend(
+        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
+    ) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -92,17 +100,21 @@ class DecodeWrapper(_Wrapper):
         """rows, seq_lens: [B] integers on the device, the new token counted; row 0 is padding, and gets zeros."""
         self.step = self.ops.decode_step(self.state, rows, seq_lens, self.policy)
 
-    def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
+    def _attend(
+        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
+    ) -> torch.Tensor:
         if self.queries is not None:
             self.ops.store_queries(self.queries, layer, q, step)
-        return self.ops.decode(self.state, layer, q, step, scaling.scale, self.policy, scaling.cap)
+        return self.ops.decode(self.state, layer, q, step, scaling.scale, self.policy, scaling.cap, sink_logits)
 
     def end(self) -> None:
-        """Compaction of all layers, where the policy wants any."""
+        """Compaction of all layers, where the policy wants any; sliding layers drop what has left their window."""
         step = self.step
         assert step is not None, "plan comes first"
         if step.found is not None:
             self.ops.compact_step(self.state, step.rows, step.seq_lens, step.found, self.policy, step.num_valid)
+        if self.state.slides:
+            self.ops.slide(self.state, step.rows, step.seq_lens, step.num_valid)
 
 
 class ExtendWrapper(_Wrapper):
@@ -133,10 +145,15 @@ class ExtendWrapper(_Wrapper):
         self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
         self.step.judged = judged or {}
 
-    def _attend(self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling) -> torch.Tensor:
-        return self.ops.extend(self.state, layer, q, key, value, step, scaling.scale, self.policy, scaling.cap)
+    def _attend(
+        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.ops.extend(
+            self.state, layer, q, key, value, step, scaling.scale, self.policy, scaling.cap, sink_logits
+        )
 
     def end_prompt(self, row: int, seq_len: int) -> None:
-        """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it."""
-        if self.policy.compresses and seq_len > self.policy.window:
+        """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it, and drop what has left
+        sliding layers' windows."""
+        if seq_len > untouched_tokens(self.state, self.policy):
             self.ops.compact_prompts(self.state, [(row, seq_len)], self.policy)

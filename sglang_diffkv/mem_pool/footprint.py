@@ -54,7 +54,10 @@ class Footprint:
         held = {
             PAGES: state.pages.nbytes,
             "free list": state.ring.nbytes + state.counters.nbytes + state.refcount.nbytes,
-            "page table": state.page_table.nbytes + state.range_lo.nbytes + state.range_hi.nbytes,
+            "page table": state.page_table.nbytes
+            + state.range_lo.nbytes
+            + state.range_hi.nbytes
+            + state.sliding.nbytes,
             "rows of requests": row_bytes * geometry.num_rows,
             "rows of prefix segments": row_bytes * geometry.num_segments,
             "KV slots": KV_SLOT_BYTES * kv_slots,

@@ -21,16 +21,21 @@ MOST_KV_SLOTS = 256
 """The same at most: each takes 8 bytes, and one whose token was pruned nothing else."""
 
 
-def kv_slots_for(capacity: int, fmt: PageFormat, *, prunes: bool, kept_share: float | None = None) -> int:
+def kv_slots_for(
+    capacity: int, fmt: PageFormat, *, prunes: bool, kept_share: float | None = None, in_layers: float = 1.0
+) -> int:
     """KV slots of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier; where tokens
     are pruned, what fits of sequences of which ``kept_share`` is kept, if that is known. Where running requests hold a
-    budget that is their share of the longest sequence.
+    budget that is their share of the longest sequence. ``in_layers``: share of the longest sequence that layers hold
+    on average, where some have a sliding window.
 
     A KV slot is SGLang's index of a token. It names the token and owns no memory here, where bytes are pages. KV slots
     may run out before pages do all the same, where most tokens are pruned: then the prefix cache gives some back, and
     SGLang retracts requests, as it does for want of pages.
     """
     shrink = -(-fmt.low.tokens // fmt.high.tokens)
+    if in_layers < 1:
+        shrink = min(math.ceil(shrink / in_layers), MOST_KV_SLOTS // 2)
     most = LEAST_KV_SLOTS
     if prunes:
         fitting = math.ceil(shrink / kept_share) if kept_share else 0
@@ -54,6 +59,8 @@ class Segment:
     nodes: int = field(default=1)
     as_computed: bool = False
     first: int = 0
+    end: int = 0
+    """Tokens of the sequence when the segment was made of it: so much is known to have left sliding layers' windows."""
     reads: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """Entries of each tier, at most, that a row takes to read a range [lo, hi), where the device has counted them."""
 
@@ -85,6 +92,7 @@ class Geometry:
 
     Attributes:
         max_tokens: longest sequence of a request.
+        reaches: of each layer, how many tokens a query may see, itself included, 0 for all; empty if all see all.
         num_rows: rows of requests, row 0 (padding) included.
         num_segments: rows of tree segments.
         num_pages: pages in the ring.
@@ -97,6 +105,7 @@ class Geometry:
     num_rows: int
     num_segments: int
     max_tokens: int
+    reaches: tuple[int, ...] = ()
 
     @property
     def heads(self) -> int:

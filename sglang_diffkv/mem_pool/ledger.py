@@ -61,7 +61,9 @@ class PageLedger:
     def __init__(self, manager: PageManager, capacity: int):
         self.manager = manager
         self.capacity = capacity
-        self.kv_slots = kv_slots_of(manager.policy, capacity, manager.fmt, manager.geometry.max_tokens)
+        self.kv_slots = kv_slots_of(
+            manager.policy, capacity, manager.fmt, manager.geometry.max_tokens, manager.geometry.reaches
+        )
         """Tokens that SGLang may hold at once."""
         self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""

@@ -24,6 +24,7 @@ from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
+from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
 
@@ -56,6 +57,7 @@ class Prompts:
         self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, policy: Policy
     ):
         self.device, self.rows, self.counts, self.segments, self.policy = device, rows, counts, segments, policy
+        self.untouched_tokens = untouched_tokens(device.state, policy)
         self.share_min_tokens: int | None = None
         self.plans: dict[int, CopyPlan] = {}
         self.pending: dict[int, Segment] = {}
@@ -102,9 +104,9 @@ class Prompts:
         """Prompt-phase compaction of those rows, which are returned, where the policy has something to decide: so many
         at once as there are certainly pages to lend to each."""
         device, counts = self.device, self.counts
-        if not self.policy.compresses:
+        ends = [(row, length) for row in rows if (length := self.rows.length(row)) > self.untouched_tokens]
+        if not ends:
             return []
-        ends = [(row, length) for row in rows if (length := self.rows.length(row)) > self.policy.window]
         lent = device.geometry.heads * (len(device.fmt.tiers) - 1)
         most = max(counts.free() // lent, 1) if lent else len(ends)
         for first in range(0, len(ends), max(most, 1)):

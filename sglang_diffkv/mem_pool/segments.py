@@ -10,6 +10,7 @@ import torch
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Path, Segment, rows_of
+from sglang_diffkv.mem_pool.reach import joined_end, longest_reach
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
 from sglang_diffkv.mem_pool.table_space import Entries, TableFull, blocks_of
@@ -86,7 +87,8 @@ class SegmentStore:
         device.keep(row)
         self.rows.share(row, hi)
         self.counts.touch(row, decoded=True)
-        segment = Segment(segment_row, lo, hi, as_computed=as_computed and not ends, first=first)
+        end = max(hi, self.rows.length(row)) if ends else hi
+        segment = Segment(segment_row, lo, hi, as_computed=as_computed and not ends, first=first, end=end)
         self.add(segment)
         if ends and lo > first:  # its pages hold tokens below lo too
             self.fragmented.append(segment)
@@ -167,7 +169,8 @@ class SegmentStore:
         assert row is not None, "no room to join segments"
         self._copy(row, parts)
         as_computed = all(segment.as_computed for segment, _, _ in parts)
-        joined = Segment(row, lo, hi, nodes=0, as_computed=as_computed, first=lo)
+        end = joined_end(parts, longest_reach(self.device.geometry.reaches))
+        joined = Segment(row, lo, hi, nodes=0, as_computed=as_computed, first=lo, end=end)
         self.add(joined)
         return joined
 

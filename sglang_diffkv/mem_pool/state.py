@@ -20,6 +20,7 @@ import torch
 
 from sglang_diffkv.mem_pool.geometry import TABLE_BLOCK, Geometry
 from sglang_diffkv.mem_pool.page_format import EMPTY, PageFormat, TierLayout
+from sglang_diffkv.mem_pool.reach import keep_of
 
 NO_LIMIT = 2**31 - 1
 """Upper end of the position range of a page that its owner wrote itself."""
@@ -89,6 +90,8 @@ class PageState:
     hole: torch.Tensor  # [R, L, H] int32, own high slot that a token left, or -1
     write_slot: torch.Tensor  # [R, L, H] int32, own high slot of the step's first new token
     fault: torch.Tensor  # [R] int32, non-zero once the ring was empty for this row
+    sliding: torch.Tensor  # [S, 2] int32: layers with a sliding window, and how many newest tokens they keep
+    reaches: tuple[int, ...] = ()  # as of ``Geometry``
 
     @classmethod
     def create(
@@ -103,7 +106,11 @@ class PageState:
         num_blocks: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        reaches: tuple[int, ...] = (),
     ) -> PageState:
+        assert not reaches or len(reaches) == num_layers, f"reaches of {len(reaches)} layers for {num_layers}"
+        sliding = [(layer, keep_of(reach)) for layer, reach in enumerate(reaches) if reach]
+
         def ints(*shape: int, fill: int = 0) -> torch.Tensor:
             return torch.full(shape, fill, dtype=torch.int32, device=device)
 
@@ -127,6 +134,8 @@ class PageState:
             hole=ints(*heads, fill=EMPTY),
             write_slot=ints(*heads),
             fault=ints(num_rows),
+            sliding=torch.tensor(sliding, dtype=torch.int32, device=device).view(-1, 2),
+            reaches=reaches,
         )
 
     @classmethod
@@ -144,7 +153,17 @@ class PageState:
             num_blocks=geometry.num_blocks,
             dtype=dtype,
             device=device,
+            reaches=geometry.reaches,
         )
+
+    def reach(self, layer: int) -> int:
+        """Tokens that a query of the layer may see, itself included; 0 for all."""
+        return self.reaches[layer] if self.reaches else 0
+
+    @property
+    def slides(self) -> bool:
+        """Whether any layer has a sliding window."""
+        return any(self.reaches)
 
     @cached_property
     def tiers(self) -> tuple[TierView, ...]:

@@ -134,8 +134,11 @@ class Ops(Protocol):
     def new_found(self, state: PageState, batch: int, policy: Policy) -> Any: ...
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
-    ) -> torch.Tensor: ...
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """``sink_logits``: [Hq], see ``kernels/decode_attention``; None for a softmax without sinks."""
+        ...
 
     def extend(
         self,
@@ -148,7 +151,14 @@ class Ops(Protocol):
         scale: float,
         policy: Policy,
         cap: float,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def slide(
+        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None
+    ) -> None:
+        """Behind a decode step: sliding layers drop what has left their window. Distinct rows but for padding."""
+        ...
 
     def compact_step(
         self,

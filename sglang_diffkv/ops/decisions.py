@@ -18,7 +18,8 @@ from sglang_diffkv.kernels.redundancy import reference as redundancy_reference
 from sglang_diffkv.kernels.select import reference as select_reference
 from sglang_diffkv.kernels.window_scores import reference as window_scores_reference
 from sglang_diffkv.mem_pool.ranks import Ranks
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.reach import keep_of
+from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
 from sglang_diffkv.policies.base import (
     Across,
     AcrossLayers,
@@ -41,6 +42,12 @@ ALIGNED = 64
 
 Selected = tuple[torch.Tensor, torch.Tensor]
 """Cut [L, H] float32 and tie [L, H] int32."""
+
+
+def untouched_tokens(state: PageState, policy: Policy) -> int:
+    """The longest prompt in which nothing is to be decided."""
+    limits = [keep_of(reach) for reach in state.reaches if reach]
+    return min(limits + [policy.window] * policy.compresses, default=NO_LIMIT)
 
 
 @dataclass(frozen=True)
@@ -97,6 +104,7 @@ class Decisions:
     between: dict[object, torch.Tensor] = field(default_factory=dict)  # (rule, shape) -> [T - 2, L, H] float32
     budgets: dict[object, StepBudget] = field(default_factory=dict)
     limits: dict[object, Limits] = field(default_factory=dict)  # of budgets that differ between heads
+    lasting: dict[object, torch.Tensor] = field(default_factory=dict)  # (window, sinks, reaches) -> [L, 2] int32
 
     @classmethod
     def of(cls, kernels: WholeHeadKernels, state: PageState, policy: Policy, max_tokens: int) -> Decisions:
@@ -112,9 +120,8 @@ class Decisions:
             for budget in (getattr(rule, name, None) for name in ("budget", "high")):
                 if isinstance(budget, Budget):
                     decisions._limits(budget, state)
-        elif rule is not None:
-            decisions._thresholds(rule, state)
-            decisions._between(rule, state)
+        elif rule is not None or state.slides:
+            decisions._pointwise(rule or KEEP.prompt, state, policy)
         decisions.step(state, policy)
         return decisions
 
@@ -127,6 +134,7 @@ class Decisions:
     def nbytes(self) -> int:
         """Bytes of the tensors that are kept."""
         tensors = [*self.between.values(), *(x for pair in self.pointwise.values() for x in pair)]
+        tensors += [*self.lasting.values()]
         tensors += [x for budget in self.budgets.values() for x in (budget.tokens, budget.fraction)]
         tensors += [x for pair in self.limits.values() for x in pair if isinstance(x, torch.Tensor)]
         tensors += [x for x in (self.memory, self.exchanged) if x is not None]
@@ -172,20 +180,34 @@ class Decisions:
         return None if rule is None else StepCuts(*self._thresholds(rule, state), self._between(rule, state))
 
     def _pointwise(self, rule: Pointwise, state: PageState, policy: Policy) -> Cuts:
-        between = self._between(rule, state)
-        return Cuts(*self._thresholds(rule, state), policy.window, policy.sinks, between=between)
+        """Of layers with a sliding window nothing stays but what is in it, except in copies as tokens are."""
+        limits = (policy.window, policy.sinks)
+        if not state.slides or policy is KEEP:
+            return Cuts(*self._thresholds(rule, state), *limits, between=self._between(rule, state))
+        slide = state.reaches
+        between = self._between(rule, state, slide)
+        lasting = self._lasting_of(limits, state)
+        return Cuts(*self._thresholds(rule, state, slide), *limits, between=between, lasting=lasting)
 
-    def _thresholds(self, rule: Pointwise, state: PageState) -> Selected:
-        shape = (state.num_layers, state.num_heads)
+    def _lasting_of(self, limits: tuple[int, int], state: PageState) -> torch.Tensor:
+        key = (limits, state.reaches)
+        if key not in self.lasting:
+            each = [(keep_of(reach), 0) if reach else limits for reach in state.reaches]
+            self.lasting[key] = torch.tensor(each, dtype=torch.int32, device=state.device)
+        return self.lasting[key]
+
+    def _thresholds(self, rule: Pointwise, state: PageState, slide: tuple[int, ...] = ()) -> Selected:
+        """``slide``: of each layer, whether nothing stays; empty if that holds for none."""
+        shape = (state.num_layers, state.num_heads, slide)
         if (rule, shape) not in self.pointwise:
             scale = _by_head(1.0 if rule.scale is None else rule.scale, state)
             high = scale * (_by_head(rule.high, state) if isinstance(rule.high, tuple) else rule.high)
             low = scale * (_by_head(rule.low, state) if isinstance(rule.low, tuple) else rule.low)
-            self.pointwise[rule, shape] = high, low
+            self.pointwise[rule, shape] = _without(high, slide), _without(low, slide)
         return self.pointwise[rule, shape]
 
-    def _between(self, rule: Pointwise, state: PageState) -> torch.Tensor | None:
-        shape = (max(len(state.fmt.tiers) - 2, 0), state.num_layers, state.num_heads)
+    def _between(self, rule: Pointwise, state: PageState, slide: tuple[int, ...] = ()) -> torch.Tensor | None:
+        shape = (max(len(state.fmt.tiers) - 2, 0), state.num_layers, state.num_heads, slide)
         if not shape[0]:
             return None
         if (rule, shape) not in self.between:
@@ -194,7 +216,8 @@ class Decisions:
                     f"{shape[0] + 2} tiers need {shape[0]} thresholds between the first and the last"
                 )
             scale = _by_head(1.0 if rule.scale is None else rule.scale, state)
-            self.between[rule, shape] = torch.stack([scale * threshold for threshold in rule.between[: shape[0]]])
+            found = [_without(scale * threshold, slide) for threshold in rule.between[: shape[0]]]
+            self.between[rule, shape] = torch.stack(found)
         return self.between[rule, shape]
 
     def _step_budget(self, budget: Budget, least: int, state: PageState) -> StepBudget:
@@ -224,10 +247,14 @@ class Decisions:
         own: bool,
     ) -> Cuts | None:  # fmt: skip
         rule, limits = policy.prompt, (policy.window, policy.sinks)
+        if rule is None and state.slides:
+            rule = KEEP.prompt
         if rule is None:
             return None
         if isinstance(rule, Pointwise):
             return self._pointwise(rule, state, policy)
+        if state.slides:
+            raise UnsupportedError(f"{type(rule).__name__} does not judge layers with a sliding window")
         if len(state.fmt.tiers) > 2:
             raise UnsupportedError(f"{type(rule).__name__} sorts the tokens of a head into two tiers at most")
         heads = (state.num_layers, state.num_heads, seq_len)
@@ -339,6 +366,14 @@ class Decisions:
         if self.memory is None:
             return self.kernels.smooth(values, rule.smooth, **kind)
         return self.kernels.smooth(values, rule.smooth, self._room(state, 1, values.shape), **kind)
+
+
+def _without(cut: torch.Tensor, slide: tuple[int, ...]) -> torch.Tensor:
+    """A cut [L, H], infinite in the layers that ``slide``, so that no score is enough."""
+    if not slide:
+        return cut
+    gone = torch.tensor([bool(x) for x in slide], device=cut.device)
+    return cut.masked_fill(gone.unsqueeze(1), float("inf")).contiguous()
 
 
 def _check_shape(found: torch.Tensor, state: PageState) -> None:

@@ -48,9 +48,14 @@ def choose_prefill(ops: TritonOps, state: PageState, prefill: str, scalings: Seq
     """Let FlashInfer compute the attention of new tokens among themselves if it can for layers of these ``scalings``.
     Raises UnsupportedError as ``build_ops`` does."""
     obstacle = prefill_obstacle(state.fmt, prefill, scalings)
+    if state.reaches and all(state.reaches):
+        obstacle = obstacle or "all layers have a sliding window"
     ragged = prefill != "triton" and not obstacle
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     if ragged:
         ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim))
     reason = f" ({obstacle})" if prefill == "auto" and obstacle else ""
-    logger.info("DiffKV: new tokens attend among themselves by %s%s", "FlashInfer" if ragged else "Triton", reason)
+    by = "FlashInfer" if ragged else "Triton"
+    if ragged and state.slides:
+        by += ", in layers with a sliding window by Triton"
+    logger.info("DiffKV: new tokens attend among themselves by %s%s", by, reason)

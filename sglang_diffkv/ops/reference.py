@@ -25,6 +25,7 @@ from sglang_diffkv.kernels.query_cache.reference import store_queries
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.kernels.release.reference import release, trim
 from sglang_diffkv.kernels.rotate.reference import rotate
+from sglang_diffkv.kernels.slide.reference import slide
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
@@ -72,13 +73,16 @@ class ReferenceOps:
         return StepScores.create(state, batch, policy.judges_low)
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
-    ) -> torch.Tensor:
-        if self.lossless and not cap:
-            return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale)
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        reach = state.reach(layer)
+        if self.lossless and not cap and sink_logits is None:
+            return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale, reach)
         out, _ = decode_attention(
-            state, layer, q, step.rows, step.seq_lens, scale, scores=step.found, window=policy.window,
-            sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap, reduce=policy.observation.reduce,
+            state, layer, q, step.rows, step.seq_lens, scale, scores=None if reach else step.found,
+            window=policy.window, sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap,
+            reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
         )  # fmt: skip
         return out
 
@@ -93,15 +97,21 @@ class ReferenceOps:
         scale: float,
         policy: Policy,
         cap: float,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        lens = (step.rows, step.extend_lens, step.prefix_lens)
-        if self.lossless and not cap:
-            return raw_attention(state, layer, q, *lens, scale)
+        lens, reach = (step.rows, step.extend_lens, step.prefix_lens), state.reach(layer)
+        if self.lossless and not cap and sink_logits is None:
+            return raw_attention(state, layer, q, *lens, scale, reach)
         return extend_attention(
-            state, layer, q, key, value, *lens, scale, update_scores=policy.compresses, logit_cap=cap,
+            state, layer, q, key, value, *lens, scale, update_scores=policy.compresses and not reach, logit_cap=cap,
             judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
-            reduce=policy.observation.reduce,
+            reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
         )  # fmt: skip
+
+    def slide(
+        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None
+    ) -> None:
+        slide(state, rows.long(), seq_lens.long())
 
     def compact_step(
         self,

@@ -29,6 +29,7 @@ from sglang_diffkv.kernels.redundancy.triton import redundancy
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
+from sglang_diffkv.kernels.slide.triton import slide
 from sglang_diffkv.kernels.sum_scores.triton import sum_scores
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.window_scores.triton import window_scores
@@ -39,7 +40,7 @@ from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
-from sglang_diffkv.policies.base import Pointwise, Policy
+from sglang_diffkv.policies.base import Policy, WholeHead
 
 logger = logging.getLogger(__name__)
 
@@ -121,8 +122,10 @@ class TritonOps:
 
     def decode_batches(self, state: PageState, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
-        group, scored = self.q_heads // state.num_heads, self.policy.scores_steps
-        return batches_of_each_variant(state, most, group, self.config, scored=scored)
+        group, found = self.q_heads // state.num_heads, []
+        for scored in {self.policy.scores_steps, self.policy.scores_steps and not state.slides}:
+            found += batches_of_each_variant(state, most, group, self.config, scored=scored)
+        return sorted(set(found))
 
     def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
         batch = rows.shape[0]
@@ -178,9 +181,10 @@ class TritonOps:
         return FoundTokens.create(state, batch, self.config, judge_low=policy.judges_low)
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float
-    ) -> torch.Tensor:
-        q = q.contiguous()
+        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        q, reach = q.contiguous(), state.reach(layer)
         out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
         for number, workspace in enumerate(step.scratch[1]):
             part, valid = self._slice(step, number)
@@ -194,12 +198,14 @@ class TritonOps:
                 workspace,
                 valid,
                 out=out[part],
-                found=None if step.found is None else step.found.of_requests(part),
+                found=None if reach or step.found is None else step.found.of_requests(part),
                 window=policy.window,
                 sinks=policy.sinks,
                 horizon=policy.horizon,
                 logit_cap=cap,
                 reduce=policy.observation.reduce,
+                reach=reach,
+                sink_logits=sink_logits,
             )
         return out
 
@@ -214,14 +220,15 @@ class TritonOps:
         scale: float,
         policy: Policy,
         cap: float,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q = q.contiguous()
-        if self.ragged is not None and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
+        q, reach = q.contiguous(), state.reach(layer)
+        if self.ragged is not None and not reach and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
             logger.warning(
                 "DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", scale, cap
             )
             self.ragged = None
-        new_part = self.ragged.run(q, key, value) if self.ragged is not None else None
+        new_part = self.ragged.run(q, key, value) if self.ragged is not None and not reach else None
         observation = policy.observation
         if observation.queries and step.observe_from is None:  # the same kernels whether or not a window is in sight
             step.observe_from = torch.zeros_like(step.extend_lens)
@@ -238,14 +245,23 @@ class TritonOps:
             step.max_extend,
             step.max_prefix,
             scale,
-            update_scores=policy.compresses,
+            update_scores=policy.compresses and not reach,
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,
             observe_from=step.observe_from if observation.queries else None,
             observe_every=observation.every,
             reduce=observation.reduce,
+            reach=reach,
+            sink_logits=sink_logits,
         )[0]
+
+    def slide(
+        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None
+    ) -> None:
+        if num_valid is None:
+            num_valid = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+        slide(state, rows, seq_lens, num_valid)
 
     def compact_step(
         self,
@@ -267,14 +283,12 @@ class TritonOps:
         compact_step(state, rows, seq_lens, found, workspace, num_valid, rule)
 
     def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
-        if policy.prompt is None:
-            return
-        most = PROMPTS if isinstance(policy.prompt, Pointwise) else 1  # other rules judge each row for itself
+        most = 1 if isinstance(policy.prompt, WholeHead) else PROMPTS  # rows whose heads are judged whole go one by one
         for first in range(0, len(ends), most):
             some = ends[first : first + most]
             cuts = self.decisions.of_row(state, *some[0], policy)
-            assert cuts is not None
-            self._compact(state, some, cuts)
+            if cuts is not None:
+                self._compact(state, some, cuts)
 
     def _compact(self, state: PageState, ends: Sequence[tuple[int, int]], cuts: Cuts) -> None:
         rows, seq_lens = to_device(tuple(zip(*ends, strict=True)), state.device)

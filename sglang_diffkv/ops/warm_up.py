@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,25 +46,29 @@ def log_compilations() -> None:
 
 def compile_kernels(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling],
-    rotation: Rotation, copies: bool, queries: QueryCache | None = None,
+    rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
     began = time.perf_counter()
     log_compilations()
-    warm_up(ops, state, policy, dtype=dtype, scalings=scalings, rotation=rotation, copies=copies, queries=queries)
+    warm_up(
+        ops, state, policy, dtype=dtype, scalings=scalings, rotation=rotation, copies=copies, queries=queries,
+        sinks=sinks,
+    )  # fmt: skip
     torch.cuda.synchronize(state.device)
     logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
 
 
 def warm_up(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling] = (),
-    rotation: Rotation, copies: bool, queries: QueryCache | None = None,
+    rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Compile all kernels, by launches that change nothing: no request has a new token and every row is empty.
 
     Args:
         dtype: of the model. scalings: of its layers; by default the usual one. rotation: what is rotated.
-            copies: whether requests copy their prompts. queries: where decode steps keep theirs.
+            copies: whether requests copy their prompts. queries: where decode steps keep theirs. sinks: the type of the
+            layers' attention sinks, None if they have none.
     """
     fmt, device, heads = state.fmt, state.device, state.num_heads
     scalings = scalings or (usual_scaling(fmt.head_dim),)
@@ -74,7 +78,8 @@ def warm_up(
     value = torch.zeros(many, heads, fmt.v_head_dim, dtype=dtype, device=device)
     none = torch.zeros(many, dtype=torch.int64, device=device)
     one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if policy.compresses and copies else []
+    changes = policy.compresses or state.slides
+    judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if changes and copies else []
     rotation.of(ops.rotate, q[:1], key[:1], value[:1])
     if rotation.values:
         ops.rotate(value.new_zeros(1, ops.q_heads, fmt.v_head_dim))
@@ -83,10 +88,10 @@ def warm_up(
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
         ops.begin(state, step, decode=False)
         ops.append(state, 0, key[:1], value[:1], step)
-        for scale, cap in scalings:
-            ops.extend(state, 0, q[:1], key[:1], value[:1], step, scale, policy, cap)
+        for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
+            ops.extend(state, layer, q[:1], key[:1], value[:1], step, scale, policy, cap, sink)
     append(state, 0, key, value, none, none, none, no_rows)
-    _warm_up_decode(ops, state, policy, dtype, scalings)
+    _warm_up_decode(ops, state, policy, dtype, scalings, sinks)
     for tier_kept in (False, True):
         ops.attach(state, 2, 1, 0, 0, kept_only=tier_kept)
     ops.trim(state, 2, 0)
@@ -94,7 +99,7 @@ def warm_up(
     ops.count_rows(state, one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
     ops.measure(state, one_row, none[:1], none[:1])
     ops.count_owners(state, one_row)
-    if policy.compresses:
+    if changes:
         ops.compact_prompts(state, [(1, 0)], policy)
     for own in judged:
         for known in (None, own[0]):
@@ -102,6 +107,20 @@ def warm_up(
     if queries is not None:
         _warm_up_running(ops, state, policy, queries, scalings[0])
     ops.copy_compact(state, 2, [(1, 0, 0)], 0, KEEP, None)  # the prefix cache joins segments whatever the policy
+
+
+def _kinds_of_layers(
+    ops: TritonOps, state: PageState, scalings: Sequence[Scaling], sinks: torch.dtype | None
+) -> Iterator[tuple[int, Scaling, torch.Tensor | None]]:
+    """A layer of each kind, with each scaling, without and with sinks where there are any."""
+    layers = {bool(state.reach(layer)): layer for layer in range(state.num_layers)}
+    every: list[torch.Tensor | None] = [None]
+    if sinks is not None:
+        every.append(torch.zeros(ops.q_heads, dtype=sinks, device=state.device))
+    for layer in layers.values():
+        for scaling in scalings:
+            for sink in every:
+                yield layer, scaling, sink
 
 
 def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: QueryCache, scaling: Scaling) -> None:
@@ -118,8 +137,9 @@ def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: 
 
 
 def _warm_up_decode(
-    ops: TritonOps, state: PageState, policy: Policy, dtype: torch.dtype, scalings: Sequence[Scaling]
-) -> None:
+    ops: TritonOps, state: PageState, policy: Policy, dtype: torch.dtype, scalings: Sequence[Scaling],
+    sinks: torch.dtype | None,
+) -> None:  # fmt: skip
     """Decode steps of padding alone, of the sizes that differ in kernels: SGLang's graphs hold batches up to a size of
     its own, and a server may run without any."""
     fmt, device = state.fmt, state.device
@@ -137,7 +157,8 @@ def _warm_up_decode(
         step = ops.decode_step(state, rows, lengths, policy)
         ops.begin(state, step, decode=True)
         ops.append(state, 0, key, value, step)
-        for scale, cap in scalings:
-            ops.decode(state, 0, q, step, scale, policy, cap)
+        for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
+            ops.decode(state, layer, q, step, scale, policy, cap, sink)
+        ops.slide(state, rows, lengths, step.num_valid)
         if step.found is not None:
             ops.compact_step(state, rows, lengths, step.found, policy, step.num_valid)

@@ -14,6 +14,7 @@ from typing import Literal
 
 from sglang_diffkv.mem_pool.geometry import kv_slots_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.mem_pool.reach import kept_in_layers
 from sglang_diffkv.policies.budget import Budget
 
 HeadValues = tuple[tuple[float, ...], ...]
@@ -270,7 +271,9 @@ def prunes(policy: Policy, tiers: int) -> bool:
     return policy.prunes or (policy.compresses and tiers == 1)
 
 
-def kv_slots_of(policy: Policy, capacity: int, fmt: PageFormat, longest: int) -> int:
-    """KV slots of a pool of ``capacity`` high-tier tokens whose longest sequence has ``longest``."""
+def kv_slots_of(policy: Policy, capacity: int, fmt: PageFormat, longest: int, reaches: Sequence[int] = ()) -> int:
+    """KV slots of a pool of ``capacity`` high-tier tokens whose longest sequence has ``longest``, for layers of these
+    ``reaches`` (see ``Geometry``)."""
     dropped = prunes(policy, len(fmt.tiers))
-    return kv_slots_for(capacity, fmt, prunes=dropped, kept_share=kept_share(policy, longest))
+    share = kept_share(policy, longest)
+    return kv_slots_for(capacity, fmt, prunes=dropped, kept_share=share, in_layers=kept_in_layers(reaches, longest))

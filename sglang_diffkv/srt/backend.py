@@ -28,8 +28,9 @@ class DiffKVAttnBackend(AttentionBackend):
     together. A CUDA graph holds all of a decode step but the table blocks that the host hands out.
     """
 
-    def __init__(self, runner: Any, scalings: Sequence[Scaling] = ()):
-        """``scalings``: of the model's layers, for which kernels are made ready; by default the usual one."""
+    def __init__(self, runner: Any, scalings: Sequence[Scaling] = (), sinks: torch.dtype | None = None):
+        """``scalings``: of the model's layers, for which kernels are made ready; by default the usual one. ``sinks``:
+        the type of their attention sinks, None if they have none."""
         super().__init__()
         pool = runner.token_to_kv_pool
         if not isinstance(pool, DiffKVPool) or pool.manager is None:
@@ -49,18 +50,20 @@ class DiffKVAttnBackend(AttentionBackend):
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
         queries = None if running is None else running.cache
-        means = self._key_means(runner, config, scalings)
+        means = self._key_means(runner, config, scalings, sinks)
         self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
         self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
-                self._make_ready(runner.dtype, config, scalings)
+                self._make_ready(runner.dtype, config, scalings, sinks)
             if not compat.resolved(runner.server_args).disable_overlap_schedule:
                 manager.device.stream = runner.forward_stream
         self.launched: LaunchedStep | None = None
         """The pass that runs, as the host planned it: prompts only."""
 
-    def _key_means(self, runner: Any, config: DiffKVConfig, scalings: Sequence[Scaling]) -> torch.Tensor | None:
+    def _key_means(
+        self, runner: Any, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None
+    ) -> torch.Tensor | None:
         """Of this rank's heads, [L, H, head_dim]. Raises ConfigError and UnsupportedError."""
         if config.key_means is None:
             return None
@@ -69,11 +72,18 @@ class DiffKVAttnBackend(AttentionBackend):
                 "diffkv: this model's layers have a logit cap, under which attention would not stay the same without "
                 "the key_means. Drop them from --diffkv-config."
             )
+        if sinks is not None:
+            raise UnsupportedError(
+                "diffkv: this model's layers have attention sinks, whose logits do not move with those of keys, so "
+                "attention would not stay the same without the key_means. Drop them from --diffkv-config."
+            )
         state, ranks = self.state, self.manager.ranks
         every = (state.num_layers, runner.model_config.get_total_num_kv_heads(), state.fmt.head_dim)
         return of_rank(read_key_means(config.key_means, *every), ranks.rank, ranks.size, state.num_heads)
 
-    def _make_ready(self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling]) -> None:
+    def _make_ready(
+        self, dtype: torch.dtype, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None
+    ) -> None:
         """Choose and compile the kernels, now that the model's layers are known."""
         from sglang_diffkv.ops.gpu import choose_prefill
         from sglang_diffkv.ops.triton import TritonOps
@@ -85,7 +95,7 @@ class DiffKVAttnBackend(AttentionBackend):
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
-            queries=self.decode.queries,
+            queries=self.decode.queries, sinks=sinks,
         )  # fmt: skip
 
     # What SGLang's graph runner asks
@@ -133,13 +143,16 @@ class DiffKVAttnBackend(AttentionBackend):
 
     # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 
-    def _run(self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any) -> torch.Tensor:
+    def _run(
+        self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         if k is None or v is None:
             raise NotImplementedError("diffkv does not serve models that share one layer's KV with another")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        out = wrapper.run(layer.layer_id - self.first_layer, q, k, v, scaling_of(layer))
+        out = wrapper.run(layer.layer_id - self.first_layer, q, k, v, scaling_of(layer), sink_logits)
         if layer.layer_id == self.last_layer:
             if wrapper is self.decode:
                 self.decode.end()
@@ -151,15 +164,15 @@ class DiffKVAttnBackend(AttentionBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        _refuse(more)
-        return self._run(self.extend, q, k, v, layer)
+        sink_logits = _sink_logits(more)
+        return self._run(self.extend, q, k, v, layer, sink_logits)
 
     @torch.compiler.disable
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        _refuse(more)
-        return self._run(self.decode, q, k, v, layer)
+        sink_logits = _sink_logits(more)
+        return self._run(self.decode, q, k, v, layer, sink_logits)
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda
@@ -175,10 +188,15 @@ def _one_scaling(scalings: Sequence[Scaling]) -> Scaling | None:
     return scalings[0] if scalings else None
 
 
-def _refuse(more: Mapping[str, Any]) -> None:
-    """What a model gives its attention beside q, k and v, such as attention sinks, changes the result."""
+def _sink_logits(more: Mapping[str, Any]) -> torch.Tensor | None:
+    """The attention sinks that a model gives its attention beside q, k and v, [Hq]. Anything else changes the
+    result, and raises NotImplementedError."""
     given = sorted(name for name, value in more.items() if value is not None and value is not False)
+    if given == ["sinks"]:
+        sinks: torch.Tensor = more["sinks"]
+        return sinks
     if given:
         raise NotImplementedError(
             f"diffkv does not compute attention with {', '.join(given)}: use another --attention-backend for this model"
         )
+    return None

@@ -25,12 +25,13 @@ from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
-from sglang_diffkv.srt.scaling import layer_scalings
+from sglang_diffkv.srt.scaling import layer_reaches, layer_scalings, sinks_of
 from sglang_diffkv.srt.validation import (
     BACKEND,
     PAGE_DTYPES,
     check_layers,
     check_model,
+    check_policy,
     check_server_args,
     is_selected,
 )
@@ -57,6 +58,14 @@ def keep_computed_dtype(runner: Any) -> None:
         )  # fmt: skip
 
 
+def memory_plan(configurator: Any) -> MemoryPlan:
+    """For the loaded model of SGLang's KVCacheConfigurator."""
+    config, layers = load_config(), configurator.layer_info
+    reaches = layer_reaches(configurator.model, layers.start_layer, layers.num_effective_layers)
+    check_policy(config, reaches)
+    return MemoryPlan.of(configurator, config, layers.num_effective_layers, reaches)
+
+
 class PoolConfigurator(MemoryPoolConfigurator):
     """As many tokens as fit with all else that the plugin puts on the device. ``configurator`` is SGLang's
     KVCacheConfigurator."""
@@ -68,7 +77,7 @@ class PoolConfigurator(MemoryPoolConfigurator):
     def calculate_pool_sizes(self, available_bytes: int, page_size: int) -> MemoryPoolConfig:
         global _budget
         configurator = self.configurator
-        plan = MemoryPlan.of(configurator, load_config(), configurator.layer_info.num_effective_layers)
+        plan = memory_plan(configurator)
         context = configurator.model_config.context_len + compat.CONTEXT_SLACK
         capacity = plan.capacity_in(available_bytes, lambda tokens: compat.request_rows(configurator, tokens), context)
         _budget = available_bytes, capacity
@@ -97,7 +106,7 @@ def build_pool(configurator: Any, sizes: Any) -> DiffKVPool:
 
 def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAllocator:
     """The page manager with its ops, and the allocator over it. ``rows``: SGLang's table of requests."""
-    plan = MemoryPlan.of(configurator, load_config(), configurator.layer_info.num_effective_layers)
+    plan = memory_plan(configurator)
     geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
     ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
@@ -133,6 +142,12 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     )
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
+    if any(geometry.reaches):
+        found = "wherever another branches off" if plan.config.prefix_fidelity == "exact" else "at their ends only"
+        logger.info(
+            "DiffKV: layers with a sliding window hold it in pages like all others; SGLang's pools for them are off. "
+            "With prefix fidelity %s prompts are found in the prefix cache %s.", plan.config.prefix_fidelity, found,
+        )  # fmt: skip
     return allocator
 
 
@@ -155,7 +170,7 @@ def refuse_pool(configurator: Any, pool: Any) -> None:
 def create_backend(runner: Any) -> DiffKVAttnBackend:
     """The attention backend of SGLang's model runner."""
     check_layers(runner.model)
-    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model))
+    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model), sinks_of(runner.model))
     pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
     budget = _budget[0] if _budget is not None and _budget[1] == pool.size else None
     logger.info("%s", pool.footprint(exact=exact).describe(budget))

@@ -59,6 +59,20 @@ BEAM_SEARCH = release() >= (0, 5, 18)
 """Whether a request may ask for beam search."""
 
 
+MODEL_ADJUSTMENTS = (
+    (
+        "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
+        "sglang.srt.server_args.ServerArgs._resolved_attention_backends",
+    )
+    if release() < (0, 5, 21)
+    else (
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        "sglang.srt.arg_groups.model_override_base.attention_backends_of",
+    )
+)
+"""What judges arguments by the model's architecture, and what it asks for the backends of prefill and decode."""
+
+
 def _kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv
@@ -212,6 +226,20 @@ def decline_prefill_graphs(server_args: Any) -> None:
 
     without = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
     declare_resolution(server_args, "sglang_diffkv", cuda_graph_config=without)
+
+
+def decline_hybrid_swa_pools(server_args: Any) -> bool:
+    """Switch SGLang's pools for models with sliding-window layers off, of which one is not the plugin's. Whether they
+    were on: then a model with such layers would get them."""
+    if resolved(server_args).disable_hybrid_swa_memory:
+        return False
+    if release() < (0, 5, 21):
+        server_args.override("sglang_diffkv", disable_hybrid_swa_memory=True)
+    else:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(server_args, "sglang_diffkv", disable_hybrid_swa_memory=True)
+    return True
 
 
 def tensor_parallel_ranks() -> Ranks:

@@ -13,8 +13,10 @@ from sglang_diffkv.calibration import resolve
 from sglang_diffkv.config import DiffKVConfig, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
+from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.scaling import configured_reaches
 
 GIB = 1 << 30
 BACKEND_OPTION = "--attention-backend"
@@ -165,10 +167,11 @@ def _model(findings: Findings, args: Any) -> Any:
     shape = f"{model.num_hidden_layers} layers, {model.num_attention_heads} query and {model.get_total_num_kv_heads()} "
     shape += f"KV heads of {model.head_dim}, {str(model.dtype).removeprefix('torch.')}"
     findings.add("model", f"can be served, as far as its config.json says: {shape}")
-    window = getattr(model.hf_text_config, "sliding_window", None)
-    if window and getattr(model.hf_text_config, "use_sliding_window", True):
-        text = f"config.json has one of {window}: if layers use it, the server refuses them once they are loaded"
-        findings.add("sliding window", text, window)
+    reaches = configured_reaches(model.hf_text_config)
+    if any(reaches):
+        found = [x for x in reaches if x]
+        text = f"of {max(found)} tokens in {len(found)} of {len(reaches)} layers, which hold {SLACK - 1} tokens more"
+        findings.add("sliding window", text, max(found))
     return configurator
 
 
@@ -192,6 +195,7 @@ def _configurator(args: Any) -> SimpleNamespace:
 def _memory(findings: Findings, configurator: Any, given: str | None, gib: float) -> None:
     """Thresholds, tiers and what fits into so many GiB of each device."""
     from sglang_diffkv.srt.launch import users_configuration
+    from sglang_diffkv.srt.validation import check_policy
 
     model, view = configurator.model_config, configurator.server_args
     context = model.context_len
@@ -199,7 +203,9 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         config, origin = resolve(users_configuration() if given is None else given, view.model_path)
         findings.add("thresholds", f"{origin}: {config.build_policy()}")
         findings.add("prefix cache", f"{config.prefix_fidelity} prompts")
-        plan = MemoryPlan.of(configurator, config, model.num_hidden_layers)
+        reaches = configured_reaches(model.hf_text_config)
+        check_policy(config, reaches)
+        plan = MemoryPlan.of(configurator, config, model.num_hidden_layers, reaches)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
         tokens = plan.capacity_in(
             int(gib * GIB),
@@ -219,6 +225,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     if len(fmt.layouts) > 1:
         text += f", up to {most:,} if all are {fmt.low.tier.name}"
     where = f"{gib:g} GiB" + (" of each GPU" if view.tp_size > 1 else "")
+    if any(reaches):
+        text += f", and of sequences of {context:,} {1 / kept_in_layers(reaches, context):.1f} times that"
     text += f", with tables and scratch; bf16 without either: {int(gib * GIB) // stock:,}"
     findings.add(f"tokens in {where}", text, tokens)
 

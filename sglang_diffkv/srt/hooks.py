@@ -57,6 +57,26 @@ def support_triton(original: Any, backend: str) -> bool:
     return original(backend) and (backend != BACKEND or launch.on_gpu())
 
 
+_asking_for_model = False
+"""Whether SGLang is judging the arguments by the model's architecture."""
+
+
+def adjust_to_model(original: Any, server_args: Any) -> Any:
+    global _asking_for_model
+    _asking_for_model = True
+    try:
+        return original(server_args)
+    finally:
+        _asking_for_model = False
+
+
+def attention_backends(original: Any, args: Any) -> Any:
+    """SGLang ends the start of models with attention sinks (gpt-oss) on backends that it does not know to have them.
+    This one does, so there it passes for one that has."""
+    found = original(args)
+    return tuple("triton" if x == BACKEND else x for x in found) if _asking_for_model else found
+
+
 # What a server builds
 
 
@@ -355,6 +375,8 @@ HOOKS = {
     **CANARY_HOOKS,
 }
 """Target in SGLang -> AROUND hook."""
+
+HOOKS.update(zip(compat.MODEL_ADJUSTMENTS, (adjust_to_model, attention_backends), strict=True))
 
 if compat.BEAM_SEARCH:
     HOOKS[SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init"] = validate_beams

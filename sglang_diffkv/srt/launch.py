@@ -60,6 +60,7 @@ def configure(server_args: Any, given: str) -> None:
 
 def _check(server_args: Any, config: DiffKVConfig) -> None:
     compat.decline_prefill_graphs(server_args)
+    compat.decline_hybrid_swa_pools(server_args)
     check_server_args(server_args, config.gpu_ops)
 
 

@@ -13,6 +13,7 @@ import dataclasses
 from typing import Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
+from sglang_diffkv.mem_pool.reach import served_end
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
@@ -41,7 +42,8 @@ class DiffKVPrefixCache(EvictingTree):
         self.exact: ExactPrompts | None = None
         if self.manager.running is not None and not self.disable:
             self.manager.running.copies, self.manager.running.exact_prefixes = True, exact
-        if exact and self.manager.policy.compresses and not self.disable:
+        changes = self.manager.policy.compresses or self.manager.state.slides
+        if exact and changes and not self.disable:
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
         elif not self.disable:
             self.manager.prompts.share_min_tokens = share_min_tokens
@@ -134,9 +136,11 @@ class DiffKVPrefixCache(EvictingTree):
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing
         fitting = self._made_to_fit(result.last_device_node)
-        if fitting is None:
+        path = self.path(result.last_device_node) if fitting is None else fitting
+        end = served_end(path, self.manager.geometry.reaches)
+        if fitting is None and end == path_end(path):
             return result
-        return super().match_prefix(dataclasses.replace(params, key=params.key[: path_end(fitting)]))
+        return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))
 
     def _made_to_fit(self, node: Any) -> Path | None:
         """None if a row has room for the path to ``node``, at the latest when its pages are counted, or small parts of

@@ -119,7 +119,8 @@ class Requests:
         """Whether a prompt may be compacted between chunks. Not where its exact form is wanted, nor where tokens would
         be pruned for good before all of the prompt has seen them."""
         ledger, policy = self.ledger, self.manager.policy
-        if not policy.compresses or policy.prunes or self.exact is not None:
+        changes = policy.compresses or self.manager.state.slides
+        if not changes or policy.prunes or self.exact is not None:
             return False
         most = 0
         for req in running:

@@ -1,8 +1,11 @@
-"""What a model's attention layers do to products of queries and keys: kernels are made ready for it at start."""
+"""What a model's attention layers do to products of queries and keys, and how far they see: kernels and pools are made
+ready for it at start."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.srt.validation import attention_layers
@@ -16,3 +19,26 @@ def scaling_of(layer: Any) -> Scaling:
 def layer_scalings(model: Any) -> tuple[Scaling, ...]:
     """The different scalings of the attention layers of SGLang's loaded ``model``."""
     return tuple(dict.fromkeys(scaling_of(layer) for layer in attention_layers(model)))
+
+
+def sinks_of(model: Any) -> torch.dtype | None:
+    """The type of the attention sinks of SGLang's loaded ``model``; None if it has none."""
+    found = (getattr(module, "sinks", None) for module in model.modules())
+    return next((x.dtype for x in found if isinstance(x, torch.Tensor)), None)
+
+
+def configured_reaches(config: Any) -> tuple[int, ...]:
+    """``layer_reaches`` as far as a model's ``config.json`` tells."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
+    return tuple(window if x == "sliding_attention" else 0 for x in kinds) if window else ()
+
+
+def layer_reaches(model: Any, first: int, count: int) -> tuple[int, ...]:
+    """Of the ``count`` attention layers of SGLang's loaded ``model`` from ``first`` on, how many tokens a query may
+    see, itself included, 0 for all; empty if all see all. SGLang's window is without the query itself."""
+    reaches = [0] * count
+    for layer in attention_layers(model):
+        window = getattr(layer, "sliding_window_size", None)
+        if window is not None and window > -1 and 0 <= layer.layer_id - first < count:
+            reaches[layer.layer_id - first] = window + 1
+    return tuple(reaches) if any(reaches) else ()

@@ -68,6 +68,10 @@ ORTHOGONAL: dict[str, str] = {
 """Why they work -> fields that touch admission, sizes or scheduling and that no test sets."""
 
 NO_BEARING: dict[str, str] = {
+    "SGLang's pools for sliding windows, which the plugin switches off": (
+        "swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set disable_hybrid_swa_memory swa_prefix_tails "
+        "enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay"
+    ),
     "HTTP, gRPC, ports and processes": (
         "host port fastapi_root_path smg_grpc_mode grpc_mode grpc_port grpc_worker_threads grpc_response_timeout_secs "
         "sidecar sidecar_args skip_server_warmup warmups enable_http2 http2_max_concurrent_streams "
@@ -218,10 +222,6 @@ ONLY_WITH: dict[str, str] = {
         "disable_chunked_prefix_cache flashinfer_mla_disable_ragged dsa_prefill_backend dsa_decode_backend "
         "dsa_paged_mqa_logits_backend dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype "
         "dsv4_attn_backend dsv4_prefill_backend enable_deepseek_v4_fp4_indexer c128_page_size"
-    ),
-    "models with sliding windows": (
-        "swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set disable_hybrid_swa_memory swa_prefix_tails "
-        "enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay"
     ),
     "models with state spaces or linear attention": (
         "mamba_backend max_mamba_cache_size mamba_ssm_dtype mamba_max_states_per_path "

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
 
@@ -48,8 +50,12 @@ def check_model(configurator: Any) -> None:
     problems = []
     if configurator.use_mla_backend:
         problems.append("multi-head latent attention (MLA), which has no per-head keys and values to compress")
-    if configurator.is_hybrid_swa or (configurator.sliding_window_size or 0) > 0:
-        problems.append("sliding-window attention layers")
+    if configurator.is_hybrid_swa:
+        problems.append("pools of its own for sliding-window layers; start with --disable-hybrid-swa-memory")
+    if (getattr(getattr(config, "hf_text_config", None), "num_kv_shared_layers", None) or 0) > 0:
+        problems.append("layers that share the keys and values of others")
+    if getattr(config, "attention_chunk_size", None):
+        problems.append("attention in chunks (iRoPE)")
     if getattr(configurator, "mambaish_config", None) is not None:
         problems.append("state-space or linear-attention layers")
     if not getattr(config, "is_generation", True):
@@ -61,11 +67,27 @@ def check_model(configurator: Any) -> None:
     _refuse_model(name, problems)
 
 
+def check_policy(config: DiffKVConfig, reaches: Sequence[int]) -> None:
+    """Refuse a method that judges whole heads for layers with a sliding window. ``reaches``: as of ``Geometry``."""
+    policy = config.build_policy()
+    rules = (policy.prompt, policy.generation)
+    pointwise = all(rule is None or isinstance(rule, Pointwise) for rule in rules) and policy.running is None
+    if any(reaches) and not pointwise:
+        name = config.policy.name if config.policy else ""
+        raise UnsupportedError(
+            f"--attention-backend diffkv: policy {name} judges the heads of all layers as a whole, and this model has "
+            "layers with a sliding window. Use policy diffkv, uniform or streaming in --diffkv-config for it."
+        )
+
+
 def check_layers(model: Any) -> None:
     """Refuse models whose attention layers compute something else than causal attention, which a backend has to know
     of. ``model`` is SGLang's, loaded."""
     problems: dict[str, None] = {}
-    for layer in attention_layers(model):
+    layers = list(attention_layers(model))
+    if len({(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in layers}) > 1:
+        problems["layers with heads of other numbers or sizes than others"] = None
+    for layer in layers:
         problems.update(dict.fromkeys(_unlike_causal(layer)))
     _refuse_model(type(model).__name__, list(problems))
 
@@ -89,8 +111,6 @@ def _unlike_causal(layer: Any) -> Iterator[str]:
         yield f"attention that is not causal ({kind})"
     if layer.is_cross_attention:
         yield "cross attention"
-    if (layer.sliding_window_size or -1) > 0:
-        yield "sliding-window attention layers"
     if getattr(layer, "use_irope", False):
         yield "attention in chunks (iRoPE)"
     if layer.pos_encoding_mode != "NONE":

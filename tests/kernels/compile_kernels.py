@@ -32,7 +32,7 @@ from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.kernels.kernel_configs import CONFIGS, METHODS, SCALINGS
+from tests.kernels.kernel_configs import CONFIGS, METHODS, REACHES, SCALINGS, SINKS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -67,20 +67,21 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
 
 
 def start(
-    tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = ""
-) -> tuple[PageManager, TritonOps]:
+    tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = "",
+    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None,
+) -> tuple[PageManager, TritonOps]:  # fmt: skip
     """What a server calls at its start, before it captures graphs."""
     fmt = PageFormat(head_dim, head_dim, tuple(Tier.parse(x) for x in tiers.split()))
     between = (0.7, 0.4)[: max(len(fmt.tiers) - 2, 0)]
     policy: Policy = DiffKVPolicy(1.0, 0.0, 64, alpha_between=between) if len(fmt.tiers) > 1 else UniformPolicy()
     if method:
         policy = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method)).build_policy()
-    compresses = policy.compresses
-    geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096)
+    compresses = policy.compresses or any(reaches)
+    geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096, reaches=reaches)
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=8 * group)
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
     ops.prepare_graphs(state, 64)
-    rotation = Rotation(compresses, compresses)
+    rotation = Rotation(policy.compresses, policy.compresses)
     queries = None if manager.running is None else manager.running.cache
     warm_up(
         ops,
@@ -91,14 +92,17 @@ def start(
         queries=queries,
         copies=compresses,
         rotation=rotation,
+        sinks=sinks,
     )
     return manager, ops
 
 
-def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scaling) -> None:
+def call_again(
+    manager: PageManager, ops: TritonOps, batch: int, scaling: Scaling, sinks: torch.Tensor | None = None
+) -> None:
     """What servers call in all sizes: unaligned parts of tensors, batches and numbers of 1, of 16 and others."""
     state, policy, heads = manager.state, manager.policy, manager.geometry.num_heads
-    compresses, dim = policy.compresses, state.fmt.head_dim
+    compresses, dim = policy.compresses or state.slides, state.fmt.head_dim
     lengths = torch.arange(batch + 1)[1:] * 7 % 40 + 1
     rows = torch.ones(batch + 1, dtype=torch.int64)[1:]
     prefix = lengths + 3
@@ -112,7 +116,8 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         ops.begin(state, step, decode=False)
         ops.append(state, 1, key, value, step)
-        ops.extend(state, 1, q, key, value, step, scaling.scale, policy, scaling.cap)
+        for layer in range(2):
+            ops.extend(state, layer, q, key, value, step, scaling.scale, policy, scaling.cap, sinks)
     ops.reserve(state, rows, lengths, 1)
     for number in (1, 16, 17):
         ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)
@@ -126,16 +131,18 @@ def call_again(manager: PageManager, ops: TritonOps, batch: int, scaling: Scalin
             for judged in (None, torch.zeros(state.num_layers, heads, number)):
                 ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
     for steps in (1, 3):
-        ops.count_rows(state, rows, steps=steps, low_grows=compresses and len(state.fmt.tiers) > 1)
+        ops.count_rows(state, rows, steps=steps, low_grows=policy.compresses and len(state.fmt.tiers) > 1)
     ops.measure(state, rows, prefix, lengths)
     ops.count_owners(state, rows)
-    if compresses:
+    if policy.compresses:
         ops.rotate(q, key, value)
         ops.rotate(q)
     step = ops.decode_step(state, rows, lengths, policy)
     ops.begin(state, step, decode=True)
     ops.append(state, 0, key[:batch], value[:batch], step)
-    ops.decode(state, 0, q[:batch], step, scaling.scale, policy, scaling.cap)
+    for layer in range(2):
+        ops.decode(state, layer, q[:batch], step, scaling.scale, policy, scaling.cap, sinks)
+    ops.slide(state, rows, lengths)
     if step.found is not None:
         ops.compact_step(state, rows, lengths, step.found, policy)
     if manager.running is not None:
@@ -170,11 +177,13 @@ def main() -> None:
     for config in sys.argv[1:] or CONFIGS:
         found.clear()
         scalings = [Scaling(*x) for x in SCALINGS.get(config, ())]
-        served = start(*CONFIGS[config], scalings, METHODS.get(config, ""))
+        sinks = torch.zeros(8 * CONFIGS[config][2] + 1, dtype=torch.bfloat16)[1:] if config in SINKS else None
+        more = (METHODS.get(config, ""), REACHES.get(config, ()), None if sinks is None else sinks.dtype)
+        served = start(*CONFIGS[config], scalings, *more)
         at_start = set(found)
         for batch in (1, 3, 16, 64):
             for scaling in scalings or [Scaling(0.1)]:
-                call_again(*served, batch, scaling)
+                call_again(*served, batch, scaling, sinks)
         for line in report(config, found):
             print(json.dumps({**line, "late": line["kernel"] not in at_start}), flush=True)
 

@@ -17,6 +17,8 @@ CONFIGS = {
     "xkv by retention": ("BF16", 64, 7),
     "zipage": ("BF16", 128, 4),
     "zipage in two tiers": ("K8V4 K4V2", 64, 7),
+    "sliding": ("K8V4 K4V2", 256, 2),
+    "sliding, lossless, with sinks": ("BF16", 64, 8),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
 
@@ -31,6 +33,12 @@ METHODS = {
     "zipage in two tiers": '{"name": "zipage", "max_blocks": 3, "compare": "all"}',
 }
 """Name of a configuration -> its policy, where it is not DiffKV's with two tiers or uniform with one."""
+
+REACHES = {"sliding": (512, 0), "sliding, lossless, with sinks": (128, 0)}
+"""Name -> of the two layers, how many tokens a query sees, where it does not see all."""
+
+SINKS = {"sliding, lossless, with sinks"}
+"""Whose layers have attention sinks."""
 
 SCALINGS = {"capped": ((0.05, 30.0), (0.125, 0.0))}
 """Name -> scales and logit caps of the model's layers, where they are not the usual one."""

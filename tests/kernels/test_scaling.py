@@ -46,10 +46,10 @@ def test_of_a_model_s_layers(held):
 
 
 def test_layers_outside_modules_are_checked():
-    windowed = model((0.125, 0.0), held="attention_instances")
-    windowed.attention_instances[0].sliding_window_size = 128
-    with pytest.raises(UnsupportedError, match="sliding-window"):
-        check_layers(windowed)
+    chunked = model((0.125, 0.0), held="attention_instances")
+    chunked.attention_instances[0].use_irope = True
+    with pytest.raises(UnsupportedError, match="in chunks"):
+        check_layers(chunked)
 
 
 class Planned:

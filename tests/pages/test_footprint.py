@@ -54,11 +54,14 @@ def plan_of(text: str, *, layers: int = 2, kv_heads: int = 2, q_heads: int = 4, 
     return MemoryPlan(config, config.page_format(dim, dim), layers, kv_heads, q_heads, gpu=True)
 
 
-@pytest.mark.parametrize(("text", "ranks"), [*((text, 1) for text in CONFIGS), (XKV, 2)])
-def test_the_plan_is_what_the_objects_hold(text: str, ranks: int) -> None:
+SLIDING = [(CONFIGS[0], 1, (5, 0)), ('{"tiers": ["BF16"]}', 1, (5, 0))]
+
+
+@pytest.mark.parametrize(("text", "ranks", "reaches"), [*((text, 1, ()) for text in CONFIGS), (XKV, 2, ()), *SLIDING])
+def test_the_plan_is_what_the_objects_hold(text: str, ranks: int, reaches: tuple[int, ...]) -> None:
     from sglang_diffkv.ops.gpu import build_ops
 
-    plan = replace(plan_of(text), ranks=ranks)
+    plan = replace(plan_of(text), ranks=ranks, reaches=reaches)
     capacity = 3000
     geometry = plan.geometry(capacity, num_rows=9, max_tokens=1000)
     policy = plan.policy()
@@ -83,7 +86,7 @@ def test_the_plan_is_what_the_objects_hold(text: str, ranks: int) -> None:
     assert planned == found
     assert found.held[PAGES] == (geometry.num_pages + 1) * geometry.fmt.page_bytes
     assert ("scores of exact prefixes" in found.at_most) == exact
-    alone = replace_prefill(plan_of(text)).footprint(geometry, capacity).held
+    alone = replace_prefill(replace(plan, ranks=1)).footprint(geometry, capacity).held
     more = found.held.get("decisions", 0) - alone.get("decisions", 0)
     assert more == (ranks - 1) * 2 * 4 * plan.num_layers * 1000
 
@@ -140,7 +143,7 @@ def test_a_budget_in_bytes_holds_everything(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(MemoryPlan, "of", classmethod(lambda cls, *args: plan))
     kvc = SimpleNamespace(
         model_config=SimpleNamespace(context_len=1000), resolve_max_num_reqs=lambda tokens: 8,
-        layer_info=SimpleNamespace(num_effective_layers=2),
+        layer_info=SimpleNamespace(num_effective_layers=2, start_layer=0), model=torch.nn.Module(),
     )  # fmt: skip
     budget = 32 << 20
     capacity = build.PoolConfigurator(kvc).calculate_pool_sizes(budget, 1).max_total_num_tokens

@@ -125,7 +125,12 @@ def test_server_options_are_refused_by_name(changes: dict[str, object], name: st
     ("changes", "name"),
     [
         ({"use_mla_backend": True}, "MLA"),
-        ({"is_hybrid_swa": True}, "sliding-window"),
+        ({"is_hybrid_swa": True}, "sliding-window.*--disable-hybrid-swa-memory"),
+        ({"model_config": SimpleNamespace(attention_chunk_size=8192)}, "in chunks"),
+        (
+            {"model_config": SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2))},
+            "share the keys and values",
+        ),
         ({"mambaish_config": object()}, "state-space"),
         ({"kv_cache_dtype": torch.float32}, "float32"),
     ],
@@ -135,7 +140,7 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
         "model_config": SimpleNamespace(hf_config=None),
         "use_mla_backend": False,
         "is_hybrid_swa": False,
-        "sliding_window_size": None,
+        "sliding_window_size": 127,
         "mambaish_config": None,
         "kv_cache_dtype": torch.bfloat16,
     }
@@ -238,7 +243,7 @@ def _model(temperature: int = -1, **changes: Any) -> torch.nn.Module:
         ({"attn_type": "ENCODER_ONLY"}, r"not causal \(encoder_only\)"),
         ({"attn_type": "DECODER_BIDIRECTIONAL"}, "not causal"),
         ({"is_cross_attention": True}, "cross attention"),
-        ({"sliding_window_size": 128}, "sliding-window"),
+        ({"v_head_dim": 128}, "heads of other numbers or sizes"),
         ({"use_irope": True}, "in chunks"),
         ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
         ({"logit_cap": 30.0, "logit_capping_method": "sigmoid"}, "capped by sigmoid"),
@@ -251,6 +256,7 @@ def test_layers_that_are_not_plain_causal_attention(changes: dict[str, Any], rea
     if "attn_type" in changes:
         changes = {"attn_type": AttentionType[changes["attn_type"]]}
     check_layers(_model())
+    check_layers(_model(sliding_window_size=127))
     with pytest.raises(UnsupportedError, match=f"cannot serve this model \\(Sequential\\): it has .*{reason}"):
         check_layers(_model(**changes))
 
@@ -260,8 +266,8 @@ def test_what_is_given_to_attention_beside_q_k_and_v_is_refused() -> None:
 
     backend = DiffKVAttnBackend.__new__(DiffKVAttnBackend)
     for run in (backend.forward_extend, backend.forward_decode):
-        with pytest.raises(NotImplementedError, match="attention with sinks:"):
-            run(None, None, None, None, None, sinks=torch.zeros(4), return_lse=False, aux=None)
+        with pytest.raises(NotImplementedError, match="attention with q_rope, sinks:"):
+            run(None, None, None, None, None, sinks=torch.zeros(4), q_rope=torch.zeros(4), return_lse=False, aux=None)
 
 
 @pytest.mark.parametrize("ours", [True, False])

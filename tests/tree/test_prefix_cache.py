@@ -56,12 +56,13 @@ class TreeMachine(RuleBasedStateMachine):
     exact = False
     tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2))
     policy: Policy = DiffKVPolicy(1.0, 0.0, WINDOW)
+    reaches: tuple[int, ...] = ()
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
         fmt = PageFormat(DIM, DIM, self.tiers, 8)
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
-        geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300)
+        geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.reaches)
         self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS)
         self.pool = ReqToTokenPool(ROWS, 300, "cpu", False)
         self.requests = Requests(PageLedger(self.manager, CAPACITY))
@@ -180,8 +181,10 @@ class TreeMachine(RuleBasedStateMachine):
                 q = torch.randn(len(rows), 2 * HEADS, DIM, generator=self.scores) * 0.01
                 if self.manager.running is not None:
                     store_queries(self.manager.running.cache, layer, q, index, lens)
-                decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
+                if not self.manager.state.reach(layer):
+                    decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
             end_decode(self.manager, index, lens, scores)
+            self.manager.ops.slide(self.manager.state, index, lens)
             self.requests.after_step(batch)
             assert not faults(self.manager, rows), "the ledger let the ring run empty"
             self.check_step(batch)

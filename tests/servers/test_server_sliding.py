@@ -1,0 +1,79 @@
+"""A model of random weights whose layers but one have a sliding window (Gemma 3's): lossless it gives the tokens of
+stock SGLang, whole, in chunks, in batches and from the prefix cache; with DiffKV's tiers it holds less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.mem_pool.reach import SLACK, keep_of
+from tests.servers.identity import check_tokens
+from tests.servers.shared import STRICT, SharedServer, stats_of, tokens
+from tests.servers.windows import WINDOW, make_gemma3
+
+pytestmark = pytest.mark.server
+
+NEW_TOKENS = 36
+ARGS = ("--max-total-tokens", "6000", "--chunked-prefill-size", "128")
+LONG, BRANCH = 300, 200
+PROMPTS = [tokens(length, seed) for seed, length in enumerate((30, 70, 150, LONG, 390))]
+PROMPTS.append(PROMPTS[3][:BRANCH] + tokens(80, 9))
+"""Up to six windows long; the last branches off the fourth, by more than a window."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma3")
+    make_gemma3(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path, shared_server: SharedServer) -> list[Record]:
+    found = _ask(shared_server.get(stock_backend(), ARGS[:2], model=model, env={"SGLANG_PLUGINS": "none"}))
+    assert len({tuple(x.output_ids) for x in found}) == len(found), "the model says the same whatever it is asked"
+    return found
+
+
+def _ask(server: Server, concurrency: int = 1) -> list[Record]:
+    return client.run(server.url, PROMPTS, NEW_TOKENS, concurrency=concurrency, top_logprobs=2)
+
+
+@pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
+def test_lossless_gives_stock_tokens(
+    fidelity: str, model: Path, stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", ARGS, model=model, config={"tiers": ["BF16"], "prefix_fidelity": fidelity}, env=STRICT)
+    alone = _ask(server)
+    check_tokens([x.output_ids for x in alone], stock, "alone")
+    branch = alone[-1].cached_tokens
+    assert branch == (BRANCH if fidelity == "exact" else 0), "with compressed fidelity windows are whole at ends only"
+    held = stats_of(server)["by_head"]["high"]
+    if fidelity == "compressed":
+        assert all(max(layer) < min(held[-1]) for layer in held[:-1]), "sliding layers hold as much as the other"
+        most = keep_of(WINDOW) + 1 + SLACK
+        assert all(max(layer) <= 2 * most * len(PROMPTS) for layer in held[:-1]), "sliding layers hold too much"
+    again = _ask(server, 3)
+    check_tokens([x.output_ids for x in again], stock, "in batches, over prefix hits")
+    for prompt, record in zip(PROMPTS, again, strict=True):
+        if len(prompt) >= 128 or fidelity == "exact":
+            assert record.cached_tokens == len(prompt) - 1, "a repeated prompt is cached up to its last token"
+    assert "5 of 6 layers have a sliding window" in server.log_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fidelity", ["compressed", "exact"])
+def test_tiers_serve_and_hold_less(fidelity: str, model: Path, server_of: Callable[..., Server]) -> None:
+    policy = {"name": "diffkv", "window": 16}
+    server = server_of("diffkv", ARGS, model=model, config={"policy": policy, "prefix_fidelity": fidelity}, env=STRICT)
+    for concurrency in (1, 3):
+        for record in _ask(server, concurrency):
+            assert len(record.output_ids) == NEW_TOKENS
+    finished = stats_of(server)["finished"]
+    assert finished["low"] > 0 and finished["pruned"] > 0
+    assert finished["token_bytes"] < 0.4 * finished["bf16_bytes"]

@@ -1,0 +1,49 @@
+"""Models of random weights whose layers have sliding windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.paths import NANO
+
+WINDOW = 64
+"""Tokens that a query of a sliding layer sees, itself included."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 8256, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 8192, "sliding_window": WINDOW,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def make_gemma3(folder: Path) -> None:
+    """Six layers, of which the last sees everything; the others slide."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    _make(folder, Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, num_hidden_layers=6, layer_types=kinds))
+
+
+def make_gpt_oss(folder: Path) -> None:
+    """Four layers, of which every other slides, with attention sinks and experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+    _make(folder, GptOssForCausalLM, GptOssConfig(**SIZES, **experts, num_hidden_layers=4, layer_types=kinds))
+
+
+def _make(folder: Path, kind: Any, config: Any) -> None:
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    model = kind(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.mul_(4)  # so that attention and logits are apart
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(NANO).save_pretrained(folder)
