@@ -19,7 +19,7 @@ from sglang_diffkv.policies.base import Policy
 
 def _state(layers: int, heads: int, num_tiers: int) -> Any:
     fmt = SimpleNamespace(tiers=("",) * num_tiers)
-    return SimpleNamespace(num_layers=layers, num_heads=heads, device=torch.device("cpu"), fmt=fmt)
+    return SimpleNamespace(slides=False, num_layers=layers, num_heads=heads, device=torch.device("cpu"), fmt=fmt)
 
 
 def classify_prompt(

@@ -108,7 +108,7 @@ class Prompts:
         if not ends:
             return []
         lent = device.geometry.heads * (len(device.fmt.tiers) - 1)
-        most = max(counts.free() // lent, 1) if lent else len(ends)
+        most = max((counts.free() - counts.headroom()) // lent, 1) if lent else len(ends)
         for first in range(0, len(ends), max(most, 1)):
             with device.launching():
                 device.ops.compact_prompts(device.state, ends[first : first + most], self.policy)

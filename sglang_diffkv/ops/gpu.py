@@ -50,6 +50,8 @@ def choose_prefill(ops: TritonOps, state: PageState, prefill: str, scalings: Seq
     obstacle = prefill_obstacle(state.fmt, prefill, scalings)
     if state.reaches and all(state.reaches):
         obstacle = obstacle or "all layers have a sliding window"
+        if prefill == "flashinfer":
+            raise UnsupportedError(f'"prefill": "flashinfer": {obstacle}; set "prefill" to "triton" or "auto"')
     ragged = prefill != "triton" and not obstacle
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     if ragged:

@@ -16,7 +16,12 @@ from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.count_owners.triton import count_owners
 from sglang_diffkv.kernels.count_rows.triton import count_rows
 from sglang_diffkv.kernels.cuts import Cuts, StepCuts
-from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, batches_of_each_variant, decode_attention
+from sglang_diffkv.kernels.decode_attention.triton import (
+    NOTHING,
+    FoundTokens,
+    batches_of_each_variant,
+    decode_attention,
+)
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
@@ -161,6 +166,8 @@ class TritonOps:
             buffers, workspaces = step.scratch
             if len(workspaces) > 1:
                 buffers.share_out(step.num_valid)
+            if state.slides and step.found is not None:  # nothing is searched in sliding layers
+                step.found.packed.fill_(NOTHING)
             judge_low = step.found is not None and step.found.judge_low
             for number, workspace in enumerate(workspaces):
                 part, valid = self._slice(step, number)

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.reach import whole_tokens
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -116,6 +117,9 @@ class EvictingTree(RadixCache):
         """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
         tokens, least_kept = self.manager.segments.tokens_for(leaf.segment, pages), self.least_kept
         if not leaf.segment.as_computed:
+            reaches = self.manager.geometry.reaches
+            if any(reaches) and leaf.segment.end > whole_tokens(reaches):
+                return leaf  # no match may end in what would stay: sliding layers hold its end only
             least_kept = self.least_kept_waiting
             tokens = max(tokens, min(self.least_cut, len(leaf.key) - least_kept))
         kept = len(leaf.key) - tokens

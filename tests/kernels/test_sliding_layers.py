@@ -35,6 +35,9 @@ def make(ops: str, tiers: str, policy, reaches: tuple[int, ...]) -> PageManager:
 
     manager = PageManager(geometry, policy, dtype=BF16, device=DEVICE, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
+    if isinstance(manager.ops, TritonOps):
+        manager.ops.prepare_graphs(manager.state, len(ROWS))
+        manager.ops.buffers[0].scratch.memory.fill_(0x5A)
     return manager
 
 

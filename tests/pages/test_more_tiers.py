@@ -107,7 +107,9 @@ def diffkv(*between: float) -> dict[str, object]:
 
 
 def test_configurations_of_more_tiers():
-    assert config(tiers=THREE, policy=diffkv(0.5)).build_policy() == DiffKVPolicy(1.0, 0.1, alpha_between=(0.5,))
+    assert config(tiers=THREE, policy=diffkv(0.5)).build_policy() == DiffKVPolicy(
+        1.0, 0.1, sinks=4, alpha_between=(0.5,)
+    )
     assert config(tiers=FOUR, policy=diffkv(0.5, 0.5)).build_policy().alpha_between == (0.5, 0.5)
 
 

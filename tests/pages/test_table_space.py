@@ -6,6 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -23,8 +24,8 @@ def snapshot(manager: PageManager) -> list[object]:
     space = manager.space
     manager.counts.settle()
     manager.launch_step()
-    fields = vars(manager.state).keys() - {"page_table", "range_lo", "range_hi", "fmt", "dtype", "tiers"}
-    tensors = [getattr(manager.state, name).numpy().tobytes() for name in sorted(fields)]
+    known = {name: x for name, x in sorted(vars(manager.state).items()) if isinstance(x, torch.Tensor)}
+    tensors = [x.numpy().tobytes() for name, x in known.items() if name not in ("page_table", "range_lo", "range_hi")]
     host = [manager.rows.digest(), set(manager.segments.cached)]
     bounds = [space.bound(row) for row in range(manager.state.entries.shape[0])]
     return [*tensors, *host, bounds, sorted(space.free_blocks)]
