@@ -39,7 +39,7 @@ def plain_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU a backend builds the Triton operations itself; here each twin is given its own. In an interpreter,
     where programs run one after the other, a decode step gets fewer of them."""
     monkeypatch.setattr(device, "FEW", 1)
-    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference"}')
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"gpu_ops": "reference", "rotate": "none"}')
 
 
 class Twin:
