@@ -148,6 +148,11 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
             "DiffKV: layers with a sliding window hold it in pages like all others; SGLang's pools for them are off. "
             "With prefix fidelity %s prompts are found in the prefix cache %s.", plan.config.prefix_fidelity, found,
         )  # fmt: skip
+        if str(pool.device) != "cpu":
+            logger.warning(
+                "DiffKV: layers with a sliding window have not been run on a GPU yet, only compiled for one: compare "
+                "this model's replies with stock SGLang's first"
+            )
     return allocator
 
 

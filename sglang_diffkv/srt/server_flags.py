@@ -179,7 +179,7 @@ REFUSED: dict[str, Refused] = {
     "enable_torch_compile": Refused(
         "torch.compile on a CPU, which SGLang has for another backend only: drop --enable-torch-compile",
         lambda value, args: value and args.device == "cpu",
-        "the H200 runs of docs/results.md",
+        "a run on an H200, which started and answered: docs/flags.md",
     ),
     "enable_nvidia_megakernel": Refused(
         "the megakernel, which reads K and V by KV slot: drop --enable-nvidia-megakernel"
