@@ -171,9 +171,10 @@ def _attend(
         outs.append(prob @ all_values)
         own = prob[..., paged.shape[1] :]
         diagonal = own.gather(3, query.view(1, 1, -1, 1).expand(*own.shape[:3], 1)).squeeze(3)
-        weight = observers.weight(prefix + query)
-        prob = prob * weight.view(1, 1, -1, 1)
-        diagonal = diagonal * weight
+        if prefix + first < observers.since:
+            weight = observers.weight(prefix + query)
+            prob = prob * weight.view(1, 1, -1, 1)
+            diagonal = diagonal * weight
         received += prob.sum(2)
         received[..., paged.shape[1] + query] -= diagonal
     out = torch.cat(outs, 2).permute(2, 0, 1, 3).reshape(count, q_heads, -1).to(q.dtype)

@@ -109,7 +109,7 @@ class Prompts:
             return []
         lent = device.geometry.heads * (len(device.fmt.tiers) - 1)
         most = max((counts.free() - counts.headroom()) // lent, 1) if lent else len(ends)
-        for first in range(0, len(ends), max(most, 1)):
+        for first in range(0, len(ends), most):
             with device.launching():
                 device.ops.compact_prompts(device.state, ends[first : first + most], self.policy)
         if counts.low_grows:

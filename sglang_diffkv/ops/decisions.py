@@ -44,6 +44,11 @@ Selected = tuple[torch.Tensor, torch.Tensor]
 """Cut [L, H] float32 and tie [L, H] int32."""
 
 
+def compacts(state: PageState, policy: Policy) -> bool:
+    """Whether prompts are compacted: by the policy, or since a layer's window leaves tokens behind."""
+    return policy.compresses or state.slides
+
+
 def untouched_tokens(state: PageState, policy: Policy) -> int:
     """The longest prompt in which nothing is to be decided."""
     limits = [keep_of(reach) for reach in state.reaches if reach]

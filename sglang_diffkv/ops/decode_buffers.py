@@ -46,6 +46,7 @@ class DecodeBuffers:
         def full(value: int) -> torch.Tensor:
             return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
 
+        search_bytes = SearchRoom.nbytes(state, max_batch, config) if policy.scores_steps else 0
         scratch = DecodeScratch.create(
             state,
             max_batch,
@@ -54,14 +55,13 @@ class DecodeBuffers:
             densest=DENSEST if policy.judges_low else 0.0,
             least_bytes=least_scratch,
             layer_bytes=CompactWorkspace.nbytes(state, max_batch),
-            rest_bytes=SearchRoom.nbytes(state, max_batch, config) if policy.scores_steps else 0,
+            rest_bytes=search_bytes,
             judge_low=policy.judges_low,
             config=config,
         )
         searches = None
         if policy.scores_steps:
-            size = SearchRoom.nbytes(state, max_batch, config)
-            searches = SearchRoom(scratch.rest[:size].view(torch.int64), policy.judges_low, config)
+            searches = SearchRoom(scratch.rest[:search_bytes].view(torch.int64), policy.judges_low, config)
         firsts = torch.arange(0, max_batch, config.requests, dtype=torch.int32, device=state.device)
         return cls(
             max_batch,

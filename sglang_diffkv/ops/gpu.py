@@ -27,7 +27,7 @@ def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int
             is not there or has no kernel for the model's heads.
     """
     fmt, heads = state.fmt, state.num_heads
-    ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, ())
+    ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, (), state.reaches)
     least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device) if ragged else 0
     ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least)
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
@@ -35,10 +35,12 @@ def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int
     return ops
 
 
-def prefill_obstacle(fmt: PageFormat, prefill: str, scalings: Sequence[Scaling]) -> str:
-    """Why FlashInfer cannot compute the attention of new tokens for layers of these ``scalings``; empty if it can.
-    Raises UnsupportedError if it is asked for nevertheless."""
+def prefill_obstacle(fmt: PageFormat, prefill: str, scalings: Sequence[Scaling], reaches: Sequence[int] = ()) -> str:
+    """Why FlashInfer cannot compute the attention of new tokens for layers of these ``scalings`` and ``reaches`` (as of
+    ``Geometry``); empty if it can. Raises UnsupportedError if it is asked for nevertheless."""
     obstacle = RaggedPrefill.obstacle(fmt.head_dim, fmt.v_head_dim, scalings)
+    if reaches and all(reaches):
+        obstacle = obstacle or "all layers have a sliding window"
     if prefill == "flashinfer" and obstacle:
         raise UnsupportedError(f'"prefill": "flashinfer": {obstacle}; set "prefill" to "triton" or "auto"')
     return obstacle
@@ -47,11 +49,7 @@ def prefill_obstacle(fmt: PageFormat, prefill: str, scalings: Sequence[Scaling])
 def choose_prefill(ops: TritonOps, state: PageState, prefill: str, scalings: Sequence[Scaling]) -> None:
     """Let FlashInfer compute the attention of new tokens among themselves if it can for layers of these ``scalings``.
     Raises UnsupportedError as ``build_ops`` does."""
-    obstacle = prefill_obstacle(state.fmt, prefill, scalings)
-    if state.reaches and all(state.reaches):
-        obstacle = obstacle or "all layers have a sliding window"
-        if prefill == "flashinfer":
-            raise UnsupportedError(f'"prefill": "flashinfer": {obstacle}; set "prefill" to "triton" or "auto"')
+    obstacle = prefill_obstacle(state.fmt, prefill, scalings, state.reaches)
     ragged = prefill != "triton" and not obstacle
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     if ragged:

@@ -15,6 +15,7 @@ from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
+from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
 
@@ -78,7 +79,7 @@ def warm_up(
     value = torch.zeros(many, heads, fmt.v_head_dim, dtype=dtype, device=device)
     none = torch.zeros(many, dtype=torch.int64, device=device)
     one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    changes = policy.compresses or state.slides
+    changes = compacts(state, policy)
     judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if changes and copies else []
     rotation.of(ops.rotate, q[:1], key[:1], value[:1])
     if rotation.values:

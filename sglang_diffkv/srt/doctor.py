@@ -239,8 +239,8 @@ def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bo
         return "plain PyTorch (gpu_ops)"
     from sglang_diffkv.ops.gpu import prefill_obstacle
 
-    fmt = plan.fmt if plan is not None else config.page_format(128, 128)
-    obstacle = prefill_obstacle(fmt, config.prefill, ())
+    fmt, reaches = (plan.fmt, plan.reaches) if plan is not None else (config.page_format(128, 128), ())
+    obstacle = prefill_obstacle(fmt, config.prefill, (), reaches)
     if config.prefill == "triton" or obstacle:
         reason = f" ({obstacle})" if config.prefill == "auto" else ""
         return f"Triton; new tokens attend among themselves by Triton{reason}"

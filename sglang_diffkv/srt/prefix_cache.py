@@ -14,6 +14,7 @@ from typing import Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
 from sglang_diffkv.mem_pool.reach import served_end
+from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
@@ -42,8 +43,7 @@ class DiffKVPrefixCache(EvictingTree):
         self.exact: ExactPrompts | None = None
         if self.manager.running is not None and not self.disable:
             self.manager.running.copies, self.manager.running.exact_prefixes = True, exact
-        changes = self.manager.policy.compresses or self.manager.state.slides
-        if exact and changes and not self.disable:
+        if exact and compacts(self.manager.state, self.manager.policy) and not self.disable:
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
         elif not self.disable:
             self.manager.prompts.share_min_tokens = share_min_tokens

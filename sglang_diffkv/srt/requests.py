@@ -32,6 +32,7 @@ from sglang_diffkv.mem_pool.running import RunningBudgets
 from sglang_diffkv.mem_pool.steps import PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.mem_pool.usage import UsageMeter
+from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt import compat
 
 if TYPE_CHECKING:
@@ -119,8 +120,7 @@ class Requests:
         """Whether a prompt may be compacted between chunks. Not where its exact form is wanted, nor where tokens would
         be pruned for good before all of the prompt has seen them."""
         ledger, policy = self.ledger, self.manager.policy
-        changes = policy.compresses or self.manager.state.slides
-        if not changes or policy.prunes or self.exact is not None:
+        if not compacts(self.manager.state, policy) or policy.prunes or self.exact is not None:
             return False
         most = 0
         for req in running:

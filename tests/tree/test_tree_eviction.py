@@ -69,6 +69,20 @@ def test_less_is_cut_where_a_whole_cut_would_leave_too_little() -> None:
     world.check()
 
 
+def test_what_no_match_may_end_in_is_not_kept() -> None:
+    """A sliding layer holds the end of a compressed leaf alone, so the leaf goes as a whole; one that is as short as
+    its window is cut like others."""
+    for length, left in ((403, 0), (30, 14)):
+        world = World(1200, exact=False, longest=420, reaches=(6,))
+        tokens = world.tokens(length)
+        world.leave(world.prompt(tokens), insert=False)
+        world.manager.counts.settle()
+        world.tree.least_cut, world.tree.least_kept_waiting = 16, 8
+        world.tree.evict(EvictParams(num_tokens=4))
+        assert (len(world.leaf(tokens).key) if world.segments() else 0) == left
+        world.check()
+
+
 def test_a_cut_leaf_is_not_cut_below_what_is_worth_keeping() -> None:
     world = World(800)
     world.leave(world.prompt(world.tokens(40)), insert=False)
