@@ -50,7 +50,7 @@ def earlier_entries(
     entries, own_entry, write_slot, head_at, extend,
     TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Table entries of a head before those that hold only new tokens of a step of ``extend`` tokens.
+    """Table entries of a head before those that hold only new tokens of a step of ``extend`` stored tokens.
 
     ``head_at`` is the head's place in [R, L, H]. A single new token may fill a hole anywhere.
     """

@@ -56,7 +56,8 @@ def extend_attention(
     reach: int = 0,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each request's new tokens, which are already appended to its pages.
+    """Causal attention of each request's new tokens, which are already appended to its pages, or will be later where no
+    scores are updated.
 
     Args:
         q: [tokens, Hq, head_dim], requests one after the other. key: [tokens, H, head_dim].

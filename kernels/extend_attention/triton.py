@@ -75,6 +75,7 @@ def extend_attention(
     reduce: str = "max",
     reach: int = 0,
     sink_logits: torch.Tensor | None = None,
+    stored: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
@@ -90,6 +91,7 @@ def extend_attention(
         judged: as for the reference; tensors [L, H, n] float32, contiguous.
         observe_from, observe_every, reduce, reach: as for the reference; ``new_part`` is of queries that see all new
             tokens before them. sink_logits: [Hq] of any float type.
+        stored: False if the new tokens are not appended.
 
     Returns:
         out [tokens, Hq, v_head_dim] in q's dtype, lse [tokens, Hq] float32, base 2.
@@ -105,6 +107,7 @@ def extend_attention(
     assert starts.shape == extend_lens.shape == prefix_lens.shape == (batch,)
     assert not reach or (new_part is None and not update_scores)
     assert sink_logits is None or sink_logits.shape == (q_heads,)
+    assert stored or not update_scores
     group = q_heads // heads
     if new_part is not None and not max_prefix:
         out, lse = new_part
@@ -133,8 +136,8 @@ def extend_attention(
         for tier in _tiers(state):
             paged_kernel[(triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)](
                 q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
-                *tables, layer, sm_scale, logit_cap, reach, DV=fmt.v_head_dim, M=PAGED_ROWS, **tier, **common,
-                num_warps=1, num_stages=2,
+                *tables, layer, sm_scale, logit_cap, reach, DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, **tier,
+                **common, num_warps=1, num_stages=2,
             )  # fmt: skip
         merge_kernel[(triton.cdiv(tokens * q_heads, 16),)](
             out, lse, outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4

@@ -54,10 +54,10 @@ def paged_kernel(
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
-    SLIDES: tl.constexpr,
+    SLIDES: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(longest extend * G / M), H, B); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2. With
-    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included."""
+    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included. ``STORED``: new tokens are in the pages."""
     b = tl.program_id(2)
     head = tl.program_id(1)
     first = tl.program_id(0) * M
@@ -80,7 +80,10 @@ def paged_kernel(
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
     head_at = (row * L + layer) * H + head
-    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
+    if STORED:
+        count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
+    else:
+        count = tl.load(entries + head_at * TIERS + TIER)
     count = tl.where(prefix > 0, count, 0)
 
     kcol = tl.arange(0, KWP)

@@ -83,3 +83,44 @@ def raw_attention(
         outs.append(out[0, :, -count:].transpose(0, 1))
         start += count
     return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], state.fmt.v_head_dim)
+
+
+def raw_verification(
+    state: PageState,
+    layer: int,
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    sm_scale: float,
+    reach: int = 0,
+) -> torch.Tensor:
+    """Causal attention of new tokens that are not appended: of each as its own decode step would compute it.
+
+    Args:
+        q: [tokens, Hq, head_dim], key: [tokens, H, head_dim], value: [tokens, H, v_head_dim], requests one after the
+            other. The rest as for ``raw_attention``.
+
+    Returns:
+        [tokens, Hq, v_head_dim] in q's dtype.
+    """
+    outs, start = [], 0
+    for row, count, prefix in zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), strict=True):
+        stored = _gather(state, layer, row, prefix)
+        new = (x[start : start + count].transpose(0, 1) for x in (key, value))
+        keys, values = (torch.cat(pair, 1).unsqueeze(0) for pair in zip(stored, new, strict=True))
+        for number in range(count):
+            length = prefix + number + 1
+            out = scaled_dot_product_attention(
+                q[start + number].view(1, q.shape[1], 1, -1),
+                keys[:, :, :length].contiguous(),
+                values[:, :, :length].contiguous(),
+                attn_mask=_in_reach(1, length - 1, length, reach, q.device) if reach else None,
+                enable_gqa=q.shape[1] != key.shape[1],
+                scale=sm_scale,
+            )
+            outs.append(out[0].transpose(0, 1))
+        start += count
+    return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], state.fmt.v_head_dim)

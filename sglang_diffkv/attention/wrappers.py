@@ -8,6 +8,7 @@ entry has its block (``PageManager.plan_step`` and ``launch_step`` do).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,9 +78,14 @@ class _Wrapper:
             assert not scaling.cap, "a logit cap sees what is taken off keys"
             assert sink_logits is None, "a sink's logit is not moved with those of keys"
             key = key - self.key_means[layer]
-        self.ops.append(self.state, layer, key, value, self.step)
+        self._store(self.step, layer, q, key, value, scaling, sink_logits)
         out = self._attend(self.step, layer, q, key, value, scaling, sink_logits)
         return self.ops.rotate(out)[0] if self.rotation.values else out
+
+    def _store(
+        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
+    ) -> None:
+        self.ops.append(self.state, layer, key, value, step)
 
     def _attend(
         self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
@@ -157,3 +163,80 @@ class ExtendWrapper(_Wrapper):
         sliding layers' windows."""
         if seq_len > untouched_tokens(self.state, self.policy):
             self.ops.compact_prompts(self.state, [(row, seq_len)], self.policy)
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """What a layer computed of the tokens that are to be verified, in the form in which it is stored."""
+
+    q: torch.Tensor  # [B * drafts, Hq, head_dim]
+    key: torch.Tensor  # [B * drafts, H, head_dim]
+    value: torch.Tensor  # [B * drafts, H, v_head_dim]
+    scaling: Scaling
+    sink_logits: torch.Tensor | None
+
+
+class VerifyWrapper(_Wrapper):
+    """Verification of drafts: a chain of tokens of each request attends, and those that are accepted are stored.
+
+    A draft touches no page before it is accepted, so there is nothing to roll back. ``commit`` then takes the accepted
+    tokens as the decode steps that they stand for, one after the other: slots, scores and compaction are those of
+    decode without drafts. Where the policy keeps no scores of decode steps, only keys and values are stored.
+    """
+
+    decodes = False
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        assert self.queries is None, "a policy that judges running requests is refused with drafts"
+        self._decode = DecodeWrapper(self.state, self.ops, self.policy)
+        self._chains: list[_Chains] = []
+
+    def plan(self, rows: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> None:
+        """rows: [B] integers on the device. seq_lens: [B], tokens stored before. drafts: tokens of each request."""
+        self.step = Step.chains(rows, seq_lens.clone(), drafts)
+        self._chains = []
+
+    def begin(self) -> None:
+        assert self.step is not None, "plan comes first"
+
+    def _store(
+        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
+    ) -> None:
+        assert layer == len(self._chains), "layers come in order"
+        self._chains.append(_Chains(q, key, value, scaling, sink_logits))
+
+    def _attend(
+        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self.ops.verify(self.state, layer, q, key, value, step, *scaling, sink_logits)
+
+    def commit(self, accepted: torch.Tensor) -> None:
+        """Store the first ``accepted`` ([B] integers, on the device) tokens of each chain."""
+        step = self.step
+        assert step is not None and accepted.shape == step.rows.shape, "plan comes first"
+        assert len(self._chains) == self.state.num_layers, "every layer has run"
+        order = accepted.argsort(descending=True, stable=True)  # so that padding is last
+        accepted, rows, stored = accepted[order], step.rows[order], step.prefix_lens[order]
+        for number in range(step.max_extend):
+            goes_on = accepted > number
+            lengths, chosen = stored + number + 1, order * step.max_extend + number
+            if self.ops.pads:
+                self._decode_one(torch.where(goes_on, rows, 0), torch.where(goes_on, lengths, 1), chosen)
+            elif goes_on.any():
+                self._decode_one(rows[goes_on], lengths[goes_on], chosen[goes_on])
+        self._chains = []
+
+    def _decode_one(self, rows: torch.Tensor, seq_lens: torch.Tensor, chosen: torch.Tensor) -> None:
+        """A decode step of the chains' tokens ``chosen``, whose attention is known: [B] of each."""
+        decode = self._decode
+        decode.plan(rows, seq_lens)
+        decode.begin()
+        assert decode.step is not None
+        for layer, chains in enumerate(self._chains):
+            self.ops.append(self.state, layer, chains.key[chosen], chains.value[chosen], decode.step)
+            if decode.step.found is not None and not self.state.reach(layer):
+                scale, cap = chains.scaling
+                q = chains.q[chosen]
+                self.ops.decode(self.state, layer, q, decode.step, scale, self.policy, cap, chains.sink_logits)
+        decode.end()

@@ -110,7 +110,8 @@ class PageCounts:
     """Bounds of the pages of the ring and of every row, the pages of segments, and faults.
 
     Args:
-        low_grows: whether a decode step may take a page of a lower tier too.
+        low_grows: whether a decode step may take a page of a lower tier too. step_tokens: tokens that a decode step may
+            add to a request.
 
     Attributes:
         tick: grows with every change of who owns pages. faulted: rows that found the ring empty.
@@ -119,15 +120,18 @@ class PageCounts:
         upcoming: the planned step while its kernels are not launched.
     """
 
-    def __init__(self, device: PageDevice, rows: RequestRows, ranks: Ranks, *, low_grows: bool):
+    def __init__(self, device: PageDevice, rows: RequestRows, ranks: Ranks, *, low_grows: bool, step_tokens: int = 1):
         geometry = device.geometry
         count = geometry.num_rows + geometry.num_segments
         self.device, self.rows, self.low_grows = device, rows, low_grows
         self.ranks = RankCounts(ranks)
-        lower = min(len(geometry.fmt.tiers) - 1, LOOKAHEAD) if low_grows else 0
-        self.unknown = geometry.heads * (1 + lower)
+        self.step_tokens = step_tokens
+        self.lookahead = LOOKAHEAD * step_tokens
+        """Tokens that a request may take until the next snapshot is read."""
+        high, *lower = (-(-self.lookahead // x.tokens) for x in geometry.fmt.layouts)
+        self.unknown = geometry.heads * (high + (min(sum(lower), self.lookahead) if low_grows else 0))
         """Pages that a row may take in ``LOOKAHEAD`` decode steps when nothing is known of it: of the high tier, and of
-        the lower tiers to which the token goes that each step may move."""
+        the lower tiers to which the token goes that each new one may move."""
         self.tick = 0
         self.known_free = geometry.num_pages
         self.log: deque[tuple[int, int]] = deque()  # (tick, pages given or taken since the last snapshot)
@@ -219,7 +223,7 @@ class PageCounts:
             if not np.array_equal(rows, self._snapshot_rows[0]):
                 self._snapshot_rows = (rows, device.to_device(rows))
             values = device.ops.count_rows(
-                device.state, self._snapshot_rows[1], steps=LOOKAHEAD, low_grows=self.low_grows
+                device.state, self._snapshot_rows[1], steps=self.lookahead, low_grows=self.low_grows
             )
             values, event = to_host(values)
         total = device.space.total.copy()

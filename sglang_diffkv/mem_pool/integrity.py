@@ -117,7 +117,7 @@ def _check_rows(manager: PageManager) -> torch.Tensor:
             assert stored.unique().numel() == stored.numel(), f"row {row}: a position is stored twice"
             if row in manager.rows and stored.numel():
                 latest = int((stored & 0xFFFFFFFF).max())
-                assert latest < manager.rows.length(row), f"row {row}: a position past its length"
+                assert latest < manager.rows.most(row), f"row {row}: a position past its length"
     return references[: state.num_pages]
 
 

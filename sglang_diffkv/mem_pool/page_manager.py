@@ -40,6 +40,7 @@ class PageManager:
     Args:
         make_ops: makes the ops for the state; by default the reference.
         q_heads: query heads, for a policy that judges running requests; by default as many as KV heads.
+        drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class PageManager:
         ranks: Ranks | None = None,
         make_ops: OpsOf | None = None,
         q_heads: int | None = None,
+        drafts: int = 0,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -61,7 +63,8 @@ class PageManager:
         self.ops.decisions.use_ranks(self.ranks, state, policy, geometry.max_tokens)
         self.rows = RequestRows()
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
-        self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows)
+        self.drafts = drafts
+        self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=max(drafts, 1))
         self.segments = SegmentStore(self.device, self.rows, self.counts)
         self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, policy)
         self.running = self._running_budgets(q_heads or geometry.num_heads)
@@ -125,13 +128,7 @@ class PageManager:
             if self.rows.length(row) != at:
                 raise ValueError(f"row {row} holds {self.rows.length(row)} tokens, the step starts at {at}")
         self.counts.take_snapshot()
-        for i, (row, count) in enumerate(zip(rows, new_tokens, strict=True)):
-            try:
-                self.space.append(row, count)
-            except TableFull:
-                for done, taken in zip(rows[:i], new_tokens[:i]):
-                    self.space.withdraw(done, taken)
-                raise
+        self._make_room(rows, new_tokens)
         pages = 0
         for row, count in zip(rows, new_tokens):
             prefills = count > 1 or row not in self.rows or self.rows.in_prompt(row)
@@ -149,6 +146,33 @@ class PageManager:
             frozenset(ending),
             frozenset(compacting),
         )
+        self.counts.plan(step)
+        return step
+
+    def _make_room(self, rows: list[int], new_tokens: list[int]) -> None:
+        """Table blocks for the rows' new tokens. Raises TableFull, changing nothing."""
+        for i, (row, count) in enumerate(zip(rows, new_tokens, strict=True)):
+            try:
+                self.space.append(row, count)
+            except TableFull:
+                for done, taken in zip(rows[:i], new_tokens[:i]):
+                    self.space.withdraw(done, taken)
+                raise
+
+    def plan_verification(self, rows: list[int]) -> PlannedStep:
+        """The next pass verifies ``drafts`` tokens of each row, of which it stores those that it accepts: how many,
+        ``RequestRows.accepted`` is told later. Room is made for all.
+
+        Raises TableFull, before anything changes.
+        """
+        assert self.drafts and not any(self.rows.in_prompt(row) for row in rows)
+        new_tokens = [self.drafts] * len(rows)
+        self.counts.take_snapshot()
+        self._make_room(rows, new_tokens)
+        starts = [self.rows.length(row) for row in rows]
+        for row in rows:
+            self.rows.verify(row, self.drafts)
+        step = PlannedStep(self.counts.steps + 1, list(rows), new_tokens, starts, 0)
         self.counts.plan(step)
         return step
 
@@ -216,5 +240,6 @@ class PageManager:
         """Most pages that the next decode step of all request rows can take. Waits for the device."""
         with self.launching():
             rows = self.to_device(list(self.rows))
-            counts = self.ops.count_rows(self.state, rows, steps=1, low_grows=self.counts.low_grows)
+            steps = self.counts.step_tokens
+            counts = self.ops.count_rows(self.state, rows, steps=steps, low_grows=self.counts.low_grows)
             return int(counts[:-1, DEMAND].sum())

@@ -12,11 +12,13 @@ class RequestRow:
 
     Attributes:
         length: tokens of its sequence that are stored or pruned. shared: of these, the first that segments hold for it.
+        unverified: tokens that it takes beside them at most, of verifications whose results the host has yet to see.
         sealed: of these, the first that lie in pages which it may not write any more, where it was sealed.
         in_prompt: its prompt may still be compacted.
     """
 
     length: int = 0
+    unverified: int = 0
     shared: int = 0
     sealed: int | None = None
     in_prompt: bool = False
@@ -62,6 +64,20 @@ class RequestRows:
         known = self._rows.setdefault(row, RequestRow())
         known.length += count
         known.in_prompt = known.in_prompt or in_prompt
+
+    def most(self, row: int) -> int:
+        """Tokens that the device has of a row at most."""
+        return self._rows[row].length + self._rows[row].unverified if row in self._rows else 0
+
+    def verify(self, row: int, drafts: int) -> None:
+        """The planned pass adds those of ``drafts`` tokens that it accepts."""
+        self._rows[row].unverified += drafts
+
+    def accepted(self, row: int, length: int, drafts: int = 0) -> None:
+        """The row has ``length`` tokens, and the result of a verification of ``drafts`` is known."""
+        known = self._rows[row]
+        known.length = length
+        known.unverified = max(known.unverified - drafts, 0)
 
     def attach(self, row: int, end: int) -> None:
         """A row that holds shared pages only, now up to position ``end``; its prompt begins behind them."""

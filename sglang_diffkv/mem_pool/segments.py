@@ -87,7 +87,7 @@ class SegmentStore:
         device.keep(row)
         self.rows.share(row, hi)
         self.counts.touch(row, decoded=True)
-        end = max(hi, self.rows.length(row)) if ends else hi
+        end = max(hi, self.rows.most(row)) if ends else hi
         segment = Segment(segment_row, lo, hi, as_computed=as_computed and not ends, first=first, end=end)
         self.add(segment)
         if ends and lo > first:  # its pages hold tokens below lo too

@@ -101,11 +101,35 @@ class Step:
         step.starts = starts
         return step
 
+    @classmethod
+    def chains(cls, rows: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> Step:
+        """``drafts`` tokens of each request, behind ``seq_lens`` stored ones, to be verified. rows, seq_lens: [B]
+        integers on the device, whose values the host need not know."""
+        rows, seq_lens, device = rows.long(), seq_lens.long(), rows.device
+        batch = rows.shape[0]
+        offset = torch.arange(drafts, device=device).repeat(batch)
+        return cls(
+            rows,
+            seq_lens + drafts,
+            seq_lens,
+            torch.full_like(rows, drafts),
+            rows.repeat_interleave(drafts),
+            offset,
+            seq_lens.repeat_interleave(drafts) + offset,
+            torch.full((1,), batch, dtype=torch.int32, device=device),
+            torch.full((1,), batch * drafts, dtype=torch.int32, device=device),
+            max_extend=drafts,
+            max_prefix=1,
+            counts=(drafts,) * batch,
+        )
+
 
 class Ops(Protocol):
     """Kernels over a ``PageState``. The references in ``kernels/<op>/reference.py`` are their specification."""
 
     decisions: Decisions
+    pads: bool
+    """Whether rows 0 at the end of a decode step are padding, so that shapes need not follow values."""
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
         """Static buffers for decode steps of up to ``max_batch`` requests that a CUDA graph will hold."""
@@ -153,6 +177,14 @@ class Ops(Protocol):
         cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def verify(
+        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
+        scale: float, cap: float, sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of chains of new tokens (``Step.chains``), which are not stored, to themselves and to what their
+        rows hold. Nothing changes, scores neither."""
+        ...
 
     def slide(
         self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None

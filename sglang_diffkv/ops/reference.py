@@ -22,7 +22,7 @@ from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.reference import put_scores
 from sglang_diffkv.kernels.query_cache.reference import store_queries
-from sglang_diffkv.kernels.raw_attention.reference import raw_attention
+from sglang_diffkv.kernels.raw_attention.reference import raw_attention, raw_verification
 from sglang_diffkv.kernels.release.reference import release, trim
 from sglang_diffkv.kernels.rotate.reference import rotate
 from sglang_diffkv.kernels.slide.reference import slide
@@ -39,6 +39,8 @@ class ReferenceOps:
 
     With one raw tier and no policy attention takes ``raw_attention``, whose numbers are stock SGLang's bit for bit.
     """
+
+    pads = False
 
     def __init__(self, lossless: bool = False):
         self.lossless = lossless
@@ -107,6 +109,17 @@ class ReferenceOps:
             judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
             reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
         )  # fmt: skip
+
+    def verify(
+        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
+        scale: float, cap: float, sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        lens, reach = (step.rows, step.extend_lens, step.prefix_lens), state.reach(layer)
+        if self.lossless and not cap and sink_logits is None:
+            return raw_verification(state, layer, q, key, value, *lens, scale, reach)
+        return extend_attention(
+            state, layer, q, key, value, *lens, scale, logit_cap=cap, reach=reach, sink_logits=sink_logits
+        )
 
     def slide(
         self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None

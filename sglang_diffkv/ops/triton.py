@@ -64,6 +64,8 @@ class TritonOps:
         config: how decode attention is cut.
     """
 
+    pads = True
+
     def __init__(
         self,
         state: PageState,
@@ -262,6 +264,16 @@ class TritonOps:
             reach=reach,
             sink_logits=sink_logits,
         )[0]
+
+    def verify(
+        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
+        scale: float, cap: float, sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens, step.max_extend, step.max_prefix)
+        return extend_attention(
+            state, layer, q.contiguous(), key, value, *lens, scale,
+            logit_cap=cap, reach=state.reach(layer), sink_logits=sink_logits, stored=False,
+        )[0]  # fmt: skip
 
     def slide(
         self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None

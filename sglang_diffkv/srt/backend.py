@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
+from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper, VerifyWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.rotate.reference import Rotation
@@ -53,6 +53,7 @@ class DiffKVAttnBackend(AttentionBackend):
         means = self._key_means(runner, config, scalings, sinks)
         self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
         self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
+        self.verify = VerifyWrapper(*core, rotation=rotation, key_means=means) if manager.drafts else None
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
                 self._make_ready(runner.dtype, config, scalings, sinks)
@@ -121,7 +122,12 @@ class DiffKVAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
         if not mode.is_idle():
-            (self.decode if mode.is_decode() else self.extend).begin()
+            self._wrapper_of(mode).begin()
+
+    def _wrapper_of(self, mode: Any) -> DecodeWrapper | ExtendWrapper | VerifyWrapper:
+        if mode.is_decode():
+            return self.decode
+        return self.verify if self.verify is not None and mode.is_target_verify() else self.extend
 
     def _prepare(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
@@ -132,6 +138,9 @@ class DiffKVAttnBackend(AttentionBackend):
         rows = forward_batch.req_pool_indices
         if mode.is_decode():
             self.decode.plan(rows, forward_batch.seq_lens)
+            return
+        if self.verify is not None and mode.is_target_verify():
+            self.verify.plan(rows, forward_batch.seq_lens, self.manager.drafts)
             return
         if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
@@ -144,7 +153,7 @@ class DiffKVAttnBackend(AttentionBackend):
     # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 
     def _run(
-        self, wrapper: DecodeWrapper | ExtendWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any,
+        self, wrapper: DecodeWrapper | ExtendWrapper | VerifyWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any,
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         if k is None or v is None:
@@ -165,7 +174,7 @@ class DiffKVAttnBackend(AttentionBackend):
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         sink_logits = _sink_logits(more)
-        return self._run(self.extend, q, k, v, layer, sink_logits)
+        return self._run(self._wrapper_of(forward_batch.forward_mode), q, k, v, layer, sink_logits)
 
     @torch.compiler.disable
     def forward_decode(

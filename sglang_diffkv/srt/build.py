@@ -26,6 +26,7 @@ from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.scaling import layer_reaches, layer_scalings, sinks_of
+from sglang_diffkv.srt.speculation import check_drafts, drafts_of
 from sglang_diffkv.srt.validation import (
     BACKEND,
     PAGE_DTYPES,
@@ -66,6 +67,12 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     return MemoryPlan.of(configurator, config, layers.num_effective_layers, reaches)
 
 
+def draft_room(configurator: Any) -> int:
+    """Tokens for which a row's table has room beside its sequence: drafts of two passes, which are bounds until the
+    counts are known."""
+    return 2 * drafts_of(compat.resolved(configurator.server_args))
+
+
 class PoolConfigurator(MemoryPoolConfigurator):
     """As many tokens as fit with all else that the plugin puts on the device. ``configurator`` is SGLang's
     KVCacheConfigurator."""
@@ -78,7 +85,7 @@ class PoolConfigurator(MemoryPoolConfigurator):
         global _budget
         configurator = self.configurator
         plan = memory_plan(configurator)
-        context = configurator.model_config.context_len + compat.CONTEXT_SLACK
+        context = configurator.model_config.context_len + compat.CONTEXT_SLACK + draft_room(configurator)
         capacity = plan.capacity_in(available_bytes, lambda tokens: compat.request_rows(configurator, tokens), context)
         _budget = available_bytes, capacity
         return self.calculate_pool_sizes_from_max_tokens(capacity, page_size)
@@ -107,7 +114,10 @@ def build_pool(configurator: Any, sizes: Any) -> DiffKVPool:
 def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAllocator:
     """The page manager with its ops, and the allocator over it. ``rows``: SGLang's table of requests."""
     plan = memory_plan(configurator)
-    geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len)
+    drafts = drafts_of(compat.resolved(configurator.server_args))
+    if drafts:
+        check_drafts(plan.config, plan.reaches)
+    geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len + draft_room(configurator))
     ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
     ranks.require_equal("the plugin's version, --diffkv-config or SGLANG_DIFFKV_CHECK_INTEGRITY", [_settings_digest()])
@@ -123,6 +133,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         ranks=ranks,
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
+        drafts=drafts,
     )
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(

@@ -107,6 +107,11 @@ def prefix_len(req: Any) -> int:
     return req.prefix_len if release() >= (0, 5, 22) else len(req.prefix_indices)
 
 
+def committed_len(req: Any) -> int:
+    """Tokens of the request whose keys and values are stored, by the results that SGLang has seen."""
+    return int(_kv_of(req).kv_committed_len)
+
+
 def extend_end(req: Any) -> int:
     """Position after the last token of the request's next extend pass."""
     return req.extend_end if release() >= (0, 5, 22) else req.extend_range.end

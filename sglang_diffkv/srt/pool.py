@@ -63,6 +63,9 @@ class DiffKVPool(KVCache):
     def get_kv_size_bytes(self) -> int:
         return int(self.mem_usage * GIB) if self.manager else 0
 
+    def move_kv_cache(self, *_: Any, **__: Any) -> None:
+        """What SGLang calls to gather the accepted nodes of a tree of drafts. Those of a chain are in their places."""
+
     def _no_buffer(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
             "the DiffKV pool stores K and V in compressed pages; there is no buffer to read or write by KV slot. "

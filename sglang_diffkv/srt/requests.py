@@ -214,23 +214,41 @@ class Requests:
     def without_room(self, reqs: list[Any]) -> dict[int, str]:
         """Indices of the requests whose next token has no table block or KV slot, and why."""
         rows = {compat.allocated_row_of(req): index for index, req in enumerate(reqs)}
-        found = self.manager.space.refused(list(rows), 1)
-        if len(rows) - len(found) > self.ledger.kv_slots_free() and self.tree is not None:
-            self.tree.evict_kv_slots(len(rows) - len(found))
-        short = len(rows) - len(found) - self.ledger.kv_slots_free()
+        found = self.manager.space.refused(list(rows), self.manager.counts.step_tokens)
+        slots = 2 * self.manager.drafts or 1  # SGLang names the drafts of this pass and of the one after it
+        wanted = slots * (len(rows) - len(found))
+        if wanted > self.ledger.kv_slots_free() and self.tree is not None:
+            self.tree.evict_kv_slots(wanted)
+        short = -(-(wanted - self.ledger.kv_slots_free()) // slots)
         if short > 0:
             found.update(dict.fromkeys([row for row in rows if row not in found][-short:], "no KV slot is free"))
         return {rows[row]: reason for row, reason in found.items()}
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
-        """The next pass computes one token of each request, at positions ``starts``."""
+        """The next pass computes one token of each request, at positions ``starts``, or verifies its drafts."""
         rows = [compat.allocated_row_of(req) for req in reqs]
+        if self.manager.drafts:
+            return self.manager.plan_verification(rows)
         return self.manager.plan_step(rows, [1] * len(rows), starts)
 
     def step_ended(self, reqs: list[Any]) -> list[Any]:
         """A pass's results are about to go out. Those of its requests that lost tokens to an empty ring."""
         self.manager.counts.report()
         return [req for req in reqs if compat.row_of(req) in self.manager.counts.faulted]
+
+    def verified(self, reqs: list[Any]) -> None:
+        """The results of a verification are out: those of its requests that still run have the tokens it accepted."""
+        for req in reqs:
+            row = compat.row_of(req)
+            if row is not None and row in self.manager.rows:
+                self.manager.rows.accepted(row, compat.committed_len(req), self.manager.drafts)
+
+    def _follow(self, req: Any, row: int) -> None:
+        """What the host knows of a row that is about to be shared or given up: of a verification whose results are just
+        being looked at, too."""
+        rows = self.manager.rows
+        if self.manager.drafts and row in rows and not rows.in_prompt(row):
+            rows.accepted(row, max(rows.length(row), compat.committed_len(req)))
 
     def after_step(self, reqs: list[Any]) -> None:
         """The results are out: see what the requests that left make possible for the others."""
@@ -277,6 +295,8 @@ class Requests:
         assert tree is not None
         if row is None or (running and self.manager.prompts.publishable_to(row) != compat.extend_end(req)):
             return False
+        if not running:
+            self._follow(req, row)
         if row in self.manager.counts.faulted or not self._joins(row, running):
             return False
         if not tree.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
@@ -305,6 +325,7 @@ class Requests:
             counted: whether it counts among the requests served.
         """
         self.ledger.forget(req.rid)
+        self._follow(req, row)
         if row in self.manager.rows:
             if counted and self.usage is not None:
                 self.usage.finish(row)

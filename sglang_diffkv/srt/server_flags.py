@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_diffkv.srt.compat import CANARY_ON_CPU, prefill_graphs_wanted
+from sglang_diffkv.srt.speculation import CHAIN, MOST_DRAFTS
 from sglang_diffkv.srt.supported_flags import NO_BEARING, ONLY_WITH, ORTHOGONAL, WORKS
 
 BACKEND = "diffkv"
@@ -74,6 +75,19 @@ def _canary(value: Any, args: Any) -> bool:
     return value != "none" and not runs
 
 
+def _drafts(args: Any) -> bool:
+    return bool(getattr(args, "speculative_algorithm", None))
+
+
+def _unlike_ngram(value: Any, args: Any) -> bool:
+    served = str(value).upper() == "NGRAM" and args.device == "cpu" and getattr(args, "tp_size", 1) == 1
+    return bool(value) and not served
+
+
+def _trees(value: Any, args: Any) -> bool:
+    return _drafts(args) and value != 1
+
+
 def _prefill_graphs(value: Any, args: Any) -> bool:
     return args.device == "cuda" and prefill_graphs_wanted(args)
 
@@ -89,6 +103,9 @@ _PREFILL_GRAPHS = "CUDA graphs for prefill: drop that option, or add --disable-p
 _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1"
 _ELASTIC = "elastic expert parallelism, in which ranks leave while others decide with them: drop its options"
 
+_TREES = f"trees of drafts: add {CHAIN}"
+_CHAINS_RUN = "tests/servers/test_server_identity.py::test_chains_of_drafts_give_stock_tokens"
+
 REFUSED: dict[str, Refused] = {
     "attention_backend": Refused(_BACKENDS, _second_backend, "all server tests"),
     "prefill_attention_backend": Refused(_BACKENDS, _second_backend, "is --attention-backend for prefill"),
@@ -99,7 +116,23 @@ REFUSED: dict[str, Refused] = {
         _not("auto", "bf16", "bfloat16"),
         "tests/servers/test_server_kv_dtype.py::test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers",
     ),
-    "speculative_algorithm": Refused("speculative decoding: drop --speculative-algorithm"),
+    "speculative_algorithm": Refused(
+        "--speculative-algorithm {value}: of speculative decoding NGRAM is served, on a CPU and on one rank (drafts of "
+        "a model have a KV cache of their own); drop it",
+        _unlike_ngram,
+        _CHAINS_RUN,
+    ),
+    "speculative_ngram_min_bfs_breadth": Refused(_TREES, _trees, _CHAINS_RUN),
+    "speculative_ngram_max_bfs_breadth": Refused(_TREES, _trees, _CHAINS_RUN),
+    "speculative_ngram_external_sam_budget": Refused(
+        "drafts from an external corpus beside others, which make a tree: drop --speculative-ngram-external-sam-budget",
+        lambda value, args: _drafts(args) and value > 0,
+    ),
+    "speculative_num_draft_tokens": Refused(
+        f"--speculative-num-draft-tokens {{value}}: use 2 to {MOST_DRAFTS}",
+        lambda value, args: _drafts(args) and value is not None and not 2 <= value <= MOST_DRAFTS,
+        _CHAINS_RUN,
+    ),
     "enable_multi_layer_eagle": Refused("speculative decoding: drop --enable-multi-layer-eagle"),
     "decoupled_spec_role": Refused("speculative decoding: drop --decoupled-spec-role", _not("null", None)),
     "uno_lora_path": Refused("speculative decoding: drop --uno-lora-path"),

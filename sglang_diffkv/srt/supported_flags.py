@@ -156,6 +156,9 @@ NO_BEARING: dict[str, str] = {
         "keep_mm_feature_on_device language_only language_model_only encoder_transfer_backend encoder_urls "
         "encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder"
     ),
+    "which tokens NGRAM proposes": (
+        "speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity"
+    ),
     "attention kernels of other backends": (
         "enable_lean_attention triton_attention_reduce_in_fp32 triton_attention_num_kv_splits "
         "triton_attention_split_tile_size prefill_kv_cache_dequant_dtype"
@@ -166,7 +169,7 @@ NO_BEARING: dict[str, str] = {
 ONLY_WITH: dict[str, str] = {
     "speculative_algorithm": (
         "speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format "
-        "speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size "
+        "speculative_num_steps speculative_eagle_topk speculative_dflash_block_size "
         "speculative_dspark_block_size speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path "
         "speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single "
         "speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_token_map "
@@ -175,12 +178,15 @@ ONLY_WITH: dict[str, str] = {
         "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_enable_w4a4_mxfp4_megamoe "
         "speculative_draft_model_quantization _speculative_draft_quantization_explicitly_set speculative_adaptive "
         "speculative_adaptive_config speculative_skip_dp_mlp_sync speculative_domino_candidate_pool_size "
-        "speculative_boundary_reduction speculative_use_block_verification speculative_ngram_min_bfs_breadth "
-        "speculative_ngram_max_bfs_breadth speculative_ngram_match_type speculative_ngram_max_trie_depth "
-        "speculative_ngram_capacity speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget "
-        "speculative_ngram_external_corpus_max_tokens decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints "
+        "speculative_boundary_reduction speculative_use_block_verification "
+        ""
+        ""
+        "decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints "
         "decoupled_spec_rank spec_trace_dir enable_draft_weights_cpu_backup aux_hidden_state_capture "
         "return_aux_hidden_state_layer_ids"
+    ),
+    "speculative_ngram_external_sam_budget": (
+        "speculative_ngram_external_corpus_path speculative_ngram_external_corpus_max_tokens"
     ),
     "disaggregation_mode": (
         "disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device "

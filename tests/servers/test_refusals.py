@@ -22,6 +22,7 @@ from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.compat import release
+from sglang_diffkv.srt.speculation import check_drafts
 from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
 
 
@@ -100,7 +101,12 @@ def _args(**changes: object) -> SimpleNamespace:
     ("changes", "name"),
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE"),
+        ({"speculative_algorithm": "NGRAM", "device": "cuda"}, "--speculative-algorithm NGRAM"),
+        ({"speculative_algorithm": "NGRAM", "tp_size": 2}, "on one rank"),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "trees of drafts: add --spec"),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_external_sam_budget": 3}, "an external corpus"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"page_size": 16}, "--page-size 16"),
@@ -119,6 +125,21 @@ def test_server_options_are_refused_by_name(changes: dict[str, object], name: st
     check_server_args(_args(tp_size=2))
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"prefix_fidelity": "exact"}', '"exact" with speculative decoding: use "compressed"'),
+        ('{"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 4}}', "holds requests to a budget"),
+    ],
+)
+def test_configurations_are_refused_with_drafts(text: str, name: str) -> None:
+    check_drafts(load_config("{}"), (0, 0))
+    with pytest.raises(UnsupportedError, match=name):
+        check_drafts(load_config(text))
+    with pytest.raises(UnsupportedError, match="sliding window with speculative decoding"):
+        check_drafts(load_config("{}"), (0, 512))
 
 
 @pytest.mark.parametrize(

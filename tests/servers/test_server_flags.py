@@ -70,6 +70,10 @@ REFUSED_VALUES: dict[str, Any] = {
     "decode_attention_backend": "triton",
     "kv_cache_dtype": "fp8_e4m3",
     "speculative_algorithm": "EAGLE",
+    "speculative_ngram_min_bfs_breadth": 2,
+    "speculative_ngram_max_bfs_breadth": 10,
+    "speculative_ngram_external_sam_budget": 3,
+    "speculative_num_draft_tokens": 17,
     "decoupled_spec_role": "drafter",
     "uno_lora_path": "adapter",
     "disaggregation_mode": "prefill",
@@ -93,6 +97,13 @@ REFUSED_VALUES: dict[str, Any] = {
 }
 """For the fields that are no switches."""
 
+CHAINS = {
+    "speculative_ngram_min_bfs_breadth": 1,
+    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_ngram_external_sam_budget": 0,
+    "speculative_num_draft_tokens": 4,
+}
+
 ON_A_GPU = {"cuda_graph_config", "cuda_graph_backend_prefill"}
 
 
@@ -108,7 +119,11 @@ def test_each_refusal_says_what_to_do(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     check_server_args(_args())
     value = REFUSED_VALUES.get(name, True)
-    also = {"dp_size": 2} if name == "enable_dp_attention" else {}
+    also: dict[str, Any] = {"dp_size": 2} if name == "enable_dp_attention" else {}
+    if name.startswith("speculative_n"):
+        also = {**CHAINS, "speculative_algorithm": "NGRAM"}
+        check_server_args(_args(**also))
+        del also[name]
     with pytest.raises(UnsupportedError) as refusal:
         check_server_args(_args(**{name: value}, **also))
     assert REFUSED[name].why.format(value=value) in str(refusal.value)

@@ -13,6 +13,7 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.srt.speculation import CHAIN
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer
 
@@ -23,6 +24,7 @@ NEW_TOKENS = 48
 STOCK = {"SGLANG_PLUGINS": "none"}
 CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
 """Half of the prompts are longer than 128 tokens, so the first runs them in both ways."""
+DRAFTS = (*["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"], *CHAIN.split())
 SHARED = 4
 """Prompts over one prefix."""
 
@@ -77,3 +79,12 @@ def test_lossless_tier_gives_stock_tokens(
     check_tokens(_tokens(again), stock, "one at a time, over prefix hits")
     for ids, record in zip(prompts, again, strict=True):
         assert record.cached_tokens == len(ids) - 1, "a repeated prompt is cached up to its last token"
+
+
+def test_chains_of_drafts_give_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", (*chunks, *DRAFTS), config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
+    check_tokens(_tokens(_ask(server, prompts[:4])), stock[:4], "one at a time, over prefix hits")
+    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.2, "some drafts are right"

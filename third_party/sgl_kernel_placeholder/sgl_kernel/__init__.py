@@ -1,13 +1,26 @@
 """Importable stand-in for the CPU build of ``sgl_kernel``.
 
 With ``SGLANG_USE_CPU_ENGINE=1`` SGLang imports ``*_cpu`` operators from ``sgl_kernel`` at module level. No
-registry carries that build, and on a processor without AMX no such operator is called. Here every ``*_cpu``
-name resolves to a function that raises. Nothing is registered under ``torch.ops.sgl_kernel``, so SGLang sees
+registry carries that build, and on a processor without AMX none is called but by speculative decoding. Those are
+here, in plain PyTorch (``speculative``); every other ``*_cpu`` name resolves to a function that raises. Nothing is registered under ``torch.ops.sgl_kernel``, so SGLang sees
 no AMX support and its layers take their native PyTorch path.
 """
 
 from typing import Any, Callable
 
+from sgl_kernel.speculative import (
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    fill_accept_out_cache_loc_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "verify_tree_greedy_cpu",
+]
 __version__ = "0.1.0+placeholder"
 
 

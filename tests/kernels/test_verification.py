@@ -1,0 +1,134 @@
+"""Chains of drafts: they attend as decode would, and what is accepted is stored as decode steps store it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from sglang_diffkv.attention.wrappers import DecodeWrapper, VerifyWrapper
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.ops import ReferenceOps, Scaling
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.kernels.triton_helpers import (
+    BF16,
+    DEVICE,
+    FOUR,
+    add_prompt,
+    close,
+    make_format,
+    make_manager,
+    vectors,
+)
+
+GROUP, SCALING, DRAFTS = 2, Scaling(0.1), 3
+RAW = UniformPolicy()
+
+
+def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROTATION, means=None):
+    """A manager with three rows, and its wrappers of decode and of verification."""
+    layers, heads = (1, 1) if kind == "triton" else (2, 2)
+    manager = make_manager(make_format(tiers), layers=layers, heads=heads, window=6, policy=policy)
+    state, policy = manager.state, manager.policy
+    ops = TritonOps(state, policy, GROUP * heads, 200) if kind == "triton" else ReferenceOps(not policy.compresses)
+    generator = torch.Generator().manual_seed(3)
+    for row, length in ((1, 20), (2, 9), (3, 17)):
+        add_prompt(manager, row, length, generator)
+    more = {"rotation": rotation, "key_means": means}
+    return manager, DecodeWrapper(state, ops, policy, **more), VerifyWrapper(state, ops, policy, **more)
+
+
+def drawn(manager, generator):
+    """Queries, keys and values of a chain for each of three requests, by layer."""
+    state, layers = manager.state, []
+    for _ in range(state.num_layers):
+        q = torch.randn(3 * DRAFTS, state.num_heads * GROUP, 64, generator=generator).to(DEVICE, BF16)
+        layers.append((q, *vectors(state, 3 * DRAFTS, generator)))
+    return layers
+
+
+def room(manager, rows, count):
+    for row in rows:
+        manager.space.append(row, count)
+    manager.space.flush()
+
+
+def decode_steps(manager, decode, rows, lengths, accepted, layers):
+    """Plain decode of the accepted tokens; outputs [layer][request, number]."""
+    outs = {}
+    order = sorted(range(len(rows)), key=lambda i: -accepted[i])  # pages are taken in a batch's order
+    for number in range(max(accepted)):
+        goes = [i for i in order if accepted[i] > number]
+        ids = torch.tensor([rows[i] for i in goes], device=DEVICE)
+        decode.plan(ids, torch.tensor([lengths[i] + number + 1 for i in goes], device=DEVICE))
+        decode.begin()
+        for layer, tensors in enumerate(layers):
+            at = torch.tensor([i * DRAFTS + number for i in goes], device=DEVICE)
+            out = decode.run(layer, *(x[at] for x in tensors), SCALING).clone()
+            outs.update({(layer, i, number): out[j] for j, i in enumerate(goes)})
+        decode.end()
+    return outs
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("tiers", "policy", "rotation"),
+    [
+        pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6), Rotation(True, True), id="two"),
+        pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.2, 6), NO_ROTATION, id="pruned", marks=pytest.mark.full),
+        pytest.param(FOUR, None, NO_ROTATION, id="four", marks=pytest.mark.full),
+        pytest.param("BF16", RAW, NO_ROTATION, id="raw"),
+    ],
+)
+def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotation):
+    shape = (1, 1, 64) if kind == "triton" else (2, 2, 64)
+    means = torch.randn(shape, generator=torch.Generator().manual_seed(8)) if rotation.values else None
+    plain, decode, _ = make(tiers, kind, policy, rotation=rotation, means=means)
+    drafted, _, verify = make(tiers, kind, policy, rotation=rotation, means=means)
+    rows, generator = [2, 3, 1], torch.Generator().manual_seed(5)
+    rounds = [[2, 1, 3], [3, 3, 3], [1, 3, 2], [1, 1, 1]]
+    for accepted in rounds if kind == "reference" else rounds[:2]:
+        layers = drawn(plain, generator)
+        lengths = [plain.rows.length(row) for row in rows]
+        for manager in (plain, drafted):
+            room(manager, rows, DRAFTS)
+        outs = decode_steps(plain, decode, rows, lengths, accepted, layers)
+        ids, stored = torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE)
+        verify.plan(ids, stored, DRAFTS)
+        verify.begin()
+        got = [verify.run(layer, *tensors, SCALING) for layer, tensors in enumerate(layers)]
+        before = drafted.state.pages.clone()
+        assert torch.equal(before.view(torch.int16), drafted.state.pages.view(torch.int16))
+        verify.commit(torch.tensor(accepted, device=DEVICE))
+        for manager in (plain, drafted):
+            for row, length, count in zip(rows, lengths, accepted, strict=True):
+                manager.rows.accepted(row, length + count)
+            check_integrity(manager)
+        for field in fields(plain.state):
+            mine, theirs = getattr(drafted.state, field.name), getattr(plain.state, field.name)
+            if isinstance(mine, torch.Tensor):
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), field.name
+        bound = 2e-2 if policy is RAW else 0.25  # decode reads what it has just quantised
+        for (layer, request, number), out in outs.items():
+            assert close(got[layer][request * DRAFTS + number], out) < bound
+        if kind == "reference" and policy is RAW:
+            assert all(torch.equal(got[layer][i * DRAFTS + n], out) for (layer, i, n), out in outs.items())
+
+
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
+def test_kernels_verify_as_the_reference(tiers):
+    manager, _, verify = make(tiers, "triton")
+    reference = VerifyWrapper(manager.state, ReferenceOps(), manager.policy)
+    layers = drawn(manager, torch.Generator().manual_seed(6))
+    for rows, lengths, drafts in (([1, 2, 3], [20, 9, 17], DRAFTS), ([3, 1, 1], [17, 12, 15], 1)):
+        for wrapper in (verify, reference):
+            wrapper.plan(torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE), drafts)
+        for layer, tensors in enumerate(layers):
+            some = [x[: 3 * drafts] for x in tensors]
+            got, expected = (wrapper.run(layer, *some, SCALING) for wrapper in (verify, reference))
+            assert not expected.isnan().any() and close(got, expected) < 1e-2

@@ -1,0 +1,100 @@
+"""Chains of drafts at random: bounds are never optimistic, whenever the host hears of what was accepted."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+import torch
+
+from sglang_diffkv.attention.wrappers import VerifyWrapper
+from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.ops import Scaling
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.helpers import begin_step
+
+ROWS = 6
+
+
+def prompt(manager: PageManager, row: int, length: int, generator: torch.Generator) -> None:
+    """Tokens of a prompt with random keys, compacted."""
+    state = manager.state
+    begin_step(manager, [row], [length], [0])
+    index = torch.arange(length)
+    for layer in range(state.num_layers):
+        key, value = torch.randn(2, length, state.num_heads, 64, generator=generator).bfloat16()
+        append(state, layer, key, value, torch.full((length,), row), index, index)
+    manager.prompts.end(row)
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["in order", "a pass late"])
+@pytest.mark.parametrize("drafts", [2, 7])
+def test_random_chains(drafts: int, late: int) -> None:
+    fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), 4)
+    geometry = Geometry(
+        fmt, 2, 2, num_pages=180 if drafts == 7 else 130, num_rows=ROWS + 1, num_segments=4, max_tokens=200 + 2 * drafts
+    )
+    manager = PageManager(geometry, DiffKVPolicy(1.0, 0.05, 8), drafts=drafts)
+    verify = VerifyWrapper(manager.state, manager.ops, manager.policy)
+    draw, generator = random.Random(drafts + late), torch.Generator().manual_seed(1)
+    unheard: deque[dict[int, int]] = deque()  # accepted by the device, and not known to the host
+    true: dict[int, int] = {}
+    passes = retracted = 0
+
+    def leave(row: int) -> None:
+        manager.release(row)
+        del true[row]
+        for heard in unheard:
+            heard.pop(row, None)
+
+    while passes < 40:
+        for row in draw.sample(range(1, ROWS + 1), 2):
+            if (
+                row not in true
+                and manager.counts.free_bound() - manager.counts.headroom_bound() > 48 + manager.counts.unknown
+            ):
+                prompt(manager, row, length := draw.randrange(3, 40), generator)
+                true[row] = length
+        while manager.counts.free_bound() < manager.counts.headroom_bound():
+            leave(draw.choice(list(true)))
+            retracted += 1
+        rows = [row for row in true if draw.random() < 0.8]
+        if not rows:
+            continue
+        passes += 1
+        manager.plan_verification(rows)
+        manager.launch_step()
+        ids = torch.tensor(rows)
+        verify.plan(ids, torch.tensor([true[row] for row in rows]), drafts)
+        for layer in range(2):
+            q, key, value = torch.randn(3, len(rows) * drafts, 2, 64, generator=generator).bfloat16()
+            verify.run(layer, q, key, value, Scaling(0.2))
+        accepted = [draw.randint(1, drafts) for _ in rows]
+        verify.commit(torch.tensor(accepted))
+        for row, count in zip(rows, accepted, strict=True):
+            true[row] += count
+        unheard.append(dict(zip(rows, accepted, strict=True)))
+        check_bounds(manager)
+        check_integrity(manager)
+        while len(unheard) > late:
+            manager.counts.report()
+            for row, count in unheard.popleft().items():
+                if row in manager.rows:
+                    manager.rows.accepted(row, manager.rows.length(row) + count, drafts)
+        if not unheard:
+            assert manager.rows.lengths() == true
+        for row in [row for row in true if true[row] > 140 or draw.random() < 0.03]:
+            leave(row)
+        check_bounds(manager)
+        assert not manager.counts.faulted, "the ring was empty"
+    for row in list(true):
+        manager.release(row)
+    check_settled(manager)
+    assert retracted, "the pool is too small for all"
+    assert manager.device.free_pages() == geometry.num_pages
+    assert len(manager.space.free_blocks) == manager.space.num_blocks
