@@ -57,6 +57,11 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks of a reference file")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="TASK", help="not these tasks of it")
     parser.add_argument("--tokenizer", help="its folder (default: the model's)")
+    parser.add_argument(
+        "--run-generated-code",
+        action="store_true",
+        help="let humaneval_plus and mbpp_plus run the code that the model writes, here and with your rights",
+    )
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +100,7 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
 
 def question_options(args: argparse.Namespace) -> Options:
     """What ``add_question_arguments`` added, with a perplexity's windows where they were asked for."""
-    names = ("n", "seed", "max_new_tokens", "levels", "only", "exclude", *WINDOW_ARGUMENTS)
+    names = ("n", "seed", "max_new_tokens", "levels", "only", "exclude", "run_generated_code", *WINDOW_ARGUMENTS)
     return Options(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 

@@ -24,6 +24,7 @@ class Options:
         levels, only, exclude: of files whose questions have a task and a level.
         prefix_tokens, window_tokens: of perplexity, the tokens in the cache and those scored after them.
         top_logprobs: likeliest tokens at each scored position, from which distributions are compared; 0 for none.
+        run_generated_code: whether code that the model wrote may be run to judge it.
     """
 
     n: int | None = None
@@ -35,6 +36,7 @@ class Options:
     prefix_tokens: int = 1024
     window_tokens: int = 128
     top_logprobs: int = 32
+    run_generated_code: bool = False
 
 
 @dataclass(frozen=True)
