@@ -1,8 +1,8 @@
 """The process in which generated code runs: a script of its own that imports nothing of the package.
 
-It reads a pickled job (``evaluate/code_runner``) from standard input and writes the job's token and a verdict to
-standard output: ``right`` or what was wrong. Whatever ends the process before that is wrong as well. Code that works
-against its judge is not kept from winning; the limits are against accidents.
+It reads a pickled job (``evaluate/code_runner``) from standard input. To standard output it writes the job's token when
+it comes to the reply, and then the token and a verdict: ``right`` or what was wrong. Whatever ends the process in
+between is wrong as well. Code that works against its judge is not kept from winning; the limits are against accidents.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ AS_SETS = {
 """MBPP+ functions whose results have no order."""
 FOUND = {"check_str", "text_match_three", "text_starta_endb"}
 """MBPP+ functions of which it only counts whether they find something."""
-CONSTANT = {"are_equivalent": True, "sum_div": 0}
-"""MBPP+ functions that may also give always this, since their text is read in two ways."""
+UNDEFINED = "are_equivalent"
+"""MBPP+'s function whose text does not say what it gives: EvalPlus takes anything."""
 ROOT = "find_zero"
 """HumanEval+'s polynomial: any root will do."""
 
 
+def _lower(kind: int, value: int) -> None:
+    """Set a soft limit, no higher than the hard one that this process was given."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
 def limit(seconds: float, megabytes: int) -> None:
     """Bound this process: CPU time, address space, size of a file; no core file."""
-    cpu = math.ceil(seconds)
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-    memory = megabytes << 20
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_CPU, math.ceil(seconds))
+    _lower(resource.RLIMIT_AS, megabytes << 20)
+    _lower(resource.RLIMIT_FSIZE, 16 << 20)
+    _lower(resource.RLIMIT_CORE, 0)
 
 
 def used() -> float:
@@ -82,6 +86,20 @@ def agrees(name: str, inputs: Any, given: Any, wanted: Any, tolerance: float) ->
     return close(given, wanted, tolerance or FLOATS) if tolerance or floats(wanted) else False
 
 
+def other_reading(name: str, inputs: Any) -> Any:
+    """What three MBPP+ functions may give as well, since their text is read in two ways; None for the others."""
+    if name == "sum_div":
+        return 0
+    if name == "digit_distance_nums":
+        first, second = map(str, inputs)
+        width = max(len(first), len(second))
+        return sum(abs(int(a) - int(b)) for a, b in zip(first.zfill(width), second.zfill(width)))
+    if name == "surface_Area":
+        edge, height = inputs
+        return round(edge**2 + 2 * edge * math.hypot(edge / 2, height))
+    return None
+
+
 def define(parts: list[str]) -> dict[str, Any]:
     """The names that pieces of code define, one after the other."""
     names: dict[str, Any] = {"__name__": "solution"}
@@ -98,19 +116,22 @@ def compare(job: dict[str, Any]) -> str:
         wanted = [reference(*copy.deepcopy(x)) for x in calls]
     except BaseException as error:
         return f"{BROKEN}{type(error).__name__}: {error}"
+    job["begin"]()
     limit(used() + job["seconds"] + 4 * used(), job["megabytes"])
     function = define(job["parts"])[name]
     given = [function(*copy.deepcopy(x)) for x in calls]
-    if name in CONSTANT and all(x == CONSTANT[name] for x in given):
+    if name == UNDEFINED:
         return RIGHT
     for at, (inputs, got, expected) in enumerate(zip(calls, given, wanted)):
-        if not agrees(name, inputs, got, expected, job["atol"]):
+        also = other_reading(name, inputs)
+        if (also is None or got != also) and not agrees(name, inputs, got, expected, job["atol"]):
             return f"another result for input {at}"
     return RIGHT
 
 
 def check(job: dict[str, Any]) -> str:
     """The verdict of a job with a runnable test: it runs through, and so does its ``check`` where it defines one."""
+    job["begin"]()
     names = define([*job["parts"], *job["tests"]])
     checker: Callable[[Any], Any] | None = names.get("check")
     if job["calls_check"] and checker is not None:
@@ -126,6 +147,9 @@ def main() -> None:
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
     token = job.pop("token")
+    job["begin"] = lambda: os.write(verdicts, f"{token}\n".encode())
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)
     limit(job["reference_seconds"] if "inputs" in job else used() + job["seconds"], job["megabytes"])
     try:
         verdict = compare(job) if "inputs" in job else check(job)

@@ -68,13 +68,14 @@ def verdict(name: str, parts: list[str], check: Check, limits: Limits = Limits()
         job |= {"tests": check.tests, "calls_check": check.calls_check}
     else:
         job |= {"reference": check.reference, "inputs": check.inputs, "atol": check.atol}
-    found = _run(pickle.dumps(job), limits.wall)
-    token, _, text = found.partition(" ")
-    if token != job["token"]:
-        return "the process ended without a result: a limit, a crash or an exit"
-    if text.startswith(code_child.BROKEN):
-        raise EvaluationError(f"{name}: the file's own solution fails here: {text.removeprefix(code_child.BROKEN)}")
-    return text
+    found, token = _run(pickle.dumps(job), limits.wall), job["token"]
+    if found.startswith(f"{token} {code_child.BROKEN}"):
+        why = found.removeprefix(f"{token} {code_child.BROKEN}")
+        raise EvaluationError(f"{name}: the file's own solution fails here: {why}")
+    if not found.startswith(f"{token}\n"):
+        raise EvaluationError(f"{name}: the file's own solution crashed or did not end within {limits}")
+    end, _, text = found.removeprefix(f"{token}\n").partition(" ")
+    return text if end == token else "the process ended without a result: a limit, a crash or an exit"
 
 
 def _run(job: bytes, wall: float) -> str:
@@ -91,8 +92,8 @@ def _run(job: bytes, wall: float) -> str:
         )
         try:
             written, _ = process.communicate(job, timeout=wall)
-        except subprocess.TimeoutExpired:
-            written = b""
+        except subprocess.TimeoutExpired as error:
+            written = error.output or b""
         finally:
             _kill_group(process.pid)
             process.wait()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_diffkv.evaluate import cli
-from sglang_diffkv.evaluate.code_child import RIGHT, agrees
+from sglang_diffkv.evaluate.code_child import RIGHT, agrees, other_reading
 from sglang_diffkv.evaluate.code_runner import Check, Limits, verdict
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.tasks import Options, TaskFileError, load_task
@@ -94,6 +94,15 @@ def test_results_that_agree(name, inputs, given, wanted, right):
     assert agrees(name, inputs, given, wanted, 0.0) is right
 
 
+def test_texts_that_are_read_in_two_ways():
+    assert other_reading("digit_distance_nums", [23, 156]) == 1 + 3 + 3
+    assert other_reading("surface_Area", [6, 4]) == 36 + 4 * 15
+    assert other_reading("sum_div", [12]) == 0 and other_reading("f", [12]) is None
+    check = Check("sum_div", reference=("def sum_div(n):\n    return n\n",), inputs=([1], [2]))
+    assert verdict("q", ["def sum_div(n):\n    return 0 if n > 1 else 1"], check) == RIGHT
+    assert verdict("q", ["def sum_div(n):\n    return 3"], check) == "another result for input 0"
+
+
 def test_the_code_of_a_reply():
     prompt = "def f(x):\n    '''Adds.'''\n"
     fenced = (
@@ -133,7 +142,7 @@ def test_code_that_misbehaves_is_wrong_and_leaves_nothing_behind(tmp_path, monke
 def test_code_that_waits_is_ended():
     begin = time.monotonic()
     sleeper = "import time\ndef f(x):\n    time.sleep(60)"
-    assert "without a result" in verdict("q", [sleeper], ONE, Limits(wall=0.5))
+    assert "without a result" in verdict("q", [sleeper], ONE, Limits(wall=2))
     assert time.monotonic() - begin < 30
 
 
@@ -141,6 +150,9 @@ def test_a_solution_of_the_file_that_fails_is_no_reply_s_fault():
     broken = Check("f", reference=("def f(x):\n    return x / 0\n",), inputs=([1],))
     with pytest.raises(EvaluationError, match="q: the file's own solution fails here: ZeroDivisionError"):
         verdict("q", ["def f(x):\n    return x"], broken)
+    crashed = Check("f", reference=("import os\ndef f(x):\n    os.abort()\n",), inputs=([1],))
+    with pytest.raises(EvaluationError, match="q: the file's own solution crashed or did not end"):
+        verdict("q", ["def f(x):\n    return x"], crashed)
 
 
 def test_unusable_code_tasks_are_refused_by_line(tmp_path):

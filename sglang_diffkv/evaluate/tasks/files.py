@@ -67,7 +67,7 @@ def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dic
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise TaskFileError(f"{path.name}, line {number}: not valid JSON: {error}") from None
             check_fields(record, required, f"{path.name}, line {number}")
             yield number, record
