@@ -55,7 +55,7 @@ def test_prompts_name_the_function_and_show_a_call():
     assert "whole square roots" in mbpp["901"].prompt and "assert roots(5) ==" in mbpp["901"].prompt
 
 
-def test_plus_inputs_count(tmp_path):
+def test_plus_inputs_count():
     task, _ = examples("humaneval_plus")
     signed = "```\ndef mean_gap(v):\n    return (v[-1] - v[0]) / (len(v) - 1) if v[1:] else 0.0\n```"
     assert not task.judge(signed, ("HumanEval/900",)), "right for the base inputs alone"
@@ -70,6 +70,7 @@ def test_arguments_have_the_types_that_assertions_show():
     assert like([[[{}, {1, 2}]]], [[[], [3]]]) == [[{}, {3}]]
     assert like([[0, 1j]], ["2", "1+2j"]) == [2.0, 1 + 2j]
     assert like([["a", [1]]], ["1j", [[1]]]) == ["1j", [[1]]]
+    assert like([[1]], ["jay"]) == ["jay"]
     assert like([], [[1, [2]]]) == [[1, [2]]]
 
 

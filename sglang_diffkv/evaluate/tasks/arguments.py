@@ -44,7 +44,10 @@ def _like(examples: list[Any], value: Any, around: type) -> Any:
         numbers = any(isinstance(x, (int, float, complex)) for x in examples)
         if not numbers or any(isinstance(x, str) for x in examples):
             return value
-        return complex(value) if "j" in value else float(value)
+        try:
+            return complex(value) if "j" in value else float(value)
+        except ValueError:
+            return value
     if isinstance(value, dict):
         values = [y for x in examples if isinstance(x, dict) for y in x.values()]
         return {key: _like(values, x, list) for key, x in value.items()}
