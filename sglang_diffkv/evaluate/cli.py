@@ -38,6 +38,7 @@ from sglang_diffkv.evaluate.table import tables
 from sglang_diffkv.evaluate.tasks import LOADERS, Options, TaskFileError, load_task
 from sglang_diffkv.evaluate.tasks.reference import LEVELS
 
+KIND_ARGUMENTS = ("max_prompt_tokens", "run_generated_code")
 WINDOW_ARGUMENTS = ("prefix_tokens", "window_tokens", "top_logprobs")
 DEFAULT_CONFIGS = ("stock", "fp8", "diffkv={}")
 
@@ -57,6 +58,14 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks of a reference file")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="TASK", help="not these tasks of it")
     parser.add_argument("--tokenizer", help="its folder (default: the model's)")
+    parser.add_argument(
+        "--max-prompt-tokens", type=positive, metavar="N", help="longbench: a longer prompt loses its middle"
+    )
+    parser.add_argument(
+        "--run-generated-code",
+        action="store_true",
+        help="let humaneval_plus and mbpp_plus run the code that the model writes, here and with your rights",
+    )
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +104,7 @@ def add_window_arguments(parser: argparse.ArgumentParser) -> None:
 
 def question_options(args: argparse.Namespace) -> Options:
     """What ``add_question_arguments`` added, with a perplexity's windows where they were asked for."""
-    names = ("n", "seed", "max_new_tokens", "levels", "only", "exclude", *WINDOW_ARGUMENTS)
+    names = ("n", "seed", "max_new_tokens", "levels", "only", "exclude", *KIND_ARGUMENTS, *WINDOW_ARGUMENTS)
     return Options(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
 

@@ -25,8 +25,18 @@ def chat_ids(tokenizer: Any, prompt: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def prompt_ids(tokenizer: Any, prompt: str, reply_prefix: str = "") -> list[int]:
-    """As ``chat_ids``, the reply begun with ``reply_prefix``; plain text where the tokenizer has no chat template."""
-    if not tokenizer.chat_template:
+def without_middle(tokenizer: Any, text: str, tokens: int) -> str:
+    """A text of more than ``tokens`` tokens without those in its middle, as LongBench cuts what does not fit."""
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    if len(ids) <= tokens:
+        return text
+    kept = tokenizer.decode(ids[: tokens // 2]), tokenizer.decode(ids[len(ids) - (tokens - tokens // 2) :])
+    return "".join(kept)
+
+
+def prompt_ids(tokenizer: Any, prompt: str, reply_prefix: str = "", *, plain: bool = False) -> list[int]:
+    """As ``chat_ids``, the reply begun with ``reply_prefix``; the plain text if ``plain``, or where the tokenizer has
+    no chat template."""
+    if plain or not tokenizer.chat_template:
         return list(tokenizer.encode(prompt + reply_prefix))
     return chat_ids(tokenizer, prompt) + list(tokenizer.encode(reply_prefix, add_special_tokens=False))

@@ -53,7 +53,7 @@ def write(args: argparse.Namespace) -> int:
     tasks = [load_task(spec, question_options(args)) for spec in args.task]
     tokenizer = load_tokenizer(args.tokenizer or args.model)
     questions = [(task.name, question) for task in tasks for question in task.questions(tokenizer)]
-    if any(task.metric != "accuracy" for task in tasks):
+    if any(task.metric == "perplexity" for task in tasks):
         raise TaskFileError("replies are to questions; a plain text needs none: --task continuation=FILE of evaluate")
 
     with (
@@ -69,7 +69,7 @@ def write(args: argparse.Namespace) -> int:
 
 
 def _reply(endpoint: Endpoint, question: Question, max_new_tokens: int) -> list[int]:
-    return endpoint.generate(question.prompt_ids, max_new_tokens).output_ids
+    return endpoint.generate(question.prompt_ids, question.limit(max_new_tokens)).output_ids
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,7 +28,7 @@ class _Frozen(BaseModel):
 
 
 class Estimate(_Frozen):
-    """A mean over ``n`` questions and its standard error: a share of right answers, or nats a token."""
+    """A mean over ``n`` questions and its standard error: a share of right answers, a score, or nats a token."""
 
     n: int
     mean: float
@@ -125,6 +125,18 @@ def accuracy(answers: Sequence[Answer]) -> Estimate:
     return Estimate(n=len(answers), mean=share, error=error)
 
 
+def score(answers: Sequence[Answer]) -> Estimate:
+    """Mean of scores; the questions are the sample."""
+    values, n = [_score(x) for x in answers], len(answers)
+    mean = sum(values) / n if n else math.nan
+    return Estimate(n=n, mean=mean, error=_spread([x - mean for x in values], n))
+
+
+def _score(answer: Answer) -> float:
+    assert answer.outcome.score is not None
+    return answer.outcome.score
+
+
 def nats(answers: Sequence[Answer]) -> Estimate:
     """Negative log-likelihood a token, weighted by tokens; the windows are the sample."""
     n, tokens = len(answers), sum(x.outcome.scored_tokens for x in answers)
@@ -152,6 +164,11 @@ def difference(metric: Metric, first: Sequence[Answer], other: Sequence[Answer])
         old, new = ([bool(x.outcome.right) for x in answers] for answers in (first, other))
         lost, won, p = report.mcnemar(old, new)
         return Difference(n=n, mean=(won - lost) / n, error=report.paired_error(old, new), won=won, lost=lost, p=p)
+    if metric == "score":
+        gains = [_score(b) - _score(a) for a, b in zip(first, other)]
+        mean, won, lost = sum(gains) / n, sum(x > 0 for x in gains), sum(x < 0 for x in gains)
+        error = _spread([x - mean for x in gains], n)
+        return Difference(n=n, mean=mean, error=error, won=won, lost=lost, p=report.sign_test(lost, won))
     tokens = sum(x.outcome.scored_tokens for x in first)
     changes = [_nll(b) - _nll(a) for a, b in zip(first, other)]
     mean = sum(changes) / tokens
@@ -242,7 +259,7 @@ def _result(store: Store, configuration: str, suite: Suite, ids: Sequence[str], 
     name, metric = suite.task.name, suite.task.metric
     held = store.answers[configuration, name]
     answers = [held[x] for x in ids if x in held]
-    estimate = accuracy if metric == "accuracy" else nats
+    estimate = {"accuracy": accuracy, "score": score, "perplexity": nats}[metric]
     by_task: dict[str, list[Answer]] = {}
     for answer in answers:
         by_task.setdefault(answer.task, []).append(answer)

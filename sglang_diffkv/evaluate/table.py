@@ -15,7 +15,7 @@ CACHE_HEADER = ("ratio, pages", "ratio, tokens", "1,000+: pages", "1,000+: token
 def tables(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
     """All tables: one a task file, the mean over several files, and the accuracy by task."""
     suites = list(dict.fromkeys(result.suite for result in results))
-    accurate = [name for name in suites if any(r.suite == name and r.metric == "accuracy" for r in results)]
+    accurate = [name for name in suites if any(r.suite == name and r.metric != "perplexity" for r in results)]
     parts = [_suite_table(name, [r for r in results if r.suite == name], skipped) for name in suites]
     if len(accurate) > 1:
         parts.append(_mean_table(accurate, results))
@@ -29,8 +29,8 @@ def tables(results: Sequence[Result], skipped: Mapping[str, str]) -> str:
 
 
 def _suite_table(name: str, results: Sequence[Result], skipped: Mapping[str, str]) -> str:
-    accurate = results[0].metric == "accuracy"
-    scores = ("accuracy %", "of 1,000+ tokens") if accurate else ("perplexity", "bits a token")
+    accurate = results[0].metric != "perplexity"
+    scores = (f"{results[0].metric} %", "of 1,000+ tokens") if accurate else ("perplexity", "bits a token")
     told = any(r.closeness for r in results)
     close = CLOSENESS_HEADER if told else ()
     header = ["configuration", "n", *scores, "to the first", *close, *CACHE_HEADER, "cached %"]
@@ -126,7 +126,8 @@ def _cache_cells(cache: CacheFigures | None) -> list[str]:
 
 
 def _mean_table(suites: Sequence[str], results: Sequence[Result]) -> str:
-    """Mean of the files' accuracies, each file counting the same; the files' errors are independent."""
+    """Mean of the files' accuracies and scores, each file counting the same; the files' errors are independent."""
+    title = " or ".join(sorted({r.metric for r in results if r.suite in suites})).capitalize()
     rows = []
     for configuration in dict.fromkeys(result.configuration for result in results):
         mine = {r.suite: r.score for r in results if r.configuration == configuration and r.suite in suites}
@@ -137,11 +138,11 @@ def _mean_table(suites: Sequence[str], results: Sequence[Result]) -> str:
             error = math.sqrt(sum(x.error**2 for x in scores)) / len(scores)
             cells.append(percent(Estimate(n=sum(x.n for x in scores), mean=mean, error=error)))
         rows.append([configuration, *cells, *[""] * (len(suites) + 1 - len(cells))])
-    return f"### Accuracy %, mean over task files\n\n{markdown(['configuration', *suites, 'mean'], rows)}"
+    return f"### {title} %, mean over task files\n\n{markdown(['configuration', *suites, 'mean'], rows)}"
 
 
 def _task_table(name: str, results: Sequence[Result]) -> str:
-    """Accuracy by task: the tasks are the rows, since there may be many."""
+    """Accuracy or score by task: the tasks are the rows, since there may be many."""
     tasks = sorted({task for result in results for task in result.by_task})
     rows = []
     for task in tasks:
@@ -149,4 +150,4 @@ def _task_table(name: str, results: Sequence[Result]) -> str:
         rows.append([task, str(n), *(percent(r.by_task.get(task)) for r in results)])
     rows.append(["all", str(max(r.score.n for r in results)), *(percent(r.score) for r in results)])
     header = ["task", "n", *(r.configuration for r in results)]
-    return f"### {name}: accuracy % by task\n\n{markdown(header, rows)}"
+    return f"### {name}: {results[0].metric} % by task\n\n{markdown(header, rows)}"

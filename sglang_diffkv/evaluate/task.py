@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.endpoint import Endpoint
 
-Metric = Literal["accuracy", "perplexity"]
+Metric = Literal["accuracy", "score", "perplexity"]
+"""Questions are right or wrong, have a score from 0 to 1, or are text to be predicted."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Question:
         cached_tokens: of a perplexity window, the tokens of the prompt that come from the prefix cache.
         reply_ids: of a forced reply, its tokens.
         sink: of a forced reply, see ``evaluate/forcing``.
+        max_new_tokens: of its reply, if fewer than the task's; 0 for the task's.
     """
 
     id: str
@@ -32,13 +34,18 @@ class Question:
     cached_tokens: int = 0
     reply_ids: tuple[int, ...] = ()
     sink: int = 0
+    max_new_tokens: int = 0
+
+    def limit(self, max_new_tokens: int) -> int:
+        """Tokens of its reply, where the task allows ``max_new_tokens``."""
+        return min(max_new_tokens, self.max_new_tokens or max_new_tokens)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a question: ``right`` for accuracy; for perplexity ``nll`` (nats, summed over ``scored_tokens``) and
-    ``tops``, the likeliest tokens at their positions, packed (``evaluate/distribution``; empty if not asked for). The
-    first of them has ``scored_after`` tokens before it.
+    """What came of a question: ``right`` for accuracy; ``score`` from 0 to 1 for a score; for perplexity ``nll`` (nats,
+    summed over ``scored_tokens``) and ``tops``, the likeliest tokens at their positions, packed
+    (``evaluate/distribution``; empty if not asked for). The first of them has ``scored_after`` tokens before it.
 
     ``error`` is set if the server ended the request; it then counts as wrong and is asked again by a later run.
     """
@@ -51,6 +58,7 @@ class Outcome:
     finish_reason: str = ""
     text: str = ""
     right: bool | None = None
+    score: float | None = None
     nll: float | None = None
     scored_tokens: int = 0
     scored_after: int = 0

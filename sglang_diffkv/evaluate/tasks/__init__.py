@@ -6,7 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_diffkv.evaluate.task import Task
-from sglang_diffkv.evaluate.tasks import aime, choices, forced, gsm8k, math_problems, needle, reference, wikitext
+from sglang_diffkv.evaluate.tasks import (
+    aime,
+    choices,
+    code,
+    forced,
+    gsm8k,
+    longbench,
+    math_problems,
+    needle,
+    reference,
+    ruler,
+    wikitext,
+)
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
 from sglang_diffkv.evaluate.tasks.generation import Options
 
@@ -19,6 +31,10 @@ LOADERS: dict[str, Callable[[Path, Options], Task]] = {
     "mmlu": choices.load_mmlu,
     "mmlu_pro": choices.load_mmlu_pro,
     "gpqa": choices.load_gpqa,
+    "humaneval_plus": code.load_humaneval_plus,
+    "mbpp_plus": code.load_mbpp_plus,
+    "longbench": longbench.load,
+    "ruler": ruler.load,
     "needle": needle.load,
     "wikitext": wikitext.load,
     "continuation": forced.load_continuation,

@@ -28,9 +28,10 @@ def stem(path: Path) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file's bytes, or of all JSON and CSV files of a folder with their names."""
+    """Hash of a file's bytes, or of all JSON, JSON Lines and CSV files of a folder with their names."""
     digest = hashlib.sha256()
-    for file in sorted([*path.rglob("*.json"), *path.rglob("*.csv")]) if path.is_dir() else [path]:
+    kinds = ("*.json", "*.jsonl", "*.jsonl.*", "*.csv")
+    for file in sorted(x for kind in kinds for x in path.rglob(kind)) if path.is_dir() else [path]:
         if path.is_dir():
             digest.update(str(file.relative_to(path)).encode())
         digest.update(file.read_bytes())
@@ -40,6 +41,19 @@ def sha256(path: Path) -> str:
 def json_files(folder: Path) -> list[Path]:
     """All ``.json`` files below a folder, in a fixed order."""
     return sorted(folder.rglob("*.json"))
+
+
+def line_files(path: Path) -> list[Path]:
+    """All JSON Lines files below a folder, compressed ones too, in a fixed order; a file itself.
+
+    Raises TaskFileError for a folder without any.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted([*path.rglob("*.jsonl"), *path.rglob("*.jsonl.*")])
+    if not found:
+        raise TaskFileError(f"{path.name}: no JSON Lines file")
+    return found
 
 
 def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -53,7 +67,7 @@ def read_lines(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dic
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:
                 raise TaskFileError(f"{path.name}, line {number}: not valid JSON: {error}") from None
             check_fields(record, required, f"{path.name}, line {number}")
             yield number, record

@@ -1,16 +1,16 @@
-"""Tasks whose reply is generated greedily and judged right or wrong."""
+"""Tasks whose reply is generated greedily and judged: right or wrong, or by a score."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_diffkv.evaluate.client import RequestError
 from sglang_diffkv.evaluate.endpoint import Endpoint
-from sglang_diffkv.evaluate.prompts import prompt_ids
+from sglang_diffkv.evaluate.prompts import prompt_ids, without_middle
 from sglang_diffkv.evaluate.task import Metric, Outcome, Question
 from sglang_diffkv.evaluate.tasks.files import TaskFileError, sha256, stem
 
@@ -24,6 +24,8 @@ class Options:
         levels, only, exclude: of files whose questions have a task and a level.
         prefix_tokens, window_tokens: of perplexity, the tokens in the cache and those scored after them.
         top_logprobs: likeliest tokens at each scored position, from which distributions are compared; 0 for none.
+        max_prompt_tokens: of LongBench; longer prompts lose their middle. None for no limit.
+        run_generated_code: whether code that the model wrote may be run to judge it.
     """
 
     n: int | None = None
@@ -35,12 +37,15 @@ class Options:
     prefix_tokens: int = 1024
     window_tokens: int = 128
     top_logprobs: int = 32
+    max_prompt_tokens: int | None = None
+    run_generated_code: bool = False
 
 
 @dataclass(frozen=True)
 class Example:
     """A question as its file has it. ``reply_prefix`` is text that the reply is made to begin with; ``reply`` is the
-    text of a right one, empty where the file has none."""
+    text of a right one, empty where the file has none. ``max_new_tokens`` bounds the reply, 0 leaves it to the task;
+    ``plain`` is a prompt to be continued as it is, without the chat template."""
 
     id: str
     task: str
@@ -50,43 +55,71 @@ class Example:
     group: str | None = None
     reply_prefix: str = ""
     reply: str = ""
+    max_new_tokens: int = 0
+    plain: bool = False
+
+
+Judgement = Callable[[str, tuple[str, ...]], float]
+"""Of a reply's text and a question's ``answers``: a bool, or a score from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class ByQuestion:
+    """A judge for each question by its id, which is the question's only answer."""
+
+    judges: Mapping[str, Callable[[str], float]]
+
+    def __call__(self, text: str, answers: tuple[str, ...]) -> float:
+        return self.judges[answers[0]](text)
 
 
 @dataclass(frozen=True)
 class GenerationTask:
-    """Chosen examples of a file; ``judge(text, answers)`` says whether a reply is right."""
+    """Chosen examples of a file; ``judge`` says whether a reply is right, or its score where ``metric`` is one."""
 
     name: str
     path: Path
     examples: tuple[Example, ...]
-    judge: Callable[[str, tuple[str, ...]], bool]
+    judge: Judgement
     max_new_tokens: int
-    metric: Metric = field(default="accuracy", init=False)
+    metric: Metric = "accuracy"
+    max_prompt_tokens: int | None = None
     server_args: tuple[str, ...] = field(default=(), init=False)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"file": self.path.name, "sha256": sha256(self.path), "max_new_tokens": self.max_new_tokens}
+        cut = {} if self.max_prompt_tokens is None else {"max_prompt_tokens": self.max_prompt_tokens}
+        return {"file": self.path.name, "sha256": sha256(self.path), "max_new_tokens": self.max_new_tokens, **cut}
 
     def questions(self, tokenizer: Any) -> list[Question]:
         return [
-            Question(x.id, x.task, tuple(prompt_ids(tokenizer, x.prompt, x.reply_prefix)), x.answers)
+            Question(x.id, x.task, self._prompt_ids(x, tokenizer), x.answers, max_new_tokens=x.max_new_tokens)
             for x in self.examples
         ]
 
+    def _prompt_ids(self, example: Example, tokenizer: Any) -> tuple[int, ...]:
+        prompt = example.prompt
+        if self.max_prompt_tokens is not None:
+            prompt = without_middle(tokenizer, prompt, self.max_prompt_tokens)
+        return tuple(prompt_ids(tokenizer, prompt, example.reply_prefix, plain=example.plain))
+
     def ask(self, question: Question, endpoint: Endpoint) -> Outcome:
         try:
-            record = endpoint.generate(question.prompt_ids, self.max_new_tokens)
+            record = endpoint.generate(question.prompt_ids, question.limit(self.max_new_tokens))
         except RequestError as error:
-            return Outcome(len(question.prompt_ids), right=False, error=str(error))
-        return Outcome.of(record, text=record.text, right=self.judge(record.text, question.answers))
+            return Outcome(len(question.prompt_ids), **self._judged(0.0), error=str(error))
+        return Outcome.of(record, text=record.text, **self._judged(self.judge(record.text, question.answers)))
+
+    def _judged(self, judgement: float) -> dict[str, Any]:
+        return {"score": float(judgement)} if self.metric == "score" else {"right": bool(judgement)}
 
 
 def build(
     kind: str,
     path: Path,
     examples: Sequence[Example],
-    judge: Callable[[str, tuple[str, ...]], bool],
+    judge: Judgement,
     options: Options,
+    metric: Metric = "accuracy",
 ) -> GenerationTask:
     """A task of all ``examples``, named ``kind/file``. Raises TaskFileError for no or repeated questions."""
     if not examples:
@@ -96,7 +129,7 @@ def build(
         if example.id in seen:
             raise TaskFileError(f"{path.name}: two questions have the id {example.id!r}")
         seen.add(example.id)
-    return GenerationTask(f"{kind}/{stem(path)}", path, tuple(examples), judge, options.max_new_tokens)
+    return GenerationTask(f"{kind}/{stem(path)}", path, tuple(examples), judge, options.max_new_tokens, metric)
 
 
 def sample(task: GenerationTask, options: Options) -> GenerationTask:
