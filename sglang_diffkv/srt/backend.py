@@ -54,6 +54,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
         self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
         self.verify = VerifyWrapper(*core, rotation=rotation, key_means=means) if manager.drafts else None
+        self.new_tokens: ExtendWrapper | VerifyWrapper = self.extend
+        """Of the pass that runs, where it is no decode step."""
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
                 self._make_ready(runner.dtype, config, scalings, sinks)
@@ -122,12 +124,7 @@ class DiffKVAttnBackend(AttentionBackend):
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
         if not mode.is_idle():
-            self._wrapper_of(mode).begin()
-
-    def _wrapper_of(self, mode: Any) -> DecodeWrapper | ExtendWrapper | VerifyWrapper:
-        if mode.is_decode():
-            return self.decode
-        return self.verify if self.verify is not None and mode.is_target_verify() else self.extend
+            (self.decode if mode.is_decode() else self.new_tokens).begin()
 
     def _prepare(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
@@ -140,8 +137,10 @@ class DiffKVAttnBackend(AttentionBackend):
             self.decode.plan(rows, forward_batch.seq_lens)
             return
         if self.verify is not None and mode.is_target_verify():
+            self.new_tokens = self.verify
             self.verify.plan(rows, forward_batch.seq_lens, self.manager.drafts)
             return
+        self.new_tokens = self.extend
         if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
         lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
@@ -174,7 +173,7 @@ class DiffKVAttnBackend(AttentionBackend):
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         sink_logits = _sink_logits(more)
-        return self._run(self._wrapper_of(forward_batch.forward_mode), q, k, v, layer, sink_logits)
+        return self._run(self.new_tokens, q, k, v, layer, sink_logits)
 
     @torch.compiler.disable
     def forward_decode(

@@ -261,6 +261,7 @@ def test_behind_a_shared_prefix_the_request_s_own_tokens_are_judged(policy: XKVP
     check_integrity(manager)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("kernels", [REFERENCE, WHOLE_HEADS], ids=["reference", "triton"])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("policy", [XKVPolicy(8, 7, keep=0.3, high=0.5), XKVPolicy(8, 1, min_retention=0.7)], ids=str)

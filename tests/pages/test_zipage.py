@@ -151,6 +151,7 @@ def test_what_stays_is_the_papers_choice(redundancy, first):
     np.testing.assert_allclose(kept_scores[stays], scores[stays], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(("tiers", "high"), [("BF16", None), ("K8V4", None), ("K8V4 K4V2", 18)])
 def test_triton_keeps_what_the_reference_does(tiers, high, first):

@@ -126,7 +126,7 @@ def test_both_ops_agree(tiers: str) -> None:
     for twin_seed, (rows, counts) in enumerate([([2, 1], [13, 22]), ([4], [5])]):
         outs = [t.extend(rows, counts, [0] * len(rows), twin_seed) for t in (mine, reference)]
         assert close(*outs) < 1e-2
-    for step, (rows, padding) in enumerate([([1, 2, 4], 1), ([2], 0), ([4, 1], 2), ([1, 2, 4], 0)]):
+    for step, (rows, padding) in enumerate([([1, 2, 4], 1), ([2], 0), ([4, 1], 2)]):
         outs = [t.decode(rows, padding, 10 + step) for t in (mine, reference)]
         assert close(*outs) < 2e-2
         for twin in (mine, reference):
@@ -180,13 +180,13 @@ def test_both_ops_keep_the_same_tokens(method: Policy) -> None:
     assert [[len(x) for x in kept(twin, 1)] for twin in twins] == [[12] * 4] * 2
     for twin in twins:
         twin.extend([2, 3], [19, 4], [0, 0], 2)
-    for step in range(5):
+    for step in range(3):
         for twin in twins:
             twin.decode([1, 2, 3], 1, 10 + step)
             check_integrity(twin.manager)
-    for row, length in ((1, 25), (2, 24), (3, 9)):
+    for row, length in ((1, 23), (2, 22), (3, 7)):
         mine, reference = (kept(twin, row) for twin in twins)
-        count = min(12, length) if isinstance(method, H2OPolicy) else min(12, length - 5) + 5
+        count = min(12, length) if isinstance(method, H2OPolicy) else min(12, length - 3) + 3
         assert {len(x) for x in (*mine, *reference)} == {count}
         same = sum(len(a & b) for a, b in zip(mine, reference, strict=True))
         assert same >= 0.95 * 4 * count
@@ -229,11 +229,11 @@ def test_both_ops_give_layers_the_same_sizes(method: Policy, layers: list[int] |
 def test_sinks_stay_high(triton: bool) -> None:
     """Of a prompt of 22 tokens with all but window and sinks below the threshold, and of one shorter than both."""
     twin = Twin(triton=triton, tiers="K8V4 K4V2", window=6, alpha_high=1e9, alpha_low=0.0, sinks=3)
-    twin.extend([1, 2], [22, 5], [0, 0], 1)
-    for step in range(6):
+    twin.extend([1, 2], [22, 8], [0, 0], 1)
+    for step in range(3):
         twin.decode([1, 2], 1, step)
     slots = twin.manager.state.own_tokens  # the last step's hole counts
-    assert (slots[1] == torch.tensor([3 + 6 + 1, 28 - 9], device=DEVICE)).all()
+    assert (slots[1] == torch.tensor([3 + 6 + 1, 25 - 9], device=DEVICE)).all()
     assert (slots[2] == torch.tensor([3 + 6 + 1, 11 - 9], device=DEVICE)).all()
     check_integrity(twin.manager)
 
@@ -243,15 +243,15 @@ def test_heads_have_thresholds_of_their_own(triton: bool) -> None:
     scale = ((1e-9, 1e9), (1e9, 1e-9))
     twin = Twin(triton=triton, tiers="K8V4 K4V2", window=6, alpha_high=1.0, alpha_low=0.0, head_scale=scale)
     twin.extend([1], [22], [0], 1)
-    for step in range(6):
+    for step in range(3):
         twin.decode([1], 1, step)
     high, low = twin.manager.state.own_tokens[1].tolist()[0]
-    assert (high, low) == ([28, 0], [6 + 1, 22])
+    assert (high, low) == ([25, 0], [6 + 1, 19])
     check_integrity(twin.manager)
 
 
 @pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("name", ["keys", "values", "both"])
+@pytest.mark.parametrize("name", ["keys", pytest.param("values", marks=pytest.mark.full), "both"])
 @pytest.mark.parametrize("dim", [96, pytest.param(64, marks=pytest.mark.full)])
 def test_rotation_changes_what_is_stored_and_not_attention(
     dim: int, name: str, triton: bool, monkeypatch: pytest.MonkeyPatch

@@ -86,5 +86,5 @@ def test_chains_of_drafts_give_stock_tokens(
 ) -> None:
     server = server_of("diffkv", (*chunks, *DRAFTS), config=LOSSLESS, env=STRICT)
     check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
-    check_tokens(_tokens(_ask(server, prompts[:4])), stock[:4], "one at a time, over prefix hits")
+    check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
     assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.2, "some drafts are right"

@@ -45,7 +45,7 @@ def test_a_small_pool_under_drafts_loses_nothing(prompts: list[list[int]], serve
     def ask(number: int) -> str:
         prompt, tokens = draw.choice(prompts), draw.choice([1, 2, 5, 40, 90, 200, 400])
         parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": number % 3 == 0}
-        body = {"rid": str(number), "input_ids": prompt, "sampling_params": parameters}
+        body = {"rid": f"{number:02}", "input_ids": prompt, "sampling_params": parameters}
         answer = _post(server, "generate", body)
         assert answer.status_code == 200, answer.text
         meta = answer.json()["meta_info"]
@@ -56,7 +56,7 @@ def test_a_small_pool_under_drafts_loses_nothing(prompts: list[list[int]], serve
     with ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(ask, number) for number in range(60)]
         for number in range(1, 60, 6):
-            _post(server, "abort_request", {"rid": str(number)})
+            _post(server, "abort_request", {"rid": f"{number:02}"})
         reasons = [x.result() for x in asked]
     assert set(reasons) <= {"length", "stop", "abort"} and reasons.count("abort") <= 10
     stats = server.stats()
