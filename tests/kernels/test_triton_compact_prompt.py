@@ -94,7 +94,7 @@ def test_matches_reference(tiers, alphas, sinks, scales):
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", FOUR])
 def test_a_second_chunk_joins_what_went_down(tiers):
     policy = with_between(DiffKVPolicy(1.0, 0.0, window=5), len(tiers.split()))
-    manager = make_manager(make_format(tiers, page_tokens=4), pages=160, window=5)
+    manager = make_manager(make_format(tiers, page_tokens=4), layers=1, pages=160, window=5)
     generator = torch.Generator().manual_seed(3)
     state, workspace = manager.state, PromptWorkspace.create(manager.state)
     for end, count in ((30, 30), (47, 17), (61, 14)):
@@ -105,7 +105,7 @@ def test_a_second_chunk_joins_what_went_down(tiers):
         check_integrity(manager)
         for name in ("entries", "own_tokens", "hole", "fault"):
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
-        for layer in range(2):
+        for layer in range(state.num_layers):
             for tier in range(len(state.tiers)):
                 for got, expected in zip(
                     tokens_of(state, 1, layer, tier), tokens_of(twin, 1, layer, tier), strict=True
@@ -127,12 +127,12 @@ def test_without_spare_pages_nothing_is_demoted(tiers):
     check_integrity(manager)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     tiers=st.sampled_from(["K8V4 K4V2", "BF16 K8V4", "K8V4", FOUR]),
     alphas=st.sampled_from([(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9)]),
-    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=4),
-    before=st.integers(0, 20),
+    lengths=st.lists(st.integers(1, 25), min_size=2, max_size=3),
+    before=st.integers(0, 15),
     faulty=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -140,11 +140,11 @@ def test_rows_together_are_each_as_alone(tiers, alphas, lengths, before, faulty,
     """Against the reference and one after the other; the first row was compacted after a chunk, one may have a fault,
     and a row holds nothing."""
     policy = with_between(DiffKVPolicy(*alphas, window=5), len(tiers.split()))
-    manager = make_manager(make_format(tiers, page_tokens=4), pages=700, window=5)
+    manager = make_manager(make_format(tiers, page_tokens=4), layers=1, pages=300, window=5)
     generator, state = torch.Generator().manual_seed(seed), manager.state
-    state.counters += 690  # the ring wraps
+    state.counters += 290  # the ring wraps
     cuts, workspace = cuts_of(policy, state), PromptWorkspace.create(state)
-    rows = [4, 1, 6, 2][: len(lengths)]
+    rows = [4, 1, 6][: len(lengths)]
     if before:
         add_prompt(manager, rows[0], before, generator, compact=False)
         compact_prompts(state, *ends_of((rows[0], before)), workspace, cuts)
@@ -162,7 +162,7 @@ def test_rows_together_are_each_as_alone(tiers, alphas, lengths, before, faulty,
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
         assert torch.equal(getattr(state, name), getattr(alone, name)), name
     assert state.counters.diff() == twin.counters.diff() == alone.counters.diff()
-    for row, layer, tier in itertools.product(rows, range(2), range(len(state.tiers))):
+    for row, layer, tier in itertools.product(rows, range(state.num_layers), range(len(state.tiers))):
         for got, other, expected in zip(*(tokens_of(x, row, layer, tier) for x in (state, alone, twin)), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, other, strict=True))
             assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
