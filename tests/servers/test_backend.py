@@ -126,7 +126,7 @@ def test_both_ops_agree(tiers: str) -> None:
     for twin_seed, (rows, counts) in enumerate([([2, 1], [13, 22]), ([4], [5])]):
         outs = [t.extend(rows, counts, [0] * len(rows), twin_seed) for t in (mine, reference)]
         assert close(*outs) < 1e-2
-    for step, (rows, padding) in enumerate([([1, 2, 4], 1), ([2], 0), ([4, 1], 2), ([1, 2, 4], 0)]):
+    for step, (rows, padding) in enumerate([([1, 2, 4], 1), ([2], 0), ([4, 1], 2)]):
         outs = [t.decode(rows, padding, 10 + step) for t in (mine, reference)]
         assert close(*outs) < 2e-2
         for twin in (mine, reference):
