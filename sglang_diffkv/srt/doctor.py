@@ -16,7 +16,7 @@ from sglang_diffkv.findings import Findings
 from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat
-from sglang_diffkv.srt.scaling import configured_reaches
+from sglang_diffkv.srt.scaling import configured_reaches, reads_window
 
 GIB = 1 << 30
 BACKEND_OPTION = "--attention-backend"
@@ -167,12 +167,35 @@ def _model(findings: Findings, args: Any) -> Any:
     shape = f"{model.num_hidden_layers} layers, {model.num_attention_heads} query and {model.get_total_num_kv_heads()} "
     shape += f"KV heads of {model.head_dim}, {str(model.dtype).removeprefix('torch.')}"
     findings.add("model", f"can be served, as far as its config.json says: {shape}")
-    reaches = configured_reaches(model.hf_text_config)
-    if any(reaches):
-        found = [x for x in reaches if x]
-        text = f"of {max(found)} tokens in {len(found)} of {len(reaches)} layers, which hold {SLACK - 1} tokens more"
-        findings.add("sliding window", text, max(found))
+    configurator.reaches = _window(findings, model)
     return configurator
+
+
+def _window(findings: Findings, model: Any) -> tuple[int, ...]:
+    """What the server's layers will see, as ``layer_reaches`` says once they are loaded; empty if that is all, or not
+    known."""
+    stated = configured_reaches(model.hf_text_config)
+    if not any(stated):
+        return ()
+    found = [x for x in stated if x]
+    where = f"{max(found)} tokens in {len(found)} of {len(stated)} layers"
+    reads = _reads_window(model)
+    if reads:
+        findings.add("sliding window", f"of {where}, which hold {SLACK - 1} tokens more", max(found))
+        return stated
+    text = "SGLang does not read it for this model, whose layers see and hold all"
+    if reads is None:
+        text = (
+            "whether SGLang's layers have it shows once they are loaded; the figures here are of layers that hold all"
+        )
+    findings.add("sliding window", f"config.json has one of {where}; {text}")
+    return ()
+
+
+def _reads_window(model: Any) -> bool | None:
+    from sglang.srt.models.registry import ModelRegistry
+
+    return reads_window(ModelRegistry.resolve_model_cls(model.hf_config.architectures)[0])
 
 
 def _configurator(args: Any) -> SimpleNamespace:
@@ -203,7 +226,7 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         config, origin = resolve(users_configuration() if given is None else given, view.model_path)
         findings.add("thresholds", f"{origin}: {config.build_policy()}")
         findings.add("prefix cache", f"{config.prefix_fidelity} prompts")
-        reaches = configured_reaches(model.hf_text_config)
+        reaches = configurator.reaches
         check_policy(config, reaches)
         plan = MemoryPlan.of(configurator, config, model.num_hidden_layers, reaches)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))

@@ -3,6 +3,8 @@ ready for it at start."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 import torch
@@ -28,9 +30,22 @@ def sinks_of(model: Any) -> torch.dtype | None:
 
 
 def configured_reaches(config: Any) -> tuple[int, ...]:
-    """``layer_reaches`` as far as a model's ``config.json`` tells."""
+    """``layer_reaches`` as far as a model's ``config.json`` tells, for a model of which SGLang reads it
+    (``reads_window``)."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
     return tuple(window if x == "sliding_attention" else 0 for x in kinds) if window else ()
+
+
+def reads_window(model_class: type) -> bool | None:
+    """Whether SGLang's layers of this class have the sliding window that ``config.json`` states, of tokens that include
+    the query; None if only loaded layers tell.
+
+    A class that has a window says so to SGLang, by the method. Without it, Qwen2 and Qwen3 for example, the module
+    that has the layers shows whether it passes one to them in a way of its own."""
+    if hasattr(model_class, "get_attention_sliding_window_size"):
+        return True
+    modules = [sys.modules[x.__module__] for x in model_class.__mro__ if x.__module__.startswith("sglang.")]
+    return None if any("sliding_window_size" in inspect.getsource(x) for x in modules) else False
 
 
 def layer_reaches(model: Any, first: int, count: int) -> tuple[int, ...]:

@@ -87,8 +87,13 @@ def check_layers(model: Any) -> None:
     layers = list(attention_layers(model))
     if len({(x.tp_q_head_num, x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in layers}) > 1:
         problems["layers with heads of other numbers or sizes than others"] = None
+    windows: dict[int, int | None] = {}
     for layer in layers:
         problems.update(dict.fromkeys(_unlike_causal(layer)))
+        window = getattr(layer, "sliding_window_size", None)
+        window = None if window is None or window < 0 else window
+        if windows.setdefault(layer.layer_id, window) != window:
+            problems[f"attention of two different windows in layer {layer.layer_id}, which has one set of pages"] = None
     _refuse_model(type(model).__name__, list(problems))
 
 

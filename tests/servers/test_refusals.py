@@ -282,6 +282,21 @@ def test_layers_that_are_not_plain_causal_attention(changes: dict[str, Any], rea
         check_layers(_model(**changes))
 
 
+@pytest.mark.parametrize("windows", [(127, 63), (127, -1), (-1, 127)])
+def test_two_windows_of_one_layer_are_refused(windows: tuple[int, int]) -> None:
+    """A layer drops what has left its window, so two modules that keep keys in one layer must see as far."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    def model(*of_layer_7: int) -> torch.nn.Module:
+        modules = [RadixAttention(4, 64, 0.125, 2, 7, sliding_window_size=x) for x in of_layer_7]
+        return torch.nn.ModuleList([RadixAttention(4, 64, 0.125, 2, 0), *modules])
+
+    for window in windows:
+        check_layers(model(window, window))
+    with pytest.raises(UnsupportedError, match="two different windows in layer 7"):
+        check_layers(model(*windows))
+
+
 def test_what_is_given_to_attention_beside_q_k_and_v_is_refused() -> None:
     from sglang_diffkv.srt.backend import DiffKVAttnBackend
 

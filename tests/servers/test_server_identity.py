@@ -20,20 +20,22 @@ from tests.servers.shared import STRICT, SharedServer
 pytestmark = pytest.mark.server
 
 LOSSLESS = {"tiers": ["BF16"]}
-NEW_TOKENS = 48
+NEW_TOKENS = 36
 STOCK = {"SGLANG_PLUGINS": "none"}
 CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
-"""Half of the prompts are longer than 128 tokens, so the first runs them in both ways."""
+"""Some of the prompts are longer than 128 tokens, so the first runs them in both ways."""
 DRAFTS = (*["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"], *CHAIN.split())
 SHARED = 4
 """Prompts over one prefix."""
 
 
-@pytest.fixture(scope="module", params=[16, pytest.param(24, marks=pytest.mark.full)])
+@pytest.fixture(scope="module", params=[10, pytest.param(24, marks=pytest.mark.full)])
 def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
     items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=request.param - SHARED, seed=3)
     items += [x for x in splits.load("dev") if x.task == "fewshot_shared"][:SHARED]
-    return [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
+    prompts = [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
+    assert min(map(len, prompts)) < 128 < max(map(len, prompts))
+    return prompts
 
 
 @pytest.fixture(scope="module", params=["chunks of 128", pytest.param("whole", marks=pytest.mark.full)])
@@ -57,7 +59,7 @@ def _tokens(records: list[Record]) -> list[list[int]]:
 
 
 @pytest.mark.new_process
-@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [5, pytest.param(24, marks=pytest.mark.full)])
 def test_installed_but_not_selected_changes_nothing(
     count: int, prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
 ) -> None:
@@ -87,4 +89,4 @@ def test_chains_of_drafts_give_stock_tokens(
     server = server_of("diffkv", (*chunks, *DRAFTS), config=LOSSLESS, env=STRICT)
     check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
     check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
-    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.2, "some drafts are right"
+    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.05, "some drafts are right"

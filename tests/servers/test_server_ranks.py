@@ -78,8 +78,8 @@ def test_two_ranks_give_the_tokens_of_stock_s_two(
 
 def _load(server: Server, count: int, new_tokens: int) -> list[Record]:
     """Questions with long replies that come one after the other, in pairs that share all but their last tokens."""
-    ids = _ids([x for x in splits.load("dev") if x.task == "recur" and x.level == "hard"][: count // 2])
-    prompts = [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
+    ids = _ids([x for x in splits.load("dev") if x.task == "recur" and x.level == "hard"][: -(-count // 2)])
+    prompts = [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])][:count]
 
     def ask(index: int) -> Record:
         time.sleep(0.2 * index)
@@ -96,7 +96,7 @@ WINDOW, KEPT, GONE = 64, 1e-6, 1e6
 @pytest.mark.parametrize(
     ("ranks", "fidelity", "scale", "requests", "options"),
     [
-        (2, "exact", [GONE, KEPT], 4, []),
+        (2, "exact", [GONE, KEPT], 3, []),
         pytest.param(2, "exact", None, 10, [], marks=pytest.mark.full),
         pytest.param(2, "compressed", None, 10, ["--enable-metrics"], marks=pytest.mark.full),
         pytest.param(2, "compressed", None, 10, ["--disable-overlap-schedule"], marks=pytest.mark.full),
@@ -113,10 +113,11 @@ def test_ranks_decide_alike_in_a_small_pool(
 ) -> None:
     """With factors by head the pages of two ranks differ as much as they can, and a rank with another's factors shows.
     With 4 ranks two have the same KV head, and each judges it by query heads of its own."""
-    args = ["--max-total-tokens", "800", "--schedule-conservativeness", "0.1", *options]
+    pool, new_tokens = (800, 320) if requests > 3 else (640, 240)
+    args = ["--max-total-tokens", str(pool), "--schedule-conservativeness", "0.1", *options]
     policy = {"name": "diffkv", "window": WINDOW, **({"head_scale": [scale] * 6} if scale else {})}
     server = serve(ranks, {"prefix_fidelity": fidelity, "policy": policy}, *args)
-    replies = _load(server, requests, 320)
+    replies = _load(server, requests, new_tokens)
     assert all(x.completion_tokens > 0 for x in replies)
     stats = stats_of(server)
     assert stats["ranks"] == ranks

@@ -164,6 +164,30 @@ def test_what_a_gpu_server_would_run_on(monkeypatch: pytest.MonkeyPatch) -> None
         _kernels(DiffKVConfig(prefill="flashinfer"), on_gpu=True)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "reads"),
+    [
+        ("Gemma2ForCausalLM", True),
+        ("Qwen3ForCausalLM", False),
+        ("Qwen2ForCausalLM", False),
+        ("CohereForCausalLM", None),
+    ],
+)
+def test_a_window_is_promised_where_sglang_reads_it(architecture: str, reads: bool | None) -> None:
+    """``config.json`` states one in all of these; Command R's layers have it without a word to the model runner."""
+    from sglang_diffkv.srt.doctor import _window
+
+    text = SimpleNamespace(sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2)
+    findings = Findings(section="Model")
+    model = SimpleNamespace(hf_text_config=text, hf_config=SimpleNamespace(architectures=[architecture]))
+    assert _window(findings, model) == ((64, 0, 64, 0) if reads else ())
+    [line] = findings.items
+    assert "64 tokens in 2 of 4 layers" in line.text and line.value == (64 if reads else None)
+    assert ("does not read it" in line.text, "once they are loaded" in line.text) == (reads is False, reads is None)
+    model.hf_text_config = SimpleNamespace(sliding_window=64, layer_types=["full_attention"] * 4)
+    assert _window(findings, model) == () and findings.items == [line]
+
+
 @pytest.mark.parametrize("capacity", [1, 100, 5_000, 3_000_000])
 @pytest.mark.parametrize("most", [None, 48])
 def test_rows_of_requests_are_those_that_sglang_will_have(
