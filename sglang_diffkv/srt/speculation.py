@@ -23,7 +23,9 @@ MOST_DRAFTS = 16
 
 def drafts_of(args: Any) -> int:
     """Tokens of a chain, 0 without speculation. ``args``: resolved."""
-    return int(args.speculative_num_draft_tokens or USUAL_DRAFTS) if args.speculative_algorithm else 0
+    if not getattr(args, "speculative_algorithm", None):
+        return 0
+    return int(args.speculative_num_draft_tokens or USUAL_DRAFTS)
 
 
 def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = ()) -> None:
