@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
-	$(PLACEHOLDER)/pyproject.toml $(PLACEHOLDER)/sgl_kernel/__init__.py
+	$(PLACEHOLDER)/pyproject.toml $(wildcard $(PLACEHOLDER)/sgl_kernel/*.py)
 OTHER_SGLANG := 0.5.17 0.5.22 0.5.23
 # Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer;
 # and where SGLang chooses the cache's dtype.
