@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_diffkv.srt.compat import CANARY_ON_CPU, prefill_graphs_wanted
-from sglang_diffkv.srt.speculation import CHAIN, MOST_DRAFTS
+from sglang_diffkv.srt.speculation import CHAIN, MOST_DRAFTS, drafts_of
 from sglang_diffkv.srt.supported_flags import NO_BEARING, ONLY_WITH, ORTHOGONAL, WORKS
 
 BACKEND = "diffkv"
@@ -75,17 +75,13 @@ def _canary(value: Any, args: Any) -> bool:
     return value != "none" and not runs
 
 
-def _drafts(args: Any) -> bool:
-    return bool(getattr(args, "speculative_algorithm", None))
-
-
 def _unlike_ngram(value: Any, args: Any) -> bool:
     served = str(value).upper() == "NGRAM" and args.device == "cpu" and getattr(args, "tp_size", 1) == 1
     return bool(value) and not served
 
 
 def _trees(value: Any, args: Any) -> bool:
-    return _drafts(args) and value != 1
+    return bool(drafts_of(args)) and value != 1
 
 
 def _prefill_graphs(value: Any, args: Any) -> bool:
@@ -126,11 +122,11 @@ REFUSED: dict[str, Refused] = {
     "speculative_ngram_max_bfs_breadth": Refused(_TREES, _trees, _CHAINS_RUN),
     "speculative_ngram_external_sam_budget": Refused(
         "drafts from an external corpus beside others, which make a tree: drop --speculative-ngram-external-sam-budget",
-        lambda value, args: _drafts(args) and value > 0,
+        lambda value, args: drafts_of(args) and value > 0,
     ),
     "speculative_num_draft_tokens": Refused(
         f"--speculative-num-draft-tokens {{value}}: use 2 to {MOST_DRAFTS}",
-        lambda value, args: _drafts(args) and value is not None and not 2 <= value <= MOST_DRAFTS,
+        lambda value, args: drafts_of(args) and value is not None and not 2 <= value <= MOST_DRAFTS,
         _CHAINS_RUN,
     ),
     "enable_multi_layer_eagle": Refused("speculative decoding: drop --enable-multi-layer-eagle"),

@@ -22,10 +22,10 @@ MOST_DRAFTS = 16
 
 
 def drafts_of(args: Any) -> int:
-    """Tokens of a chain, 0 without speculation. ``args``: resolved."""
+    """Tokens of a chain, 0 without speculation."""
     if not getattr(args, "speculative_algorithm", None):
         return 0
-    return int(args.speculative_num_draft_tokens or USUAL_DRAFTS)
+    return int(getattr(args, "speculative_num_draft_tokens", None) or USUAL_DRAFTS)
 
 
 def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = ()) -> None:

@@ -178,12 +178,9 @@ ONLY_WITH: dict[str, str] = {
         "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_enable_w4a4_mxfp4_megamoe "
         "speculative_draft_model_quantization _speculative_draft_quantization_explicitly_set speculative_adaptive "
         "speculative_adaptive_config speculative_skip_dp_mlp_sync speculative_domino_candidate_pool_size "
-        "speculative_boundary_reduction speculative_use_block_verification "
-        ""
-        ""
-        "decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints "
-        "decoupled_spec_rank spec_trace_dir enable_draft_weights_cpu_backup aux_hidden_state_capture "
-        "return_aux_hidden_state_layer_ids"
+        "speculative_boundary_reduction speculative_use_block_verification decoupled_spec_bind_endpoint "
+        "decoupled_spec_connect_endpoints decoupled_spec_rank spec_trace_dir enable_draft_weights_cpu_backup "
+        "aux_hidden_state_capture return_aux_hidden_state_layer_ids"
     ),
     "speculative_ngram_external_sam_budget": (
         "speculative_ngram_external_corpus_path speculative_ngram_external_corpus_max_tokens"

@@ -101,8 +101,8 @@ def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotati
         ids, stored = torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE)
         verify.plan(ids, stored, DRAFTS)
         verify.begin()
-        got = [verify.run(layer, *tensors, SCALING) for layer, tensors in enumerate(layers)]
         before = drafted.state.pages.clone()
+        got = [verify.run(layer, *tensors, SCALING) for layer, tensors in enumerate(layers)]
         assert torch.equal(before.view(torch.int16), drafted.state.pages.view(torch.int16))
         verify.commit(torch.tensor(accepted, device=DEVICE))
         for manager in (plain, drafted):

@@ -2,8 +2,8 @@
 
 With ``SGLANG_USE_CPU_ENGINE=1`` SGLang imports ``*_cpu`` operators from ``sgl_kernel`` at module level. No
 registry carries that build, and on a processor without AMX none is called but by speculative decoding. Those are
-here, in plain PyTorch (``speculative``); every other ``*_cpu`` name resolves to a function that raises. Nothing is registered under ``torch.ops.sgl_kernel``, so SGLang sees
-no AMX support and its layers take their native PyTorch path.
+here, in plain PyTorch (``speculative``); every other ``*_cpu`` name resolves to a function that raises. Nothing is
+registered under ``torch.ops.sgl_kernel``, so SGLang sees no AMX support and its layers take their native PyTorch path.
 """
 
 from typing import Any, Callable
