@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.kernels.table import TABLE_BLOCK
 from sglang_diffkv.mem_pool.page_format import RAW_BITS, Tier
 from sglang_diffkv.mem_pool.state import PageState, TierView
@@ -53,6 +54,9 @@ def append(
     rows: torch.Tensor,
     offset: torch.Tensor,
     position: torch.Tensor,
+    *,
+    rotation: Rotation = NO_ROTATION,
+    key_means: torch.Tensor | None = None,
 ) -> None:
     """Store one layer's new tokens in the high tier, with score 0.
 
@@ -61,7 +65,12 @@ def append(
         rows: [tokens] int64, the owner of each token.
         offset: [tokens] int64, the token's number among its row's new tokens.
         position: [tokens] int64, its position in the sequence.
+        rotation: what is rotated before it is stored, in float32. key_means: [H, head_dim] float32, then taken off
+            keys; they are rotated already.
     """
+    key = rotated(key) if rotation.keys else key
+    key = key if key_means is None else key.float() - key_means
+    value = rotated(value) if rotation.values else value
     view = state.tiers[0]
     tokens = view.layout.tokens
     slot = state.write_slot[rows, layer].long() + offset.unsqueeze(1)  # [tokens, H]

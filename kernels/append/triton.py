@@ -6,13 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.append.triton_turned import turned_append_kernel
 from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.quantize.triton import store_vectors
-from sglang_diffkv.kernels.triton_table import check_rows, layout_constants, table_index
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
+from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, layout_constants, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 ONE_BY_ONE = 256
 """So many tokens get a program each; more share one."""
+FEW_VECTORS, MANY_VECTORS = 16, 32
+"""Vectors of a program that rotates, of up to ``ONE_BY_ONE`` tokens and of more: at least what the tensor cores take,
+and few enough for ``mma.sync``, which adds in the same order for both."""
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows", "offset", "position"])
@@ -58,13 +63,21 @@ def append(
     offset: torch.Tensor,
     position: torch.Tensor,
     num_valid: torch.Tensor,
-) -> None:
+    *,
+    rotation: Rotation = NO_ROTATION,
+    key_means: torch.Tensor | None = None,
+    query: torch.Tensor | None = None,
+) -> torch.Tensor | None:
     """Store one layer's new tokens in the high tier, with score 0, at the slots that ``reserve`` set aside.
 
     Args:
         key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim]. The last dimension is contiguous.
         rows, offset, position: [tokens] integers: owner, number among its row's new tokens, position.
         num_valid: [1] int32, tokens that are not padding.
+        rotation, key_means: as for the reference. query: [tokens, Hq, head_dim], its last dimension contiguous.
+
+    Returns:
+        ``query`` as it attends to what is stored: rotated as keys are.
     """
     fmt, count = state.fmt, key.shape[0]
     assert key.shape == (count, state.num_heads, fmt.head_dim) and key.stride(2) == 1
@@ -74,7 +87,11 @@ def append(
     assert not fmt.high.tier.is_raw or key.dtype == value.dtype == state.dtype
     check_rows(rows, num_valid, state)
     if not count:
-        return
+        return query
+    if rotation != NO_ROTATION or key_means is not None:
+        return _append_turned(
+            state, layer, key, value, (rows, offset, position, num_valid), rotation, key_means, query
+        )  # fmt: skip
     tier = fmt.high.tier
     tokens = 1 if count <= ONE_BY_ONE else 8
     bits = (min(tier.k_bits, 8), min(tier.v_bits, 8))
@@ -88,3 +105,40 @@ def append(
         VWP=triton.next_power_of_2(fmt.v_head_dim * bits[1] // 8), EARLY=launches_early(),
         num_warps=1 if tokens == 1 else 4,
     )  # fmt: skip
+    return query
+
+
+def _append_turned(
+    state: PageState,
+    layer: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    places: tuple[torch.Tensor, ...],
+    rotation: Rotation,
+    key_means: torch.Tensor | None,
+    query: torch.Tensor | None,
+) -> torch.Tensor | None:
+    fmt, (count, heads, dim) = state.fmt, key.shape
+    assert key_means is None or (key_means.shape == (heads, dim) and key_means.is_contiguous())
+    assert key_means is None or key_means.dtype == torch.float32
+    turned, vectors = query, 0
+    if query is not None:
+        assert (query.shape[0], query.shape[2]) == (count, dim) and query.stride(2) == 1 and query.dtype == key.dtype
+    if query is not None and rotation.keys:
+        turned, vectors = query.new_empty(query.shape), count * query.shape[1]
+    asked, target = (query, turned) if vectors else (key, key)
+    assert asked is not None and target is not None
+    size = FEW_VECTORS if count <= ONE_BY_ONE else MANY_VECTORS
+    tiles = triton.cdiv(count * heads, size)
+    blocks = block_size(dim), block_size(fmt.v_head_dim)
+    turned_append_kernel[(2 * tiles + triton.cdiv(vectors, size),)](
+        asked, target, asked.stride(0), asked.stride(1), asked.shape[1], vectors, tiles, key, value, key.stride(0),
+        key.stride(1), value.stride(0), value.stride(1), key_means, state.pages, state.page_table, state.row_blocks,
+        state.own_entry, state.write_slot, *places, layer,
+        **layout_constants(fmt.high), TIERS=len(fmt.tiers), D=dim, DV=fmt.v_head_dim, PAGE_BYTES=fmt.page_bytes,
+        MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, R=size,
+        TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=blocks[0], BV=blocks[1],
+        NORM=blocks[0] ** -0.5, NORM_V=blocks[1] ** -0.5, LESS_MEANS=key_means is not None,
+        ASM=not INTERPRETED, EARLY=launches_early(), num_warps=4,
+    )  # fmt: skip
+    return turned

@@ -80,8 +80,8 @@ def extend_attention(
     """Causal attention of each request's new tokens, which are already appended to its pages.
 
     Args:
-        q: [tokens, Hq, head_dim], requests one after the other, contiguous. key: [tokens, H, head_dim] and value:
-            [tokens, H, v_head_dim] with a contiguous last dimension.
+        q: [tokens, Hq, head_dim], requests one after the other, contiguous but where ``new_part`` is all there is to
+            attend. key: [tokens, H, head_dim] and value: [tokens, H, v_head_dim] with a contiguous last dimension.
         rows, starts, extend_lens, prefix_lens: [B] integers on the device: owner, first token in q, new tokens, and
             tokens before them.
         max_extend, max_prefix: host-known maxima; without a prefix no page is read.
@@ -99,7 +99,8 @@ def extend_attention(
     fmt = state.fmt
     tokens, q_heads, dim = q.shape
     heads, batch = state.num_heads, rows.shape[0]
-    assert q.is_contiguous() and dim == fmt.head_dim and q_heads % heads == 0
+    attended = new_part is not None and not max_prefix
+    assert (q.is_contiguous() or (attended and q.stride(2) == 1)) and dim == fmt.head_dim and q_heads % heads == 0
     assert key.shape == (tokens, heads, dim) and key.stride(2) == 1 and key.dtype == q.dtype
     assert value.shape == (tokens, heads, fmt.v_head_dim) and value.stride(2) == 1 and value.dtype == q.dtype
     assert q.dtype in (torch.bfloat16, torch.float16)
@@ -109,7 +110,8 @@ def extend_attention(
     assert sink_logits is None or sink_logits.shape == (q_heads,)
     assert stored or not update_scores
     group = q_heads // heads
-    if new_part is not None and not max_prefix:
+    if attended:
+        assert new_part is not None
         out, lse = new_part
     else:
         parts = 1 + len(fmt.tiers) if max_prefix else 1
@@ -197,7 +199,8 @@ def _update_scores(
     names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
     new_scores_kernel[(batch * heads * triton.cdiv(max_extend, tile),)](
-        q, key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since, rows, batch,
-        state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks, layer, sm_scale, logit_cap,
+        q, q.stride(0), q.stride(1), key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since,
+        rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks, layer, sm_scale,
+        logit_cap,
         **{name: tiers[0][name] for name in names}, **common, M=tile, N=tile, num_warps=4, num_stages=2,
     )  # fmt: skip

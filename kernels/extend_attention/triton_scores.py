@@ -39,16 +39,17 @@ def sampled(number, prefix, EVERY: tl.constexpr):
 
 @triton.jit
 def received_from(
-    q, lse, k, start, column, query, asked, query_head, factor, logit_cap,
+    q, q_stride, q_head, lse, k, start, column, query, asked, query_head, factor, logit_cap,
     D: tl.constexpr, HQ: tl.constexpr, CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """What [N] keys ``k`` [N, D] receive from those of queries ``query`` [M] of one head that are ``asked``;
     ``CAUSAL``: from later ones."""
     d = tl.arange(0, dot_padded(D))
-    vector = (start + query).to(tl.int64) * HQ + query_head
+    token = (start + query).to(tl.int64)
     inside = asked[None, :] & (d[:, None] < D)
-    x = tl.load(q + vector[None, :] * D + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
-    norm = tl.load(lse + vector, mask=asked, other=float("inf"))
+    q_ptr = q + token * q_stride + query_head * q_head
+    x = tl.load(q_ptr[None, :] + d[:, None], mask=inside, other=0.0).to(k.dtype)  # [D, M]
+    norm = tl.load(lse + token * HQ + query_head, mask=asked, other=float("inf"))
     s = capped(tl.dot(k, x) * factor, logit_cap, HAS_CAP) - norm[None, :]
     if CAUSAL:
         s = tl.where(query[None, :] > column[:, None], s, float("-inf"))
@@ -60,8 +61,8 @@ def received_from(
     do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "rows"],
 )
 def new_scores_kernel(
-    q, key, key_stride, key_head, lse, starts, extend_lens, prefix_lens, since, rows, batch, write_slot, own_entry,
-    pages, page_table, row_blocks, layer, sm_scale, logit_cap,
+    q, q_stride, q_head, key, key_stride, key_head, lse, starts, extend_lens, prefix_lens, since, rows, batch,
+    write_slot, own_entry, pages, page_table, row_blocks, layer, sm_scale, logit_cap,
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, EVERY: tl.constexpr,
@@ -70,7 +71,8 @@ def new_scores_kernel(
 
     ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, none with 0.
 
-    ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come first.
+    Strides are in elements. ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come
+    first.
     """
     b, head, tile, _ = request_head_tile(batch, H)
     first = tile * N
@@ -107,18 +109,63 @@ def new_scores_kernel(
                 asked = some + m < (prefix + silent) // EVERY
                 query = sampled(some + m, prefix, EVERY)
                 total += received_from(
-                    q, lse, k, start, column, query, asked, at, factor, logit_cap, D, H * G, True, HAS_CAP
+                    q,
+                    q_stride,
+                    q_head,
+                    lse,
+                    k,
+                    start,
+                    column,
+                    query,
+                    asked,
+                    at,
+                    factor,
+                    logit_cap,
+                    D,
+                    H * G,
+                    True,
+                    HAS_CAP,
                 )
             total *= EVERY
         for begin in range(own_first, tl.minimum(first + N, extend), M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q, lse, k, start, column, begin + m, asked, at, factor, logit_cap, D, H * G, True, HAS_CAP
+                q,
+                q_stride,
+                q_head,
+                lse,
+                k,
+                start,
+                column,
+                begin + m,
+                asked,
+                at,
+                factor,
+                logit_cap,
+                D,
+                H * G,
+                True,
+                HAS_CAP,
             )
         for begin in range(later_first, extend, M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q, lse, k, start, column, begin + m, asked, at, factor, logit_cap, D, H * G, False, HAS_CAP
+                q,
+                q_stride,
+                q_head,
+                lse,
+                k,
+                start,
+                column,
+                begin + m,
+                asked,
+                at,
+                factor,
+                logit_cap,
+                D,
+                H * G,
+                False,
+                HAS_CAP,
             )
         received = received + total if MEAN else tl.maximum(received, total)
     if MEAN:

@@ -57,12 +57,12 @@ def hadamard(size: int, device: torch.device) -> torch.Tensor:
     return matrix * size**-0.5
 
 
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """A tensor [..., dim] rotated along its last dimension, in float32."""
+    size = block_size(x.shape[-1])
+    return (x.float().unflatten(-1, (-1, size)) @ hadamard(size, x.device)).flatten(-2)
+
+
 def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors [tokens, heads, dim], rotated along the last dimension; computed in float32, in their dtype."""
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        size = block_size(x.shape[-1])
-        matrix = hadamard(size, x.device)
-        return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
-
-    return tuple(turn(x) for x in tensors)
+    """Tensors [tokens, heads, dim], ``rotated``, in their dtype."""
+    return tuple(rotated(x).to(x.dtype) for x in tensors)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Ops, Scaling, Step
@@ -44,11 +44,11 @@ class _Wrapper:
         key_means: torch.Tensor | None = None,
     ):
         self.state, self.ops, self.policy, self.rotation, self.queries = state, ops, policy, rotation, queries
-        self.key_means: torch.Tensor | None = None  # [L, H, head_dim] of the state's dtype, rotated as keys are
+        self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, numbers of the state's dtype, rotated
         if key_means is not None:
             assert key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
             means = key_means.to(state.device, torch.float32)
-            self.key_means = (rotate(means)[0] if rotation.keys else means).to(state.dtype)
+            self.key_means = (rotated(means) if rotation.keys else means).to(state.dtype).float()
         self.step: Step | None = None
 
     def begin(self) -> None:
@@ -73,24 +73,38 @@ class _Wrapper:
         """
         assert self.step is not None, "plan comes first"
         assert sink_logits is None or sink_logits.shape == (q.shape[1],)
-        q, key, value = self.rotation.of(self.ops.rotate, q, key, value)
         if self.key_means is not None:
             assert not scaling.cap, "a logit cap sees what is taken off keys"
             assert sink_logits is None, "a sink's logit is not moved with those of keys"
-            key = key - self.key_means[layer]
-        self._store(self.step, layer, q, key, value, scaling, sink_logits)
-        out = self._attend(self.step, layer, q, key, value, scaling, sink_logits)
-        return self.ops.rotate(out)[0] if self.rotation.values else out
+        return self._run(self.step, layer, q, key, value, scaling, sink_logits)
 
-    def _store(
-        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
-    ) -> None:
-        self.ops.append(self.state, layer, key, value, step)
-
-    def _attend(
-        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _run(
+        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         raise NotImplementedError
+
+    def _append(
+        self, step: Step, layer: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Store new tokens, and give ``query`` back as it attends to what is stored."""
+        means = None if self.key_means is None else self.key_means[layer]
+        return self.ops.append(
+            self.state, layer, key, value, step, rotation=self.rotation, key_means=means, query=query
+        )  # fmt: skip
+
+    def _as_stored(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """New tokens that attend to stored ones too, in the form of these."""
+        q, key, value = self.rotation.of(self.ops.rotate, q, key, value)
+        if self.key_means is not None:
+            key = key - self.key_means[layer].to(key.dtype)
+        return q, key, value
+
+    def _turned_back(self, out: torch.Tensor) -> torch.Tensor:
+        """What attention to stored values gives, [tokens, Hq, v_head_dim], as the model expects it."""
+        return self.ops.rotate(out)[0] if self.rotation.values else out
 
 
 class DecodeWrapper(_Wrapper):
@@ -106,12 +120,16 @@ class DecodeWrapper(_Wrapper):
         """rows, seq_lens: [B] integers on the device, the new token counted; row 0 is padding, and gets zeros."""
         self.step = self.ops.decode_step(self.state, rows, seq_lens, self.policy)
 
-    def _attend(
-        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _run(
+        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        turned = self._append(step, layer, key, value, q)
+        assert turned is not None
         if self.queries is not None:
-            self.ops.store_queries(self.queries, layer, q, step)
-        return self.ops.decode(self.state, layer, q, step, scaling.scale, self.policy, scaling.cap, sink_logits)
+            self.ops.store_queries(self.queries, layer, turned, step)
+        scale, cap = scaling
+        return self._turned_back(self.ops.decode(self.state, layer, turned, step, scale, self.policy, cap, sink_logits))
 
     def end(self) -> None:
         """Compaction of all layers, where the policy wants any; sliding layers drop what has left their window."""
@@ -151,12 +169,17 @@ class ExtendWrapper(_Wrapper):
         self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
         self.step.judged = judged or {}
 
-    def _attend(
-        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self.ops.extend(
-            self.state, layer, q, key, value, step, scaling.scale, self.policy, scaling.cap, sink_logits
-        )
+    def _run(
+        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        self._append(step, layer, key, value)
+        more = (step, scaling.scale, self.policy, scaling.cap, sink_logits)
+        # New tokens that see each other only: in any form attention is the same, and so are scores. Ops that lose
+        # nothing read even these from pages.
+        if not step.max_prefix and not self.state.fmt.high.tier.is_raw:
+            return self.ops.extend(self.state, layer, q, key, value, *more)
+        return self._turned_back(self.ops.extend(self.state, layer, *self._as_stored(layer, q, key, value), *more))
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it, and drop what has left
@@ -167,9 +190,9 @@ class ExtendWrapper(_Wrapper):
 
 @dataclass(frozen=True)
 class _Chains:
-    """What a layer computed of the tokens that are to be verified, in the form in which it is stored."""
+    """What a layer computed of the tokens that are to be verified."""
 
-    q: torch.Tensor  # [B * drafts, Hq, head_dim]
+    q: torch.Tensor  # [B * drafts, Hq, head_dim], rotated as keys are
     key: torch.Tensor  # [B * drafts, H, head_dim]
     value: torch.Tensor  # [B * drafts, H, v_head_dim]
     scaling: Scaling
@@ -200,16 +223,14 @@ class VerifyWrapper(_Wrapper):
     def begin(self) -> None:
         assert self.step is not None, "plan comes first"
 
-    def _store(
-        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
-    ) -> None:
+    def _run(
+        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         assert layer == len(self._chains), "layers come in order"
-        self._chains.append(_Chains(q, key, value, scaling, sink_logits))
-
-    def _attend(
-        self, step: Step, layer: int, q: Any, key: Any, value: Any, scaling: Scaling, sink_logits: torch.Tensor | None
-    ) -> torch.Tensor:
-        return self.ops.verify(self.state, layer, q, key, value, step, *scaling, sink_logits)
+        form = self._as_stored(layer, q, key, value)
+        self._chains.append(_Chains(form[0], key, value, scaling, sink_logits))
+        return self._turned_back(self.ops.verify(self.state, layer, *form, step, *scaling, sink_logits))
 
     def commit(self, accepted: torch.Tensor) -> None:
         """Store the first ``accepted`` ([B] integers, on the device) tokens of each chain."""
@@ -234,7 +255,7 @@ class VerifyWrapper(_Wrapper):
         decode.begin()
         assert decode.step is not None
         for layer, chains in enumerate(self._chains):
-            self.ops.append(self.state, layer, chains.key[chosen], chains.value[chosen], decode.step)
+            self._append(decode.step, layer, chains.key[chosen], chains.value[chosen])
             if decode.step.found is not None and not self.state.reach(layer):
                 scale, cap = chains.scaling
                 q = chains.q[chosen]

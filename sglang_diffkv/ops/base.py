@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from sglang_diffkv.kernels.parts import Part
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.transfer import to_device
@@ -153,7 +154,17 @@ class Ops(Protocol):
         """One to three tensors [tokens, heads, dim], rotated alike; twice gives them back."""
         ...
 
-    def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None: ...
+    def append(
+        self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *,
+        rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Store the step's new tokens. Gives ``query`` [tokens, Hq, head_dim] back as it attends to what is stored.
+
+        Args:
+            rotation: what is rotated before it is stored. key_means: [H, head_dim] float32, taken off keys; they are
+                rotated already.
+        """
+        ...
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> Any: ...
 

@@ -24,7 +24,7 @@ from sglang_diffkv.kernels.put_scores.reference import put_scores
 from sglang_diffkv.kernels.query_cache.reference import store_queries
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention, raw_verification
 from sglang_diffkv.kernels.release.reference import release, trim
-from sglang_diffkv.kernels.rotate.reference import rotate
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.kernels.slide.reference import slide
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores
 from sglang_diffkv.mem_pool.query_cache import QueryCache
@@ -68,8 +68,13 @@ class ReferenceOps:
     def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return rotate(*tensors)
 
-    def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
-        append(state, layer, key, value, step.token_rows, step.token_offset, step.token_position)
+    def append(
+        self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *,
+        rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        owners = (step.token_rows, step.token_offset, step.token_position)
+        append(state, layer, key, value, *owners, rotation=rotation, key_means=key_means)
+        return rotate(query)[0] if query is not None and rotation.keys else query
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> StepScores:
         return StepScores.create(state, batch, policy.judges_low)

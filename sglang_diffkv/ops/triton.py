@@ -32,6 +32,7 @@ from sglang_diffkv.kernels.put_scores.triton import put_scores
 from sglang_diffkv.kernels.query_cache.triton import store_queries
 from sglang_diffkv.kernels.redundancy.triton import redundancy
 from sglang_diffkv.kernels.release.triton import release, trim
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
 from sglang_diffkv.kernels.slide.triton import slide
@@ -182,9 +183,13 @@ class TritonOps:
     def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return rotate(*tensors)
 
-    def append(self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step) -> None:
+    def append(
+        self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *,
+        rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
         owners = (step.token_rows, step.token_offset, step.token_position)
-        append(state, layer, key, value, *owners, step.num_tokens)
+        form = {"rotation": rotation, "key_means": key_means}
+        return append(state, layer, key, value, *owners, step.num_tokens, **form, query=query)
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> FoundTokens:
         return FoundTokens.create(state, batch, self.config, judge_low=policy.judges_low)
@@ -231,13 +236,16 @@ class TritonOps:
         cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        q, reach = q.contiguous(), state.reach(layer)
+        reach = state.reach(layer)
         if self.ragged is not None and not reach and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
             logger.warning(
                 "DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", scale, cap
             )
             self.ragged = None
-        new_part = self.ragged.run(q, key, value) if self.ragged is not None and not reach else None
+        ragged = None if reach else self.ragged
+        if ragged is None or step.max_prefix:  # FlashInfer and the scores of new tokens take a slice of a projection
+            q = q.contiguous()
+        new_part = None if ragged is None else ragged.run(q, key, value)
         observation = policy.observation
         if observation.queries and step.observe_from is None:  # the same kernels whether or not a window is in sight
             step.observe_from = torch.zeros_like(step.extend_lens)

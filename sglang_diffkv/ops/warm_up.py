@@ -48,13 +48,14 @@ def log_compilations() -> None:
 def compile_kernels(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling],
     rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
+    key_means: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """``warm_up`` on a GPU, with what it compiles, and all compilations from then on, in the log."""
     began = time.perf_counter()
     log_compilations()
     warm_up(
         ops, state, policy, dtype=dtype, scalings=scalings, rotation=rotation, copies=copies, queries=queries,
-        sinks=sinks,
+        sinks=sinks, key_means=key_means,
     )  # fmt: skip
     torch.cuda.synchronize(state.device)
     logger.info("DiffKV: kernels ready after %.1f s", time.perf_counter() - began)
@@ -63,13 +64,14 @@ def compile_kernels(
 def warm_up(
     ops: TritonOps, state: PageState, policy: Policy, *, dtype: torch.dtype, scalings: Sequence[Scaling] = (),
     rotation: Rotation, copies: bool, queries: QueryCache | None = None, sinks: torch.dtype | None = None,
+    key_means: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Compile all kernels, by launches that change nothing: no request has a new token and every row is empty.
 
     Args:
         dtype: of the model. scalings: of its layers; by default the usual one. rotation: what is rotated.
             copies: whether requests copy their prompts. queries: where decode steps keep theirs. sinks: the type of the
-            layers' attention sinks, None if they have none.
+            layers' attention sinks, None if they have none. key_means: [L, H, head_dim], what is taken off keys.
     """
     fmt, device, heads = state.fmt, state.device, state.num_heads
     scalings = scalings or (usual_scaling(fmt.head_dim),)
@@ -81,6 +83,7 @@ def warm_up(
     one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     changes = compacts(state, policy)
     judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if changes and copies else []
+    form = {"rotation": rotation, "key_means": None if key_means is None else key_means[0]}
     rotation.of(ops.rotate, q[:1], key[:1], value[:1])
     if rotation.values:
         ops.rotate(value.new_zeros(1, ops.q_heads, fmt.v_head_dim))
@@ -88,11 +91,11 @@ def warm_up(
         one, zero = none[:1], none[:1]
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
         ops.begin(state, step, decode=False)
-        ops.append(state, 0, key[:1], value[:1], step)
+        ops.append(state, 0, key[:1], value[:1], step, **form)
         for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
             ops.extend(state, layer, q[:1], key[:1], value[:1], step, scale, policy, cap, sink)
-    append(state, 0, key, value, none, none, none, no_rows)
-    _warm_up_decode(ops, state, policy, dtype, scalings, sinks)
+    append(state, 0, key, value, none, none, none, no_rows, **form)
+    _warm_up_decode(ops, state, policy, dtype, scalings, sinks, form)
     for tier_kept in (False, True):
         ops.attach(state, 2, 1, 0, 0, kept_only=tier_kept)
     ops.trim(state, 2, 0)
@@ -139,7 +142,7 @@ def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: 
 
 def _warm_up_decode(
     ops: TritonOps, state: PageState, policy: Policy, dtype: torch.dtype, scalings: Sequence[Scaling],
-    sinks: torch.dtype | None,
+    sinks: torch.dtype | None, form: dict[str, Any],
 ) -> None:  # fmt: skip
     """Decode steps of padding alone, of the sizes that differ in kernels: SGLang's graphs hold batches up to a size of
     its own, and a server may run without any."""
@@ -157,7 +160,7 @@ def _warm_up_decode(
         rows, lengths = (torch.full((batch,), x, dtype=torch.int64, device=device) for x in (0, 1))
         step = ops.decode_step(state, rows, lengths, policy)
         ops.begin(state, step, decode=True)
-        ops.append(state, 0, key, value, step)
+        ops.append(state, 0, key, value, step, **form, query=q)
         for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
             ops.decode(state, layer, q, step, scale, policy, cap, sink)
         ops.slide(state, rows, lengths, step.num_valid)

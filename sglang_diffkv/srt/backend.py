@@ -98,7 +98,7 @@ class DiffKVAttnBackend(AttentionBackend):
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
-            queries=self.decode.queries, sinks=sinks,
+            queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means,
         )  # fmt: skip
 
     # What SGLang's graph runner asks

@@ -69,8 +69,8 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
 def start(
     tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = "",
     reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None,
-) -> tuple[PageManager, TritonOps]:  # fmt: skip
-    """What a server calls at its start, before it captures graphs."""
+) -> tuple[PageManager, TritonOps, dict[str, Any]]:  # fmt: skip
+    """What a server calls at its start, before it captures graphs. The last: in which form tokens are stored."""
     fmt = PageFormat(head_dim, head_dim, tuple(Tier.parse(x) for x in tiers.split()))
     between = (0.7, 0.4)[: max(len(fmt.tiers) - 2, 0)]
     policy: Policy = DiffKVPolicy(1.0, 0.0, 64, alpha_between=between) if len(fmt.tiers) > 1 else UniformPolicy()
@@ -83,6 +83,7 @@ def start(
     ops.prepare_graphs(state, 64)
     rotation = Rotation(policy.compresses, policy.compresses)
     queries = None if manager.running is None else manager.running.cache
+    means = torch.zeros(2, 8, head_dim) if policy.compresses and queries is None and sinks is None else None
     warm_up(
         ops,
         state,
@@ -93,13 +94,15 @@ def start(
         copies=compresses,
         rotation=rotation,
         sinks=sinks,
+        key_means=means,
     )
-    return manager, ops
+    return manager, ops, {"rotation": rotation, "key_means": None if means is None else means[1]}
 
 
 def call_again(
-    manager: PageManager, ops: TritonOps, batch: int, scaling: Scaling, sinks: torch.Tensor | None = None
-) -> None:
+    manager: PageManager, ops: TritonOps, form: dict[str, Any], batch: int, scaling: Scaling,
+    sinks: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """What servers call in all sizes: unaligned parts of tensors, batches and numbers of 1, of 16 and others."""
     state, policy, heads = manager.state, manager.policy, manager.geometry.num_heads
     compresses, dim = policy.compresses or state.slides, state.fmt.head_dim
@@ -108,6 +111,7 @@ def call_again(
     prefix = lengths + 3
     count = int(lengths.sum())
     q = torch.zeros(count, ops.q_heads, dim, dtype=torch.bfloat16)
+    wide = torch.zeros(batch, heads + ops.q_heads, dim, dtype=torch.bfloat16)
     key, value = (torch.zeros(count, 3 * heads, dim, dtype=torch.bfloat16)[:, heads : 2 * heads] for _ in range(2))
     for before in (torch.zeros_like(prefix), prefix):
         since = (before + 2).tolist() if policy.observation.queries else None
@@ -115,7 +119,7 @@ def call_again(
         if compresses and before is prefix:
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         ops.begin(state, step, decode=False)
-        ops.append(state, 1, key, value, step)
+        ops.append(state, 1, key, value, step, **form)
         for layer in range(2):
             ops.extend(state, layer, q, key, value, step, scaling.scale, policy, scaling.cap, sinks)
     ops.reserve(state, rows, lengths, 1)
@@ -139,7 +143,7 @@ def call_again(
         ops.rotate(q)
     step = ops.decode_step(state, rows, lengths, policy)
     ops.begin(state, step, decode=True)
-    ops.append(state, 0, key[:batch], value[:batch], step)
+    ops.append(state, 0, key[:batch], value[:batch], step, **form, query=wide[:batch, heads:])
     for layer in range(2):
         ops.decode(state, layer, q[:batch], step, scaling.scale, policy, scaling.cap, sinks)
     ops.slide(state, rows, lengths)

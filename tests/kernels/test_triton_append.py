@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.append.reference import append as reference
+from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.append.triton import append
+from sglang_diffkv.kernels.rotate.reference import Rotation, rotate
 from sglang_diffkv.kernels.table import own_slot_location
 from tests.helpers import begin_step
-from tests.kernels.triton_helpers import BF16, DEVICE, clone_state, make_format, make_manager, vectors
+from tests.kernels.triton_helpers import BF16, DEVICE, clone_state, close, make_format, make_manager, vectors
 
 
 @pytest.mark.parametrize("count", [3, 300])
@@ -52,3 +54,73 @@ def test_matches_reference(tiers, dim, v_dim, dtype, count):
     held = torch.zeros(state.pages.shape[0], dtype=torch.bool, device=DEVICE)
     held[page.flatten()] = True
     assert torch.equal(state.pages[~held].view(-1), twin.pages[~held].view(-1))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "dim", "v_dim", "dtype", "rotation", "means"),
+    [
+        ("K8V4 K4V2", 128, 128, BF16, Rotation(True, True), True),
+        ("K8V4 K4V2", 64, 64, BF16, Rotation(True, True), False),
+        ("K8V2 K4V1", 128, 64, torch.float16, Rotation(keys=True), False),
+        ("K4V2", 96, 96, BF16, Rotation(True, True), True),
+        ("K8V4 K4V2", 96, 96, torch.float16, Rotation(values=True), True),
+        ("K4V1", 256, 256, BF16, Rotation(True, True), True),
+        ("K8V4", 64, 128, torch.float32, Rotation(), True),
+        ("BF16 K8V4", 128, 64, BF16, Rotation(True, True), True),
+    ],
+)
+@pytest.mark.parametrize("count", [3, 300])
+def test_turned_on_the_way_as_the_reference(tiers, dim, v_dim, dtype, rotation, means, count):
+    """Rotated, and less a head's vector, in one launch; the queries beside, from a slice of a wider tensor."""
+    raw = tiers.startswith("BF16")
+    manager = make_manager(make_format(tiers, dim, v_dim), dtype=dtype if raw else BF16, pages=800)
+    state, generator = manager.state, torch.Generator().manual_seed(count)
+    begin_step(manager, [4], [5], [0])
+    begin_step(manager, [4], [count], [5])
+    key, value = (x.to(dtype) for x in vectors(state, count + 2, generator))
+    key[0], value[1] = 3.0, 0.0
+    key[1, :, 0] = 500.0
+    key[count:], value[count:] = torch.nan, torch.nan  # padding
+    heads = state.num_heads
+    key_means = torch.randn(heads, dim, generator=generator).to(DEVICE) * 4 if means else None
+    fused = torch.randn(count + 2, 5 * heads, dim, generator=generator).to(DEVICE, dtype)
+    query = fused[:, heads : 4 * heads]
+    rows = torch.cat([torch.full((count,), 4), torch.zeros(2)]).long().to(DEVICE)
+    index = torch.arange(count + 2, device=DEVICE)
+    valid = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    twin, form = clone_state(state), {"rotation": rotation, "key_means": key_means}
+    turned = append(state, 1, key, value, rows, index, 5 + index, valid, **form, query=query)
+    reference(twin, 1, key[:count], value[:count], rows[:count], index[:count], 5 + index[:count], **form)
+    expected = rotate(query)[0] if rotation.keys else query
+    assert turned.dtype == dtype and close(turned[:count], expected[:count]) < 8e-3
+    assert append(state, 1, key, value, rows, index, 5 + index, valid, **form) is None
+    slot = 5 + torch.arange(count, device=DEVICE).view(1, 1, 1, -1).expand(1, 2, 2, -1)
+    page, at = (x[:, 1] for x in own_slot_location(state, rows[:1], 0, slot))
+    view, ref = state.tiers[0], twin.tiers[0]
+    for mine, theirs in zip(read_tokens(view, page, at), read_tokens(ref, page, at), strict=True):
+        assert close(mine, theirs) < (8e-3 if raw else 2e-3)
+    for name in ("positions", "scores"):
+        assert torch.equal(getattr(view, name)[page, at], getattr(ref, name)[page, at]), name
+    if not raw:
+        for name in ("keys", "values"):
+            differ = getattr(view, name)[page, at] != getattr(ref, name)[page, at]
+            assert differ.float().mean() < 1e-2, name
+    held = torch.zeros(state.pages.shape[0], dtype=torch.bool, device=DEVICE)
+    held[page.flatten()] = True
+    assert torch.equal(state.pages[~held].view(-1), twin.pages[~held].view(-1))
+
+
+def test_a_rotation_of_pages_attends_as_no_rotation() -> None:
+    """What is stored rotated has the products with rotated queries that it had before."""
+    manager = make_manager(make_format("K8V8", 128, 128), pages=100)
+    state, generator = manager.state, torch.Generator().manual_seed(1)
+    begin_step(manager, [4], [9], [0])
+    key, value = vectors(state, 9, generator)
+    query = torch.randn(9, 6, 128, generator=generator).to(DEVICE, BF16)
+    rows, index = torch.full((9,), 4, device=DEVICE), torch.arange(9, device=DEVICE)
+    valid = torch.tensor([9], dtype=torch.int32, device=DEVICE)
+    turned = append(state, 0, key, value, rows, index, index, valid, rotation=Rotation(keys=True), query=query)
+    page, at = own_slot_location(state, rows[:1], 0, index.view(1, 1, 1, -1).expand(1, 2, 2, -1))
+    stored = read_tokens(state.tiers[0], page[0, 0], at[0, 0])[0]  # [H, tokens, dim]
+    products = torch.einsum("thd,hnd->htn", turned[:, :2].float(), stored)
+    assert close(products, torch.einsum("thd,nhd->htn", query[:, :2].float(), key.float())) < 2e-2

@@ -14,7 +14,7 @@ from tests.kernels.kernel_configs import CONFIGS, METHODS
 
 UNPACKING = {"paged_kernel", "page_scores_kernel", "split_kernel"}
 RING = {"reserve_kernel", "prefix_sum_kernel", "grant_kernel", "drop_kernel", "release_kernel"}
-ALWAYS = {"append_kernel", "ragged_kernel", "paged_kernel", "merge_kernel", "split_kernel", *RING}
+ALWAYS = {"ragged_kernel", "paged_kernel", "merge_kernel", "split_kernel", *RING}
 COMPACTING = {"spare_kernel", "compact_kernel", "return_kernel", "decide_kernel", "move_kernel"}
 COMPRESSING = {"take_kernel", "copy_kernel", "new_scores_kernel", *COMPACTING, *UNPACKING}
 
@@ -43,7 +43,7 @@ def compiled(config: str) -> list[dict[str, object]]:
 def test_kernels_compile_for_hopper(config: str) -> None:
     kernels = compiled(config)
     names = {str(x["kernel"]).split()[0] for x in kernels}
-    assert names >= ALWAYS
+    assert names >= ALWAYS and names & {"append_kernel", "turned_append_kernel"}
     if config in ("llama3-8b", "wide", "three tiers", "four tiers"):
         assert names >= COMPRESSING
     if config in METHODS:
