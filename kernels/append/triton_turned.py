@@ -9,7 +9,7 @@ with signs (Sylvester's matrix of twice the size is made of four of them).
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.quantize.triton import plane_elements, quantize_planes
+from sglang_diffkv.kernels.quantize.triton import quantize_planes
 from sglang_diffkv.kernels.rotate.triton import signs
 from sglang_diffkv.kernels.triton_table import ceil_div, padded, table_index
 
@@ -47,6 +47,15 @@ def side_by_side(left, right):
 
 
 @triton.jit
+def product_of(x_ptr, live, first, place, matrix, DIM: tl.constexpr, dot_type: tl.constexpr):
+    """Elements ``first + place`` of vectors [R] times ``matrix``, float32."""
+    at = first + place
+    x = tl.load(x_ptr[:, None] + at[None, :], mask=live[:, None] & (at < DIM)[None, :], other=0.0)
+    precision: tl.constexpr = "ieee" if dot_type == tl.float32 else "tf32"
+    return tl.dot(x.to(dot_type), matrix, input_precision=precision)
+
+
+@triton.jit
 def turned_vectors(
     x_ptr, live, element, exists, DIM: tl.constexpr, B: tl.constexpr, NORM: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
@@ -56,29 +65,25 @@ def turned_vectors(
     CHUNKS: tl.constexpr = ceil_div(DIM, C)
     given: tl.constexpr = x_ptr.dtype.element_ty
     dot_type: tl.constexpr = given if ASM or given == tl.float16 else tl.float32  # not bf16 when interpreted
-    PRECISION: tl.constexpr = "ieee" if dot_type == tl.float32 else "tf32"
     row = tl.arange(0, C)
     column = row if CHUNKS > 1 else element
     matrix = signs(row[:, None] % B, column[None, :] % B)
     if B < C:
         matrix = tl.where((row[:, None] // B == column[None, :] // B) & exists[None, :], matrix, 0.0)
     matrix = matrix.to(dot_type)
-    parts = ()
-    for chunk in tl.static_range(CHUNKS):
-        at = chunk * C + row
-        x = tl.load(x_ptr[:, None] + at[None, :], mask=live[:, None] & (at < DIM)[None, :], other=0.0)
-        parts = parts + (tl.dot(x.to(dot_type), matrix, input_precision=PRECISION),)
+    total = product_of(x_ptr, live, 0, row, matrix, DIM, dot_type)
     tl.static_assert(CHUNKS == 1 or CHUNKS == 2 or CHUNKS == 4)
-    if CHUNKS == 1:
-        total = parts[0]
-    elif CHUNKS == 2:
-        total = side_by_side(parts[0] + parts[1], parts[0] - parts[1])
-    else:
-        near, apart = parts[0] + parts[1], parts[0] - parts[1]
-        far_near, far_apart = parts[2] + parts[3], parts[2] - parts[3]
-        total = side_by_side(
-            side_by_side(near + far_near, apart + far_apart), side_by_side(near - far_near, apart - far_apart)
-        )
+    if CHUNKS > 1:
+        second = product_of(x_ptr, live, C, row, matrix, DIM, dot_type)
+        near, apart = total + second, total - second
+        total = side_by_side(near, apart)
+        if CHUNKS == 4:
+            third = product_of(x_ptr, live, 2 * C, row, matrix, DIM, dot_type)
+            fourth = product_of(x_ptr, live, 3 * C, row, matrix, DIM, dot_type)
+            far, far_apart = third + fourth, third - fourth
+            total = side_by_side(
+                side_by_side(near + far, apart + far_apart), side_by_side(near - far, apart - far_apart)
+            )
     return total * NORM
 
 

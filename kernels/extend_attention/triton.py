@@ -200,7 +200,7 @@ def _update_scores(
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
     new_scores_kernel[(batch * heads * triton.cdiv(max_extend, tile),)](
         q, q.stride(0), q.stride(1), key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since,
-        rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks, layer, sm_scale,
-        logit_cap,
+        rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks, layer,
+        sm_scale, logit_cap,
         **{name: tiers[0][name] for name in names}, **common, M=tile, N=tile, num_warps=4, num_stages=2,
     )  # fmt: skip

@@ -174,12 +174,20 @@ class ExtendWrapper(_Wrapper):
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         self._append(step, layer, key, value)
-        more = (step, scaling.scale, self.policy, scaling.cap, sink_logits)
         # New tokens that see each other only: in any form attention is the same, and so are scores. Ops that lose
         # nothing read even these from pages.
         if not step.max_prefix and not self.state.fmt.high.tier.is_raw:
-            return self.ops.extend(self.state, layer, q, key, value, *more)
-        return self._turned_back(self.ops.extend(self.state, layer, *self._as_stored(layer, q, key, value), *more))
+            return self._extend(step, layer, q, key, value, scaling, sink_logits)
+        return self._turned_back(
+            self._extend(step, layer, *self._as_stored(layer, q, key, value), scaling, sink_logits)
+        )  # fmt: skip
+
+    def _extend(
+        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        scale, cap = scaling
+        return self.ops.extend(self.state, layer, q, key, value, step, scale, self.policy, cap, sink_logits)
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it, and drop what has left

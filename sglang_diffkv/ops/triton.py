@@ -188,8 +188,9 @@ class TritonOps:
         rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
         owners = (step.token_rows, step.token_offset, step.token_position)
-        form = {"rotation": rotation, "key_means": key_means}
-        return append(state, layer, key, value, *owners, step.num_tokens, **form, query=query)
+        return append(
+            state, layer, key, value, *owners, step.num_tokens, rotation=rotation, key_means=key_means, query=query
+        )  # fmt: skip
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> FoundTokens:
         return FoundTokens.create(state, batch, self.config, judge_low=policy.judges_low)

@@ -83,7 +83,7 @@ def warm_up(
     one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     changes = compacts(state, policy)
     judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if changes and copies else []
-    form = {"rotation": rotation, "key_means": None if key_means is None else key_means[0]}
+    form: dict[str, Any] = {"rotation": rotation, "key_means": None if key_means is None else key_means[0]}
     rotation.of(ops.rotate, q[:1], key[:1], value[:1])
     if rotation.values:
         ops.rotate(value.new_zeros(1, ops.q_heads, fmt.v_head_dim))
