@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,10 +16,11 @@ from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.quantize.triton import store_vectors
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, layout_constants, table_index
+from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
 
-ONE_BY_ONE = 256
-"""So many tokens get a program each; more share one."""
+ONE_BY_ONE, SOME = 256, 8
+"""So many tokens get a program each; of more, some share one."""
 FEW_VECTORS, MANY_VECTORS = 16, 32
 """Vectors of a program that rotates, of up to ``ONE_BY_ONE`` tokens and of more: at least what the tensor cores take,
 and few enough for ``mma.sync``, which adds in the same order for both."""
@@ -52,6 +58,59 @@ def append_kernel(
     numbers = page_ptr.to(tl.pointer_type(tl.int32)) + slot
     tl.store(numbers + POSITIONS // 4, tl.load(position + token, mask=keep, other=0).to(tl.int32), mask=keep)
     tl.store(numbers + SCORES // 4, tl.zeros([R], tl.int32), mask=keep)
+
+
+@cache
+def _constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int, few: bool) -> Mapping[str, Any]:
+    """Compile-time constants and warps of ``append_kernel``."""
+    tier = fmt.high.tier
+    widths = fmt.head_dim * min(tier.k_bits, 8) // 8, fmt.v_head_dim * min(tier.v_bits, 8) // 8
+    return MappingProxyType(
+        {
+            **_shared_constants(fmt, max_blocks, layers, heads),
+            "R": 1 if few else SOME,
+            "KWP": triton.next_power_of_2(widths[0]),
+            "VWP": triton.next_power_of_2(widths[1]),
+            "num_warps": 1 if few else 4,
+        }
+    )
+
+
+@cache
+def _turned_constants(
+    fmt: PageFormat, max_blocks: int, layers: int, heads: int, few: bool, rotation: Rotation, less_means: bool
+) -> Mapping[str, Any]:
+    """The same of ``turned_append_kernel``."""
+    block, v_block = block_size(fmt.head_dim), block_size(fmt.v_head_dim)
+    return MappingProxyType(
+        {
+            **_shared_constants(fmt, max_blocks, layers, heads),
+            "R": FEW_VECTORS if few else MANY_VECTORS,
+            "TURN_KEYS": rotation.keys,
+            "TURN_VALUES": rotation.values,
+            "B": block,
+            "BV": v_block,
+            "NORM": block**-0.5,
+            "NORM_V": v_block**-0.5,
+            "LESS_MEANS": less_means,
+            "ASM": not INTERPRETED,
+            "num_warps": 4,
+        }
+    )
+
+
+def _shared_constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        **layout_constants(fmt.high),
+        "TIERS": len(fmt.tiers),
+        "D": fmt.head_dim,
+        "DV": fmt.v_head_dim,
+        "PAGE_BYTES": fmt.page_bytes,
+        "MAX_BLOCKS": max_blocks,
+        "L": layers,
+        "H": heads,
+        "EARLY": launches_early(),
+    }
 
 
 def append(
@@ -92,18 +151,11 @@ def append(
         return _append_turned(
             state, layer, key, value, (rows, offset, position, num_valid), rotation, key_means, query
         )  # fmt: skip
-    tier = fmt.high.tier
-    tokens = 1 if count <= ONE_BY_ONE else 8
-    bits = (min(tier.k_bits, 8), min(tier.v_bits, 8))
-    append_kernel[(triton.cdiv(count, tokens), state.num_heads)](
+    few = count <= ONE_BY_ONE
+    append_kernel[(-(-count // (1 if few else SOME)), state.num_heads)](
         key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), state.pages,
         state.page_table, state.row_blocks, state.own_entry, state.write_slot, rows, offset, position,
-        num_valid, layer,
-        **layout_constants(fmt.high), TIERS=len(fmt.tiers), D=fmt.head_dim, DV=fmt.v_head_dim,
-        PAGE_BYTES=fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
-        R=tokens, KWP=triton.next_power_of_2(fmt.head_dim * bits[0] // 8),
-        VWP=triton.next_power_of_2(fmt.v_head_dim * bits[1] // 8), EARLY=launches_early(),
-        num_warps=1 if tokens == 1 else 4,
+        num_valid, layer, **_constants(fmt, state.row_blocks.shape[1], state.num_layers, state.num_heads, few),
     )  # fmt: skip
     return query
 
@@ -128,17 +180,15 @@ def _append_turned(
         turned, vectors = query.new_empty(query.shape), count * query.shape[1]
     asked, target = (query, turned) if vectors else (key, key)
     assert asked is not None and target is not None
-    size = FEW_VECTORS if count <= ONE_BY_ONE else MANY_VECTORS
-    tiles = triton.cdiv(count * heads, size)
-    blocks = block_size(dim), block_size(fmt.v_head_dim)
-    turned_append_kernel[(2 * tiles + triton.cdiv(vectors, size),)](
+    few = count <= ONE_BY_ONE
+    size = FEW_VECTORS if few else MANY_VECTORS
+    tiles = -(-count * heads // size)
+    constants = _turned_constants(
+        fmt, state.row_blocks.shape[1], state.num_layers, heads, few, rotation, key_means is not None
+    )  # fmt: skip
+    turned_append_kernel[(2 * tiles - (-vectors // size),)](
         asked, target, asked.stride(0), asked.stride(1), asked.shape[1], vectors, tiles, key, value, key.stride(0),
         key.stride(1), value.stride(0), value.stride(1), key_means, state.pages, state.page_table, state.row_blocks,
-        state.own_entry, state.write_slot, *places, layer,
-        **layout_constants(fmt.high), TIERS=len(fmt.tiers), D=dim, DV=fmt.v_head_dim, PAGE_BYTES=fmt.page_bytes,
-        MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, R=size,
-        TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=blocks[0], BV=blocks[1],
-        NORM=blocks[0] ** -0.5, NORM_V=blocks[1] ** -0.5, LESS_MEANS=key_means is not None,
-        ASM=not INTERPRETED, EARLY=launches_early(), num_warps=4,
+        state.own_entry, state.write_slot, *places, layer, **constants,
     )  # fmt: skip
     return turned

@@ -48,8 +48,17 @@ def _constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int) -> tup
     )
 
 
-def _tiers(state: PageState) -> tuple[Mapping[str, Any], ...]:
-    return _constants(state.fmt, state.row_blocks.shape[1], state.num_layers, state.num_heads)
+@cache
+def _score_constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int) -> Mapping[str, Any]:
+    """Those of the scores of new tokens, which are in the first tier."""
+    names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
+    first = _constants(fmt, max_blocks, layers, heads)[0]
+    return MappingProxyType({name: first[name] for name in names})
+
+
+def _shape(state: PageState) -> tuple[PageFormat, int, int, int]:
+    """What compile-time constants follow from."""
+    return state.fmt, state.row_blocks.shape[1], state.num_layers, state.num_heads
 
 
 def extend_attention(
@@ -135,7 +144,7 @@ def extend_attention(
         state.write_slot,
     )  # fmt: skip
     if max_prefix:
-        for tier in _tiers(state):
+        for tier in _constants(*_shape(state)):
             paged_kernel[(triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)](
                 q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
                 *tables, layer, sm_scale, logit_cap, reach, DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, **tier,
@@ -185,9 +194,8 @@ def _update_scores(
     assert since.shape == (batch,) and (not observe_every or observe_from is not None)
     observed = {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
     common = {"G": group, "HAS_CAP": logit_cap > 0, **observed}
-    tiers = _tiers(state)
     if max_prefix:
-        for tier in tiers:
+        for tier in _constants(*_shape(state)):
             programs = min(64, triton.cdiv(max_prefix, tier["N"]))
             for number, scores in [(None, lse), *judged.items()]:
                 page_scores_kernel[(batch if number is None else 1, heads, programs)](
@@ -196,11 +204,9 @@ def _update_scores(
                     scores, scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
                     M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
                 )  # fmt: skip
-    names = ("TIERS", "TOKENS", "SCORES", "D", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "ASM")
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
-    new_scores_kernel[(batch * heads * triton.cdiv(max_extend, tile),)](
+    new_scores_kernel[(batch * heads * -(-max_extend // tile),)](
         q, q.stride(0), q.stride(1), key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since,
         rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks, layer,
-        sm_scale, logit_cap,
-        **{name: tiers[0][name] for name in names}, **common, M=tile, N=tile, num_warps=4, num_stages=2,
+        sm_scale, logit_cap, **_score_constants(*_shape(state)), **common, M=tile, N=tile, num_warps=4, num_stages=2,
     )  # fmt: skip
