@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +73,7 @@ def with_one_sum(act: Callable[[Ranks], Found], size: int) -> list[Found]:
     for rank in range(size):
         act(Ranks(size, rank, add=lambda tensor: given.append(tensor.clone())))
     assert len(given) == size
-    total = torch.stack(given).sum(0)
+    total = functools.reduce(torch.add, given)  # in the same order on every device
 
     def add(tensor: torch.Tensor) -> None:
         tensor.copy_(total)

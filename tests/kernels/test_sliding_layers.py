@@ -51,7 +51,7 @@ def dense(q, key, value, first: int, reach: int, scaling: Scaling, sink):
     seen = (position <= at) & (position > at - (reach or 10**6))
     logits = logits.masked_fill(~seen, float("-inf"))
     if sink is not None:
-        logits = torch.cat([logits, sink.double().view(1, -1, 1).expand(len(q), -1, 1)], 2)
+        logits = torch.cat([logits, sink.cpu().double().view(1, -1, 1).expand(len(q), -1, 1)], 2)
     return logits.softmax(2)[..., : len(key)] @ value.double()
 
 
