@@ -86,11 +86,24 @@ def _ask_all(server: Server, lengths: list[int], new_tokens: int) -> None:
 
 @pytest.mark.parametrize("requests", [4, pytest.param(6, marks=pytest.mark.full)])
 def test_room_that_compression_frees_is_admitted_again(requests: int, server: Server) -> None:
-    """Nobody ends early, so only a look at the waiting requests while others run can admit a third."""
+    """Nobody ends early, so only a look at the waiting requests while others run can admit a third. Then all are
+    aborted, and nothing is left."""
     before = len(server.log_text())
-    _ask_all(server, [120] * requests, 780)
-    running = [int(x) for x in re.findall(r"Decode batch, #running-req: (\d+)", server.log_text()[before:])]
+    parameters = {"temperature": 0, "max_new_tokens": 780, "min_new_tokens": 780}
+
+    def ask(index: int) -> None:
+        ids = [random.Random(index).randrange(300, 8000) for _ in range(120)]
+        server.post("/generate", {"input_ids": ids, "sampling_params": parameters})
+
+    with ThreadPoolExecutor(requests) as threads:
+        asked = [threads.submit(ask, index) for index in range(requests)]
+        running = [0]
+        while max(running) < 3 and not all(x.done() for x in asked):
+            time.sleep(0.2)
+            running += map(int, re.findall(r"Decode batch, #running-req: (\d+)", server.log_text()[before:]))
+        server.post("/abort_request", {"abort_all": True})
     assert max(running) >= 3
+    check_idle(server)
 
 
 def test_long_prompts_are_compacted_between_chunks(server: Server) -> None:
