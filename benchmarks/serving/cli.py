@@ -50,6 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", type=Path, help="the folder of a model to serve instead")
     parser.add_argument("--dummy-weights", action="store_true", help="random weights for --model too")
     parser.add_argument("--kv-gib", type=float, default=8.0, help="KV cache of every server (default: %(default)s)")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs of a server, each of which holds its share of it")
     parser.add_argument("--max-running", type=int, default=128, help="running requests at most (default: %(default)s)")
     parser.add_argument("--extra-server-args", type=shlex.split, default=[], help="for all servers, one string")
     parser.add_argument("--budget-seconds", type=float, help="skip runs that would not end within this time")
@@ -109,18 +110,20 @@ def model_name(args: argparse.Namespace) -> str:
 
 
 def prepare(args: argparse.Namespace, folder: Path, log_interval: int) -> Setup:
-    """The model's folder and what all servers share. Raises ValueError for an unusable model."""
+    """The model's folder and what all servers share; shape and bytes are of a rank. Raises ValueError for an unusable
+    model."""
     model = args.model.resolve() if args.model else write_model(folder / args.geometry, PRESETS[args.geometry])
     logs = args.output / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     dummy = args.dummy_weights or not args.model
     common = common_args(args.max_running, log_interval, dummy=dummy, gpu=has_gpu(), known=server_flags())
+    ranks = () if args.tp_size == 1 else ("--tp-size", str(args.tp_size))
     return Setup(
         model=str(model),
-        shape=KVShape.of(model),
-        kv_bytes=round(args.kv_gib * GIB),
+        shape=KVShape.of(model).of_rank(args.tp_size),
+        kv_bytes=round(args.kv_gib * GIB / args.tp_size),
         max_running=args.max_running,
-        server_args=(*common, *args.extra_server_args),
+        server_args=(*common, *ranks, *args.extra_server_args),
         logs=logs,
         seed=args.seed,
         point_timeout=getattr(args, "point_timeout", math.inf),
@@ -138,6 +141,7 @@ def describe(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
             "model": model_name(args),
             "dummy": args.dummy_weights or not args.model,
             "kv_gib": args.kv_gib,
+            "tp_size": args.tp_size,
             "max_running": setup.max_running,
             "server_args": [without_paths(x) for x in setup.server_args],
             "seed": setup.seed,

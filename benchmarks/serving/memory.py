@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_diffkv.calibration import ModelGeometry
@@ -44,6 +44,12 @@ class KVShape:
             vocab=config["vocab_size"],
             q_heads=found.query_heads,
         )
+
+    def of_rank(self, ranks: int) -> KVShape:
+        """What each of so many tensor-parallel ranks holds. Raises ValueError if they cannot share the heads evenly."""
+        if self.kv_heads % ranks or self.q_heads % ranks:
+            raise ValueError(f"{self.q_heads} and {self.kv_heads} heads cannot be shared by {ranks} ranks")
+        return replace(self, kv_heads=self.kv_heads // ranks, q_heads=self.q_heads // ranks)
 
     def token_bytes(self, dtype: str) -> int:
         """Bytes of a token's keys and values in all layers."""

@@ -147,7 +147,7 @@ def test_bad_requests_fail_alone(server: Server) -> None:
 def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(
     server_of: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    items = reference.select(splits.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=12)
+    items = reference.select(splits.load("calib"), tasks=["kvupd", "count", "hop", "copy"], levels=["easy"], n=8)
     tokenizer = load_tokenizer(NANO)
     prompts = [chat_ids(tokenizer, x.prompt) for x in items]
     folder = tmp_path_factory.mktemp("means")
@@ -158,6 +158,6 @@ def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(
     server = server_of("diffkv", ["--chunked-prefill-size", "64"], config=config)
     for _ in range(2):
         replies = client.run(server.url, prompts, 400, concurrency=6)
-        assert sum(reference.judge(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 11
+        assert sum(reference.judge(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 7
     assert all(r.cached_tokens for r in replies)
     assert f"rotation keys; key means {path}" in server.log_text()

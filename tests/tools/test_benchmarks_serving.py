@@ -67,6 +67,14 @@ def test_stock_tokens_in_equal_bytes():
         stock_tokens(1000, LLAMA, "bf16")
 
 
+def test_ranks_share_heads_and_bytes():
+    half = LLAMA.of_rank(2)
+    assert (half.kv_heads, half.q_heads, half.layers) == (LLAMA.kv_heads // 2, LLAMA.q_heads // 2, LLAMA.layers)
+    assert stock_tokens(4 * GIB, half, "bf16") == 65536
+    with pytest.raises(ValueError, match="cannot be shared by 3"):
+        LLAMA.of_rank(3)
+
+
 @pytest.mark.parametrize("config", ["{}", '{"tiers": ["K8V4"]}', '{"tiers": ["BF16"]}'])
 def test_diffkv_tokens_use_the_bytes_up(config):
     config = load_config(config)
