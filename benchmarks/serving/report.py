@@ -136,8 +136,9 @@ def document(data: dict[str, Any]) -> str:
         f"`{data['provenance']['command']}`\n\n"
         f"Every server has {setup['kv_gib']:g} GiB of KV cache{_shared(setup.get('tp_size', 1))} ({weights}, at most "
         f"{setup['max_running']} running requests) and the arguments `{' '.join(setup['server_args'])}`. "
-        "Requests and retractions are from the servers' logs; DiffKV's bytes a token (its pages') and shares are over the finished requests. Of the bound: "
-        "requests running while others wait, over bf16's divided by the ratio of the bytes a token.\n"
+        "Requests and retractions are from the servers' logs; DiffKV's bytes a token (its pages') and shares are over "
+        "the finished requests. Of the bound: requests running while others wait, over bf16's divided by the ratio of "
+        "the bytes a token.\n"
     )
     notes = "".join(f"\n{note}\n" for note in data.get("notes", ()))
     return f"{intro}{notes}\n{tables(data)}"
