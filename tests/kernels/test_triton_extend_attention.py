@@ -105,7 +105,7 @@ def test_part_from_another_kernel():
 
 
 def test_part_from_another_kernel_without_a_prefix():
-    """It is the result, and what the scores are computed from."""
+    """It is the result, and what the scores are computed from; queries may be a slice of a projection."""
     manager = make_manager(make_format("K8V4 K4V2"), window=4, heads=1, layers=1)
     generator = torch.Generator().manual_seed(0)
     begin_step(manager, [1], [20], [0])
@@ -115,9 +115,11 @@ def test_part_from_another_kernel_without_a_prefix():
     positions = torch.arange(20, device=DEVICE)
     append(state, 0, key, value, one.expand(20), positions, positions)
     twin = clone_state(state)
-    arguments = (0, q, key, value, one, one * 0, one * 20, one * 0, 20, 0, 0.1)
-    part = extend_attention(state, *arguments, update_scores=True)
-    out, lse = extend_attention(twin, *arguments, update_scores=True, new_part=part)
+    arguments = (key, value, one, one * 0, one * 20, one * 0, 20, 0, 0.1)
+    part = extend_attention(state, 0, q, *arguments, update_scores=True)
+    fused = torch.full((20, 5, 64), torch.nan, dtype=BF16, device=DEVICE)
+    fused[:, 1:3] = q
+    out, lse = extend_attention(twin, 0, fused[:, 1:3], *arguments, update_scores=True, new_part=part)
     assert torch.equal(out, part[0]) and torch.equal(lse, part[1])
     pages = held_pages(state, one, 0)
     held = (state.tiers[0].positions[pages] >= 0) & (state.tiers[0].positions[pages] < 20)
