@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
+from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -55,13 +56,13 @@ def dense(q, key, value, first: int, reach: int, scaling: Scaling, sink):
     return logits.softmax(2)[..., : len(key)] @ value.double()
 
 
-def run(manager: PageManager, scaling: Scaling, sink, *, compact_chunks: bool):
+def run(manager: PageManager, scaling: Scaling, sink, *, compact_chunks: bool, **form):
     """Prompts in two passes and decode steps. All outputs, by pass, layer and request, and what a plain softmax over
-    all tokens gives."""
+    all tokens gives. ``form``: rotation and key means of the wrappers."""
     generator = torch.Generator().manual_seed(7)
     state = manager.state
     core = (state, manager.ops, manager.policy)
-    extend, decode = ExtendWrapper(*core), DecodeWrapper(*core)
+    extend, decode = ExtendWrapper(*core, **form), DecodeWrapper(*core, **form)
     layers = range(state.num_layers)
     past = {(layer, row): [] for layer in layers for row in ROWS}
     lengths = dict.fromkeys(ROWS, 0)
@@ -147,6 +148,19 @@ def test_triton_is_the_reference_with_tiers(tiers):
         sliding, full = seen.at(0, 0), seen.at(1, 0)
         assert sorted(sliding.position.tolist()) == list(range(length - keep_of(9), length))
         assert not sliding.tier.any() and full.tier.any() and len(full.position) == length
+
+
+@pytest.mark.parametrize("ops", ["reference", pytest.param("triton", marks=pytest.mark.full)])
+def test_rotated_and_less_key_means_layers_see_the_same(ops):
+    """What is stored at 8 bits gives nearly what a plain softmax gives, in sliding layers as in full ones."""
+    means = torch.randn(2, 1, DIM, generator=torch.Generator().manual_seed(3))
+    manager = make(ops, "K8V8", UniformPolicy(), (20, 0))
+    form = {"rotation": Rotation(True, True), "key_means": means}
+    outs, expected = run(manager, Scaling(0.2), None, compact_chunks=True, **form)
+    for got, want in zip(outs, expected, strict=True):
+        assert close(got, want) < 2e-2
+    held = visible(manager.state, ROWS[0]).at(0, 0).position
+    assert len(held) == keep_of(20), "the sliding layer holds more than its window and the slack"
 
 
 def test_copies_slide_and_copies_as_they_are_do_not():
