@@ -174,9 +174,8 @@ def _append_turned(
     assert key_means is None or (key_means.shape == (heads, dim) and key_means.is_contiguous())
     assert key_means is None or key_means.dtype == torch.float32
     turned, vectors = query, 0
-    if query is not None:
-        assert (query.shape[0], query.shape[2]) == (count, dim) and query.stride(2) == 1 and query.dtype == key.dtype
     if query is not None and rotation.keys:
+        assert (query.shape[0], query.shape[2]) == (count, dim) and query.stride(2) == 1 and query.dtype == key.dtype
         turned, vectors = query.new_empty(query.shape), count * query.shape[1]
     asked, target = (query, turned) if vectors else (key, key)
     assert asked is not None and target is not None

@@ -138,16 +138,17 @@ def turned_append_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    if program >= 2 * tiles:
-        vector = (program - 2 * tiles) * R + tl.arange(0, R)
-        live = vector < query_vectors
-        element, exists = placed_elements(D, 16)
-        head = vector % query_heads
-        x_ptr = query + (vector // query_heads).to(tl.int64) * query_stride + head * query_head
-        x = turned_vectors(x_ptr, live, element, exists, D, B, NORM, ASM)
-        target = query_out + vector.to(tl.int64)[:, None] * D + element[None, :]
-        tl.store(target, x.to(query_out.dtype.element_ty), mask=live[:, None] & exists[None, :])
-        return
+    if TURN_KEYS:  # noqa: SIM102 (else nothing of this is compiled)
+        if program >= 2 * tiles:
+            vector = (program - 2 * tiles) * R + tl.arange(0, R)
+            live = vector < query_vectors
+            element, exists = placed_elements(D, 16)
+            head = vector % query_heads
+            x_ptr = query + (vector // query_heads).to(tl.int64) * query_stride + head * query_head
+            x = turned_vectors(x_ptr, live, element, exists, D, B, NORM, ASM)
+            target = query_out + vector.to(tl.int64)[:, None] * D + element[None, :]
+            tl.store(target, x.to(query_out.dtype.element_ty), mask=live[:, None] & exists[None, :])
+            return
     vector = program // 2 * R + tl.arange(0, R)
     token, head = vector // H, vector % H
     keep = token < tl.load(num_valid)

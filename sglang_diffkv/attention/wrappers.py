@@ -174,9 +174,8 @@ class ExtendWrapper(_Wrapper):
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         self._append(step, layer, key, value)
-        # New tokens that see each other only: in any form attention is the same, and so are scores. Ops that lose
-        # nothing read even these from pages.
-        if not step.max_prefix and not self.state.fmt.high.tier.is_raw:
+        # New tokens that see each other only: in any form attention is the same, and so are scores.
+        if not step.max_prefix and not self.ops.reads_new_tokens:
             return self._extend(step, layer, q, key, value, scaling, sink_logits)
         return self._turned_back(
             self._extend(step, layer, *self._as_stored(layer, q, key, value), scaling, sink_logits)

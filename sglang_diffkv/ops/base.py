@@ -132,6 +132,9 @@ class Ops(Protocol):
     pads: bool
     """Whether rows 0 at the end of a decode step are padding, so that shapes need not follow values."""
 
+    reads_new_tokens: bool
+    """Whether a prompt's new tokens are read from pages, like those before them."""
+
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:
         """Static buffers for decode steps of up to ``max_batch`` requests that a CUDA graph will hold."""
         ...

@@ -43,7 +43,7 @@ class ReferenceOps:
     pads = False
 
     def __init__(self, lossless: bool = False):
-        self.lossless = lossless
+        self.lossless = self.reads_new_tokens = lossless
         self.decisions = Decisions()
 
     def prepare_graphs(self, state: PageState, max_batch: int) -> None:

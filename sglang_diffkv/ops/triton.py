@@ -66,6 +66,7 @@ class TritonOps:
     """
 
     pads = True
+    reads_new_tokens = False
 
     def __init__(
         self,

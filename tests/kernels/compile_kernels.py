@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels import device
-from sglang_diffkv.kernels.rotate.reference import Rotation
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
@@ -81,9 +81,9 @@ def start(
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=8 * group)
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
     ops.prepare_graphs(state, 64)
-    rotation = Rotation(policy.compresses, policy.compresses)
+    rotation = Rotation.named(DiffKVConfig(tiers=tuple(tiers.split())).rotate)
     queries = None if manager.running is None else manager.running.cache
-    means = torch.zeros(2, 8, head_dim) if policy.compresses and queries is None and sinks is None else None
+    means = torch.zeros(2, 8, head_dim) if rotation.keys and queries is None and sinks is None else None
     warm_up(
         ops,
         state,
@@ -138,7 +138,7 @@ def call_again(
         ops.count_rows(state, rows, steps=steps, low_grows=policy.compresses and len(state.fmt.tiers) > 1)
     ops.measure(state, rows, prefix, lengths)
     ops.count_owners(state, rows)
-    if policy.compresses:
+    if form["rotation"] != NO_ROTATION:
         ops.rotate(q, key, value)
         ops.rotate(q)
     step = ops.decode_step(state, rows, lengths, policy)

@@ -83,8 +83,9 @@ def test_turned_on_the_way_as_the_reference(tiers, dim, v_dim, dtype, rotation, 
     key[count:], value[count:] = torch.nan, torch.nan  # padding
     heads = state.num_heads
     key_means = torch.randn(heads, dim, generator=generator).to(DEVICE) * 4 if means else None
-    fused = torch.randn(count + 2, 5 * heads, dim, generator=generator).to(DEVICE, dtype)
-    query = fused[:, heads : 4 * heads]
+    query, key, value = (
+        _slice_of_more(x.to(dtype)) for x in (torch.randn(count + 2, 3 * heads, dim, generator=generator), key, value)
+    )
     rows = torch.cat([torch.full((count,), 4), torch.zeros(2)]).long().to(DEVICE)
     index = torch.arange(count + 2, device=DEVICE)
     valid = torch.tensor([count], dtype=torch.int32, device=DEVICE)
@@ -108,6 +109,13 @@ def test_turned_on_the_way_as_the_reference(tiers, dim, v_dim, dtype, rotation, 
     held = torch.zeros(state.pages.shape[0], dtype=torch.bool, device=DEVICE)
     held[page.flatten()] = True
     assert torch.equal(state.pages[~held].view(-1), twin.pages[~held].view(-1))
+
+
+def _slice_of_more(x: torch.Tensor) -> torch.Tensor:
+    """The same heads between others, of NaN, as a model cuts them out of one projection."""
+    wide = torch.full((x.shape[0], x.shape[1] + 3, x.shape[2]), torch.nan, dtype=x.dtype, device=DEVICE)
+    wide[:, 1:-2] = x.to(DEVICE)
+    return wide[:, 1:-2]
 
 
 def test_a_rotation_of_pages_attends_as_no_rotation() -> None:

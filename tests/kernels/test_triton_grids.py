@@ -8,6 +8,7 @@ import torch
 from sglang_diffkv.kernels.append import triton as append
 from sglang_diffkv.kernels.extend_attention import triton as extend
 from sglang_diffkv.kernels.rotate import triton as rotate
+from sglang_diffkv.kernels.rotate.reference import Rotation
 from tests.kernels.triton_helpers import BF16, make_format, make_manager
 
 LIMITS = (2**31 - 1, 65535, 65535)
@@ -39,11 +40,14 @@ def test_long_prompts(monkeypatch, dim, group, prefix):
     each, one = (torch.empty(n, dtype=torch.int64, device="meta") for n in (tokens, 1))
     rotate.rotate(q, key, value)
     append.append(state, 0, key, value, each, each, each, one)
+    append.append(state, 0, key, value, each, each, each, one, rotation=Rotation(True, True), query=q)
     extend.extend_attention(
         state, 0, q, key, value, one, one, one, one, tokens, prefix, 0.1, update_scores=True,
         judged={0: torch.empty(2, heads, 1, device="meta")},
     )  # fmt: skip
-    assert {"rotate_kernel", "append_kernel", "ragged_kernel", "new_scores_kernel"} <= set(grids)
+    assert {"rotate_kernel", "append_kernel", "turned_append_kernel", "ragged_kernel", "new_scores_kernel"} <= set(
+        grids
+    )
     assert ({"paged_kernel", "merge_kernel", "page_scores_kernel"} <= set(grids)) == (prefix > 0)
     for name, grid in grids.items():
         assert all(0 < n <= limit for n, limit in zip(grid, LIMITS, strict=False)), (name, grid)

@@ -44,7 +44,12 @@ def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:
     policy = policy or manager.policy
     queries = None if manager.running is None else manager.running.cache
     ops = TritonOps(state, policy, 4 if queries is None else 2, 400)
-    warm_up(ops, state, policy, dtype=BF16, rotation=Rotation(True, True), copies=policy.compresses, queries=queries)
+    turned = len(state.fmt.tiers) > 1
+    means = torch.zeros(2, 2, 64, device=state.device) if turned and queries is None else None
+    warm_up(
+        ops, state, policy, dtype=BF16, rotation=Rotation(turned, turned), copies=policy.compresses, queries=queries,
+        key_means=means,
+    )  # fmt: skip
     for name in COUNTS:
         assert torch.equal(getattr(state, name), getattr(before, name)), name
     used = before.refcount > 0
