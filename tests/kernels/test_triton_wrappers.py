@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
-from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from tests.kernels.triton_helpers import BF16, DEVICE, add_prompt, close, make_format, make_manager, vectors
@@ -73,6 +74,23 @@ def test_prompt_and_steps_match_references(rotation):
         bound = 1e-2 if rotation == NO_ROTATION else 2e-2  # bf16 is cut off in the interpreter, and rounded on a GPU
         assert close(outs[0][:2], outs[1]) < bound and not outs[0][2].any()
     assert (state.own_tokens[1] - reference.state.own_tokens[1]).abs().max() <= 1  # scores near a threshold may differ
+
+
+def test_queries_are_kept_as_keys_are_stored():
+    """Rotated, since they judge rotated keys later."""
+    manager = make_manager(make_format("K8V4 K4V2"), layers=1, heads=1, window=6)
+    state, generator = manager.state, torch.Generator().manual_seed(3)
+    cache = QueryCache.create(slots=1, rows=8, layers=1, window=5, q_heads=GROUP, head_dim=64, device=DEVICE)
+    cache.slot_of[2] = 0
+    ops = TritonOps(state, manager.policy, GROUP, 200)
+    decode = DecodeWrapper(state, ops, manager.policy, rotation=Rotation(True, True), queries=cache)
+    grow(manager, [2], [1])
+    decode.plan(torch.tensor([2], device=DEVICE), torch.tensor([1], device=DEVICE))
+    decode.begin()
+    q = queries(state, 1, generator)
+    decode.run(0, q, *vectors(state, 1, generator), SCALING)
+    kept = cache.queries[0, 0, 0]
+    assert close(kept, rotate(q)[0][0]) < 8e-3 and close(kept, q[0]) > 0.5
 
 
 @pytest.mark.gpu
