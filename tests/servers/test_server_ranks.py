@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
-from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of
+from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
+from tests.servers.windows import make_gemma3
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
@@ -38,13 +40,13 @@ SMALL = ("--max-total-tokens", "800", "--schedule-conservativeness", "0.1")
 
 @pytest.fixture
 def serve(server_of: Callable[..., Server]) -> Callable[..., Server]:
-    """``serve(ranks, config, *args)``: a server of so many ranks that checks itself; stock SGLang without a
+    """``serve(ranks, config, *args, model=...)``: a server of so many ranks that checks itself; stock SGLang without a
     configuration."""
 
-    def start(ranks: int, config: dict[str, Any] | None, *args: str) -> Server:
+    def start(ranks: int, config: dict[str, Any] | None, *args: str, model: Path = NANO) -> Server:
         backend = stock_backend() if config is None else "diffkv"
         env = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks), **STRICT}
-        return server_of(backend, ["--tp-size", str(ranks), *args], config=config, env=env)
+        return server_of(backend, ["--tp-size", str(ranks), *args], model=model, config=config, env=env)
 
     return start
 
@@ -136,6 +138,63 @@ def _check_retractions(logs: list[str]) -> None:
         re.findall(rf"TP{rank}\] KV cache pool is full. (Retract requests.*)", log) for rank, log in enumerate(logs)
     ]
     assert told[0] and all(x == told[0] for x in told), "ranks retracted differently, or none did"
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers but one have a sliding window."""
+    folder = tmp_path_factory.mktemp("gemma3")
+    make_gemma3(folder)
+    return folder
+
+
+@pytest.mark.full
+def test_two_ranks_with_sliding_layers_give_the_tokens_of_stock_s_two(
+    sliding: Path, serve: Callable[..., Server]
+) -> None:
+    """Over chunks, then in batches over prefix hits."""
+    prompts = [tokens(length, seed) for seed, length in enumerate((30, 150, 300, 390))]
+    args = ("--max-total-tokens", "6000", "--chunked-prefill-size", "128")
+
+    def ask(server: Server, concurrency: int) -> list[Record]:
+        return client.run(server.url, prompts, 36, concurrency=concurrency, top_logprobs=2)
+
+    stock = ask(serve(2, None, *args[:2], model=sliding), 1)
+    server = serve(2, LOSSLESS, *args, model=sliding)
+    check_tokens([x.output_ids for x in ask(server, 1)], stock, "two ranks, sliding layers")
+    again = ask(server, 4)
+    check_tokens([x.output_ids for x in again], stock, "two ranks, sliding layers, in batches, over prefix hits")
+    assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(prompts[1:], again[1:], strict=True))
+    stats = stats_of(server)
+    assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
+    held = stats["by_head"]["high"]
+    assert all(layer[0] < held[-1][0] for layer in held[:-1]), "sliding layers hold as much as the other"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fidelity", ["compressed", "exact"])
+def test_ranks_with_sliding_layers_decide_alike_in_a_small_pool(
+    fidelity: str, sliding: Path, serve: Callable[..., Server]
+) -> None:
+    """Of its full layer one rank's head keeps all tokens high, the other's nothing but the window. Prompts come in
+    chunks, some are longer than what the pool has left."""
+    scale = [[1.0, 1.0]] * 5 + [[GONE, KEPT]]
+    config = {"prefix_fidelity": fidelity, "policy": {"name": "diffkv", "window": WINDOW, "head_scale": scale}}
+    args = ["--max-total-tokens", "640", "--chunked-prefill-size", "128", "--schedule-conservativeness", "0.1"]
+    server = serve(2, config, *args, model=sliding)
+    lengths = (60, 330, 90, 120, 350, 40, 80, 110, 70, 100)
+    prompts = [tokens(length, 20 + seed) for seed, length in enumerate(lengths)]
+
+    def ask(index: int) -> Record:
+        time.sleep(0.2 * index)
+        return client.ask(server.url, prompts[index], 240)
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        assert all(x.completion_tokens > 0 for x in threads.map(ask, range(len(prompts))))
+    stats = stats_of(server)
+    assert (stats["ranks"], stats["faults"]) == (2, 0)
+    check_idle(server)
+    _check_retractions([server.log_text()] * 2)
 
 
 XKV = {"tiers": ["K8V4"], "policy": {"name": "xkv", "keep": 0.4}}

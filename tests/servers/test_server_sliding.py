@@ -1,11 +1,17 @@
-"""A model of random weights whose layers but one have a sliding window (Gemma 3's): lossless it gives the tokens of
-stock SGLang, whole, in chunks, in batches and from the prefix cache; with DiffKV's tiers it holds less, and with
-rotation and without key means replies stay."""
+"""Models of random weights with sliding-window layers.
+
+Of one all layers but one slide (Gemma 3's): lossless it gives the tokens of stock SGLang, whole, in chunks, in batches,
+from the prefix cache and in a pool far too small; with DiffKV's tiers it holds less, and with rotation and without key
+means replies stay. Of the other every other layer slides, and logits are capped (Gemma 2's).
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +22,8 @@ from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
 from sglang_diffkv.mem_pool.reach import SLACK, keep_of
 from tests.servers.identity import check_tokens
-from tests.servers.shared import STRICT, SharedServer, stats_of, tokens
-from tests.servers.windows import WINDOW, make_gemma3
+from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
+from tests.servers.windows import WINDOW, make_gemma2, make_gemma3
 
 pytestmark = pytest.mark.server
 
@@ -105,3 +111,105 @@ def test_rotated_and_less_key_means_replies_stay(
         found = _ask(server, concurrency)
         check_tokens([x.output_ids for x in found], stock, f"rotated, {concurrency} at a time", equal=0.5)
         assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(PROMPTS, found) if len(ids) >= 128) is cached
+
+
+MANY = [*(tokens(500 + 30 * i, 100 + i) for i in range(4)), *(tokens(40 + 7 * i, 200 + i) for i in range(8))]
+MANY += [MANY[0][:350] + tokens(200, 300), MANY[1] + tokens(60, 301)]
+"""Long prompts, of which the pool holds two before they are compacted, and short ones with long replies."""
+REPLIES = [80] * 4 + [300] * 8 + [60] * 2
+
+
+def _load(server: Server, *, at_once: bool) -> list[Record]:
+    def ask(index: int) -> Record:
+        if at_once:
+            time.sleep(0.15 * (index * 5 % len(MANY)))
+        return client.ask(server.url, MANY[index], REPLIES[index], top_logprobs=2)
+
+    with ThreadPoolExecutor(len(MANY) if at_once else 1) as threads:
+        return list(threads.map(ask, range(len(MANY))))
+
+
+@pytest.fixture(scope="module")
+def stock_of_many(model: Path, shared_server: SharedServer) -> list[Record]:
+    args = ("--max-total-tokens", "16000")
+    server = shared_server.get(stock_backend(), args, model=model, env={"SGLANG_PLUGINS": "none"})
+    return _load(server, at_once=False)
+
+
+def _check_pressure(server: Server) -> None:
+    """Raise AssertionError unless prompts were compacted between chunks, requests were retracted, and nothing is left
+    of them."""
+    stats = stats_of(server)
+    assert stats["admission"]["compacted_between_chunks"] > 0 and stats["faults"] == 0
+    assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
+    check_idle(server)
+    assert stats_of(server)["admission"]["promised_pages"] == 0
+
+
+@pytest.mark.full
+def test_a_full_pool_compacts_retracts_and_gives_stock_tokens(
+    model: Path, stock_of_many: list[Record], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", TIGHT, model=model, config={"tiers": ["BF16"]}, env=STRICT)
+    found = _load(server, at_once=True)
+    check_tokens([x.output_ids for x in found], stock_of_many, "compacted between chunks and retracted")
+    _check_pressure(server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"policy": {"name": "diffkv", "alpha_high": 50.0}},
+        {"policy": {"name": "diffkv", "alpha_low": 0.0}},
+    ],
+    ids=str,
+)
+def test_a_full_pool_compacts_and_retracts(
+    config: dict[str, Any], model: Path, server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", TIGHT, model=model, config=config, env=STRICT)
+    assert [x.completion_tokens for x in _load(server, at_once=True)] == REPLIES
+    _check_pressure(server)
+
+
+@pytest.mark.full
+def test_gemma_2_without_a_cap_gives_stock_tokens(
+    tmp_path: Path, shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    make_gemma2(tmp_path, None)
+    stock = _ask(shared_server.get(stock_backend(), ARGS[:2], model=tmp_path, env={"SGLANG_PLUGINS": "none"}))
+    server = server_of("diffkv", ARGS, model=tmp_path, config={"tiers": ["BF16"]}, env=STRICT)
+    for concurrency in (1, 3):
+        check_tokens([x.output_ids for x in _ask(server, concurrency)], stock, f"Gemma 2, {concurrency} at a time")
+    assert "2 of 4 layers have a sliding window" in server.log_text()
+
+
+@pytest.mark.full
+def test_gemma_2_caps_attention_as_transformers_does(tmp_path: Path, server_of: Callable[..., Server]) -> None:
+    """Stock SGLang leaves this cap out on a CPU (``torch_native``)."""
+    make_gemma2(tmp_path, 20.0)
+    server = server_of("diffkv", ARGS, model=tmp_path, config={"tiers": ["BF16"]}, env=STRICT)
+    alone = _ask(server)
+    assert _agreement(tmp_path, alone) > 0.9
+    check_tokens([x.output_ids for x in _ask(server, 3)], alone, "Gemma 2, in batches, over prefix hits")
+    check_idle(server)
+    config = {"policy": {"name": "diffkv", "window": 16}}
+    server = server_of("diffkv", ARGS, model=tmp_path, config=config, env=STRICT)
+    for concurrency in (1, 3):
+        assert all(len(x.output_ids) == NEW_TOKENS for x in _ask(server, concurrency))
+    finished = stats_of(server)["finished"]
+    assert finished["low"] > 0 and finished["pruned"] > 0
+
+
+def _agreement(model: Path, replies: list[Record]) -> float:
+    """The share of the replies' tokens that are the likeliest in transformers too, after the same tokens."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    equal = 0
+    for prompt, record in zip(PROMPTS, replies, strict=True):
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + record.output_ids])).logits[0, len(prompt) - 1 : -1]
+        equal += int((logits.argmax(1) == torch.tensor(record.output_ids)).sum())
+    return equal / sum(len(x.output_ids) for x in replies)

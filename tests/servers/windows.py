@@ -27,6 +27,15 @@ def make_gemma3(folder: Path) -> None:
     _make(folder, Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, num_hidden_layers=6, layer_types=kinds))
 
 
+def make_gemma2(folder: Path, cap: float | None) -> None:
+    """Four layers, of which every other slides, with capped logits, and attention's logits capped by ``cap``."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    caps = {"attn_logit_softcapping": cap, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 64}
+    more = {"hidden_act": "gelu_pytorch_tanh"}  # SGLang reads it, as Gemma-2's own files have it
+    _make(folder, Gemma2ForCausalLM, Gemma2Config(**SIZES, **caps, **more, num_hidden_layers=4))
+
+
 def make_gpt_oss(folder: Path) -> None:
     """Four layers, of which every other slides, with attention sinks and experts."""
     from transformers import GptOssConfig, GptOssForCausalLM
