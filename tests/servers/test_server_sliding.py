@@ -99,7 +99,8 @@ def test_tiers_serve_and_hold_less(fidelity: str, model: Path, server_of: Callab
 TIGHT = ("--max-total-tokens", "1400", "--chunked-prefill-size", "128", "--schedule-conservativeness", "0.1")
 
 
-@pytest.mark.parametrize("rotate", ["both", pytest.param("keys", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rotate", ["both", "keys"])
 def test_rotated_and_less_key_means_replies_stay(
     rotate: str, key_means: str, model: Path, stock: list[Record], server_of: Callable[..., Server]
 ) -> None:
@@ -187,8 +188,9 @@ def test_gemma_2_without_a_cap_gives_stock_tokens(
 
 @pytest.mark.full
 def test_gemma_2_caps_attention_as_transformers_does(tmp_path: Path, server_of: Callable[..., Server]) -> None:
-    """Stock SGLang leaves this cap out on a CPU (``torch_native``)."""
-    make_gemma2(tmp_path, 20.0)
+    """Stock SGLang leaves this cap out on a CPU (``torch_native``). It is so low that without it half of the tokens
+    would be others."""
+    make_gemma2(tmp_path, 5.0)
     server = server_of("diffkv", ARGS, model=tmp_path, config={"tiers": ["BF16"]}, env=STRICT)
     alone = _ask(server)
     assert _agreement(tmp_path, alone) > 0.9
