@@ -46,6 +46,25 @@ def table_index(
 
 
 @triton.jit
+def reserved_slots(
+    token, head, rows, offset, num_valid, write_slot, own_entry, row_blocks, page_table, pages, layer,
+    TIERS: tl.constexpr, TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
+    H: tl.constexpr,
+):  # fmt: skip
+    """Where ``reserve`` has set room aside for new tokens [R] in the high tier of ``head`` (one, or [R]): pointers to
+    pages, slots on them, and which tokens are no padding and have one; [R] each."""
+    keep = token < tl.load(num_valid)
+    row = tl.load(rows + token, mask=keep, other=0).to(tl.int64)
+    at = (row * L + layer) * H + head
+    slot = tl.load(write_slot + at, mask=keep, other=0)
+    slot += tl.load(offset + token, mask=keep, other=0).to(tl.int32)
+    column = tl.load(own_entry + at * TIERS, mask=keep, other=0) + slot // TOKENS
+    index = table_index(row_blocks, row, layer, head, column, keep, MAX_BLOCKS, L, H)
+    page = tl.load(page_table + index, mask=keep, other=0)
+    return pages + page.to(tl.int64) * PAGE_BYTES, slot % TOKENS, keep & (page >= 0)
+
+
+@triton.jit
 def earlier_entries(
     entries, own_entry, write_slot, head_at, extend,
     TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr,

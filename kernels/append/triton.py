@@ -15,7 +15,8 @@ from sglang_diffkv.kernels.append.triton_turned import turned_append_kernel
 from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.quantize.triton import store_vectors
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
-from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, layout_constants, table_index
+from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, layout_constants, reserved_slots
+from sglang_diffkv.kernels.triton_tokens import store_numbers
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
 
@@ -41,23 +42,15 @@ def append_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0) * R + tl.arange(0, R)
     head = tl.program_id(1)
-    keep = token < tl.load(num_valid)
-    row = tl.load(rows + token, mask=keep, other=0).to(tl.int64)
-    at = (row * L + layer) * H + head
-    slot = tl.load(write_slot + at, mask=keep, other=0)
-    slot += tl.load(offset + token, mask=keep, other=0).to(tl.int32)
-    column = tl.load(own_entry + at * TIERS, mask=keep, other=0) + slot // TOKENS
-    index = table_index(row_blocks, row, layer, head, column, keep, MAX_BLOCKS, L, H)
-    page = tl.load(page_table + index, mask=keep, other=0)
-    keep = keep & (page >= 0)
-    page_ptr = pages + page.to(tl.int64) * PAGE_BYTES  # [R]
-    slot = slot % TOKENS
+    page_ptr, slot, keep = reserved_slots(
+        token, head, rows, offset, num_valid, write_slot, own_entry, row_blocks, page_table, pages, layer,
+        TIERS, TOKENS, PAGE_BYTES, MAX_BLOCKS, L, H,
+    )  # fmt: skip
     wide = token.to(tl.int64)
     store_vectors(page_ptr, slot, key + wide * key_stride + head * key_head, keep, D, KB, KEYS, KMETA, KWP)
     store_vectors(page_ptr, slot, value + wide * value_stride + head * value_head, keep, DV, VB, VALUES, VMETA, VWP)
-    numbers = page_ptr.to(tl.pointer_type(tl.int32)) + slot
-    tl.store(numbers + POSITIONS // 4, tl.load(position + token, mask=keep, other=0).to(tl.int32), mask=keep)
-    tl.store(numbers + SCORES // 4, tl.zeros([R], tl.int32), mask=keep)
+    at = tl.load(position + token, mask=keep, other=0).to(tl.int32)
+    store_numbers(page_ptr, slot, keep, tl.zeros([R], tl.int32), at, SCORES, POSITIONS)
 
 
 @cache

@@ -9,9 +9,10 @@ with signs (Sylvester's matrix of twice the size is made of four of them).
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.quantize.triton import quantize_planes
+from sglang_diffkv.kernels.quantize.triton import store_planes
 from sglang_diffkv.kernels.rotate.triton import signs
-from sglang_diffkv.kernels.triton_table import ceil_div, padded, table_index
+from sglang_diffkv.kernels.triton_table import ceil_div, padded, reserved_slots
+from sglang_diffkv.kernels.triton_tokens import store_numbers
 
 CHUNK = tl.constexpr(64)
 
@@ -108,14 +109,9 @@ def store_turned(
         at = target[:, None] + slot[:, None] * DIM + element[None, :]
         tl.store(at, x.to(x_ptr.dtype.element_ty), mask=inside)
     else:
-        W: tl.constexpr = DIM * BITS // 8
-        WP: tl.constexpr = padded(W)
-        byte = tl.arange(0, WP)
+        WP: tl.constexpr = padded(DIM * BITS // 8)
         by_planes = tl.reshape(x, [x.shape[0], 8 // BITS, WP])
-        packed, meta = quantize_planes(by_planes, (byte < W)[None, None, :], BITS)
-        target = page_ptr[:, None] + OFFSET + slot[:, None] * W + byte[None, :]
-        tl.store(target, packed, mask=keep[:, None] & (byte < W)[None, :])
-        tl.store((page_ptr + META).to(tl.pointer_type(tl.int32)) + slot, meta, mask=keep)
+        store_planes(page_ptr, slot, by_planes, keep, DIM, BITS, OFFSET, META, WP)
 
 
 @triton.jit(
@@ -151,26 +147,18 @@ def turned_append_kernel(
             return
     vector = program // 2 * R + tl.arange(0, R)
     token, head = vector // H, vector % H
-    keep = token < tl.load(num_valid)
-    row = tl.load(rows + token, mask=keep, other=0).to(tl.int64)
-    at = (row * L + layer) * H + head
-    slot = tl.load(write_slot + at, mask=keep, other=0)
-    slot += tl.load(offset + token, mask=keep, other=0).to(tl.int32)
-    column = tl.load(own_entry + at * TIERS, mask=keep, other=0) + slot // TOKENS
-    index = table_index(row_blocks, row, layer, head, column, keep, MAX_BLOCKS, L, H)
-    page = tl.load(page_table + index, mask=keep, other=0)
-    keep = keep & (page >= 0)
-    page_ptr = pages + page.to(tl.int64) * PAGE_BYTES  # [R]
-    slot = slot % TOKENS
+    page_ptr, slot, keep = reserved_slots(
+        token, head, rows, offset, num_valid, write_slot, own_entry, row_blocks, page_table, pages, layer,
+        TIERS, TOKENS, PAGE_BYTES, MAX_BLOCKS, L, H,
+    )  # fmt: skip
     wide = token.to(tl.int64)
     if program % 2 == 0:
         store_turned(
             key + wide * key_stride + head * key_head, means, head, page_ptr, slot, keep,
             D, KB, KEYS, KMETA, TURN_KEYS, B, NORM, LESS_MEANS, ASM,
         )  # fmt: skip
-        numbers = page_ptr.to(tl.pointer_type(tl.int32)) + slot
-        tl.store(numbers + POSITIONS // 4, tl.load(position + token, mask=keep, other=0).to(tl.int32), mask=keep)
-        tl.store(numbers + SCORES // 4, tl.zeros([R], tl.int32), mask=keep)
+        at = tl.load(position + token, mask=keep, other=0).to(tl.int32)
+        store_numbers(page_ptr, slot, keep, tl.zeros([R], tl.int32), at, SCORES, POSITIONS)
     else:
         store_turned(
             value + wide * value_stride + head * value_head, None, head, page_ptr, slot, keep,

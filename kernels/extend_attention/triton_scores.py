@@ -109,64 +109,22 @@ def new_scores_kernel(
                 asked = some + m < (prefix + silent) // EVERY
                 query = sampled(some + m, prefix, EVERY)
                 total += received_from(
-                    q,
-                    q_stride,
-                    q_head,
-                    lse,
-                    k,
-                    start,
-                    column,
-                    query,
-                    asked,
-                    at,
-                    factor,
-                    logit_cap,
-                    D,
-                    H * G,
-                    True,
-                    HAS_CAP,
-                )
+                    q, q_stride, q_head, lse, k, start, column, query, asked, at, factor, logit_cap,
+                    D, H * G, True, HAS_CAP,
+                )  # fmt: skip
             total *= EVERY
         for begin in range(own_first, tl.minimum(first + N, extend), M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q,
-                q_stride,
-                q_head,
-                lse,
-                k,
-                start,
-                column,
-                begin + m,
-                asked,
-                at,
-                factor,
-                logit_cap,
-                D,
-                H * G,
-                True,
-                HAS_CAP,
-            )
+                q, q_stride, q_head, lse, k, start, column, begin + m, asked, at, factor, logit_cap,
+                D, H * G, True, HAS_CAP,
+            )  # fmt: skip
         for begin in range(later_first, extend, M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
-                q,
-                q_stride,
-                q_head,
-                lse,
-                k,
-                start,
-                column,
-                begin + m,
-                asked,
-                at,
-                factor,
-                logit_cap,
-                D,
-                H * G,
-                False,
-                HAS_CAP,
-            )
+                q, q_stride, q_head, lse, k, start, column, begin + m, asked, at, factor, logit_cap,
+                D, H * G, False, HAS_CAP,
+            )  # fmt: skip
         received = received + total if MEAN else tl.maximum(received, total)
     if MEAN:
         received = received / G

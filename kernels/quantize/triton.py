@@ -68,6 +68,21 @@ def quantize_planes(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 1
 
 
 @triton.jit
+def store_planes(
+    page_ptr, slot, x, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
+    WP: tl.constexpr,
+):  # fmt: skip
+    """Quantise vectors laid out by planes, x [R, planes, WP] float32, and write codes and metadata of one field. Other
+    arguments as for ``store_vectors``."""
+    W: tl.constexpr = DIM * BITS // 8
+    byte = tl.arange(0, WP)
+    packed, meta = quantize_planes(x, (byte < W)[None, None, :], BITS)
+    target = page_ptr[:, None] + OFFSET + slot[:, None] * W + byte[None, :]
+    tl.store(target, packed, mask=keep[:, None] & (byte < W)[None, :])
+    tl.store((page_ptr + META).to(tl.pointer_type(tl.int32)) + slot, meta, mask=keep)
+
+
+@triton.jit
 def store_vectors(
     page_ptr, slot, x_ptr, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
     WP: tl.constexpr,
@@ -91,7 +106,4 @@ def store_vectors(
         byte = tl.arange(0, WP)
         inside = keep[:, None, None] & (byte < W)[None, None, :]
         x = tl.load(x_ptr[:, None, None] + element, mask=inside, other=0.0).to(tl.float32)
-        packed, meta = quantize_planes(x, (byte < W)[None, None, :], BITS)
-        target = page_ptr[:, None] + OFFSET + slot[:, None] * W + byte[None, :]
-        tl.store(target, packed, mask=keep[:, None] & (byte < W)[None, :])
-        tl.store((page_ptr + META).to(tl.pointer_type(tl.int32)) + slot, meta, mask=keep)
+        store_planes(page_ptr, slot, x, keep, DIM, BITS, OFFSET, META, WP)

@@ -44,11 +44,13 @@ class _Wrapper:
         key_means: torch.Tensor | None = None,
     ):
         self.state, self.ops, self.policy, self.rotation, self.queries = state, ops, policy, rotation, queries
-        self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, numbers of the state's dtype, rotated
+        self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, rotated as keys are
+        self._rounded_means = key_means  # the same numbers in the state's dtype, which they are rounded to
         if key_means is not None:
             assert key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
             means = key_means.to(state.device, torch.float32)
-            self.key_means = (rotated(means) if rotation.keys else means).to(state.dtype).float()
+            self._rounded_means = (rotated(means) if rotation.keys else means).to(state.dtype)
+            self.key_means = self._rounded_means.float()
         self.step: Step | None = None
 
     def begin(self) -> None:
@@ -98,8 +100,8 @@ class _Wrapper:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """New tokens that attend to stored ones too, in the form of these."""
         q, key, value = self.rotation.of(self.ops.rotate, q, key, value)
-        if self.key_means is not None:
-            key = key - self.key_means[layer].to(key.dtype)
+        if self._rounded_means is not None:
+            key = key - self._rounded_means[layer]
         return q, key, value
 
     def _turned_back(self, out: torch.Tensor) -> torch.Tensor:

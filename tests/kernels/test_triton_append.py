@@ -14,6 +14,33 @@ from tests.helpers import begin_step
 from tests.kernels.triton_helpers import BF16, DEVICE, clone_state, close, make_format, make_manager, vectors
 
 
+def drawn(tiers, dim, v_dim, dtype, count):
+    """A state in which row 4 has room for ``count`` new tokens behind 5, the generator, keys and values of these and of
+    two that are padding."""
+    raw = tiers.startswith("BF16")
+    manager = make_manager(make_format(tiers, dim, v_dim), dtype=dtype if raw else BF16, pages=800)
+    state, generator = manager.state, torch.Generator().manual_seed(count)
+    begin_step(manager, [4], [5], [0])
+    begin_step(manager, [4], [count], [5])
+    key, value = (x.to(dtype) for x in vectors(state, count + 2, generator))
+    key[0], value[1] = 3.0, 0.0  # vectors without a range
+    key[1, :, 0] = 500.0
+    return state, generator, key, value
+
+
+def owners(count):
+    """Rows and numbers of the tokens, and how many of them are not padding."""
+    rows = torch.cat([torch.full((count,), 4), torch.zeros(2)]).long().to(DEVICE)
+    return rows, torch.arange(count + 2, device=DEVICE), torch.tensor([count], dtype=torch.int32, device=DEVICE)
+
+
+def check_other_pages(state, twin, written):
+    """Raise AssertionError if pages that are not ``written`` differ."""
+    held = torch.zeros(state.pages.shape[0], dtype=torch.bool, device=DEVICE)
+    held[written.flatten()] = True
+    assert torch.equal(state.pages[~held].view(-1), twin.pages[~held].view(-1))
+
+
 @pytest.mark.parametrize("count", [3, 300])
 @pytest.mark.parametrize(
     ("tiers", "dim", "v_dim", "dtype"),
@@ -27,16 +54,8 @@ from tests.kernels.triton_helpers import BF16, DEVICE, clone_state, close, make_
 )
 def test_matches_reference(tiers, dim, v_dim, dtype, count):
     raw = tiers.startswith("BF16")
-    manager = make_manager(make_format(tiers, dim, v_dim), dtype=dtype if raw else BF16, pages=800)
-    state, generator = manager.state, torch.Generator().manual_seed(count)
-    begin_step(manager, [4], [5], [0])
-    begin_step(manager, [4], [count], [5])
-    key, value = (x.to(dtype) for x in vectors(state, count + 2, generator))
-    key[0], value[1] = 3.0, 0.0  # vectors without a range
-    key[1, :, 0] = 500.0
-    rows = torch.cat([torch.full((count,), 4), torch.zeros(2)]).long().to(DEVICE)
-    index = torch.arange(count + 2, device=DEVICE)
-    valid = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    state, _, key, value = drawn(tiers, dim, v_dim, dtype, count)
+    rows, index, valid = owners(count)
     twin = clone_state(state)
     wide = torch.cat([key, key], 2)[:, :, :dim]  # rows that are not contiguous
     append(state, 1, wide, value, rows, index, 5 + index, valid)
@@ -51,9 +70,7 @@ def test_matches_reference(tiers, dim, v_dim, dtype, count):
             assert torch.equal(getattr(view, name)[page, at][:, 1], getattr(ref, name)[page, at][:, 1]), name
     for name in ("keys", "values"):
         assert torch.equal(getattr(view, name)[page, at][:, 1], getattr(ref, name)[page, at][:, 1]), name
-    held = torch.zeros(state.pages.shape[0], dtype=torch.bool, device=DEVICE)
-    held[page.flatten()] = True
-    assert torch.equal(state.pages[~held].view(-1), twin.pages[~held].view(-1))
+    check_other_pages(state, twin, page)
 
 
 @pytest.mark.parametrize(
@@ -73,22 +90,14 @@ def test_matches_reference(tiers, dim, v_dim, dtype, count):
 def test_turned_on_the_way_as_the_reference(tiers, dim, v_dim, dtype, rotation, means, count):
     """Rotated, and less a head's vector, in one launch; the queries beside, from a slice of a wider tensor."""
     raw = tiers.startswith("BF16")
-    manager = make_manager(make_format(tiers, dim, v_dim), dtype=dtype if raw else BF16, pages=800)
-    state, generator = manager.state, torch.Generator().manual_seed(count)
-    begin_step(manager, [4], [5], [0])
-    begin_step(manager, [4], [count], [5])
-    key, value = (x.to(dtype) for x in vectors(state, count + 2, generator))
-    key[0], value[1] = 3.0, 0.0
-    key[1, :, 0] = 500.0
+    state, generator, key, value = drawn(tiers, dim, v_dim, dtype, count)
     key[count:], value[count:] = torch.nan, torch.nan  # padding
     heads = state.num_heads
     key_means = torch.randn(heads, dim, generator=generator).to(DEVICE) * 4 if means else None
     query, key, value = (
-        _slice_of_more(x.to(dtype)) for x in (torch.randn(count + 2, 3 * heads, dim, generator=generator), key, value)
+        slice_of_more(x.to(dtype)) for x in (torch.randn(count + 2, 3 * heads, dim, generator=generator), key, value)
     )
-    rows = torch.cat([torch.full((count,), 4), torch.zeros(2)]).long().to(DEVICE)
-    index = torch.arange(count + 2, device=DEVICE)
-    valid = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+    rows, index, valid = owners(count)
     twin, form = clone_state(state), {"rotation": rotation, "key_means": key_means}
     turned = append(state, 1, key, value, rows, index, 5 + index, valid, **form, query=query)
     reference(twin, 1, key[:count], value[:count], rows[:count], index[:count], 5 + index[:count], **form)
@@ -106,12 +115,28 @@ def test_turned_on_the_way_as_the_reference(tiers, dim, v_dim, dtype, rotation, 
         for name in ("keys", "values"):
             differ = getattr(view, name)[page, at] != getattr(ref, name)[page, at]
             assert differ.float().mean() < 1e-2, name
-    held = torch.zeros(state.pages.shape[0], dtype=torch.bool, device=DEVICE)
-    held[page.flatten()] = True
-    assert torch.equal(state.pages[~held].view(-1), twin.pages[~held].view(-1))
+    check_other_pages(state, twin, page)
 
 
-def _slice_of_more(x: torch.Tensor) -> torch.Tensor:
+@pytest.mark.parametrize("rotation", [Rotation(), Rotation(True, True)])
+def test_behind_pages_that_the_row_shares(rotation):
+    """A row's own pages begin behind those that it refers to; a token without a page goes nowhere."""
+    state, _, key, value = drawn("K8V4 K4V2", 64, 64, BF16, 300)
+    state.own_entry[4, ..., 0] = 2
+    twin, before, (rows, index, valid) = clone_state(state), clone_state(state), owners(300)
+    few, valid = slice(0, 3), torch.full_like(valid, 3)
+    arguments = (1, key[few], value[few], rows[few], index[few], 5 + index[few])
+    append(state, *arguments, valid, rotation=rotation)
+    reference(twin, *arguments, rotation=rotation)
+    view, ref, old = (x.tiers[0].positions for x in (state, twin, before))
+    assert torch.equal(view, ref) and not torch.equal(view, old)
+    homeless = clone_state(before)
+    homeless.page_table.fill_(-1)
+    append(homeless, *arguments, valid, rotation=rotation)
+    assert torch.equal(homeless.pages.view(-1), before.pages.view(-1))
+
+
+def slice_of_more(x: torch.Tensor) -> torch.Tensor:
     """The same heads between others, of NaN, as a model cuts them out of one projection."""
     wide = torch.full((x.shape[0], x.shape[1] + 3, x.shape[2]), torch.nan, dtype=x.dtype, device=DEVICE)
     wide[:, 1:-2] = x.to(DEVICE)
