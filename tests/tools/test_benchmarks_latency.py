@@ -42,7 +42,7 @@ class Streaming(BaseHTTPRequestHandler):
                     return
                 self.wfile.write(b"a\r\ndata: {}\n\n\r\n")
                 self.wfile.flush()
-                time.sleep(0.005)
+                time.sleep(0.02)
         except (BrokenPipeError, ConnectionResetError):
             pass
 
