@@ -1,10 +1,13 @@
-"""Where the time of a decode step goes: kernel times by part, from SGLang's own profiler.
+"""Where the time of a decode step, or of a pass that reads a prompt, goes: kernel times by part, from SGLang's own
+profiler.
 
 Each backend gets a server of its own. All requests decode together when ``--steps`` steps are recorded; what they
 took on the GPU is added up by part (matrix products, attention, its scores, page management, ...). Example:
 
     python -m benchmarks.serving.step_profile --geometry llama3-8b --kv-gib 24 --batch 128 --length 1024 \\
         --backends flashinfer:bf16 --diffkv 'default={}'
+
+With ``--prompts`` it is passes that are recorded, each of which reads one prompt of ``--length`` tokens.
 
 NAME.json and NAME.md in the output folder. Exit code 1 if a server failed. A GPU is needed.
 """
@@ -16,6 +19,7 @@ import gzip
 import json
 import random
 import re
+import statistics
 import sys
 import tempfile
 import threading
@@ -38,10 +42,10 @@ from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
 PARTS = {
-    "attention": r"split_kernel|decode|paged_?kv|flash_|fmha|batch_?prefill",
-    "scores, search, joining of splits": r"finish_kernel|offsets_kernel|ranges_kernel|merge_?states",
+    "attention": r"split_kernel|decode|paged_?kv|flash(_|::|attn)|fmha|batch_?prefill|prefillwith",
+    "scores, search, joining of splits": r"(finish|offsets|ranges|scores|merge)_kernel|merge_?states",
     "quantise and append": r"append_kernel|store_kv|set_kv|create_flashinfer",
-    "page management and compaction": r"(reserve|plan|move|count_rows|compact|release)_kernel",
+    "page management and compaction": r"(reserve|plan|move|count_rows|compact|release|spare|return|seal|spans?)_kernel",
     "matrix products": r"gemm|nvjet|cutlass|cublas|splitk|wgmma|matmul",
     "norms, rotary embedding, activation": r"norm|rope|rotary|rotate_kernel|silu|act_and_mul",
     "sampling": r"argmax|softmax|topk|sampl|sort|multinomial",
@@ -96,13 +100,16 @@ def next_steps(server: Server, steps: int, folder: Path) -> dict[str, Any]:
     asked = {"output_dir": str(folder), "num_steps": steps, "activities": ["GPU"]}
     server.post("/start_profile", asked).raise_for_status()
     deadline = time.monotonic() + 120
-    while not (found := sorted(folder.glob("*.json.gz"))):
+    while True:
+        try:
+            for found in sorted(folder.glob("*.json.gz")):
+                with gzip.open(found, "rt", encoding="utf-8") as file:
+                    return dict(json.load(file))
+        except EOFError:  # still being written
+            pass
         if time.monotonic() > deadline:
             raise BenchmarkError("no profile was written")
         time.sleep(0.5)
-    time.sleep(1.0)
-    with gzip.open(found[0], "rt", encoding="utf-8") as file:
-        return dict(json.load(file))
 
 
 def lengths(batch: int, longest: int, shortest: float) -> list[int]:
@@ -144,6 +151,38 @@ def record_steps(server: Server, setup: Setup, args: argparse.Namespace, folder:
     return trace
 
 
+def record_prompts(server: Server, setup: Setup, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], int]:
+    """A trace while prompts are read one after the other, and how many of them it holds. Raises BenchmarkError."""
+    draw, vocab = random.Random(f"profile {setup.seed}"), setup.shape.vocab
+    seconds: list[float] = []
+
+    def read(count: int) -> None:
+        for _ in range(count):
+            prompt = [draw.randrange(vocab // 2, vocab) for _ in range(args.length)]
+            body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+            begin = time.perf_counter()
+            server.post("/generate", body).raise_for_status()
+            seconds.append(time.perf_counter() - begin)
+
+    read(3)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(next_steps, server, args.steps, folder)
+        while not found.done():  # the profiler ends with the pass behind the last that it counts
+            read(1)
+        trace = found.result()
+    return trace, passes(trace, statistics.median(seconds))
+
+
+def passes(trace: dict[str, Any], seconds: float) -> int:
+    """How many prompts a trace holds, each of which takes ``seconds``. SGLang counts steps, and of a prompt with one
+    token of reply there may be one or two."""
+    found = [(start, start + duration) for _, start, duration in kernels(trace)]
+    if not found:
+        raise BenchmarkError("the profile holds no kernel: is this a GPU?")
+    span = max(end for _, end in found) - min(start for start, _ in found)
+    return max(round(span * 1e-6 / seconds), 1)
+
+
 def table(records: Sequence[Record]) -> str:
     """A column for each backend, milliseconds a step and share of the kernels' time."""
     good = [x for x in records if x["status"] == OK]
@@ -170,6 +209,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--room", type=int, default=512, help="tokens of a reply at most (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="recorded (default: %(default)s)")
+    parser.add_argument("--prompts", action="store_true", help="record passes over one prompt each, not decode steps")
     args = parser.parse_args(argv)
     args.argv = argv
     args.candidates = [*(args.backends or []), *args.diffkv]
@@ -182,6 +222,8 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     """A step's breakdown on one server."""
     warm_up(server, setup.shape.vocab, args.length, 8, setup.seed)
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+        if args.prompts:
+            return breakdown(*record_prompts(server, setup, args, Path(folder)))
         return breakdown(record_steps(server, setup, args, Path(folder)), args.steps)
 
 
@@ -189,9 +231,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Profile all backends, print the table and write the results."""
     args = parse_args(argv)
     model = model_name(args)
-    data = {"kind": "step_profile", "name": f"step_{model}", "steps": args.steps}
+    kind = "prompt" if args.prompts else "step"
+    data = {"kind": "step_profile", "name": f"{kind}_{model}", "steps": args.steps}
     tokens = f"{args.length}" if args.shortest == 1 else f"{round(args.shortest * args.length)} to {args.length}"
     title = f"A decode step of {args.batch} requests of {tokens} tokens, {model}"
+    if args.prompts:
+        title = f"A pass over a prompt of {args.length} tokens, {model}"
     return measure_each(args, data, title, partial(measure, args=args), table)
 
 

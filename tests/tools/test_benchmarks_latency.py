@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import time
@@ -125,6 +126,40 @@ def test_a_step_s_kernels_by_part():
     assert "| attention | 0.080 (29.6%) |" in text and "y: e" in text
     with pytest.raises(BenchmarkError, match="no kernel"):
         step_profile.breakdown({"traceEvents": []}, 2)
+
+
+@pytest.mark.parametrize("steps_of_a_prompt", [1, 2])
+def test_a_profile_of_prompts_is_divided_by_the_prompts_that_it_holds(tmp_path, steps_of_a_prompt):
+    """SGLang counts steps; a prompt may have a decode step behind it that is not worth speaking of."""
+    length, steps, prompts = 9, 4, []
+
+    class Reading:
+        def __init__(self):
+            self.left, self.kernels = 0, []
+
+        def post(self, path, body):
+            if path == "/start_profile":
+                self.left = body["num_steps"]
+                return SimpleNamespace(raise_for_status=lambda: None)
+            prompts.append(len(body["input_ids"]))
+            assert body["sampling_params"] == {"temperature": 0, "max_new_tokens": 1}
+            begin = time.perf_counter()
+            time.sleep(0.04)
+            if self.left > 0:
+                event = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": begin * 1e6}
+                self.kernels.append({**event, "dur": (time.perf_counter() - begin) * 1e6})
+                self.left -= steps_of_a_prompt
+                if self.left <= 0:
+                    with gzip.open(tmp_path / "x.json.gz", "wt", encoding="utf-8") as file:
+                        json.dump({"traceEvents": self.kernels}, file)
+            return SimpleNamespace(raise_for_status=lambda: None)
+
+    args = SimpleNamespace(length=length, steps=steps)
+    setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=100))
+    trace, count = step_profile.record_prompts(Reading(), setup, args, tmp_path)
+    assert count == steps // steps_of_a_prompt == len(trace["traceEvents"]) and set(prompts) == {length}
+    mean = sum(x["dur"] for x in trace["traceEvents"]) / count
+    assert step_profile.breakdown(trace, count)["parts_ms"]["matrix products"] == pytest.approx(mean / 1e3)
 
 
 @pytest.mark.parametrize("together", [False, True])
