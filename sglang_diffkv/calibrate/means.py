@@ -20,20 +20,15 @@ import torch
 import torch.nn.functional as F
 
 from sglang_diffkv import __version__
+from sglang_diffkv.calibrate.reading import add_arguments, load, read, windows
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.evaluate.cli import positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
-from sglang_diffkv.evaluate.prompts import load_tokenizer
-from sglang_diffkv.evaluate.server import has_gpu
-from sglang_diffkv.evaluate.tasks.files import TaskFileError, open_text, sha256
+from sglang_diffkv.evaluate.tasks.files import TaskFileError, sha256
 from sglang_diffkv.key_means import write_key_means
 
-ATTENTION = "diffkv_keys"
 SINKS = 4
 """First tokens of a sequence, whose keys are unlike all others."""
-MOST_CHARACTERS = 16
-"""Of a text that are read for each token."""
 
 
 class KeySums:
@@ -54,32 +49,12 @@ class KeySums:
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
-    @torch.inference_mode()
-    def read(self, model: Any, ids: Sequence[int]) -> None:
-        """One pass over a sequence."""
-        model.model(torch.tensor([list(ids)], device=model.device), use_cache=False)
-        self.tokens += len(ids) - SINKS
-
     def means(self) -> torch.Tensor:
         """[layers, KV heads, head_dim] float32. Raises EvaluationError where layers differ in heads."""
         shapes = {tuple(x.shape) for x in self.sums.values()}
         if len(shapes) != 1:
             raise EvaluationError(f"layers have keys of {sorted(shapes)}: one shape for all is needed")
         return torch.stack([self.sums[layer] for layer in sorted(self.sums)]).div(self.tokens).float()
-
-
-def load(path: str, sums: KeySums) -> Any:
-    """The model in bfloat16, as a server has it, on the GPU if there is one; nothing is downloaded. Raises
-    EvaluationError."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
-
-    AttentionInterface.register(ATTENTION, sums.attend)
-    options = {"dtype": torch.bfloat16, "attn_implementation": ATTENTION, "local_files_only": True}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"{path} cannot be loaded by transformers: {error}") from None
-    return model.to("cuda" if has_gpu() else "cpu").eval()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -89,16 +64,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", type=Path, required=True, help="plain text, perhaps .xz or .gz")
-    parser.add_argument("--tokens", type=positive, default=16384, help="to read at most (default: %(default)s)")
-    parser.add_argument(
-        "--window-tokens",
-        type=positive,
-        default=4096,
-        help="of a sequence; keys of later positions count as these (default: %(default)s)",
-    )
-    parser.add_argument("--tokenizer", help="its folder (default: the model's)")
+    add_arguments(parser, 16384, "of a sequence; keys of later positions count as these", 4096)
     parser.add_argument("--output", type=Path, required=True, help="file to write, .safetensors")
     args = parser.parse_args(argv)
     if args.window_tokens <= SINKS:
@@ -108,17 +74,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace) -> tuple[torch.Tensor, dict[str, str]]:
     """The means, and how they were found. Raises TaskFileError and EvaluationError."""
-    with open_text(args.text) as file:
-        text = file.read(args.tokens * MOST_CHARACTERS)
-    ids = load_tokenizer(args.tokenizer or args.model)(text, add_special_tokens=False)["input_ids"][: args.tokens]
-    windows = [ids[at : at + args.window_tokens] for at in range(0, len(ids), args.window_tokens)]
-    windows = [x for x in windows if len(x) > SINKS]
-    if not windows:
-        raise TaskFileError(f"{args.text.name}: {len(ids)} tokens are too few")
     sums = KeySums()
-    model = load(args.model, sums)
-    for window in windows:
-        sums.read(model, window)
+    passages = windows(args, SINKS + 1)
+    model = load(args.model, sums.attend)
+    for passage in passages:
+        read(model, passage)
+        sums.tokens += len(passage) - SINKS
     facts = {"model": model_name(args.model), "tokens": str(sums.tokens), "window_tokens": str(args.window_tokens)}
     return sums.means(), {**facts, "text_sha256": sha256(args.text), "sglang_diffkv": __version__}
 

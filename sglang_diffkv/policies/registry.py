@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
+from sglang_diffkv.policies.duo import DuoPolicyConfig
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicyConfig
@@ -19,6 +20,7 @@ PolicyConfig = (
     | SnapKVPolicyConfig
     | H2OPolicyConfig
     | StreamingPolicyConfig
+    | DuoPolicyConfig
     | XKVPolicyConfig
     | PyramidKVPolicyConfig
     | ZipagePolicyConfig

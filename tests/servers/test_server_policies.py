@@ -42,6 +42,7 @@ METHODS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "xkv": (ONE, {"name": "xkv", "keep": 0.4, "window": 8}),
     "zipage": (ONE, {"name": "zipage", "max_blocks": 4, "block": 32}),
     "streaming": (ONE, {"name": "streaming", "window": 128}),
+    "duo": (ONE, {"name": "duo", "pattern": [[0.9, 0.1], [0.2, 0.3]] * 3, "window": 64, "sinks": 16}),
 }
 """Name -> tiers and policy."""
 
