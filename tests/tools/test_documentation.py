@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -18,7 +19,7 @@ def _sections() -> dict[str, str]:
     """Of docs/methods.md: the text of each method's section, by the name that a configuration gives it."""
     page = (REPOSITORY / "docs" / "methods.md").read_text(encoding="utf-8")
     parts = [part.partition("\n") for part in page.split("\n## ")[1:]]
-    return {title.lower().removesuffix("llm"): text for title, _, text in parts}
+    return {title.lower().removesuffix("llm").removesuffix("attention"): text for title, _, text in parts}
 
 
 @pytest.mark.parametrize("policy", get_args(PolicyConfig), ids=lambda x: x.model_fields["name"].default)
@@ -28,8 +29,10 @@ def test_a_method_has_a_section_with_its_options(policy: type) -> None:
     assert [name for name in fields if f"`{name}`" not in text.partition("Options:")[2]] == []
 
 
-def test_the_configurations_of_the_page_are_taken() -> None:
-    """And choose the method under whose name they stand."""
+def test_the_configurations_of_the_page_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And choose the method under whose name they stand. One of them names a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full_attention_heads.tsv").write_text("0.5\t1\n", encoding="utf-8")
     shown = {name: re.findall(r"`(\{.*?\})`", text) for name, text in _sections().items()}
     assert len(shown) == len(get_args(PolicyConfig)) and all(shown.values())
     for name, configurations in shown.items():
