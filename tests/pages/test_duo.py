@@ -85,7 +85,7 @@ def test_a_pattern_may_be_a_file(tmp_path, form):
     policy = {"name": "duo", "pattern": str(path), "sparsity": 0.5, "window": 16, "sinks": 2}
     config = load_config(json.dumps({"tiers": ["BF16"], "policy": policy}))
     assert config.build_policy() == DuoPolicy(((True, False), (True, False)), 16, 2)
-    assert not config.lossless
+    assert not config.lossless and config.policy is not None
     assert config.policy.obstacle(2, 2) == "" and "2 layers with 2 KV heads" in config.policy.obstacle(2, 4)
 
 

@@ -12,6 +12,7 @@ from benchmarks.paths import NANO
 from sglang_diffkv.calibrate import retrieval
 from sglang_diffkv.config import load_config
 from sglang_diffkv.evaluate.prompts import load_tokenizer
+from sglang_diffkv.policies.duo import DuoPolicyConfig
 
 TEXT = "The quick brown fox jumps over the lazy dog. 12 + 30 = 42; sorted: 1 2 3 5 8.\n" * 12
 PASSAGE, WINDOW, SINKS = 40, 12, 3
@@ -37,9 +38,10 @@ def test_shares_are_those_of_the_model_s_attention(tmp_path: Path, monkeypatch: 
         query, key = torch.arange(PASSAGE, 2 * PASSAGE)[:, None], torch.arange(2 * PASSAGE)
         found.append((layers * ((key >= SINKS) & (key <= query - WINDOW))).sum(3).mean(2))
     mean = torch.stack(found).mean(0)  # [L, Hq]
-    config = load_config(json.dumps({"tiers": ["BF16"], "policy": {"name": "duo", "pattern": str(output)}}))
-    expected = mean.view(len(mean), len(config.policy.pattern[0]), -1).amax(2)
-    got = torch.tensor(config.policy.pattern)
+    policy = load_config(json.dumps({"tiers": ["BF16"], "policy": {"name": "duo", "pattern": str(output)}})).policy
+    assert isinstance(policy, DuoPolicyConfig)
+    expected = mean.view(len(mean), len(policy.pattern[0]), -1).amax(2)
+    got = torch.tensor(policy.pattern)
     assert got.shape == expected.shape and (got - expected).abs().max() < 0.02 and expected.max() > 0.1
 
 
