@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.reach import kept_in_layers
 from sglang_diffkv.policies.base import kv_slots_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ class PageLedger:
 
     def growth_estimate(self) -> float:
         """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests
-        whose prompt is compacted; where they are few, the last value stands.
+        whose prompt is compacted; where they are few, the last value stands. Of layers with a sliding window those
+        tokens count that they hold.
 
         An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
         retracts. A request that holds a budget grows in the high tier between its compressions.
@@ -106,10 +108,10 @@ class PageLedger:
             return self._estimate
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
-        tokens = sum(manager.rows.length(row) for row in rows)
-        if tokens >= ESTIMATE_TOKENS:
+        lengths = [manager.rows.length(row) for row in rows]
+        if sum(lengths) >= ESTIMATE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
-            self._estimate = min(GROWTH_MARGIN * held / tokens, 1.0)
+            self._estimate = min(GROWTH_MARGIN * held / sum(map(self._within_windows, lengths)), 1.0)
         return self._estimate
 
     @property
@@ -117,26 +119,35 @@ class PageLedger:
         """``growth_estimate`` as it was last asked for: reading it on one rank alone leaves the others' equal."""
         return self._estimate
 
-    @property
-    def growing(self) -> Callable[[int, int], int] | None:
-        """``RunningBudgets.growing`` where requests hold a budget."""
-        return None if self.manager.running is None else self.manager.running.growing
+    def _within_windows(self, length: float) -> float:
+        """Of a sequence of ``length`` tokens, those that layers hold on average as far as their windows go."""
+        return length * kept_in_layers(self.manager.geometry.reaches, length) if length else 0.0
 
-    def growing_of(self, row: int | None, more: float) -> float:
-        """Of ``more`` tokens that a running request may still generate, those by which what it holds may grow."""
+    def growth(self, length: int, more: int) -> float:
+        """High-tier tokens that ``more`` generated ones are expected to take behind ``length``, by the growth
+        estimate: up to its budget where a request holds one, and in sliding layers up to their windows."""
         running = self.manager.running
-        if running is None or row is None or row not in self.manager.rows:
-            return more
-        return min(more, max(running.rule.limit - running.held(row), 0))
+        if running is not None:
+            return running.growing(length, more) * self.growth_estimate()
+        return (self._within_windows(length + more) - self._within_windows(length)) * self.growth_estimate()
 
-    def growth_of(self, row: int | None) -> float:
-        """The same for a running request: by its own pages where it is long enough."""
+    def growth_of(self, row: int | None, more: float) -> float:
+        """The same of a running request, by its own pages where it is long enough."""
+        manager, running = self.manager, self.manager.running
+        length = 0 if row is None else manager.rows.length(row)
+        if row is None or not length:
+            return more * self.growth_estimate()
+        if running is not None:
+            return min(more, max(running.rule.limit - running.held(row), 0)) * self.growth_estimate()
+        return (self._within_windows(length + more) - self._within_windows(length)) * self._estimate_of(row, length)
+
+    def _estimate_of(self, row: int, length: int) -> float:
+        """The growth estimate by the pages of one request, if it is long enough."""
         manager = self.manager
-        length = 0 if row is None or manager.rows.in_prompt(row) else manager.rows.length(row)
-        if manager.running is None and length >= ROW_ESTIMATE_TOKENS:
+        if length >= ROW_ESTIMATE_TOKENS and not manager.rows.in_prompt(row):
             held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
             if held:
-                return min(GROWTH_MARGIN * held / length, 1.0)
+                return min(GROWTH_MARGIN * held / self._within_windows(length), 1.0)
         return self.growth_estimate()
 
     def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
@@ -144,7 +155,7 @@ class PageLedger:
         tokens). Running requests make room by compression and by a falling estimate, not only by ending."""
         if self.refused is None:
             return False
-        growth = sum(self.growing_of(row, tokens) * self.growth_of(row) for row, tokens in expected)
+        growth = sum(self.growth_of(row, tokens) for row, tokens in expected)
         copy = self._first_copy() * self.manager.fmt.high.tokens / self.manager.geometry.heads
         return self.available() + self.evictable() - growth - copy > self.refused
 

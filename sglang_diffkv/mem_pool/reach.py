@@ -30,7 +30,7 @@ def whole_tokens(reaches: Sequence[int]) -> int:
     return min((keep_of(reach) for reach in reaches if reach), default=0)
 
 
-def kept_in_layers(reaches: Sequence[int], length: int) -> float:
+def kept_in_layers(reaches: Sequence[int], length: float) -> float:
     """Share of a sequence of ``length`` tokens that layers hold on average, as far as windows go."""
     if not any(reaches):
         return 1.0

@@ -157,21 +157,20 @@ def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
     return adder._lock_node(node)
 
 
-Growing = Callable[[int, int], int]
-"""Of so many tokens more, after a length, those by which what a request holds may grow."""
+Growth = Callable[[int, int], float]
+"""What so many tokens more, behind a length, are expected to take, in high-tier tokens."""
 
 
 @contextmanager
-def estimated(req: Any, growth: float, growing: Growing | None = None) -> Iterator[None]:
+def estimated(req: Any, growth: Growth, *, budget: bool = False) -> Iterator[None]:
     """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it.
-    Each counts ``growth``, of those that ``growing`` leaves where there is a budget. Then ``ignore_eos`` is off, too:
-    without a prefix cache SGLang would reckon such requests, and all that run, at their full length."""
+    Where there is a ``budget``, ``ignore_eos`` is off, too: without a prefix cache SGLang would reckon such requests,
+    and all that run, at their full length."""
     params, made = req.sampling_params, len(req.output_ids)
     before = {name: getattr(params, name) for name in ("max_new_tokens", "ignore_eos")}
     more = max(params.max_new_tokens - made, 0)
-    if growing is not None:
-        more, params.ignore_eos = growing(prompt_len(req), more), False
-    params.max_new_tokens = made + math.ceil(more * growth)
+    params.max_new_tokens = made + math.ceil(growth(prompt_len(req), more))
+    params.ignore_eos = before["ignore_eos"] and not budget
     try:
         yield
     finally:
@@ -179,13 +178,12 @@ def estimated(req: Any, growth: float, growing: Growing | None = None) -> Iterat
             setattr(params, name, value)
 
 
-def tokens_wanted(req: Any, growth: float, growing: Growing | None = None) -> float:
+def tokens_wanted(req: Any, growth: Growth) -> float:
     """What admission asks for a request: its prompt, and the tokens it may generate, as ``estimated``."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    rest = rest if growing is None else growing(prompt_len(req), rest)
-    return prompt_len(req) - prefix_len(req) + growth * rest + 1
+    return prompt_len(req) - prefix_len(req) + growth(prompt_len(req), rest) + 1
 
 
 def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:

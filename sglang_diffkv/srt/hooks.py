@@ -135,7 +135,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     with compat.node_locked(self, req.last_node):
         admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
     result, compacted = AddReqResult.NO_TOKEN, False
-    with compat.estimated(req, ledger.growth_estimate(), ledger.growing):
+    with compat.estimated(req, ledger.growth, budget=ledger.manager.running is not None):
         if admission.fits:
             result = original(self, req, *args, **kwargs)
         if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
@@ -178,8 +178,7 @@ def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -
     offset, requests = original(self, req), requests_of(self)
     if requests is None:
         return offset
-    row, ledger = compat.row_of(req), requests.ledger
-    return ledger.growing_of(row, offset) * ledger.growth_of(row)
+    return requests.ledger.growth_of(compat.row_of(req), offset)
 
 
 # Batches

@@ -143,7 +143,7 @@ class Requests:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its
         own prefix locks as a whole can make it, and these were evicted."""
         ledger, tree = self.ledger, self.tree
-        ledger.refused = compat.tokens_wanted(req, ledger.growth_estimate(), ledger.growing) - admission.saved
+        ledger.refused = compat.tokens_wanted(req, ledger.growth) - admission.saved
         if not getattr(req, "diffkv_waited", False):
             req.diffkv_waited = True
             ledger.waited += 1

@@ -169,7 +169,7 @@ class DiffKVServer:
         self.ledger.refused = wanted
 
     def growth_of(self, row: int) -> float:
-        return self.ledger.growth_of(row)
+        return self.ledger.growth_of(row, 1.0)
 
     def retry(self, expected: list[tuple[int, float]]) -> bool:
         return self.ledger.refused is not None and self.ledger.room_for_refused(expected)

@@ -226,7 +226,7 @@ def test_kv_slots_follow_the_longest_reply_and_growth_is_at_full_price():
     manager.running.began(1)
     manager.rows.end_prompt(1)
     manager.counts.settle()
-    assert ledger.growth_of(1) == ledger.growth_estimate() == 1.0, "new tokens are high until the next compression"
+    assert ledger.growth_of(1, 1) == ledger.growth_estimate() == 1.0, "new tokens are high until the next compression"
     before = ledger.available() + ledger.evictable()
     ledger.refused = before - 1.0
     assert not ledger.room_for_refused([]), "with another request, room for a copy is set aside"

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from sglang_diffkv.config import CHECK_ENV
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt import compat, hooks
@@ -56,12 +59,17 @@ def request(limit: int, made: int) -> SimpleNamespace:
     return SimpleNamespace(sampling_params=sampling, output_ids=[0] * made, full_untruncated_fill_ids=[0] * 40)
 
 
+def half(length: int, more: int) -> float:
+    assert length == 40, "the prompt and what is generated"
+    return more / 2
+
+
 def test_a_request_is_expected_to_grow_less_for_admission_only() -> None:
     req = request(100, 30)
-    with compat.estimated(req, 0.5):
+    with compat.estimated(req, half):
         assert req.sampling_params.max_new_tokens == 30 + 35
     assert req.sampling_params.max_new_tokens == 100
-    with pytest.raises(KeyError), compat.estimated(req, 0.5):
+    with pytest.raises(KeyError), compat.estimated(req, half):
         raise KeyError
     assert req.sampling_params.max_new_tokens == 100
 
@@ -69,7 +77,9 @@ def test_a_request_is_expected_to_grow_less_for_admission_only() -> None:
 def test_a_request_with_a_budget_is_expected_to_grow_up_to_it() -> None:
     req = request(100, 30)
     req.sampling_params.ignore_eos = True
-    with compat.estimated(req, 0.5, lambda length, more: min(more, 60 - length)):
+    with compat.estimated(req, half):
+        assert req.sampling_params.ignore_eos
+    with compat.estimated(req, lambda length, more: min(more, 60 - length) / 2, budget=True):
         assert req.sampling_params.max_new_tokens == 30 + 10 and not req.sampling_params.ignore_eos
     assert req.sampling_params.max_new_tokens == 100 and req.sampling_params.ignore_eos
 
@@ -90,17 +100,37 @@ def test_a_long_request_has_an_estimate_of_its_own() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     manager = session.manager
     session.extend({1: 300, 2: 300, 3: 20})
-    assert ledger.growth_of(1) == ledger.growth_estimate() == 1.0, "prompts say nothing"
+    assert ledger.growth_of(1, 1) == ledger.growth_estimate() == 1.0, "prompts say nothing"
     manager.prompts.untouched.add(2)
     for row in (1, 2, 3):
         session.end_prompt(row)
     session.step([1, 2, 3])
     manager.counts.settle()
     held = manager.device.pages_of(1) * manager.fmt.high.tokens / manager.geometry.heads
-    assert ledger.growth_of(1) == pytest.approx(GROWTH_MARGIN * held / 301)
-    assert ledger.growth_of(1) < ledger.growth_estimate()
-    assert ledger.growth_of(2) == 1.0, "all of it stayed in the high tier"
-    assert ledger.growth_of(3) == ledger.growth_of(None) == ledger.growth_estimate()
+    assert ledger.growth_of(1, 40) == pytest.approx(40 * GROWTH_MARGIN * held / 301)
+    assert ledger.growth_of(1, 40) < ledger.growth(300, 40) == pytest.approx(40 * ledger.growth_estimate())
+    assert ledger.growth_of(2, 40) == 40, "all of it stayed in the high tier"
+    assert ledger.growth_of(3, 40) == ledger.growth_of(None, 40) == ledger.growth(9, 40)
+
+
+def test_what_grows_in_layers_with_a_window_ends_with_it() -> None:
+    """One of two layers sees 40 tokens back, so a long request grows in the other only, and a short one in both: what
+    running requests hold says how much of their windows' tokens, not of all, a generated token takes."""
+    sizes = {"num_rows": 8, "num_segments": 8, "max_tokens": 1000}
+    manager = PageManager(Geometry(make_format(("K8V4",)), 2, 2, 1200, **sizes, reaches=(0, 40)), UniformPolicy())
+    window = keep_of(40)
+    session, ledger = Session(manager), PageLedger(manager, 2000)
+    session.extend({1: 500, 2: 20}, scores=False, check=False)
+    for row in (1, 2):
+        session.end_prompt(row)
+    manager.counts.settle()
+    assert ledger.growth_estimate() == pytest.approx(1.0, abs=0.01), "it was a half by all tokens"
+    price = ledger.growth_estimate()
+    assert ledger.growth_of(1, 100) == pytest.approx(50 * price) and ledger.growth(500, 100) == pytest.approx(
+        50 * price
+    )
+    assert ledger.growth_of(2, 30) == ledger.growth(20, 30) == pytest.approx(30 * price), "within both windows"
+    assert ledger.growth(20, 400) == pytest.approx((400 + window - 20) / 2 * price)
 
 
 class Adder(SimpleNamespace):
