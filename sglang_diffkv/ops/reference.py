@@ -110,7 +110,7 @@ class ReferenceOps:
         if self.lossless and not cap and sink_logits is None:
             return raw_attention(state, layer, q, *lens, scale, reach)
         return extend_attention(
-            state, layer, q, key, value, *lens, scale, update_scores=policy.compresses and not reach, logit_cap=cap,
+            state, layer, q, key, value, *lens, scale, update_scores=policy.scores_prompts and not reach, logit_cap=cap,
             judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
             reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
         )  # fmt: skip

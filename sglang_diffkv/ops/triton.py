@@ -264,7 +264,7 @@ class TritonOps:
             step.max_extend,
             step.max_prefix,
             scale,
-            update_scores=policy.compresses and not reach,
+            update_scores=policy.scores_prompts and not reach,
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,

@@ -20,6 +20,9 @@ from sglang_diffkv.policies.budget import Budget
 HeadValues = tuple[tuple[float, ...], ...]
 """[layers][KV heads]."""
 
+NEVER = float(1 << 27)
+"""No token receives so many times the mean attention: a mean over one token is 1, and a sequence has fewer tokens."""
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -60,9 +63,19 @@ class Pointwise:
 
     @property
     def prunes(self) -> bool:
-        if isinstance(self.low, tuple):
-            return any(x > 0 for layer in self.low for x in layer)
-        return self.low > 0
+        return max(_each(self.low)) > 0
+
+    @property
+    def reads_scores(self) -> bool:
+        """False if no score could change a decision: thresholds are 0, which any reaches, or beyond ``NEVER``."""
+        least = min(_each(self.scale or 1.0))
+        thresholds = [*_each(self.high), *self.between, *_each(self.low)]
+        return any(0 < x * least < NEVER for x in thresholds)
+
+
+def _each(value: float | HeadValues) -> list[float]:
+    """The values of all heads."""
+    return [x for layer in value for x in layer] if isinstance(value, tuple) else [value]
 
 
 @dataclass(frozen=True)
@@ -230,6 +243,12 @@ class Policy:
     def running(self) -> Running | None:
         """When a running request is judged again; None: never. Generation steps then keep no scores up."""
         return None
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether a prompt's tokens are scored: not where no decision depends on it, as with a window alone."""
+        rules = (self.prompt, self.generation)
+        return any(rule is not None and not (isinstance(rule, Pointwise) and not rule.reads_scores) for rule in rules)
 
     @property
     def scores_steps(self) -> bool:

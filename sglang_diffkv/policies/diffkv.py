@@ -103,7 +103,7 @@ class DiffKVPolicyConfig(PolicyOptions):
     sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
     observe_every: int = Field(
-        default=1,
+        default=4,
         ge=1,
         le=64,
         description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it",
@@ -122,7 +122,7 @@ class DiffKVPolicyConfig(PolicyOptions):
     def _ordered(self) -> DiffKVPolicyConfig:
         if self.alpha_low > self.alpha_high:
             raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
-        if self.observe_every > self.window:
+        if "observe_every" in self.model_fields_set and self.observe_every > self.window:
             raise ValueError(
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
                 "window would be judged by nobody"
@@ -159,6 +159,5 @@ class DiffKVPolicyConfig(PolicyOptions):
 
     def build(self) -> DiffKVPolicy:
         rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
-        return DiffKVPolicy(
-            *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=self.observe_every
-        )
+        every = min(self.observe_every, self.window)
+        return DiffKVPolicy(*rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=every)
