@@ -98,6 +98,7 @@ def test_sampling_is_an_option_of_long_prompts():
     sampled = DiffKVPolicyConfig(observe_every=4).build()
     assert sampled.observation == Observation(queries=256, every=4)
     assert sampled.observation.since([200, 1000]) == [0, 744]
+    assert DiffKVPolicyConfig(window=3).build().observation.every == 3, "where it is not given, at most the window"
     with pytest.raises(ValueError, match="observe_every 4 is above window 3"):
         DiffKVPolicyConfig(observe_every=4, window=3)
 
