@@ -47,6 +47,56 @@ def fill_accept_out_cache_loc_cpu(
     accept_out_cache_loc[: len(found)] = found.to(accept_out_cache_loc.dtype)
 
 
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """Read the slots of the ``topk * num_steps`` tokens behind each request's, request after request."""
+    assign_extend_cache_locs_cpu(
+        req_pool_indices, req_to_token, seq_lens, seq_lens + topk * num_steps, out_cache_loc, pool_len
+    )
+
+
+def fill_bonus_tokens_cpu(
+    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
+) -> None:
+    """Each request's last accepted token; ``accept_tokens`` has ``accept_stride`` places a request."""
+    last = torch.arange(len(accept_lens)) * accept_stride + accept_lens.long() - 1
+    bonus_tokens.copy_(accept_tokens.flatten()[last])
+
+
+def build_tree_kernel_efficient_cpu(
+    parent_list: torch.Tensor,
+    selected_index: torch.Tensor,
+    verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Mask, positions and links of chains of drafts. Raises NotImplementedError for trees, and for a mask that has the
+    tokens before the drafts (SGLang's ``TreeMaskMode`` other than QLEN_ONLY)."""
+    count, batch = draft_token_num, len(verified_seq_len)
+    if topk != 1 or count != depth + 1 or int(tree_mask_mode) != 1:
+        raise NotImplementedError("the placeholder sgl_kernel has chains of drafts alone")
+    node = torch.arange(count)
+    tree_mask.copy_((node <= node.view(-1, 1)).flatten().repeat(batch))
+    positions.copy_((verified_seq_len.view(-1, 1) + node).flatten())
+    retrive_index.copy_(torch.arange(batch * count).view(batch, count))
+    retrive_next_token.copy_(torch.where(node + 1 < count, node + 1, -1).expand(batch, count))
+    retrive_next_sibling.fill_(-1)
+
+
 def reconstruct_indices_from_tree_mask(
     tree_mask: torch.Tensor,
     verified_seq_len: torch.Tensor,
