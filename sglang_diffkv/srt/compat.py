@@ -226,11 +226,9 @@ def decline_prefill_graphs(server_args: Any) -> None:
     if release() < (0, 5, 21):
         config.prefill.backend = "disabled"
         return
-    from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-    without = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
-    declare_resolution(server_args, "sglang_diffkv", cuda_graph_config=without)
+    decide(server_args, cuda_graph_config=with_phase(config, Phase.PREFILL, backend=Backend.DISABLED))
 
 
 def decline_hybrid_swa_pools(server_args: Any) -> bool:
@@ -238,13 +236,18 @@ def decline_hybrid_swa_pools(server_args: Any) -> bool:
     were on: then a model with such layers would get them."""
     if resolved(server_args).disable_hybrid_swa_memory:
         return False
-    if release() < (0, 5, 21):
-        server_args.override("sglang_diffkv", disable_hybrid_swa_memory=True)
-    else:
-        from sglang.srt.arg_groups.overrides import declare_resolution
-
-        declare_resolution(server_args, "sglang_diffkv", disable_hybrid_swa_memory=True)
+    decide(server_args, disable_hybrid_swa_memory=True)
     return True
+
+
+def decide(server_args: Any, **fields: Any) -> None:
+    """Give arguments a value that their user did not ask for."""
+    if release() < (0, 5, 21):
+        server_args.override("sglang_diffkv", **fields)
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, "sglang_diffkv", **fields)
 
 
 def tensor_parallel_ranks() -> Ranks:

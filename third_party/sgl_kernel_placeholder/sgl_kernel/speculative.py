@@ -1,6 +1,8 @@
 """What SGLang calls of ``sgl_kernel`` when it verifies drafts on a CPU, in plain PyTorch. Results go to the arguments
 that the names say, as in the compiled build."""
 
+import ctypes
+
 import torch
 
 
@@ -60,6 +62,16 @@ def assign_draft_cache_locs_contiguous_cpu(
     assign_extend_cache_locs_cpu(
         req_pool_indices, req_to_token, seq_lens, seq_lens + topk * num_steps, out_cache_loc, pool_len
     )
+
+
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
+) -> None:
+    """Copy slots ``src_loc`` to ``tgt_loc`` in each of the buffers at ``data_ptrs``, whose slots are ``strides`` bytes."""
+    for start, size in zip(data_ptrs.tolist(), strides.tolist()):
+        lines = [ctypes.string_at(start + slot * size, size) for slot in src_loc.tolist()]
+        for slot, line in zip(tgt_loc.tolist(), lines):
+            ctypes.memmove(start + slot * size, line, size)
 
 
 def fill_bonus_tokens_cpu(
