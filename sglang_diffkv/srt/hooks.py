@@ -215,7 +215,10 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if self.is_empty():
         return None
     result = original(self, *args, **kwargs)
-    requests.plan_decode(self.reqs, [length - 1 for length in self.seq_lens_cpu.tolist()])
+    if requests.manager.drafts:
+        requests.plan_verification(self.reqs)
+    else:
+        requests.plan_decode(self.reqs, [length - 1 for length in self.seq_lens_cpu.tolist()])
     return result
 
 

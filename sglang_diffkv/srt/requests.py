@@ -225,11 +225,13 @@ class Requests:
         return {rows[row]: reason for row, reason in found.items()}
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
-        """The next pass computes one token of each request, at positions ``starts``, or verifies its drafts."""
+        """The next pass computes one token of each request, at positions ``starts``."""
         rows = [compat.allocated_row_of(req) for req in reqs]
-        if self.manager.drafts:
-            return self.manager.plan_verification(rows)
         return self.manager.plan_step(rows, [1] * len(rows), starts)
+
+    def plan_verification(self, reqs: list[Any]) -> PlannedStep:
+        """The next pass verifies drafts of each request, behind what the device has of it."""
+        return self.manager.plan_verification([compat.allocated_row_of(req) for req in reqs])
 
     def step_ended(self, reqs: list[Any]) -> list[Any]:
         """A pass's results are about to go out. Those of its requests that lost tokens to an empty ring."""

@@ -64,6 +64,12 @@ def chain_worker(worker: type, *, ngram: bool) -> type:
     """SGLang's worker that drafts and verifies, over pages. ``ngram``: whether it is the one of n-grams."""
 
     class ChainWorker(worker):
+        def init_cuda_graphs(self) -> None:
+            super().init_cuda_graphs()
+            target = self.target_worker.model_runner
+            if target.decode_cuda_graph_runner is not None:
+                target.attn_backend.capture_commits(target.decode_cuda_graph_runner.capture_bs)
+
         def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
             verifies = batch.forward_mode.is_decode()
             result = super().forward_batch_generation(batch, *args, **kwargs)

@@ -7,7 +7,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from sglang_diffkv.attention.wrappers import DecodeWrapper, VerifyWrapper
+from sglang_diffkv.attention.verification import VerifyWrapper
+from sglang_diffkv.attention.wrappers import DecodeWrapper
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops import ReferenceOps, Scaling
@@ -40,7 +41,8 @@ def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROT
     for row, length in ((1, 20), (2, 9), (3, 17)):
         add_prompt(manager, row, length, generator)
     more = {"rotation": rotation, "key_means": means}
-    return manager, DecodeWrapper(state, ops, policy, **more), VerifyWrapper(state, ops, policy, **more)
+    verify = VerifyWrapper(state, ops, policy, q_heads=GROUP * heads, **more)
+    return manager, DecodeWrapper(state, ops, policy, **more), verify
 
 
 def drawn(manager, generator):
@@ -123,11 +125,12 @@ def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotati
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
 def test_kernels_verify_as_the_reference(tiers):
     manager, _, verify = make(tiers, "triton")
-    reference = VerifyWrapper(manager.state, ReferenceOps(), manager.policy)
+    reference = VerifyWrapper(manager.state, ReferenceOps(), manager.policy, q_heads=GROUP)
     layers = drawn(manager, torch.Generator().manual_seed(6))
     for rows, lengths, drafts in (([1, 2, 3], [20, 9, 17], DRAFTS), ([3, 1, 1], [17, 12, 15], 1)):
         for wrapper in (verify, reference):
             wrapper.plan(torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE), drafts)
+            wrapper.begin()
         for layer, tensors in enumerate(layers):
             some = [x[: 3 * drafts] for x in tensors]
             got, expected = (wrapper.run(layer, *some, SCALING) for wrapper in (verify, reference))
