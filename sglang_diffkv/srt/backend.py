@@ -55,6 +55,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
         self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
         self.verify: VerifyWrapper | None = None
+        self.drafts_mask: Any = None
+        self.needs_cpu_seq_lens = not manager.drafts  # SGLang need not wait for what was accepted
         if manager.drafts:
             self.verify = VerifyWrapper(*core, q_heads=manager.q_heads, rotation=rotation, key_means=means)
         self.new_tokens: ExtendWrapper | VerifyWrapper = self.extend
@@ -101,7 +103,7 @@ class DiffKVAttnBackend(AttentionBackend):
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
-            queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means,
+            queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means, drafts=self.manager.drafts,
         )  # fmt: skip
 
     # What SGLang's graph runner asks
@@ -110,6 +112,13 @@ class DiffKVAttnBackend(AttentionBackend):
         self.manager.ops.prepare_graphs(self.state, max_bs)
         if self.verify is not None:
             self.verify.prepare_graphs(max_bs, self.manager.drafts)
+            self.drafts_mask = compat.unread_mask(max_bs, self.manager.drafts, self.state.device)
+
+    @property
+    def verify_mask(self) -> Any:
+        """Room for the mask that SGLang makes of drafts, which none of ours reads; without it SGLang would make one over
+        whole sequences in each pass."""
+        return self.drafts_mask
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1

@@ -209,6 +209,14 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
+def unread_mask(requests: int, drafts: int, device: Any) -> Any:
+    """SGLang's room for the mask of drafts of up to so many requests, for a backend that does not read it."""
+    from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+
+    sizes = {"max_bs": requests, "max_context_len": 0, "num_draft_tokens": drafts, "device": device}
+    return maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, is_read=False, **sizes)
+
+
 def prefill_graphs_wanted(server_args: Any) -> bool:
     """Whether prefill would run in CUDA graphs."""
     config = getattr(resolved(server_args), "cuda_graph_config", None)

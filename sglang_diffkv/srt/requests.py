@@ -241,9 +241,10 @@ class Requests:
     def verified(self, reqs: list[Any]) -> None:
         """The results of a verification are out: those of its requests that still run have the tokens it accepted."""
         for req in reqs:
-            row = compat.row_of(req)
-            if row is not None and row in self.manager.rows:
-                self.manager.rows.accepted(row, compat.committed_len(req), self.manager.drafts)
+            row, rows = compat.row_of(req), self.manager.rows
+            if row is None or row not in rows or rows.in_prompt(row) or req.is_retracted:
+                continue  # it has left, and perhaps come back
+            rows.accepted(row, compat.committed_len(req), self.manager.drafts)
 
     def _follow(self, req: Any, row: int) -> None:
         """What the host knows of a row that is about to be shared or given up: of a verification whose results are just

@@ -85,7 +85,7 @@ def _canary(value: Any, args: Any) -> bool:
 
 
 def _unlike_chains(value: Any, args: Any) -> bool:
-    served = algorithm_of(args) in (NGRAM, *OF_A_MODEL) and args.device == "cpu" and getattr(args, "tp_size", 1) == 1
+    served = algorithm_of(args) in (NGRAM, *OF_A_MODEL) and getattr(args, "tp_size", 1) == 1
     return bool(value) and not served
 
 
@@ -113,7 +113,7 @@ _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and -
 _ELASTIC = "elastic expert parallelism, in which ranks leave while others decide with them: drop its options"
 
 _TREES = f"trees of drafts: add {CHAIN}"
-_MODELS_RUN = "tests/servers/test_server_draft_model.py::test_drafts_of_a_model_give_stock_tokens"
+_MODELS_RUN = "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens"
 _CHAINS_RUN = "tests/servers/test_server_identity.py::test_chains_of_drafts_give_stock_tokens"
 
 REFUSED: dict[str, Refused] = {
@@ -127,8 +127,8 @@ REFUSED: dict[str, Refused] = {
         "tests/servers/test_server_kv_dtype.py::test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers",
     ),
     "speculative_algorithm": Refused(
-        f"--speculative-algorithm {{value}}: of speculative decoding {NGRAM}, {', '.join(OF_A_MODEL)} are served, on a "
-        "CPU and on one rank; drop it",
+        f"--speculative-algorithm {{value}}: of speculative decoding {NGRAM}, {', '.join(OF_A_MODEL)} are served, on one "
+        "rank; drop it",
         _unlike_chains,
         _CHAINS_RUN,
     ),
@@ -159,7 +159,7 @@ REFUSED: dict[str, Refused] = {
     "decoupled_spec_role": Refused("speculative decoding: drop --decoupled-spec-role", _not("null", None)),
     "uno_lora_path": Refused("speculative decoding: drop --uno-lora-path"),
     "enable_return_aux_hidden_states": Refused(
-        "auxiliary hidden states, which need --speculative-algorithm: drop --enable-return-aux-hidden-states"
+        "auxiliary hidden states in replies: drop --enable-return-aux-hidden-states"
     ),
     "disaggregation_mode": Refused("prefill/decode disaggregation: drop --disaggregation-mode", _not("null", None)),
     "enable_pd_role_switch": Refused("prefill/decode disaggregation: drop --enable-pd-role-switch"),

@@ -18,6 +18,14 @@ NOISE = 0.02
 """Scale of random weights."""
 
 
+def model_drafts(algorithm: str, model: Path, steps: int = 3) -> tuple[str, ...]:
+    """Arguments of a server whose chains ``model`` proposes."""
+    return (
+        "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model), "--speculative-eagle-topk",
+        "1", "--speculative-num-steps", str(steps), "--speculative-num-draft-tokens", str(steps + 1),
+    )  # fmt: skip
+
+
 def make_eagle(folder: Path, texts: list[list[int]]) -> None:
     """An EAGLE head that foresees nano's hidden states by a linear map, fitted to ``texts``, beside a random layer."""
     tensors = {name: NOISE * x for name, x in _layer("layers.0.", HIDDEN).items() if "input_layernorm" not in name}
