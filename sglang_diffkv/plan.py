@@ -58,8 +58,9 @@ class MemoryPlan:
             read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
-        more = {"reaches": reaches, "draft_bytes": draft_bytes}
-        return cls(config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, **more)
+        return cls(
+            config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, reaches=reaches, draft_bytes=draft_bytes
+        )  # fmt: skip
 
     @property
     def heads(self) -> int:
@@ -107,8 +108,9 @@ class MemoryPlan:
         owning = self.draft_bytes > 0
         kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.reaches, owning=owning)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
-        more = {"queries": queries, "draft_bytes": self.draft_bytes}
-        return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact, **more)
+        return Footprint.of(
+            state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes
+        )  # fmt: skip
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
         """Most high-tier tokens with which everything on the device stays within ``budget`` bytes; 0 if there are none.

@@ -1,4 +1,4 @@
-"""Verification of drafts over compressed pages, in plan/run form as ``wrappers.py``, and the commit of those accepted."""
+"""Verification of drafts over compressed pages, planned and run as in ``wrappers.py``, and the commit of those taken."""
 
 from __future__ import annotations
 

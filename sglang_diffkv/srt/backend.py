@@ -116,8 +116,8 @@ class DiffKVAttnBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """Room for the mask that SGLang makes of drafts, which none of ours reads; without it SGLang would make one over
-        whole sequences in each pass."""
+        """Room for the mask that SGLang makes of drafts, which nothing reads here; without it SGLang would make one
+        over whole sequences in each pass."""
         return self.drafts_mask
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -61,8 +61,9 @@ class DiffKVPool(KVCache):
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
         running = self.manager.running
         queries = None if running is None else running.cache
-        more = {"queries": queries, "draft_bytes": self.draft_bytes}
-        return Footprint.of(state, geometry, ops, kv_slots=self.kv_slots, exact=exact, **more)
+        return Footprint.of(
+            state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes
+        )  # fmt: skip
 
     def get_kv_size_bytes(self) -> int:
         return int(self.mem_usage * GIB) if self.manager else 0

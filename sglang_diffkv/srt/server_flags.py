@@ -85,7 +85,7 @@ def _canary(value: Any, args: Any) -> bool:
 
 
 def _unlike_chains(value: Any, args: Any) -> bool:
-    served = algorithm_of(args) in (NGRAM, *OF_A_MODEL) and getattr(args, "tp_size", 1) == 1
+    served = algorithm_of(args) in (NGRAM, *OF_A_MODEL)
     return bool(value) and not served
 
 
@@ -127,8 +127,7 @@ REFUSED: dict[str, Refused] = {
         "tests/servers/test_server_kv_dtype.py::test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers",
     ),
     "speculative_algorithm": Refused(
-        f"--speculative-algorithm {{value}}: of speculative decoding {NGRAM}, {', '.join(OF_A_MODEL)} are served, on one "
-        "rank; drop it",
+        f"--speculative-algorithm {{value}}: use {NGRAM}, {', '.join(OF_A_MODEL)}, which draft chains, or drop it",
         _unlike_chains,
         _CHAINS_RUN,
     ),

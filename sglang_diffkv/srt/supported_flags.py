@@ -188,9 +188,7 @@ ONLY_WITH: dict[str, str] = {
         "speculative_domino_candidate_pool_size"
     ),
     "speculative_adaptive": "speculative_adaptive_config",
-    "decoupled_spec_role": (
-        "decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank"
-    ),
+    "decoupled_spec_role": ("decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank"),
     "enable_return_aux_hidden_states": "aux_hidden_state_capture return_aux_hidden_state_layer_ids",
     "speculative_ngram_external_sam_budget": (
         "speculative_ngram_external_corpus_path speculative_ngram_external_corpus_max_tokens"
@@ -232,7 +230,8 @@ ONLY_WITH: dict[str, str] = {
         "cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_prefill_max_context cuda_graph_max_seq_len_prefill"
     ),
     "models with multi-head latent or sparse attention": (
-        "speculative_dsa_topk_backend disable_chunked_prefix_cache flashinfer_mla_disable_ragged dsa_prefill_backend dsa_decode_backend "
+        "speculative_dsa_topk_backend "
+        "disable_chunked_prefix_cache flashinfer_mla_disable_ragged dsa_prefill_backend dsa_decode_backend "
         "dsa_paged_mqa_logits_backend dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype "
         "dsv4_attn_backend dsv4_prefill_backend enable_deepseek_v4_fp4_indexer c128_page_size"
     ),

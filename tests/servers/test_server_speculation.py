@@ -91,9 +91,7 @@ def test_drafts_change_no_reply(
     assert equal >= 12
 
 
-def test_a_prefix_from_the_cache_has_its_draft_keys(
-    prompts: list[list[int]], server_of: Callable[..., Server]
-) -> None:
+def test_a_prefix_from_the_cache_has_its_draft_keys(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
     """The draft model finds what it stored of a shared prefix by the same KV slots: it proposes what it would propose
     had it computed the prefix anew."""
     args = (*model_drafts("STANDALONE", NANO), "--chunked-prefill-size", "128")
