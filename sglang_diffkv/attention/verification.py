@@ -1,4 +1,4 @@
-"""Verification of drafts over compressed pages, planned and run as in ``wrappers.py``, and the commit of those taken."""
+"""Verification of drafts over compressed pages, planned and run as in ``wrappers.py``, and their commit."""
 
 from __future__ import annotations
 
