@@ -123,8 +123,10 @@ def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotati
             assert all(torch.equal(got[layer][i * DRAFTS + n], out) for (layer, i, n), out in outs.items())
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
-def test_kernels_verify_as_the_reference(tiers):
+@pytest.mark.parametrize(("tiers", "splits"), [("K8V4 K4V2", 2), ("BF16", 16)])
+def test_kernels_verify_as_the_reference(tiers, splits, monkeypatch):
+    """Also where programs that share a head's pages have several each, or none."""
+    monkeypatch.setattr("sglang_diffkv.kernels.extend_attention.triton.MOST_SPLITS", splits)
     manager, _, verify = make(tiers, "triton")
     reference = VerifyWrapper(manager.state, ReferenceOps(), manager.policy, q_heads=GROUP)
     layers = drawn(manager, torch.Generator().manual_seed(6))
