@@ -24,6 +24,8 @@ STAGES = {
     "overlap": "",
 }
 """Arguments of servers."""
+OFTEN = "--decode-log-interval 4"
+"""SGLang counts what was accepted when it logs."""
 
 
 def draft_args(algorithm: str, draft_model: str, steps: int) -> str:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             began = time.monotonic()
             print(f"\n## {algorithm}, {stage}\n", flush=True)
             given = ["--n", str(args.n), "--model", args.model, "--batch-sizes", "1", "8", "--max-new-tokens", "96"]
-            given += ["--diffkv-config", args.diffkv_config, f"--server-args={STAGES[stage]}"]
+            given += ["--diffkv-config", args.diffkv_config, f"--server-args={STAGES[stage]} {OFTEN}"]
             given += [f"--draft-args={draft_args(algorithm, args.draft_model, args.steps)}"]
             try:
                 failed += identity.main(given)

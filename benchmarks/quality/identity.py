@@ -104,8 +104,8 @@ def collect(
                 replies[f"{prefix}batch {size}"] = ask(server, args, prompts, size)
             replies[f"{prefix}batch {size}, prefix hits"] = ask(server, args, prompts, size)
             if drafts:
-                accepted = server.server_info()["internal_states"][0]["avg_spec_accept_length"]
-                print(f"{backend} {' '.join(extra)}: {accepted:.3f} tokens a verification", flush=True)
+                accepted = server.server_info()["internal_states"][0].get("avg_spec_accept_length")
+                print(f"{backend} {' '.join(extra)}: {accepted} tokens accepted a verification", flush=True)
     return replies
 
 
