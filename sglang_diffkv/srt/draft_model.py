@@ -14,8 +14,8 @@ import torch
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import SERVED
-from sglang_diffkv.srt.speculation import drafts_by_model
-from sglang_diffkv.srt.validation import BACKEND
+from sglang_diffkv.srt.speculation import chain_worker, drafts_by_model
+from sglang_diffkv.srt.validation import BACKEND, is_selected
 
 BACKENDS = {"cuda": "triton", "cpu": "torch_native"}
 """Attention backend of the draft model where none is given."""
@@ -62,6 +62,12 @@ def check_pool(pool: Any) -> None:
             f"--attention-backend diffkv: SGLang built a {type(pool).__name__} for the draft model, which the plugin "
             "cannot make large enough. Use another --speculative-draft-model-path, or --speculative-algorithm NGRAM."
         )
+
+
+def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
+    """Who drafts and verifies: SGLang's worker for its ``algorithm``, which tells the pages what was accepted."""
+    worker = original(algorithm, server_args)
+    return chain_worker(worker, ngram=algorithm.is_ngram()) if is_selected(server_args) else worker
 
 
 # On a CPU SGLang drafts with the AMX kernels alone
@@ -116,11 +122,13 @@ class TorchSteps:
             backend.init_forward_metadata(forward_batch)
 
 
-_FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory."
+_SPECULATIVE = "sglang.srt.speculative."
+_FACTORY = _SPECULATIVE + "draft_utils.DraftBackendFactory."
 
 DRAFT_HOOKS = {
+    _SPECULATIVE + "spec_info.SpeculativeAlgorithm.create_worker": create_worker,
     _FACTORY + "create_decode_backend": create_decode_backend,
     _FACTORY + "create_draft_extend_backend": create_draft_extend_backend,
 }
-"""Target in SGLang -> AROUND hook. Without effect unless a draft model runs on torch_native, which SGLang itself
-refuses."""
+"""Target in SGLang -> AROUND hook. The factory's are without effect unless a draft model runs on torch_native, which
+SGLang itself refuses."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
-from sglang_diffkv.srt import build, compat, draft_model, launch, metrics, speculation
+from sglang_diffkv.srt import build, compat, draft_model, launch, metrics
 from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.draft_model import DRAFT_HOOKS
 from sglang_diffkv.srt.kv_canary import CANARY_HOOKS
@@ -222,12 +222,6 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     return result
 
 
-def create_worker(original: Any, self: Any, server_args: Any) -> Any:
-    """Who drafts and verifies: SGLang's worker, which tells the pages what was accepted."""
-    worker = original(self, server_args)
-    return speculation.chain_worker(worker, ngram=self.is_ngram()) if is_selected(server_args) else worker
-
-
 def free_row(original: Any, self: Any, req: Any) -> Any:
     """A request leaves its row: on finish, abort and retraction alike."""
     allocator = getattr(self, "diffkv_allocator", None)
@@ -381,7 +375,6 @@ HOOKS = {
     ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
     BATCH + "prepare_for_extend": prepare_for_extend,
     BATCH + "prepare_for_decode": prepare_for_decode,
-    SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker": create_worker,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
     SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,
