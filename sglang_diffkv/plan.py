@@ -34,9 +34,18 @@ class MemoryPlan:
     gpu: bool
     ranks: int = 1
     reaches: tuple[int, ...] = ()
+    draft_bytes: int = 0
+    """Bytes that a draft model's keys and values take for each KV slot; 0 without one."""
 
     @classmethod
-    def of(cls, configurator: Any, config: DiffKVConfig, num_layers: int, reaches: tuple[int, ...] = ()) -> MemoryPlan:
+    def of(
+        cls,
+        configurator: Any,
+        config: DiffKVConfig,
+        num_layers: int,
+        reaches: tuple[int, ...] = (),
+        draft_bytes: int = 0,
+    ) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
         ``reaches``: as of ``Geometry``.
 
@@ -49,7 +58,9 @@ class MemoryPlan:
             read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
-        return cls(config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, reaches=reaches)
+        return cls(
+            config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, reaches=reaches, draft_bytes=draft_bytes
+        )  # fmt: skip
 
     @property
     def heads(self) -> int:
@@ -94,9 +105,12 @@ class MemoryPlan:
         ops = self.ops(state, geometry, policy)
         ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
         exact = self.config.prefix_fidelity == "exact"
-        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.reaches)
+        owning = self.draft_bytes > 0
+        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.reaches, owning=owning)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
-        return Footprint.of(state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries)
+        return Footprint.of(
+            state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes
+        )  # fmt: skip
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:
         """Most high-tier tokens with which everything on the device stays within ``budget`` bytes; 0 if there are none.

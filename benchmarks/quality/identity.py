@@ -6,9 +6,11 @@ prefix hits and with chunked prefill; stock's own differences, and those of stoc
 (``--controls``), show how far the hardware's rounding goes.
 For each reply that differs the table gives the first differing position and, at that position, the gap
 between the reference's two best log-probabilities: a rounding tie has a gap of about the rounding of the
-logits. Example:
+logits. With ``--draft-args`` the server under test drafts, and so does a further stock server on a GPU (on a CPU
+stock's PyTorch attention cannot verify); the tokens accepted a pass are told of both. Examples:
 
     python -m benchmarks.quality.identity --n 60 --output identity.json
+    python -m benchmarks.quality.identity --draft-args "--speculative-algorithm STANDALONE ..."
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from benchmarks import splits
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate import client, report
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
-from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
 
@@ -70,6 +72,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tie", type=float, default=0.125, help="largest gap of a rounding tie (default: %(default)s)")
     parser.add_argument("--model", default=str(NANO), help="default: the nano model of the repository")
     parser.add_argument("--server-args", type=shlex.split, default=[], help="more arguments, one string")
+    parser.add_argument("--draft-args", type=shlex.split, default=[], help="arguments of speculative decoding")
     parser.add_argument("--output", type=Path, help="write everything to this JSON file")
     return parser.parse_args(argv)
 
@@ -84,18 +87,25 @@ def choose(args: argparse.Namespace) -> list[Example]:
 
 
 def collect(
-    args: argparse.Namespace, backend: str, config: str | None, prompts: Sequence[Sequence[int]]
+    args: argparse.Namespace,
+    backend: str,
+    config: str | None,
+    prompts: Sequence[Sequence[int]],
+    drafts: Sequence[str] = (),
 ) -> dict[str, list[client.Record]]:
-    """The replies of one kind of server in every variant."""
+    """The replies of one kind of server in every variant. ``drafts``: its arguments of speculative decoding."""
     replies: dict[str, list[client.Record]] = {}
     for chunk in (None, args.chunk):
-        extra = [] if chunk is None else ["--chunked-prefill-size", str(chunk)]
+        extra = [*drafts] if chunk is None else [*drafts, "--chunked-prefill-size", str(chunk)]
         with Server(args.model, backend, [*args.server_args, *extra], diffkv_config=config) as server:
             prefix = "" if chunk is None else f"chunk {chunk}, "
             for size in args.batch_sizes if chunk is None else args.batch_sizes[-1:]:
                 server.flush_cache()
                 replies[f"{prefix}batch {size}"] = ask(server, args, prompts, size)
             replies[f"{prefix}batch {size}, prefix hits"] = ask(server, args, prompts, size)
+            if drafts:
+                accepted = server.server_info()["internal_states"][0].get("avg_spec_accept_length")
+                print(f"{backend} {' '.join(extra)}: {accepted} tokens accepted a verification", flush=True)
     return replies
 
 
@@ -172,8 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     servers = {
         "stock": collect(args, stock_backend(), None, prompts),
         **{f"stock, {name}": collect(args, name, None, prompts) for name in args.controls},
-        args.backend: collect(args, args.backend, config, prompts),
+        args.backend: collect(args, args.backend, config, prompts, args.draft_args),
     }
+    if args.draft_args and has_gpu():
+        servers["stock, drafts"] = collect(args, stock_backend(), None, prompts, args.draft_args)
     reference = servers["stock"].get("batch 1") or next(iter(servers["stock"].values()))
     rows, differences = [], []
     for name, variants in servers.items():

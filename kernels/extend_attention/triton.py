@@ -12,7 +12,13 @@ import torch
 import triton
 
 from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
-from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
+from sglang_diffkv.kernels.device import processors_of
+from sglang_diffkv.kernels.extend_attention.triton_paged import (
+    merge_kernel,
+    merge_many_kernel,
+    paged_kernel,
+    ragged_kernel,
+)
 from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
 from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
 from sglang_diffkv.mem_pool.page_format import PageFormat
@@ -23,6 +29,8 @@ ROWS = 64
 PAGED_ROWS = 16
 """Rows of a program over pages. It has one warp, which takes ``mma.sync``: with four, Triton 3.6 takes ``wgmma``, whose
 reads of shared memory go out of bounds in the K4V2 kernel at head_dim 128, and which is slower here besides."""
+MOST_SPLITS = 16
+"""Programs over pages that share a KV head of a request whose new tokens are not stored."""
 SCORE_QUERIES = 32
 """Queries of an iteration of the scores of pages, by two warps for the same reason."""
 NEW_KEYS = 128
@@ -123,7 +131,8 @@ def extend_attention(
         assert new_part is not None
         out, lse = new_part
     else:
-        parts = 1 + len(fmt.tiers) if max_prefix else 1
+        splits = 1 if stored else _splits(triton.cdiv(max_extend * group, PAGED_ROWS) * heads * batch, q.device)
+        parts = 1 + len(fmt.tiers) * splits if max_prefix else 1
         outs = torch.empty(parts, tokens, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
         lses = torch.empty(parts, tokens, q_heads, device=q.device)
         out, lse = outs[0], lses[0]
@@ -144,15 +153,22 @@ def extend_attention(
         state.write_slot,
     )  # fmt: skip
     if max_prefix:
+        count = tokens * q_heads
         for tier in _constants(*_shape(state)):
-            paged_kernel[(triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)](
-                q, outs[1 + tier["TIER"]], lses[1 + tier["TIER"]], starts, extend_lens, prefix_lens, rows, state.pages,
-                *tables, layer, sm_scale, logit_cap, reach, DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, **tier,
-                **common, num_warps=1, num_stages=2,
+            at = 1 + tier["TIER"] * splits
+            paged_kernel[(triton.cdiv(max_extend * group, PAGED_ROWS), heads * splits, batch)](
+                q, outs[at], lses[at], starts, extend_lens, prefix_lens, rows, state.pages, *tables, layer, sm_scale,
+                logit_cap, reach, splits, count, DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, **tier, **common,
+                num_warps=1, num_stages=2,
             )  # fmt: skip
-        merge_kernel[(triton.cdiv(tokens * q_heads, 16),)](
-            out, lse, outs, lses, tokens * q_heads, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
-        )
+        if stored:
+            merge_kernel[(triton.cdiv(count, 16),)](
+                out, lse, outs, lses, count, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
+            )
+        else:
+            merge_many_kernel[(triton.cdiv(count, 4),)](
+                out, lse, outs, lses, count, parts, DV=fmt.v_head_dim, R=4, num_warps=4
+            )
     if sink_logits is not None:
         _add_sinks(out, lse, sink_logits)
     if update_scores:
@@ -161,6 +177,12 @@ def extend_attention(
             logit_cap, judged or {}, observe_from, observe_every, reduce,
         )  # fmt: skip
     return out, lse
+
+
+def _splits(programs: int, device: torch.device) -> int:
+    """Programs that share a head's pages, for a pass of a few new tokens a request: ``programs`` would leave most of
+    the device idle."""
+    return max(1, min(MOST_SPLITS, 4 * processors_of(device) // programs))
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> None:

@@ -43,12 +43,12 @@ def largest_of(q, vector, live, D: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "reach"],
+    do_not_specialize=["layer", "reach", "splits", "part"],
     do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows"],
 )
 def paged_kernel(
     q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, write_slot, layer, sm_scale, logit_cap, reach,
+    own_entry, write_slot, layer, sm_scale, logit_cap, reach, splits, part,
     TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
@@ -57,9 +57,15 @@ def paged_kernel(
     SLIDES: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(longest extend * G / M), H, B); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2. With
-    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included. ``STORED``: new tokens are in the pages."""
+    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included. ``STORED``: new tokens are in the pages. If
+    not, the grid is (.., H * splits, B): so many programs share a head's pages, and each writes a part of out [splits,
+    tokens, Hq, DV] and lse, whose parts are ``part`` vectors long."""
     b = tl.program_id(2)
     head = tl.program_id(1)
+    split = 0
+    if not STORED:
+        split = head // H
+        head = head % H
     first = tl.program_id(0) * M
     extend = tl.load(extend_lens + b).to(tl.int32)
     if first >= extend * G:
@@ -92,15 +98,15 @@ def paged_kernel(
     q_parts = ()
     offset = tl.zeros([M], tl.float32)
     total = tl.zeros([M], tl.float32)
-    for part in tl.static_range(KPARTS):
+    for plane in tl.static_range(KPARTS):
         inside = live_row[:, None] & (kcol[None, :] < KW)
         if RAW:
             x = tl.load(q + vector[:, None] * D + kcol[None, :], mask=inside, other=0.0).to(dot_type)
         else:
-            x = query_operand(q + vector[:, None] * D, kcol[None, :], inside, qscale, part, KB, KW)  # [M, KWP]
+            x = query_operand(q + vector[:, None] * D, kcol[None, :], inside, qscale, plane, KB, KW)  # [M, KWP]
             row_sum = tl.sum(x.to(tl.float32), 1)
             offset += row_sum * MAGIC
-            total += row_sum * operand_weight(KB, part)
+            total += row_sum * operand_weight(KB, plane)
         q_parts = q_parts + (x,)
     factor = sm_scale * LOG2E if RAW else sm_scale * LOG2E / qscale
 
@@ -110,10 +116,18 @@ def paged_kernel(
     accs = ()
     for _ in tl.static_range(VPARTS):
         accs = accs + (tl.zeros([M, VWP], tl.float32),)
+    begin = 0
+    end = count * CHUNKS
+    if not STORED:
+        share = (end + splits - 1) // splits
+        begin = split * share
+        end = tl.minimum(begin + share, end)
+        lse += split.to(tl.int64) * part
+        out += split.to(tl.int64) * part * DV
     page, lo, hi = tile_page(
-        0, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
+        begin, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
     )
-    for tile in range(0, count * CHUNKS):
+    for tile in range(begin, end):
         slot = (tile % CHUNKS) * N + tl.arange(0, N)
         live = slot < TOKENS
         page_at = page.to(tl.int64) * PAGE_BYTES
@@ -134,8 +148,8 @@ def paged_kernel(
             vword = tl.load(numbers + VMETA // 4, mask=live, other=0)
             vscale, vzero = meta_pair(tl.where(valid, vword, 0))
             s = tl.broadcast_to(-offset[:, None], [M, N])
-            for part in tl.static_range(KPARTS):
-                s = tl.dot(q_parts[part], shifted_codes(k, KB, part // BYTES, part % BYTES, ASM), s)
+            for plane in tl.static_range(KPARTS):
+                s = tl.dot(q_parts[plane], shifted_codes(k, KB, plane // BYTES, plane % BYTES, ASM), s)
             s = s * (kscale * factor)[None, :] + total[:, None] * (kzero * factor)[None, :]
         if HAS_CAP:
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
@@ -162,9 +176,9 @@ def paged_kernel(
             weight = (prob * vscale[None, :]).to(tl.float16)
             excess = tl.sum(weight.to(tl.float32), 1) * MAGIC
         updated = ()
-        for part in tl.static_range(VPARTS):
-            codes = v if RAW else shifted_codes(v, VB, part // BYTES, part % BYTES, ASM)
-            updated = updated + (tl.dot(weight, codes, accs[part] * alpha[:, None] - excess[:, None]),)
+        for plane in tl.static_range(VPARTS):
+            codes = v if RAW else shifted_codes(v, VB, plane // BYTES, plane % BYTES, ASM)
+            updated = updated + (tl.dot(weight, codes, accs[plane] * alpha[:, None] - excess[:, None]),)
         accs = updated
         page, lo, hi = tile_page(
             tile + 1, count, row_blocks, page_table, range_lo, range_hi, row, layer, head,
@@ -173,13 +187,13 @@ def paged_kernel(
 
     inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
     tl.store(lse + vector, m + tl.log2(norm), mask=live_row)
-    for part in tl.static_range(VPARTS):
-        o = accs[part]
-        if part // BYTES == LAST_V:
-            for plane in tl.static_range(LAST_V):
-                o -= accs[plane * BYTES + part % BYTES]
-        o = (o * (1.0 / (1 << (part // BYTES * VB))) + z[:, None]) * inverse[:, None]
-        at = vcol * BYTES + part // BYTES * (VW * BYTES) + part % BYTES
+    for plane in tl.static_range(VPARTS):
+        o = accs[plane]
+        if plane // BYTES == LAST_V:
+            for lower in tl.static_range(LAST_V):
+                o -= accs[lower * BYTES + plane % BYTES]
+        o = (o * (1.0 / (1 << (plane // BYTES * VB))) + z[:, None]) * inverse[:, None]
+        at = vcol * BYTES + plane // BYTES * (VW * BYTES) + plane % BYTES
         inside = live_row[:, None] & (vcol[None, :] < VW)
         tl.store(out + vector[:, None] * DV + at[None, :], o.to(out.dtype.element_ty), mask=inside)
 
@@ -264,6 +278,30 @@ def merge_kernel(out, lse, parts_out, parts_lse, count, PARTS: tl.constexpr, DV:
         x = tl.load(parts_out + (part * count + wide[:, None]) * DV + d[None, :], mask=inside, other=0.0)
         norm += weight
         acc += weight[:, None] * x.to(tl.float32)
+    acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
+    tl.store(out + wide[:, None] * DV + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + wide, top + tl.log2(norm), mask=live)
+
+
+@triton.jit(do_not_specialize=["count", "parts"])
+def merge_many_kernel(out, lse, parts_out, parts_lse, count, parts, DV: tl.constexpr, R: tl.constexpr):
+    """As ``merge_kernel``, of any number of parts."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    d = tl.arange(0, padded(DV))
+    live = r < count
+    wide = r.to(tl.int64)
+    inside = live[:, None] & (d[None, :] < DV)
+    top = tl.full([R], NEVER, tl.float32)
+    norm = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, padded(DV)], tl.float32)
+    for part in range(parts):
+        logit = tl.load(parts_lse + part * count + wide, mask=live, other=float("-inf"))
+        x = tl.load(parts_out + (part * count + wide[:, None]) * DV + d[None, :], mask=inside, other=0.0)
+        highest = tl.maximum(top, logit)
+        weight, kept = tl.exp2(logit - highest), tl.exp2(top - highest)
+        norm = norm * kept + weight
+        acc = acc * kept[:, None] + weight[:, None] * x.to(tl.float32)
+        top = highest
     acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
     tl.store(out + wide[:, None] * DV + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
     tl.store(lse + wide, top + tl.log2(norm), mask=live)

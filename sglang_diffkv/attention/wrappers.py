@@ -8,9 +8,6 @@ entry has its block (``PageManager.plan_step`` and ``launch_step`` do).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
@@ -21,7 +18,7 @@ from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy
 
 
-class _Wrapper:
+class Wrapper:
     """What decode and extend passes share.
 
     Args:
@@ -109,7 +106,7 @@ class _Wrapper:
         return self.ops.rotate(out)[0] if self.rotation.values else out
 
 
-class DecodeWrapper(_Wrapper):
+class DecodeWrapper(Wrapper):
     """Decode steps: one new token a request.
 
     ``begin``, ``run`` for each layer and ``end`` launch kernels only, so that a CUDA graph can hold them, after
@@ -143,7 +140,7 @@ class DecodeWrapper(_Wrapper):
             self.ops.slide(self.state, step.rows, step.seq_lens, step.num_valid)
 
 
-class ExtendWrapper(_Wrapper):
+class ExtendWrapper(Wrapper):
     """Prompts, whole or in chunks. Not for graphs: shapes follow the plan."""
 
     decodes = False
@@ -195,78 +192,3 @@ class ExtendWrapper(_Wrapper):
         sliding layers' windows."""
         if seq_len > untouched_tokens(self.state, self.policy):
             self.ops.compact_prompts(self.state, [(row, seq_len)], self.policy)
-
-
-@dataclass(frozen=True)
-class _Chains:
-    """What a layer computed of the tokens that are to be verified."""
-
-    q: torch.Tensor  # [B * drafts, Hq, head_dim], rotated as keys are
-    key: torch.Tensor  # [B * drafts, H, head_dim]
-    value: torch.Tensor  # [B * drafts, H, v_head_dim]
-    scaling: Scaling
-    sink_logits: torch.Tensor | None
-
-
-class VerifyWrapper(_Wrapper):
-    """Verification of drafts: a chain of tokens of each request attends, and those that are accepted are stored.
-
-    A draft touches no page before it is accepted, so there is nothing to roll back. ``commit`` then takes the accepted
-    tokens as the decode steps that they stand for, one after the other: slots, scores and compaction are those of
-    decode without drafts. Where the policy keeps no scores of decode steps, only keys and values are stored.
-    """
-
-    decodes = False
-
-    def __init__(self, *args: Any, **more: Any):
-        super().__init__(*args, **more)
-        assert self.queries is None, "a policy that judges running requests is refused with drafts"
-        self._decode = DecodeWrapper(self.state, self.ops, self.policy)
-        self._chains: list[_Chains] = []
-
-    def plan(self, rows: torch.Tensor, seq_lens: torch.Tensor, drafts: int) -> None:
-        """rows: [B] integers on the device. seq_lens: [B], tokens stored before. drafts: tokens of each request."""
-        self.step = Step.chains(rows, seq_lens.clone(), drafts)
-        self._chains = []
-
-    def begin(self) -> None:
-        assert self.step is not None, "plan comes first"
-
-    def _run(
-        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        assert layer == len(self._chains), "layers come in order"
-        form = self._as_stored(layer, q, key, value)
-        self._chains.append(_Chains(form[0], key, value, scaling, sink_logits))
-        return self._turned_back(self.ops.verify(self.state, layer, *form, step, *scaling, sink_logits))
-
-    def commit(self, accepted: torch.Tensor) -> None:
-        """Store the first ``accepted`` ([B] integers, on the device) tokens of each chain."""
-        step = self.step
-        assert step is not None and accepted.shape == step.rows.shape, "plan comes first"
-        assert len(self._chains) == self.state.num_layers, "every layer has run"
-        order = accepted.argsort(descending=True, stable=True)  # so that padding is last
-        accepted, rows, stored = accepted[order], step.rows[order], step.prefix_lens[order]
-        for number in range(step.max_extend):
-            goes_on = accepted > number
-            lengths, chosen = stored + number + 1, order * step.max_extend + number
-            if self.ops.pads:
-                self._decode_one(torch.where(goes_on, rows, 0), torch.where(goes_on, lengths, 1), chosen)
-            elif goes_on.any():
-                self._decode_one(rows[goes_on], lengths[goes_on], chosen[goes_on])
-        self._chains = []
-
-    def _decode_one(self, rows: torch.Tensor, seq_lens: torch.Tensor, chosen: torch.Tensor) -> None:
-        """A decode step of the chains' tokens ``chosen``, whose attention is known: [B] of each."""
-        decode = self._decode
-        decode.plan(rows, seq_lens)
-        decode.begin()
-        assert decode.step is not None
-        for layer, chains in enumerate(self._chains):
-            self._append(decode.step, layer, chains.key[chosen], chains.value[chosen])
-            if decode.step.found is not None and not self.state.reach(layer):
-                scale, cap = chains.scaling
-                q = chains.q[chosen]
-                self.ops.decode(self.state, layer, q, decode.step, scale, self.policy, cap, chains.sink_logits)
-        decode.end()

@@ -39,12 +39,13 @@ class Footprint:
         kv_slots: int,
         exact: bool,
         queries: QueryCache | None = None,
+        draft_bytes: int = 0,
     ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
 
         Args:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
-            queries: of running requests.
+            queries: of running requests. draft_bytes: that a draft model's keys and values take for each KV slot.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
@@ -61,6 +62,7 @@ class Footprint:
             "rows of requests": row_bytes * geometry.num_rows,
             "rows of prefix segments": row_bytes * geometry.num_segments,
             "KV slots": KV_SLOT_BYTES * kv_slots,
+            "KV cache of the draft model": draft_bytes * (kv_slots + 1),
             "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
             "counts of ended requests": ended,
             "queries of running requests": 0 if queries is None else tensor_bytes(queries),

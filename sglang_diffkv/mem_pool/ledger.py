@@ -56,15 +56,15 @@ class Promise(NamedTuple):
 class PageLedger:
     """Free, promised and shared pages of a manager, in tokens.
 
-    ``tree_pages`` and ``evictable_pages`` are kept by the prefix cache.
+    ``tree_pages`` and ``evictable_pages`` are kept by the prefix cache. ``owning``: a draft model has a cache by KV
+    slot.
     """
 
-    def __init__(self, manager: PageManager, capacity: int):
+    def __init__(self, manager: PageManager, capacity: int, *, owning: bool = False):
         self.manager = manager
         self.capacity = capacity
-        self.kv_slots = kv_slots_of(
-            manager.policy, capacity, manager.fmt, manager.geometry.max_tokens, manager.geometry.reaches
-        )
+        longest, reaches = manager.geometry.max_tokens, manager.geometry.reaches
+        self.kv_slots = kv_slots_of(manager.policy, capacity, manager.fmt, longest, reaches, owning=owning)
         """Tokens that SGLang may hold at once."""
         self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""

@@ -63,11 +63,11 @@ class PageManager:
         self.ops.decisions.use_ranks(self.ranks, state, policy, geometry.max_tokens)
         self.rows = RequestRows()
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
-        self.drafts = drafts
+        self.drafts, self.q_heads = drafts, q_heads or geometry.num_heads
         self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=max(drafts, 1))
         self.segments = SegmentStore(self.device, self.rows, self.counts)
         self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, policy)
-        self.running = self._running_budgets(q_heads or geometry.num_heads)
+        self.running = self._running_budgets(self.q_heads)
 
     def _running_budgets(self, q_heads: int) -> RunningBudgets | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}

@@ -108,15 +108,15 @@ class Step:
         integers on the device, whose values the host need not know."""
         rows, seq_lens, device = rows.long(), seq_lens.long(), rows.device
         batch = rows.shape[0]
-        offset = torch.arange(drafts, device=device).repeat(batch)
+        offset = torch.arange(drafts, device=device).expand(batch, drafts)
         return cls(
             rows,
             seq_lens + drafts,
             seq_lens,
             torch.full_like(rows, drafts),
-            rows.repeat_interleave(drafts),
-            offset,
-            seq_lens.repeat_interleave(drafts) + offset,
+            rows.unsqueeze(1).expand(batch, drafts).reshape(-1),
+            offset.reshape(-1),
+            (seq_lens.unsqueeze(1) + offset).reshape(-1),
             torch.full((1,), batch, dtype=torch.int32, device=device),
             torch.full((1,), batch * drafts, dtype=torch.int32, device=device),
             max_extend=drafts,

@@ -290,9 +290,12 @@ def prunes(policy: Policy, tiers: int) -> bool:
     return policy.prunes or (policy.compresses and tiers == 1)
 
 
-def kv_slots_of(policy: Policy, capacity: int, fmt: PageFormat, longest: int, reaches: Sequence[int] = ()) -> int:
+def kv_slots_of(
+    policy: Policy, capacity: int, fmt: PageFormat, longest: int, reaches: Sequence[int] = (), *, owning: bool = False
+) -> int:
     """KV slots of a pool of ``capacity`` high-tier tokens whose longest sequence has ``longest``, for layers of these
-    ``reaches`` (see ``Geometry``)."""
+    ``reaches`` (see ``Geometry``). ``owning``: as for ``kv_slots_for``."""
     dropped = prunes(policy, len(fmt.tiers))
     share = kept_share(policy, longest)
-    return kv_slots_for(capacity, fmt, prunes=dropped, kept_share=share, in_layers=kept_in_layers(reaches, longest))
+    layers = kept_in_layers(reaches, longest)
+    return kv_slots_for(capacity, fmt, prunes=dropped, kept_share=share, in_layers=layers, owning=owning)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper, VerifyWrapper
+from sglang_diffkv.attention.verification import VerifyWrapper
+from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.rotate.reference import Rotation
@@ -53,7 +54,11 @@ class DiffKVAttnBackend(AttentionBackend):
         means = self._key_means(runner, config, scalings, sinks)
         self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
         self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
-        self.verify = VerifyWrapper(*core, rotation=rotation, key_means=means) if manager.drafts else None
+        self.verify: VerifyWrapper | None = None
+        self.drafts_mask: Any = None
+        self.needs_cpu_seq_lens = not manager.drafts  # SGLang need not wait for what was accepted
+        if manager.drafts:
+            self.verify = VerifyWrapper(*core, q_heads=manager.q_heads, rotation=rotation, key_means=means)
         self.new_tokens: ExtendWrapper | VerifyWrapper = self.extend
         """Of the pass that runs, where it is no decode step."""
         if self.state.pages.is_cuda:
@@ -98,13 +103,22 @@ class DiffKVAttnBackend(AttentionBackend):
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
-            queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means,
+            queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means, drafts=self.manager.drafts,
         )  # fmt: skip
 
     # What SGLang's graph runner asks
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self.manager.ops.prepare_graphs(self.state, max_bs)
+        if self.verify is not None:
+            self.verify.prepare_graphs(max_bs, self.manager.drafts)
+            self.drafts_mask = compat.unread_mask(max_bs, self.manager.drafts, self.state.device)
+
+    @property
+    def verify_mask(self) -> Any:
+        """Room for the mask that SGLang makes of drafts, which nothing reads here; without it SGLang would make one
+        over whole sequences in each pass."""
+        return self.drafts_mask
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -118,8 +132,29 @@ class DiffKVAttnBackend(AttentionBackend):
         """What a graph cannot hold: for a replay the host's table blocks, the rest is captured."""
         if in_capture:
             self._prepare(forward_batch)
-        else:
-            self.manager.launch_step()
+            return
+        self.manager.launch_step()
+        if self.verify is not None and forward_batch.forward_mode.is_target_verify():
+            self.verify.replayed(forward_batch.batch_size, self.manager.drafts)
+
+    def capture_commits(self, batches: Sequence[int]) -> None:
+        """Graphs of what stores accepted drafts, for verifications of these sizes, whose own graphs are captured."""
+        if self.verify is None or not self.state.pages.is_cuda:
+            return
+        pool = torch.cuda.graph_pool_handle()
+
+        def recorder(launch: Callable[[], None]) -> Callable[[], None]:
+            launch()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                launch()
+            return graph.replay
+
+        for batch in sorted(batches, reverse=True):
+            self.verify.record(batch, self.manager.drafts, recorder)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing of a verification depends on the drafts' mask: they are chains."""
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode

@@ -22,6 +22,7 @@ from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
+from sglang_diffkv.srt.draft_model import bytes_of_slot
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
@@ -64,7 +65,7 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     config, layers = load_config(), configurator.layer_info
     reaches = layer_reaches(configurator.model, layers.start_layer, layers.num_effective_layers)
     check_policy(config, reaches)
-    return MemoryPlan.of(configurator, config, layers.num_effective_layers, reaches)
+    return MemoryPlan.of(configurator, config, layers.num_effective_layers, reaches, bytes_of_slot(configurator))
 
 
 def draft_room(configurator: Any) -> int:
@@ -142,8 +143,8 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
             f"the pool has {pool.size} tokens, it needs {manager.running.least_capacity}. Choose fewer max_blocks or a "
             "smaller block, or give the server more memory (--max-total-tokens, --mem-fraction-static)."
         )
-    ledger = PageLedger(manager, pool.size)
-    pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size))
+    ledger = PageLedger(manager, pool.size, owning=plan.draft_bytes > 0)
+    pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size), plan.draft_bytes)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
         Requests(ledger, pool.usage),
         dtype=configurator.kv_cache_dtype,

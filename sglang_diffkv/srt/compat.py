@@ -207,6 +207,14 @@ def resolved(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
+def unread_mask(requests: int, drafts: int, device: Any) -> Any:
+    """SGLang's room for the mask of drafts of up to so many requests, for a backend that does not read it."""
+    from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+
+    sizes = {"max_bs": requests, "max_context_len": 0, "num_draft_tokens": drafts, "device": device}
+    return maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, is_read=False, **sizes)
+
+
 def prefill_graphs_wanted(server_args: Any) -> bool:
     """Whether prefill would run in CUDA graphs."""
     config = getattr(resolved(server_args), "cuda_graph_config", None)
@@ -224,11 +232,9 @@ def decline_prefill_graphs(server_args: Any) -> None:
     if release() < (0, 5, 21):
         config.prefill.backend = "disabled"
         return
-    from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
-    without = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
-    declare_resolution(server_args, "sglang_diffkv", cuda_graph_config=without)
+    decide(server_args, cuda_graph_config=with_phase(config, Phase.PREFILL, backend=Backend.DISABLED))
 
 
 def decline_hybrid_swa_pools(server_args: Any) -> bool:
@@ -236,13 +242,18 @@ def decline_hybrid_swa_pools(server_args: Any) -> bool:
     were on: then a model with such layers would get them."""
     if resolved(server_args).disable_hybrid_swa_memory:
         return False
-    if release() < (0, 5, 21):
-        server_args.override("sglang_diffkv", disable_hybrid_swa_memory=True)
-    else:
-        from sglang.srt.arg_groups.overrides import declare_resolution
-
-        declare_resolution(server_args, "sglang_diffkv", disable_hybrid_swa_memory=True)
+    decide(server_args, disable_hybrid_swa_memory=True)
     return True
+
+
+def decide(server_args: Any, **fields: Any) -> None:
+    """Give arguments a value that their user did not ask for."""
+    if release() < (0, 5, 21):
+        server_args.override("sglang_diffkv", **fields)
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, "sglang_diffkv", **fields)
 
 
 def tensor_parallel_ranks() -> Ranks:

@@ -8,8 +8,9 @@ from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
-from sglang_diffkv.srt import build, compat, launch, metrics, speculation
+from sglang_diffkv.srt import build, compat, draft_model, launch, metrics
 from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
+from sglang_diffkv.srt.draft_model import DRAFT_HOOKS
 from sglang_diffkv.srt.kv_canary import CANARY_HOOKS
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.refused_requests import refuse_in_decode, tell_refused, undo_prefill
@@ -83,7 +84,7 @@ def attention_backends(original: Any, args: Any) -> Any:
 def configure_kv_cache_dtype(original: Any, self: Any) -> Any:
     """A checkpoint may ask for an FP8 cache, which SGLang decides once the model is loaded."""
     result = original(self)
-    if is_selected(self.server_args):
+    if is_selected(self.server_args) and not self.is_draft_worker:
         build.keep_computed_dtype(self)
     return result
 
@@ -94,14 +95,19 @@ def create_memory_pool_configurator(original: Any, configurator: Any) -> Any:
 
 
 def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
-    return build.build_pool(self, kwargs) if is_selected(self.server_args) else original(self, **kwargs)
+    if not is_selected(self.server_args):
+        return original(self, **kwargs)
+    return draft_model.build_pool(original, self, kwargs) if self.is_draft_worker else build.build_pool(self, kwargs)
 
 
 def build_token_to_kv_pool_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
     pool = kwargs["token_to_kv_pool"]
     if isinstance(pool, DiffKVPool):
         return build.build_allocator(self, pool, kwargs["req_to_token_pool"])
-    build.refuse_pool(self, pool)
+    if is_selected(self.server_args) and self.is_draft_worker:
+        draft_model.check_pool(pool)
+    else:
+        build.refuse_pool(self, pool)
     return original(self, **kwargs)
 
 
@@ -208,14 +214,11 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if self.is_empty():
         return None
     result = original(self, *args, **kwargs)
-    requests.plan_decode(self.reqs, [length - 1 for length in self.seq_lens_cpu.tolist()])
+    if requests.manager.drafts:
+        requests.plan_verification(self.reqs)
+    else:
+        requests.plan_decode(self.reqs, [length - 1 for length in self.seq_lens_cpu.tolist()])
     return result
-
-
-def create_worker(original: Any, self: Any, server_args: Any) -> Any:
-    """Who drafts and verifies: SGLang's worker for NGRAM, which tells the pages what was accepted."""
-    worker = original(self, server_args)
-    return speculation.chain_worker(worker) if is_selected(server_args) and self.is_ngram() else worker
 
 
 def free_row(original: Any, self: Any, req: Any) -> Any:
@@ -371,7 +374,6 @@ HOOKS = {
     ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
     BATCH + "prepare_for_extend": prepare_for_extend,
     BATCH + "prepare_for_decode": prepare_for_decode,
-    SRT + "speculative.spec_info.SpeculativeAlgorithm.create_worker": create_worker,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
     SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,
@@ -381,6 +383,7 @@ HOOKS = {
     COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
     SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,
     **CANARY_HOOKS,
+    **DRAFT_HOOKS,
 }
 """Target in SGLang -> AROUND hook."""
 

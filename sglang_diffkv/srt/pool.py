@@ -33,7 +33,7 @@ class DiffKVPool(KVCache):
     ):
         super().__init__(size, 1, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self.manager: PageManager | None = None
-        self.kv_slots = 0
+        self.kv_slots = self.draft_bytes = 0
         self.usage: UsageMeter | None = None
         self.canary_lines: tuple[torch.Tensor, ...] = ()
 
@@ -42,13 +42,16 @@ class DiffKVPool(KVCache):
         for lines in self.canary_lines:
             lines[new.long()] = lines[old.long()]
 
-    def bind(self, manager: PageManager, kv_slots: int = 0, planned: Footprint | None = None) -> None:
+    def bind(
+        self, manager: PageManager, kv_slots: int = 0, planned: Footprint | None = None, draft_bytes: int = 0
+    ) -> None:
         """Give the pool its memory, once the number of request rows is known.
 
         Args:
-            kv_slots: tokens that SGLang may hold at once. planned: all there will be.
+            kv_slots: tokens that SGLang may hold at once. planned: all there will be. draft_bytes: that a draft model's
+                cache, a pool of SGLang's own, takes for each KV slot.
         """
-        self.manager, self.kv_slots = manager, kv_slots
+        self.manager, self.kv_slots, self.draft_bytes = manager, kv_slots, draft_bytes
         self.usage = UsageMeter(manager)
         self.mem_usage = (planned or self.footprint(exact=False)).total / GIB
 
@@ -58,7 +61,9 @@ class DiffKVPool(KVCache):
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
         running = self.manager.running
         queries = None if running is None else running.cache
-        return Footprint.of(state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries)
+        return Footprint.of(
+            state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes
+        )  # fmt: skip
 
     def get_kv_size_bytes(self) -> int:
         return int(self.mem_usage * GIB) if self.manager else 0

@@ -38,6 +38,7 @@ class DiffKVPrefixCache(EvictingTree):
             self.least_cut, self.least_kept_waiting = WORTH_WAITING, max(share_min_tokens, WORTH_WAITING)
         self.requests.tree = self
         super().__init__(params)
+        self.is_eagle = False  # a node's tokens are those that its segment holds, and no pairs of them
         self.manager.counts.on_counted = self._count
         self.joiner = PathJoiner(self)
         self.exact: ExactPrompts | None = None

@@ -225,11 +225,13 @@ class Requests:
         return {rows[row]: reason for row, reason in found.items()}
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
-        """The next pass computes one token of each request, at positions ``starts``, or verifies its drafts."""
+        """The next pass computes one token of each request, at positions ``starts``."""
         rows = [compat.allocated_row_of(req) for req in reqs]
-        if self.manager.drafts:
-            return self.manager.plan_verification(rows)
         return self.manager.plan_step(rows, [1] * len(rows), starts)
+
+    def plan_verification(self, reqs: list[Any]) -> PlannedStep:
+        """The next pass verifies drafts of each request, behind what the device has of it."""
+        return self.manager.plan_verification([compat.allocated_row_of(req) for req in reqs])
 
     def step_ended(self, reqs: list[Any]) -> list[Any]:
         """A pass's results are about to go out. Those of its requests that lost tokens to an empty ring."""
@@ -239,9 +241,10 @@ class Requests:
     def verified(self, reqs: list[Any]) -> None:
         """The results of a verification are out: those of its requests that still run have the tokens it accepted."""
         for req in reqs:
-            row = compat.row_of(req)
-            if row is not None and row in self.manager.rows:
-                self.manager.rows.accepted(row, compat.committed_len(req), self.manager.drafts)
+            row, rows = compat.row_of(req), self.manager.rows
+            if row is None or row not in rows or rows.in_prompt(row) or req.is_retracted:
+                continue  # it has left, and perhaps come back
+            rows.accepted(row, compat.committed_len(req), self.manager.drafts)
 
     def _follow(self, req: Any, row: int) -> None:
         """What the host knows of a row that is about to be shared or given up: of a verification whose results are just

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_diffkv.srt.compat import CANARY_ON_CPU, prefill_graphs_wanted
-from sglang_diffkv.srt.speculation import CHAIN, MOST_DRAFTS, drafts_of
+from sglang_diffkv.srt.speculation import (
+    CHAIN,
+    MODEL_CHAIN,
+    MOST_DRAFTS,
+    NGRAM,
+    OF_A_MODEL,
+    algorithm_of,
+    drafts_by_model,
+    drafts_of,
+)
 from sglang_diffkv.srt.supported_flags import NO_BEARING, ONLY_WITH, ORTHOGONAL, WORKS
 
 BACKEND = "diffkv"
@@ -75,13 +84,17 @@ def _canary(value: Any, args: Any) -> bool:
     return value != "none" and not runs
 
 
-def _unlike_ngram(value: Any, args: Any) -> bool:
-    served = str(value).upper() == "NGRAM" and args.device == "cpu" and getattr(args, "tp_size", 1) == 1
+def _unlike_chains(value: Any, args: Any) -> bool:
+    served = algorithm_of(args) in (NGRAM, *OF_A_MODEL)
     return bool(value) and not served
 
 
-def _trees(value: Any, args: Any) -> bool:
-    return bool(drafts_of(args)) and value != 1
+def _trees_of_ngrams(value: Any, args: Any) -> bool:
+    return algorithm_of(args) == NGRAM and value != 1
+
+
+def _trees_of_a_model(value: Any, args: Any) -> bool:
+    return drafts_by_model(args) and value not in (None, 1)
 
 
 def _prefill_graphs(value: Any, args: Any) -> bool:
@@ -100,6 +113,7 @@ _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and -
 _ELASTIC = "elastic expert parallelism, in which ranks leave while others decide with them: drop its options"
 
 _TREES = f"trees of drafts: add {CHAIN}"
+_MODELS_RUN = "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens"
 _CHAINS_RUN = "tests/servers/test_server_identity.py::test_chains_of_drafts_give_stock_tokens"
 
 REFUSED: dict[str, Refused] = {
@@ -113,13 +127,24 @@ REFUSED: dict[str, Refused] = {
         "tests/servers/test_server_kv_dtype.py::test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers",
     ),
     "speculative_algorithm": Refused(
-        "--speculative-algorithm {value}: of speculative decoding NGRAM is served, on a CPU and on one rank (drafts of "
-        "a model have a KV cache of their own); drop it",
-        _unlike_ngram,
+        f"--speculative-algorithm {{value}}: use {NGRAM}, {', '.join(OF_A_MODEL)}, which draft chains, or drop it",
+        _unlike_chains,
         _CHAINS_RUN,
     ),
-    "speculative_ngram_min_bfs_breadth": Refused(_TREES, _trees, _CHAINS_RUN),
-    "speculative_ngram_max_bfs_breadth": Refused(_TREES, _trees, _CHAINS_RUN),
+    "speculative_ngram_min_bfs_breadth": Refused(_TREES, _trees_of_ngrams, _CHAINS_RUN),
+    "speculative_ngram_max_bfs_breadth": Refused(_TREES, _trees_of_ngrams, _CHAINS_RUN),
+    "speculative_eagle_topk": Refused(
+        f"trees of drafts: add {MODEL_CHAIN} (or other numbers of steps)", _trees_of_a_model, _MODELS_RUN
+    ),
+    "speculative_adaptive": Refused(
+        "chains of changing length: drop --speculative-adaptive", lambda value, args: value and drafts_of(args)
+    ),
+    "speculative_draft_attention_backend": Refused(
+        "pages for the draft model, whose keys and values are few: drop --speculative-draft-attention-backend, or name "
+        "one of SGLang's",
+        lambda value, args: value == BACKEND,
+        _MODELS_RUN,
+    ),
     "speculative_ngram_external_sam_budget": Refused(
         "drafts from an external corpus beside others, which make a tree: drop --speculative-ngram-external-sam-budget",
         lambda value, args: drafts_of(args) and value > 0,
@@ -133,7 +158,7 @@ REFUSED: dict[str, Refused] = {
     "decoupled_spec_role": Refused("speculative decoding: drop --decoupled-spec-role", _not("null", None)),
     "uno_lora_path": Refused("speculative decoding: drop --uno-lora-path"),
     "enable_return_aux_hidden_states": Refused(
-        "auxiliary hidden states, which need --speculative-algorithm: drop --enable-return-aux-hidden-states"
+        "auxiliary hidden states in replies: drop --enable-return-aux-hidden-states"
     ),
     "disaggregation_mode": Refused("prefill/decode disaggregation: drop --disaggregation-mode", _not("null", None)),
     "enable_pd_role_switch": Refused("prefill/decode disaggregation: drop --enable-pd-role-switch"),

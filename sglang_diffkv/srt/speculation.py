@@ -1,6 +1,7 @@
-"""Speculative decoding: which settings of SGLang's are served, and its NGRAM worker over pages.
+"""Speculative decoding: which settings of SGLang's are served, and its workers over pages.
 
-A pass verifies a *chain* of drafts of each request: the token sampled last and the ``k - 1`` that its n-grams propose.
+A pass verifies a *chain* of drafts of each request: the token sampled last and the ``k - 1`` that its n-grams, or a
+draft model, propose.
 Drafts stay outside the pages until the sampler has accepted them (``VerifyWrapper``), so nothing is rolled back.
 """
 
@@ -15,15 +16,29 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 
 CHAIN = "--speculative-ngram-min-bfs-breadth 1 --speculative-ngram-max-bfs-breadth 1"
+MODEL_CHAIN = "--speculative-eagle-topk 1 --speculative-num-steps 3 --speculative-num-draft-tokens 4"
+NGRAM = "NGRAM"
+OF_A_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+"""Algorithms whose drafts a model makes, which has a KV cache of its own."""
 USUAL_DRAFTS = 12
 """SGLang's number where none is given."""
 MOST_DRAFTS = 16
 """Tokens that a pass verifies of a request at most."""
 
 
+def algorithm_of(args: Any) -> str:
+    """As SGLang spells it, empty without speculation."""
+    return str(getattr(args, "speculative_algorithm", None) or "").upper()
+
+
+def drafts_by_model(args: Any) -> bool:
+    """Whether a model makes the drafts."""
+    return algorithm_of(args) in OF_A_MODEL
+
+
 def drafts_of(args: Any) -> int:
     """Tokens of a chain, 0 without speculation."""
-    if not getattr(args, "speculative_algorithm", None):
+    if not algorithm_of(args):
         return 0
     return int(getattr(args, "speculative_num_draft_tokens", None) or USUAL_DRAFTS)
 
@@ -45,10 +60,24 @@ def _unlike_chains(config: DiffKVConfig, reaches: Sequence[int]) -> str | None:
     return None
 
 
-def chain_worker(worker: type) -> type:
-    """SGLang's NGRAM worker, for chains over pages."""
+def chain_worker(worker: type, *, ngram: bool) -> type:
+    """SGLang's worker that drafts and verifies, over pages. ``ngram``: whether it is the one of n-grams."""
 
     class ChainWorker(worker):
+        def init_cuda_graphs(self) -> None:
+            super().init_cuda_graphs()
+            target = self.target_worker.model_runner
+            if target.decode_cuda_graph_runner is not None:
+                target.attn_backend.capture_commits(target.decode_cuda_graph_runner.capture_bs)
+
+        def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            verifies = batch.forward_mode.is_decode()
+            result = super().forward_batch_generation(batch, *args, **kwargs)
+            if verifies and result.accept_lens is not None:
+                self.target_worker.model_runner.attn_backend.verify.commit(result.accept_lens)
+            return result
+
+    class NgramWorker(ChainWorker):
         def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
             """Where the n-grams have too few proposals, SGLang fills up with tokens 0 behind the first one. Here each
             token follows the one before it, so that any of them is judged at the position where it stands."""
@@ -56,12 +85,6 @@ def chain_worker(worker: type) -> type:
             chain = np.tril(np.ones((self.draft_token_num, self.draft_token_num), dtype=bool))
             return drafts, np.tile(chain.ravel(), len(batch.reqs))
 
-        def forward_batch_generation(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            verifies = batch.forward_mode.is_decode()
-            result = super().forward_batch_generation(batch, *args, **kwargs)
-            if verifies and result.accept_lens is not None:
-                self.model_runner.attn_backend.verify.commit(result.accept_lens)
-            return result
-
-    ChainWorker.__name__ = ChainWorker.__qualname__ = f"DiffKV{worker.__name__}"
-    return ChainWorker
+    found = NgramWorker if ngram else ChainWorker
+    found.__name__ = found.__qualname__ = f"DiffKV{worker.__name__}"
+    return found

@@ -32,6 +32,9 @@ WORKS: dict[str, str] = {
     "tests/servers/test_server_options.py::test_hidden_states_and_logit_processors": (
         "enable_return_hidden_states return_hidden_states_mode enable_custom_logit_processor"
     ),
+    "tests/servers/test_server_identity.py::test_drafts_of_a_model_give_stock_tokens": (
+        "speculative_draft_model_path speculative_num_steps"
+    ),
 }
 """Test -> fields that it sets, or that have their default in it."""
 
@@ -50,6 +53,9 @@ ORTHOGONAL: dict[str, str] = {
         "quantization_param_path"
     ),
     "how a request finds its replica": "load_balance_method",
+    "a draft model's own cache, a pool of SGLang's, which is planned for as if it held the model's numbers": (
+        "speculative_draft_kv_cache_dtype"
+    ),
     "decode steps are one graph for each batch size, as SGLang captures them; seen on H200s": (
         "disable_cuda_graph disable_decode_cuda_graph disable_prefill_cuda_graph cuda_graph_max_bs_decode "
         "cuda_graph_bs_decode disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph"
@@ -159,7 +165,16 @@ NO_BEARING: dict[str, str] = {
     "which tokens NGRAM proposes": (
         "speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity"
     ),
+    "which tokens a draft model proposes, which of them are accepted, and its weights": (
+        "speculative_draft_model_revision speculative_draft_load_format speculative_draft_model_quantization "
+        "_speculative_draft_quantization_explicitly_set enable_draft_weights_cpu_backup speculative_token_map "
+        "speculative_draft_window_size speculative_draft_sink_size speculative_moe_runner_backend "
+        "speculative_moe_a2a_backend speculative_enable_w4a4_mxfp4_megamoe speculative_boundary_reduction "
+        "speculative_accept_threshold_single speculative_accept_threshold_acc speculative_use_rejection_sampling "
+        "speculative_use_block_verification spec_trace_dir"
+    ),
     "attention kernels of other backends": (
+        "speculative_attention_mode "
         "enable_lean_attention triton_attention_reduce_in_fp32 triton_attention_num_kv_splits "
         "triton_attention_split_tile_size prefill_kv_cache_dequant_dtype"
     ),
@@ -168,20 +183,13 @@ NO_BEARING: dict[str, str] = {
 
 ONLY_WITH: dict[str, str] = {
     "speculative_algorithm": (
-        "speculative_draft_model_path speculative_draft_model_revision speculative_draft_load_format "
-        "speculative_num_steps speculative_eagle_topk speculative_dflash_block_size "
-        "speculative_dspark_block_size speculative_dspark_sps_table_path speculative_dspark_confidence_sts_path "
-        "speculative_dspark_align_verify_tokens_to_graph_tier speculative_accept_threshold_single "
-        "speculative_accept_threshold_acc speculative_use_rejection_sampling speculative_token_map "
-        "speculative_attention_mode speculative_draft_attention_backend speculative_dsa_topk_backend "
-        "speculative_draft_kv_cache_dtype speculative_draft_window_size speculative_draft_sink_size "
-        "speculative_moe_runner_backend speculative_moe_a2a_backend speculative_enable_w4a4_mxfp4_megamoe "
-        "speculative_draft_model_quantization _speculative_draft_quantization_explicitly_set speculative_adaptive "
-        "speculative_adaptive_config speculative_skip_dp_mlp_sync speculative_domino_candidate_pool_size "
-        "speculative_boundary_reduction speculative_use_block_verification decoupled_spec_bind_endpoint "
-        "decoupled_spec_connect_endpoints decoupled_spec_rank spec_trace_dir enable_draft_weights_cpu_backup "
-        "aux_hidden_state_capture return_aux_hidden_state_layer_ids"
+        "speculative_dflash_block_size speculative_dspark_block_size speculative_dspark_sps_table_path "
+        "speculative_dspark_confidence_sts_path speculative_dspark_align_verify_tokens_to_graph_tier "
+        "speculative_domino_candidate_pool_size"
     ),
+    "speculative_adaptive": "speculative_adaptive_config",
+    "decoupled_spec_role": ("decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank"),
+    "enable_return_aux_hidden_states": "aux_hidden_state_capture return_aux_hidden_state_layer_ids",
     "speculative_ngram_external_sam_budget": (
         "speculative_ngram_external_corpus_path speculative_ngram_external_corpus_max_tokens"
     ),
@@ -212,7 +220,7 @@ ONLY_WITH: dict[str, str] = {
     "elastic_ep_backend": (
         "ep_join_rank_offset elastic_ep_initial_size max_ep_size elastic_ep_scale_timeout enable_elastic_expert_backup"
     ),
-    "enable_dp_attention": "enable_dp_attention_local_control_broadcast enable_dp_lm_head",
+    "enable_dp_attention": "speculative_skip_dp_mlp_sync enable_dp_attention_local_control_broadcast enable_dp_lm_head",
     "enable_prefill_cp": (
         "cp_strategy prefill_cp_mode dsa_prefill_cp_mode enable_cp_decode_attn_tp enable_dsa_cache_layer_split "
         "enable_cp_tp_group_sharing"
@@ -222,6 +230,7 @@ ONLY_WITH: dict[str, str] = {
         "cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_prefill_max_context cuda_graph_max_seq_len_prefill"
     ),
     "models with multi-head latent or sparse attention": (
+        "speculative_dsa_topk_backend "
         "disable_chunked_prefix_cache flashinfer_mla_disable_ragged dsa_prefill_backend dsa_decode_backend "
         "dsa_paged_mqa_logits_backend dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype "
         "dsv4_attn_backend dsv4_prefill_backend enable_deepseek_v4_fp4_indexer c128_page_size"

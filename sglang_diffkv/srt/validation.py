@@ -12,6 +12,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
+from sglang_diffkv.srt.speculation import drafts_by_model
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16)
 """What a raw tier can hold."""
@@ -37,6 +38,8 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
             '"gpu_ops": "reference" under CUDA graphs or overlap scheduling: add --disable-cuda-graph and '
             "--disable-overlap-schedule"
         )
+    if drafts_by_model(args) and getattr(args, "kv_canary", "none") != "none":
+        problems.append("--kv-canary with a draft model, whose cache it does not know: drop --kv-canary")
     if device == "cuda" and sglang_version() not in GPU_VERSIONS:
         problems.append(untested_on_a_gpu())
     if problems:

@@ -36,6 +36,7 @@ from tests.kernels.kernel_configs import CONFIGS, METHODS, REACHES, SCALINGS, SI
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
+DRAFTS = 4
 
 
 class Driver:
@@ -95,6 +96,7 @@ def start(
         rotation=rotation,
         sinks=sinks,
         key_means=means,
+        drafts=DRAFTS if queries is None else 0,
     )
     return manager, ops, {"rotation": rotation, "key_means": None if means is None else means[1]}
 
@@ -122,6 +124,12 @@ def call_again(
         ops.append(state, 1, key, value, step, **form)
         for layer in range(2):
             ops.extend(state, layer, q, key, value, step, scaling.scale, policy, scaling.cap, sinks)
+    if manager.running is None:
+        chains = Step.chains(rows, prefix, DRAFTS)
+        ahead = torch.zeros(batch * DRAFTS, 3 * heads + ops.q_heads, dim, dtype=torch.bfloat16)
+        new = ahead[:, : ops.q_heads], ahead[:, -2 * heads : -heads], ahead[:, -heads:]
+        for layer in range(2):
+            ops.verify(state, layer, *new, chains, *scaling, sinks)
     ops.reserve(state, rows, lengths, 1)
     for number in (1, 16, 17):
         ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)

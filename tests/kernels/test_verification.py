@@ -7,7 +7,8 @@ from dataclasses import fields
 import pytest
 import torch
 
-from sglang_diffkv.attention.wrappers import DecodeWrapper, VerifyWrapper
+from sglang_diffkv.attention.verification import VerifyWrapper
+from sglang_diffkv.attention.wrappers import DecodeWrapper
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops import ReferenceOps, Scaling
@@ -20,6 +21,7 @@ from tests.kernels.triton_helpers import (
     DEVICE,
     FOUR,
     add_prompt,
+    clone_state,
     close,
     make_format,
     make_manager,
@@ -40,7 +42,8 @@ def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROT
     for row, length in ((1, 20), (2, 9), (3, 17)):
         add_prompt(manager, row, length, generator)
     more = {"rotation": rotation, "key_means": means}
-    return manager, DecodeWrapper(state, ops, policy, **more), VerifyWrapper(state, ops, policy, **more)
+    verify = VerifyWrapper(state, ops, policy, q_heads=GROUP * heads, **more)
+    return manager, DecodeWrapper(state, ops, policy, **more), verify
 
 
 def drawn(manager, generator):
@@ -120,15 +123,76 @@ def test_what_is_accepted_is_what_decode_steps_store(kind, tiers, policy, rotati
             assert all(torch.equal(got[layer][i * DRAFTS + n], out) for (layer, i, n), out in outs.items())
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16"])
-def test_kernels_verify_as_the_reference(tiers):
+@pytest.mark.parametrize(("tiers", "splits"), [("K8V4 K4V2", 2), ("BF16", 16)])
+def test_kernels_verify_as_the_reference(tiers, splits, monkeypatch):
+    """Also where programs that share a head's pages have several each, or none."""
+    monkeypatch.setattr("sglang_diffkv.kernels.extend_attention.triton.MOST_SPLITS", splits)
     manager, _, verify = make(tiers, "triton")
-    reference = VerifyWrapper(manager.state, ReferenceOps(), manager.policy)
+    reference = VerifyWrapper(manager.state, ReferenceOps(), manager.policy, q_heads=GROUP)
     layers = drawn(manager, torch.Generator().manual_seed(6))
     for rows, lengths, drafts in (([1, 2, 3], [20, 9, 17], DRAFTS), ([3, 1, 1], [17, 12, 15], 1)):
         for wrapper in (verify, reference):
             wrapper.plan(torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE), drafts)
+            wrapper.begin()
         for layer, tensors in enumerate(layers):
             some = [x[: 3 * drafts] for x in tensors]
             got, expected = (wrapper.run(layer, *some, SCALING) for wrapper in (verify, reference))
             assert not expected.isnan().any() and close(got, expected) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("tiers", "policy"),
+    [
+        pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.2, 6), id="two", marks=pytest.mark.full),
+        pytest.param("BF16", RAW, id="raw"),
+    ],
+)
+def test_what_a_graph_would_replay_reads_what_its_tensors_hold_then(tiers, policy):
+    """A pass is planned and its commit recorded on padding alone, as for graphs. Launched again over other
+    rows and lengths in the same tensors, and fewer of them than there is room for, they verify and store those."""
+    plain, decode, _ = make(tiers, "triton", policy)
+    drafted, _, verify = make(tiers, "triton", policy)
+    size, generator, recorded = 4, torch.Generator().manual_seed(9), []
+    ids, stored = (
+        torch.zeros(size, dtype=torch.int64, device=DEVICE),
+        torch.ones(size, dtype=torch.int64, device=DEVICE),
+    )
+    before = clone_state(drafted.state)
+    verify.prepare_graphs(size, DRAFTS)
+    verify.plan(ids, stored, DRAFTS)
+
+    def launch(layers):
+        verify.begin()
+        padded = [[torch.cat([x, x.new_zeros(DRAFTS, *x.shape[1:])]) for x in tensors] for tensors in layers]
+        return [verify.run(layer, *tensors, SCALING) for layer, tensors in enumerate(padded)]
+
+    def recorder(launches):
+        launches()
+        recorded.append(launches)
+        return lambda: recorded[0]()
+
+    launch(drawn(drafted, generator))
+    verify.record(size, DRAFTS, recorder)
+    for name in ("pages", "entries", "own_tokens", "write_slot", "hole", "refcount"):
+        mine, theirs = (getattr(x, name).view(torch.uint8) for x in (drafted.state, before))
+        assert torch.equal(mine, theirs), f"padding changed {name}"
+    rows, lengths, accepted = [2, 3, 1], [9, 17, 20], [2, 1, 3]
+    layers = drawn(plain, generator)
+    for manager in (plain, drafted):
+        room(manager, rows, DRAFTS)
+    outs = decode_steps(plain, decode, rows, lengths, accepted, layers)
+    ids[:3], stored[:3] = torch.tensor(rows), torch.tensor(lengths)
+    got = launch(layers)
+    verify.replayed(size, DRAFTS)
+    verify.commit(torch.tensor(accepted, device=DEVICE))
+    assert len(recorded) == 1
+    for manager in (plain, drafted):
+        for row, length, count in zip(rows, lengths, accepted, strict=True):
+            manager.rows.accepted(row, length + count)
+        check_integrity(manager)
+    for field in fields(plain.state):
+        mine, theirs = getattr(drafted.state, field.name), getattr(plain.state, field.name)
+        if isinstance(mine, torch.Tensor) and field.name != "fault":
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), field.name
+    for (layer, request, number), out in outs.items():
+        assert close(got[layer][request * DRAFTS + number], out) < (2e-2 if policy is RAW else 0.25)

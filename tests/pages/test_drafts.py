@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 import torch
 
-from sglang_diffkv.attention.wrappers import VerifyWrapper
+from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
@@ -40,7 +40,7 @@ def test_random_chains(drafts: int, late: int) -> None:
         fmt, 2, 2, num_pages=180 if drafts == 7 else 130, num_rows=ROWS + 1, num_segments=4, max_tokens=200 + 2 * drafts
     )
     manager = PageManager(geometry, DiffKVPolicy(1.0, 0.05, 8), drafts=drafts)
-    verify = VerifyWrapper(manager.state, manager.ops, manager.policy)
+    verify = VerifyWrapper(manager.state, manager.ops, manager.policy, q_heads=2)
     draw, generator = random.Random(drafts + late), torch.Generator().manual_seed(1)
     unheard: deque[dict[int, int]] = deque()  # accepted by the device, and not known to the host
     true: dict[int, int] = {}
@@ -71,6 +71,7 @@ def test_random_chains(drafts: int, late: int) -> None:
         manager.launch_step()
         ids = torch.tensor(rows)
         verify.plan(ids, torch.tensor([true[row] for row in rows]), drafts)
+        verify.begin()
         for layer in range(2):
             q, key, value = torch.randn(3, len(rows) * drafts, 2, 64, generator=generator).bfloat16()
             verify.run(layer, q, key, value, Scaling(0.2))

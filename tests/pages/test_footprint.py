@@ -91,6 +91,16 @@ def test_the_plan_is_what_the_objects_hold(text: str, ranks: int, reaches: tuple
     assert more == (ranks - 1) * 2 * 4 * plan.num_layers * 1000
 
 
+def test_a_draft_model_s_cache_is_planned_before_pages() -> None:
+    plan = replace_prefill(plan_of("{}"))
+    beside = replace(plan, draft_bytes=100)
+    most, rest = (x.capacity_in(GIB // 8, lambda tokens: 9, 1000) for x in (plan, beside))
+    assert 0 < rest < most
+    held = beside.footprint(beside.geometry(rest, 9, 1000), rest).held
+    slots = held["KV slots"] // 8
+    assert slots == 2 * rest and held["KV cache of the draft model"] == 100 * (slots + 1)
+
+
 def replace_prefill(plan: MemoryPlan) -> MemoryPlan:
     config = plan.config.model_copy(update={"prefill": "triton"})
     return replace(plan, config=config)

@@ -23,6 +23,8 @@ def test_there_are_twice_the_kv_slots_that_unpruned_tokens_need(tiers, page_toke
     kv_slots = kv_slots_for(1000, fmt, prunes=False)
     assert kv_slots >= 2 * 1000 * fmt.low.tokens / fmt.high.tokens
     assert kv_slots_for(1000, fmt, prunes=True) >= max(kv_slots, 16_000)
+    beside_a_draft_model = kv_slots_for(1000, fmt, prunes=True, owning=True)
+    assert 1000 * fmt.low.tokens / fmt.high.tokens <= beside_a_draft_model <= kv_slots / 2
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,10 @@ def _args(**changes: object) -> SimpleNamespace:
     ("changes", "name"),
     [
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3"),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm EAGLE"),
-        ({"speculative_algorithm": "NGRAM", "device": "cuda"}, "--speculative-algorithm NGRAM"),
-        ({"speculative_algorithm": "NGRAM", "tp_size": 2}, "on one rank"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH"),
+        ({"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 4}, "trees of drafts: add --speculative-eagle"),
+        ({"speculative_algorithm": "STANDALONE", "speculative_adaptive": True}, "--speculative-adaptive"),
+        ({"speculative_algorithm": "EAGLE", "kv_canary": "raise"}, "--kv-canary with a draft model"),
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 10}, "trees of drafts: add --spec"),
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_external_sam_budget": 3}, "an external corpus"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17"),

@@ -69,11 +69,13 @@ REFUSED_VALUES: dict[str, Any] = {
     "prefill_attention_backend": "triton",
     "decode_attention_backend": "triton",
     "kv_cache_dtype": "fp8_e4m3",
-    "speculative_algorithm": "EAGLE",
+    "speculative_algorithm": "DFLASH",
     "speculative_ngram_min_bfs_breadth": 2,
     "speculative_ngram_max_bfs_breadth": 10,
     "speculative_ngram_external_sam_budget": 3,
     "speculative_num_draft_tokens": 17,
+    "speculative_eagle_topk": 4,
+    "speculative_draft_attention_backend": "diffkv",
     "decoupled_spec_role": "drafter",
     "uno_lora_path": "adapter",
     "disaggregation_mode": "prefill",
@@ -102,6 +104,9 @@ CHAINS = {
     "speculative_ngram_max_bfs_breadth": 1,
     "speculative_ngram_external_sam_budget": 0,
     "speculative_num_draft_tokens": 4,
+    "speculative_eagle_topk": 1,
+    "speculative_adaptive": False,
+    "speculative_draft_attention_backend": "triton",
 }
 
 ON_A_GPU = {"cuda_graph_config", "cuda_graph_backend_prefill"}
@@ -120,8 +125,8 @@ def test_each_refusal_says_what_to_do(name, monkeypatch):
     check_server_args(_args())
     value = REFUSED_VALUES.get(name, True)
     also: dict[str, Any] = {"dp_size": 2} if name == "enable_dp_attention" else {}
-    if name.startswith("speculative_n"):
-        also = {**CHAINS, "speculative_algorithm": "NGRAM"}
+    if name in CHAINS:
+        also = {**CHAINS, "speculative_algorithm": "NGRAM" if name.startswith("speculative_n") else "EAGLE"}
         check_server_args(_args(**also))
         del also[name]
     with pytest.raises(UnsupportedError) as refusal:

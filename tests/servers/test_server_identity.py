@@ -14,6 +14,7 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.srt.speculation import CHAIN
+from tests.servers.draft_models import model_drafts
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer
 
@@ -24,7 +25,7 @@ NEW_TOKENS = 36
 STOCK = {"SGLANG_PLUGINS": "none"}
 CHUNKS = {"chunks of 128": ("--chunked-prefill-size", "128"), "whole": ()}
 """Some of the prompts are longer than 128 tokens, so the first runs them in both ways."""
-DRAFTS = (*["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"], *CHAIN.split())
+NGRAMS = (*["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5"], *CHAIN.split())
 SHARED = 4
 """Prompts over one prefix."""
 
@@ -86,7 +87,18 @@ def test_lossless_tier_gives_stock_tokens(
 def test_chains_of_drafts_give_stock_tokens(
     prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
 ) -> None:
-    server = server_of("diffkv", (*chunks, *DRAFTS), config=LOSSLESS, env=STRICT)
+    server = server_of("diffkv", (*chunks, *NGRAMS), config=LOSSLESS, env=STRICT)
     check_tokens(_tokens(_ask(server, prompts, 16)), stock, "batch of 16")
     check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
     assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 1.05, "some drafts are right"
+
+
+def test_drafts_of_a_model_give_stock_tokens(
+    prompts: list[list[int]], chunks: tuple[str, ...], stock: list[Record], server_of: Callable[..., Server]
+) -> None:
+    """The draft model is the model itself, so most of its drafts are right."""
+    args = (*chunks, *model_drafts("STANDALONE", NANO), "--decode-log-interval", "2")
+    server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
+    check_tokens(_tokens(_ask(server, prompts[:6], 6)), stock[:6], "batch of 6")
+    check_tokens(_tokens(_ask(server, prompts[:2])), stock[:2], "one at a time, over prefix hits")
+    assert server.server_info()["internal_states"][0]["avg_spec_accept_length"] > 2

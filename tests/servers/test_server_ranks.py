@@ -25,6 +25,8 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, ServerError, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
+from sglang_diffkv.srt.speculation import CHAIN
+from tests.servers.draft_models import model_drafts
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
 from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
@@ -35,6 +37,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 LOSSLESS = {"tiers": ["BF16"]}
 ROOM = ("--max-total-tokens", "40000")
 """Not a whole GPU."""
+NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "5", *CHAIN.split())
 SMALL = ("--max-total-tokens", "800", "--schedule-conservativeness", "0.1")
 
 
@@ -76,6 +79,20 @@ def test_two_ranks_give_the_tokens_of_stock_s_two(
     assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(prompts, again, strict=True))
     stats = stats_of(server)
     assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("drafts", [NGRAMS, model_drafts("STANDALONE", NANO)], ids=["n-grams", "a draft model"])
+def test_two_ranks_accept_the_same_drafts(drafts: tuple[str, ...], serve: Callable[..., Server]) -> None:
+    """Stock's tokens, and in a small pool with two tiers no rank decides otherwise than the other."""
+    prompts = _ids(reference.select(splits.load("dev"), levels=["easy", "medium"], n=6, seed=3))
+    stock = client.run(serve(2, None, *ROOM).url, prompts, 36, concurrency=1, top_logprobs=2)
+    lossless = client.run(serve(2, LOSSLESS, *ROOM, *drafts).url, prompts, 36, concurrency=8)
+    check_tokens([x.output_ids for x in lossless], stock, "two ranks with drafts, batch of 8")
+    tight = serve(2, {"page_tokens": 8}, "--max-total-tokens", "1600", *drafts)
+    assert all(x.output_ids for x in client.run(tight.url, prompts, 96, concurrency=8))
+    stats = stats_of(tight)
+    assert (stats["ranks"], stats["faults"]) == (2, 0)
 
 
 def _load(server: Server, count: int, new_tokens: int) -> list[Record]:

@@ -1,4 +1,5 @@
-"""Speculative decoding with chains of n-grams under DiffKV's tiers: replies, pressure, aborts and shared prefixes."""
+"""Speculative decoding under DiffKV's tiers, by n-grams and by draft models: replies, pressure, aborts and shared
+prefixes."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.srt.speculation import CHAIN
+from tests.servers.draft_models import make_eagle, model_drafts
 from tests.servers.shared import STRICT
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 
-DRAFTS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6", *CHAIN.split())
+NGRAMS = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6", *CHAIN.split())
 TIERS = {"page_tokens": 8, "policy": {"name": "diffkv", "alpha_high": 1.0, "alpha_low": 0.02, "window": 16}}
 
 
@@ -33,13 +35,27 @@ def prompts() -> list[list[int]]:
     return [x for x in found if len(x) < 700]
 
 
+@pytest.fixture(scope="module", params=["NGRAM", "STANDALONE", "EAGLE"])
+def drafts(request: pytest.FixtureRequest, prompts: list[list[int]], tmp_path_factory: Any) -> tuple[str, ...]:
+    """Arguments of a server that drafts so."""
+    if request.param == "NGRAM":
+        return NGRAMS
+    if request.param == "STANDALONE":
+        return model_drafts("STANDALONE", NANO)
+    folder = tmp_path_factory.mktemp("eagle")
+    make_eagle(folder, prompts)
+    return model_drafts("EAGLE", folder)
+
+
 def _post(server: Server, path: str, body: dict[str, Any]) -> requests.Response:
     return requests.post(f"{server.url}/{path}", json=body, timeout=300)
 
 
-def test_a_small_pool_under_drafts_loses_nothing(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
+def test_a_small_pool_under_drafts_loses_nothing(
+    prompts: list[list[int]], drafts: tuple[str, ...], server_of: Callable[..., Server]
+) -> None:
     tight = ("--max-total-tokens", "1600", "--chunked-prefill-size", "128")
-    server = server_of("diffkv", (*DRAFTS, *tight), config=TIERS, env=STRICT)
+    server = server_of("diffkv", (*drafts, *tight), config=TIERS, env=STRICT)
     draw = random.Random(1)
 
     def ask(number: int) -> str:
@@ -63,11 +79,32 @@ def test_a_small_pool_under_drafts_loses_nothing(prompts: list[list[int]], serve
     assert stats is not None and stats["faults"] == 0 and stats["finished"]["low"] > 0
 
 
-def test_drafts_change_no_reply(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
+def test_drafts_change_no_reply(
+    prompts: list[list[int]], drafts: tuple[str, ...], server_of: Callable[..., Server]
+) -> None:
     """What is compressed and what is dropped is decided token by token, as without drafts."""
     plain, drafted = (
         client.run(server_of("diffkv", args, config=TIERS, env=STRICT).url, prompts[:16], 96, concurrency=1)
-        for args in ((), DRAFTS)
+        for args in ((), drafts)
     )
     equal = sum(x.output_ids == y.output_ids for x, y in zip(plain, drafted, strict=True))
     assert equal >= 12
+
+
+def test_a_prefix_from_the_cache_has_its_draft_keys(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
+    """The draft model finds what it stored of a shared prefix by the same KV slots: it proposes what it would propose
+    had it computed the prefix anew."""
+    args = (*model_drafts("STANDALONE", NANO), "--chunked-prefill-size", "128")
+    server = server_of("diffkv", args, config={"tiers": ["BF16"]}, env=STRICT)
+
+    def rounds(ids: list[int]) -> tuple[int, int, list[int]]:
+        """Tokens found in the cache, passes that verified, tokens."""
+        parameters = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+        reply = _post(server, "generate", {"input_ids": ids, "sampling_params": parameters}).json()
+        meta = reply["meta_info"]
+        return meta["cached_tokens"], meta["spec_verify_ct"], reply["output_ids"]
+
+    first, again = ([rounds(ids) for ids in prompts[:8]] for _ in range(2))
+    assert all(cached == len(ids) - 1 for ids, (cached, _, _) in zip(prompts, again, strict=False))
+    assert [x[1:] for x in again] == [x[1:] for x in first]
+    assert sum(x[1] for x in first) < 0.6 * 48 * len(first), "most drafts are right"

@@ -9,16 +9,24 @@ registered under ``torch.ops.sgl_kernel``, so SGLang sees no AMX support and its
 from typing import Any, Callable
 
 from sgl_kernel.speculative import (
+    assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,
     assign_req_to_token_pool_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
     fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
     verify_tree_greedy_cpu,
 )
 
 __all__ = [
+    "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
     "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
     "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 ]
 __version__ = "0.1.0+placeholder"

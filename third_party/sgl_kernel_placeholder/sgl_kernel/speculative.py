@@ -1,6 +1,8 @@
 """What SGLang calls of ``sgl_kernel`` when it verifies drafts on a CPU, in plain PyTorch. Results go to the arguments
 that the names say, as in the compiled build."""
 
+import ctypes
+
 import torch
 
 
@@ -45,6 +47,66 @@ def fill_accept_out_cache_loc_cpu(
     index = accept_index.flatten()
     found = out_cache_loc[index[index >= 0].long()]
     accept_out_cache_loc[: len(found)] = found.to(accept_out_cache_loc.dtype)
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """Read the slots of the ``topk * num_steps`` tokens behind each request's, request after request."""
+    assign_extend_cache_locs_cpu(
+        req_pool_indices, req_to_token, seq_lens, seq_lens + topk * num_steps, out_cache_loc, pool_len
+    )
+
+
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
+) -> None:
+    """Copy slots ``src_loc`` to ``tgt_loc`` in each of the buffers at ``data_ptrs``, whose slots are ``strides`` bytes."""
+    for start, size in zip(data_ptrs.tolist(), strides.tolist()):
+        lines = [ctypes.string_at(start + slot * size, size) for slot in src_loc.tolist()]
+        for slot, line in zip(tgt_loc.tolist(), lines):
+            ctypes.memmove(start + slot * size, line, size)
+
+
+def fill_bonus_tokens_cpu(
+    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
+) -> None:
+    """Each request's last accepted token; ``accept_tokens`` has ``accept_stride`` places a request."""
+    last = torch.arange(len(accept_lens)) * accept_stride + accept_lens.long() - 1
+    bonus_tokens.copy_(accept_tokens.flatten()[last])
+
+
+def build_tree_kernel_efficient_cpu(
+    parent_list: torch.Tensor,
+    selected_index: torch.Tensor,
+    verified_seq_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Mask, positions and links of chains of drafts. Raises NotImplementedError for trees, and for a mask that has the
+    tokens before the drafts (SGLang's ``TreeMaskMode`` other than QLEN_ONLY)."""
+    count, batch = draft_token_num, len(verified_seq_len)
+    if topk != 1 or count != depth + 1 or int(tree_mask_mode) != 1:
+        raise NotImplementedError("the placeholder sgl_kernel has chains of drafts alone")
+    node = torch.arange(count)
+    tree_mask.copy_((node <= node.view(-1, 1)).flatten().repeat(batch))
+    positions.copy_((verified_seq_len.view(-1, 1) + node).flatten())
+    retrive_index.copy_(torch.arange(batch * count).view(batch, count))
+    retrive_next_token.copy_(torch.where(node + 1 < count, node + 1, -1).expand(batch, count))
+    retrive_next_sibling.fill_(-1)
 
 
 def reconstruct_indices_from_tree_mask(

@@ -1,0 +1,34 @@
+"""The stages in which drafting servers are compared with stock."""
+
+from __future__ import annotations
+
+from benchmarks.quality import drafts, identity
+
+
+def test_every_stage_runs_whatever_becomes_of_the_ones_before(monkeypatch):
+    asked = []
+
+    def compare(argv):
+        args = identity.parse_args(argv)
+        asked.append((args.server_args, args.draft_args[1], args.draft_args[-1]))
+        if len(asked) == 1:
+            raise RuntimeError("the server did not start")
+        return int(len(asked) == 2)
+
+    monkeypatch.setattr(identity, "main", compare)
+    assert drafts.main(["--drafts", "EAGLE3", "NGRAM", "--stages", "eager", "overlap", "--draft-model", "head"]) == 2
+    often = drafts.OFTEN.split()
+    eager = ["--disable-cuda-graph", "--disable-overlap-schedule", *often]
+    assert asked == [(eager, "EAGLE3", "4"), (eager, "NGRAM", "1"), (often, "EAGLE3", "4"), (often, "NGRAM", "1")]
+
+
+def test_chains_are_served_as_they_are_asked_for():
+    from types import SimpleNamespace
+
+    from sglang_diffkv.srt.server_flags import refusals
+
+    words = drafts.draft_args("STANDALONE", "model", 5).split()
+    given = {words[i][2:].replace("-", "_"): words[i + 1] for i in range(0, len(words), 2)}
+    numbers = {name: int(x) if x.isdigit() else x for name, x in given.items()}
+    assert numbers["speculative_num_draft_tokens"] == 6
+    assert refusals(SimpleNamespace(attention_backend="diffkv", device="cpu", **numbers)) == []
