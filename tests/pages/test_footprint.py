@@ -78,7 +78,7 @@ def test_the_plan_is_what_the_objects_hold(text: str, ranks: int, reaches: tuple
     )  # fmt: skip
     exact = plan.config.prefix_fidelity == "exact"
     ops = manager.ops
-    found = Footprint.of(manager.state, geometry, ops, kv_slots=allocator.size, exact=exact)
+    found = Footprint.of(manager.state, geometry, ops, kv_slots=allocator.ledger.kv_slots, exact=exact)
     held = sum(found.held.values())
     counts = [manager.segments.counts_of.counts, UsageMeter(manager).ended_counts]
     assert held == storages([manager.state, ops, allocator.free_pages, counts], {})

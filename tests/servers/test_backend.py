@@ -61,7 +61,7 @@ class Twin:
 
         rule = method or replace(DiffKVPolicy(1.0, 0.2, window), **policy)
         self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, policy=rule, make_ops=make_ops)
-        pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
+        pool = DiffKVPool(64, BF16, range(LAYERS), DEVICE, False, 0, LAYERS - 1)
         pool.bind(self.manager)
         args = SimpleNamespace(disable_overlap_schedule=True)
         model = SimpleNamespace(num_attention_heads=heads * group)

@@ -313,7 +313,7 @@ def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours
     from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
     from sglang_diffkv.srt.pool import DiffKVPool
 
-    pool = DiffKVPool(64, torch.bfloat16, 1, "cpu", False, 0, 0) if ours else object()
+    pool = DiffKVPool(64, torch.bfloat16, [0], "cpu", False, 0, 0) if ours else object()
     monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
     assert enable_fused_set_kv_buffer(lambda batch: True, None) is (not ours)
 
