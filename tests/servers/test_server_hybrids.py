@@ -1,0 +1,157 @@
+"""Models with states beside keys and values: the layers that attend have pages, the others' states are SGLang's.
+
+Lossless they give the tokens of stock SGLang, in batches, over chunks and in a pool far too small; with DiffKV's tiers
+they hold less, and nothing is lost: pages, or state slots, of which there is one for each request that may run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from tests.servers.hybrids import HALF, PAGED, STATES_ENV, make_lfm2, make_qwen3_next
+from tests.servers.identity import check_tokens
+from tests.servers.shared import EVERY_STEP, STRICT, SharedServer, check_idle, stats_of, tokens
+
+pytestmark = pytest.mark.server
+
+NEW_TOKENS = 24
+SLOTS = 4
+"""Requests that may run, and state slots."""
+ARGS = ("--disable-radix-cache", "--max-running-requests", str(SLOTS), "--max-total-tokens", "6000")
+CHUNKED = (*ARGS, "--chunked-prefill-size", "64")
+PROMPTS = [tokens(length, seed) for seed, length in enumerate((30, 70, 150, 300))]
+KINDS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], dict[str, str]]] = {
+    "qwen3_next": (make_qwen3_next, (), STATES_ENV),
+    "lfm2": (make_lfm2, ("--dtype", "float16"), {**STATES_ENV, **HALF}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def model(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            KINDS[kind][0](made[kind])
+        return made[kind]
+
+    return model
+
+
+def _ask(server: Server, concurrency: int = 1, prompts: Sequence[list[int]] = PROMPTS) -> list[Record]:
+    return client.run(server.url, prompts, NEW_TOKENS, concurrency=concurrency, top_logprobs=2)
+
+
+def test_lossless_gives_the_tokens_of_transformers(
+    models: Callable[[str], Path], server_of: Callable[..., Server]
+) -> None:
+    """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states."""
+    from transformers import AutoModelForCausalLM
+
+    model = models("qwen3_next")
+    env = {**STRICT, **STATES_ENV}
+    server = server_of("diffkv", CHUNKED, model=model, config={"tiers": ["BF16"]}, env=env)
+    found = client.run(server.url, PROMPTS[:3], 10, concurrency=3, top_logprobs=2)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    best = equal = 0
+    for prompt, record in zip(PROMPTS, found):
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + record.output_ids])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(record.output_ids)[:, None])[:, 0]
+        best += int((logits.max(1).values - chosen <= 0.25).sum())
+        equal += len(record.output_ids)
+    assert best == equal == 30, "tokens that are not the likeliest, within rounding, after the same tokens"
+    assert f"{len(PAGED)} of 4 layers have keys and values" in server.log_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossless_gives_stock_tokens(
+    kind: str, models: Callable[[str], Path], shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    _, more, env = KINDS[kind]
+    stock_env = {**env, "SGLANG_PLUGINS": "none"}
+    stock = _ask(shared_server.get(stock_backend(), (*ARGS, *more), model=models(kind), env=stock_env))
+    assert len({tuple(x.output_ids) for x in stock}) == len(stock), "the model says the same whatever it is asked"
+    env = {**EVERY_STEP, **env}
+    for args in (ARGS, CHUNKED):
+        server = server_of("diffkv", (*args, *more), model=models(kind), config={"tiers": ["BF16"]}, env=env)
+        for concurrency in (1, 4):
+            found = [x.output_ids for x in _ask(server, concurrency)]
+            check_tokens(found, stock, f"{kind}, {concurrency} at a time", equal=0.5)
+        check_idle(server)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiers_serve_and_hold_less(
+    kind: str, models: Callable[[str], Path], server_of: Callable[..., Server]
+) -> None:
+    _, more, env = KINDS[kind]
+    config = {"policy": {"name": "diffkv", "window": 16}}
+    server = server_of("diffkv", (*CHUNKED, *more), model=models(kind), config=config, env={**EVERY_STEP, **env})
+    for concurrency in (1, 4):
+        assert all(len(x.output_ids) == NEW_TOKENS for x in _ask(server, concurrency))
+    stats = stats_of(server)
+    assert len(stats["by_head"]["high"]) == len(PAGED)
+    assert stats["finished"]["low"] > 0 and stats["finished"]["token_bytes"] < 0.6 * stats["finished"]["bf16_bytes"]
+
+
+TIGHT = (*CHUNKED[:4], "--max-total-tokens", "900", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1")
+MANY = [tokens(60 + 20 * i, 100 + i) for i in range(8)]
+REPLIES = [120] * 4 + [200] * 4
+
+
+def _load(server: Server) -> list[Record]:
+    def ask(index: int) -> Record:
+        time.sleep(0.1 * index)
+        return client.ask(server.url, MANY[index], REPLIES[index], top_logprobs=2)
+
+    with ThreadPoolExecutor(len(MANY)) as threads:
+        return list(threads.map(ask, range(len(MANY))))
+
+
+def _abort_some(server: Server) -> None:
+    """More requests than there are state slots, each left in the middle of its prompt or reply."""
+    for i in range(2 * SLOTS):
+        with requests.post(
+            f"{server.url}/generate",
+            json={"input_ids": MANY[i], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "stream": True},
+            stream=True,
+            timeout=60.0,
+        ) as response:
+            next(response.iter_lines())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [{"tiers": ["BF16"]}, {"policy": {"name": "diffkv", "alpha_high": 50.0}}], ids=str)
+def test_a_full_pool_retracts_and_loses_no_state(
+    config: dict[str, Any], models: Callable[[str], Path], shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    """With one slot for each request that may run, one that is lost ends the scheduler at the next full batch."""
+    model = models("qwen3_next")
+    lossless, stock = "tiers" in config, []
+    if lossless:
+        env = {**STATES_ENV, "SGLANG_PLUGINS": "none"}
+        stock = _load(shared_server.get(stock_backend(), ARGS, model=model, env=env))
+    server = server_of("diffkv", TIGHT, model=model, config=config, env={**STRICT, **STATES_ENV})
+    found = _load(server)
+    assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
+    if lossless:
+        check_tokens([x.output_ids for x in found], stock, "retracted", equal=0.5)
+    assert [x.completion_tokens for x in found] == REPLIES
+    _abort_some(server)
+    assert [x.completion_tokens for x in _load(server)] == REPLIES
+    check_idle(server)
