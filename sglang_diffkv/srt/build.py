@@ -22,7 +22,7 @@ from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
-from sglang_diffkv.srt.hybrids import check_paged_layers, describe_states, has_states, paged_layers
+from sglang_diffkv.srt.hybrids import check_paged_layers, describe_layers, has_states, paged_layers
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
@@ -156,7 +156,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     if configurator.mambaish_config is not None:
-        logger.info("DiffKV: %s", describe_states(configurator, len(pool.layers)))
+        logger.info("DiffKV: %s", describe_layers(configurator, configurator.mambaish_config.mamba2_cache_params))
     if any(geometry.reaches):
         found = "wherever another branches off" if plan.config.prefix_fidelity == "exact" else "at their ends only"
         logger.info(

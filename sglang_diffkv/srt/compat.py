@@ -103,6 +103,15 @@ def planned_request_rows(max_running_requests: int | None, capacity: int, contex
     return max(min(max_running_requests or usual, capacity // 2), 1) + 1
 
 
+def planned_states(hybrid: Any, ranks: int) -> Any:
+    """``mamba2_cache_params`` of a model's configuration, on each of so many ranks, before there are ranks: ``layers``
+    that have states, and ``mamba_cache_per_req``, bytes of a request's."""
+    from sglang.srt.runtime_context import get_parallel
+
+    with get_parallel().override(attn_tp_size=ranks):
+        return hybrid.mamba2_cache_params
+
+
 def row_of(req: Any) -> int | None:
     """The request's row in ``req_to_token``, None while it has none."""
     return _kv_of(req).req_pool_idx

@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.speculation import drafts_of
 
 MIB = 1 << 20
 
@@ -33,6 +34,8 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
             "state-space or linear-attention layers, whose states at the end of a prefix the prefix cache would have to "
             "keep beside pages; start with --disable-radix-cache"
         )
+    if drafts_of(compat.resolved(configurator.server_args)):
+        yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
     if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
         yield "sparse attention with an index of its own"
 
@@ -54,16 +57,13 @@ def has_states(rows: Any) -> bool:
     return isinstance(rows, HybridReqToTokenPool)
 
 
-def state_bytes(configurator: Any) -> int:
-    """Of one request, in all layers with states of SGLang's KVCacheConfigurator; not compressed."""
-    return int(configurator.mambaish_config.mamba2_cache_params.mamba_cache_per_req)
-
-
-def describe_states(configurator: Any, paged: int) -> str:
-    """Of a model with states, for the log: what is in pages and what is not."""
-    every = configurator.layer_info.num_effective_layers
+def describe_layers(configurator: Any, states: Any) -> str:
+    """What of a model's layers is compressed and what is not, for SGLang's KVCacheConfigurator and its
+    ``mamba2_cache_params``."""
+    every, paged = configurator.layer_info.num_effective_layers, paged_layers(configurator)
+    listed = ", ".join(map(str, paged)) if len(paged) < every else "all"
     return (
-        f"{paged} of {every} layers have keys and values, which are in pages; the states of the others, "
-        f"{state_bytes(configurator) / MIB:.2f} MiB a request in SGLang's own pool, stay as they are. Prefixes are not "
-        "shared between requests"
+        f"{len(paged)} of {every} layers have keys and values, which are compressed ({listed}); {len(states.layers)} "
+        f"have states, {states.mamba_cache_per_req / MIB:.2f} MiB a request in SGLang's own pool, which are not. "
+        "Prefixes are not shared between requests"
     )

@@ -144,7 +144,7 @@ def test_a_budget_in_bytes_holds_everything(monkeypatch: pytest.MonkeyPatch) -> 
     kvc = SimpleNamespace(
         model_config=SimpleNamespace(context_len=1000), resolve_max_num_reqs=lambda tokens: 8,
         layer_info=SimpleNamespace(num_effective_layers=2, start_layer=0), model=torch.nn.Module(),
-        server_args=SimpleNamespace(speculative_algorithm=None),
+        server_args=SimpleNamespace(speculative_algorithm=None), mambaish_config=None,
     )  # fmt: skip
     budget = 32 << 20
     capacity = build.PoolConfigurator(kvc).calculate_pool_sizes(budget, 1).max_total_num_tokens
