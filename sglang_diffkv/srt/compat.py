@@ -108,7 +108,8 @@ def planned_states(hybrid: Any, ranks: int) -> Any:
     that have states, and ``mamba_cache_per_req``, bytes of a request's."""
     from sglang.srt.runtime_context import get_parallel
 
-    with get_parallel().override(attn_tp_size=ranks):
+    widths = {"attn_tp_size": ranks, **({} if release() < (0, 5, 22) else {"enable_cp_tp_group_sharing": False})}
+    with get_parallel().override(**widths):
         return hybrid.mamba2_cache_params
 
 

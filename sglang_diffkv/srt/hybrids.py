@@ -31,8 +31,8 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
         yield "states alone and no layer with keys and values to compress"
     if not compat.resolved(configurator.server_args).disable_radix_cache:
         yield (
-            "state-space or linear-attention layers, whose states at the end of a prefix the prefix cache would have to "
-            "keep beside pages; start with --disable-radix-cache"
+            "state-space or linear-attention layers, of whose states the prefix cache would have to keep one beside "
+            "the pages of each prefix; start with --disable-radix-cache"
         )
     if drafts_of(compat.resolved(configurator.server_args)):
         yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"

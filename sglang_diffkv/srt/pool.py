@@ -18,9 +18,9 @@ GIB = 1 << 30
 class DiffKVPool(KVCache):
     """Carries the page manager to the attention backend.
 
-    ``size`` is the capacity in high-tier tokens; ``layers`` are the ids of the model's layers that have pages, in order:
-    where one stands there is its layer in the page manager. Asking for a layer's K or V buffer raises: no such buffer
-    exists, and code that needs one cannot work with compressed pages.
+    ``size`` is the capacity in high-tier tokens; ``layers`` are the ids of the model's layers that have pages, in
+    order: where one stands there is its layer in the page manager. Asking for a layer's K or V buffer raises: no such
+    buffer exists, and code that needs one cannot work with compressed pages.
     """
 
     def __init__(

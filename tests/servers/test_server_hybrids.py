@@ -101,9 +101,7 @@ def test_lossless_gives_stock_tokens(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_tiers_serve_and_hold_less(
-    kind: str, models: Callable[[str], Path], server_of: Callable[..., Server]
-) -> None:
+def test_tiers_serve_and_hold_less(kind: str, models: Callable[[str], Path], server_of: Callable[..., Server]) -> None:
     _, more, env = KINDS[kind]
     config = {"policy": {"name": "diffkv", "window": 16}}
     server = server_of("diffkv", (*CHUNKED, *more), model=models(kind), config=config, env={**EVERY_STEP, **env})
@@ -114,7 +112,7 @@ def test_tiers_serve_and_hold_less(
     assert stats["finished"]["low"] > 0 and stats["finished"]["token_bytes"] < 0.6 * stats["finished"]["bf16_bytes"]
 
 
-TIGHT = (*CHUNKED[:4], "--max-total-tokens", "900", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1")
+TIGHT = (*ARGS[:3], "--max-total-tokens", "900", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1")
 MANY = [tokens(60 + 20 * i, 100 + i) for i in range(8)]
 REPLIES = [120] * 4 + [200] * 4
 
