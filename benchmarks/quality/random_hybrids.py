@@ -27,7 +27,8 @@ def _sizes(large: bool) -> dict[str, Any]:
     hidden = 512 if large else 128
     return {
         "vocab_size": 8256, "hidden_size": hidden, "intermediate_size": 2 * hidden,
-        "num_attention_heads": 8 if large else 4, "num_key_value_heads": 2, "max_position_embeddings": 8192, "bos_token_id": 1, "eos_token_id": 2,
+        "num_attention_heads": 8 if large else 4, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+        "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
 
 
