@@ -53,6 +53,22 @@ def test_states_take_what_sglang_says(ranks: int) -> None:
     assert f"{size / MIB:.2f} MiB a request" in told
 
 
+@pytest.mark.parametrize("slot", [None, 5])
+def test_a_request_that_leaves_before_it_has_tokens_gives_its_state_back(slot: int | None) -> None:
+    told: list[str] = []
+    kv = SimpleNamespace(req_pool_idx=2, mamba_pool_idx=slot, kv_allocated_len=0)
+    old = compat.release() < (0, 5, 18)
+    req = SimpleNamespace(
+        kv=None if old else kv, last_node=None, lock=None, reset_for_retract=lambda: told.append("reset")
+    )
+    if old:
+        vars(req).update(vars(kv))
+    rows = SimpleNamespace(free_mamba_cache=lambda x: told.append("state"), free=lambda x: told.append("row"))
+    batch = SimpleNamespace(reqs=[req], req_to_token_pool=rows, tree_cache=SimpleNamespace(unlock=lambda lock: None))
+    compat.release_request(batch, 0)
+    assert told == [*([] if slot is None else ["state"]), "row", "reset"]
+
+
 def test_the_plan_leaves_room_for_states() -> None:
     hybrid = _hybrid()
     hybrid.states = states = SimpleNamespace(mamba_cache_per_req=MIB)

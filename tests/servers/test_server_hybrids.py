@@ -20,7 +20,8 @@ from benchmarks.quality.random_hybrids import make_lfm2, make_qwen3_next
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
-from tests.servers.identity import check_tokens
+from sglang_diffkv.key_means import write_key_means
+from tests.servers.identity import check_tokens, first_difference
 from tests.servers.shared import EVERY_STEP, STRICT, SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -97,6 +98,33 @@ def test_lossless_gives_stock_tokens(
             found = [x.output_ids for x in _ask(server, concurrency)]
             check_tokens(found, stock, f"{kind}, {concurrency} at a time", equal=0.5)
         check_idle(server)
+
+
+@pytest.mark.full
+def test_rotated_and_less_key_means_replies_stay(
+    models: Callable[[str], Path], tmp_path: Path, shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    """Heads of 256, of which positions rotate a quarter, behind a gate: with 8 bits most tokens stay,
+    where a layer that saw something else would change them all."""
+    model, means = models("qwen3_next"), tmp_path / "means.safetensors"
+    write_key_means(means, torch.randn(PAGED, 2, 256, generator=torch.Generator().manual_seed(3)), {})
+    env = {**INTERPRETED, "SGLANG_PLUGINS": "none"}
+    stock = _ask(shared_server.get(stock_backend(), ARGS, model=model, env=env))
+    for config in (
+        {"tiers": ["K8V8"], "rotate": "both"},
+        {"tiers": ["K8V8"], "rotate": "keys", "key_means": str(means)},
+    ):
+        server = server_of("diffkv", CHUNKED, model=model, config=config, env={**EVERY_STEP, **INTERPRETED})
+        for concurrency in (1, 4):
+            equal = [_shared(x.output_ids, y.output_ids) for x, y in zip(_ask(server, concurrency), stock)]
+            assert sum(equal) > 0.5 * NEW_TOKENS * len(stock), f"{config}: {equal} tokens of {NEW_TOKENS} stay"
+        check_idle(server)
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """Tokens with which both begin."""
+    at = first_difference(a, b)
+    return len(a) if at is None else at
 
 
 @pytest.mark.full

@@ -1,9 +1,10 @@
 """Importable stand-in for the CPU build of ``sgl_kernel``.
 
 With ``SGLANG_USE_CPU_ENGINE=1`` SGLang imports ``*_cpu`` operators from ``sgl_kernel`` at module level. No
-registry carries that build, and on a processor without AMX none is called but by speculative decoding. Those are
-here, in plain PyTorch (``speculative``); every other ``*_cpu`` name resolves to a function that raises. Nothing is
-registered under ``torch.ops.sgl_kernel``, so SGLang sees no AMX support and its layers take their native PyTorch path.
+registry carries that build, and on a processor without AMX none is called but by speculative decoding and by layers of
+the gated delta rule. Those are here, in plain PyTorch (``speculative``, ``mamba``); every other ``*_cpu`` name resolves
+to a function that raises. Under ``torch.ops.sgl_kernel`` only ``mamba`` registers what such layers look for there, so
+SGLang sees no AMX support and its layers take their native PyTorch path.
 """
 
 from typing import Any, Callable
