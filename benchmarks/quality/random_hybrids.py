@@ -55,8 +55,27 @@ def make_qwen3_next(folder: Path, *, large: bool = False) -> None:
         **_sizes(large), **linear, **experts, head_dim=256, num_hidden_layers=len(kinds), layer_types=kinds
     )
     _make(folder, Qwen3NextForCausalLM, config)
+    _add_interval(folder, len(kinds) // 2)
+
+
+def make_qwen3_5(folder: Path, *, large: bool = False) -> None:
+    """Qwen3.5's language part: as Qwen3-Next without experts, its projections laid out otherwise."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    dim, kinds = 128 if large else 32, _kinds(large, "linear_attention")
+    linear = {
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": dim,
+        "linear_value_head_dim": dim,
+    }  # fmt: skip
+    config = Qwen3_5TextConfig(**_sizes(large), **linear, head_dim=256, num_hidden_layers=len(kinds), layer_types=kinds)
+    _make(folder, Qwen3_5ForCausalLM, config)
+    _add_interval(folder, len(kinds) // 2)
+
+
+def _add_interval(folder: Path, interval: int) -> None:
+    """SGLang asks which layers attend by their distance, which transformers does not write."""
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "full_attention_interval": len(kinds) // 2}, indent=1))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "full_attention_interval": interval}, indent=1))
 
 
 def make_lfm2(folder: Path, *, large: bool = False) -> None:
@@ -82,6 +101,7 @@ def make_falcon_h1(folder: Path, *, large: bool = False) -> None:
 
 KINDS: dict[str, Callable[..., None]] = {
     "qwen3_next": make_qwen3_next,
+    "qwen3_5": make_qwen3_5,
     "lfm2": make_lfm2,
     "falcon_h1": make_falcon_h1,
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import pytest
 import requests
 import torch
 
-from benchmarks.quality.random_hybrids import make_lfm2, make_qwen3_next
+from benchmarks.quality.random_hybrids import make_lfm2, make_qwen3_5, make_qwen3_next
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
 from tests.servers.identity import check_tokens, first_difference
+from tests.servers.second_plugin import install
 from tests.servers.shared import EVERY_STEP, STRICT, SharedServer, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -36,41 +39,89 @@ PAGED = 2
 """Layers of the models here that attend; two others have states."""
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 """Layers with states call Triton on a CPU where they do not call the placeholder of ``sgl_kernel``."""
-KINDS: dict[str, tuple[Callable[[Path], None], tuple[str, ...], dict[str, str]]] = {
-    "qwen3_next": (make_qwen3_next, (), INTERPRETED),
-    "lfm2": (make_lfm2, ("--dtype", "float16"), {**INTERPRETED, "SGLANG_MAMBA_CONV_DTYPE": "float16"}),
-}
-"""How a model is made, and how it is served. Triton's interpreter makes NaN of bfloat16 in convolutions."""
+GATED_NORM = """
+import torch
+
+
+def layernorm_fn(original, x, weight, bias, z=None, eps=1e-6, group_size=None, **more):
+    assert bias is None and group_size is None and more["norm_before_gate"] and more["is_rms_norm"]
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed * torch.nn.functional.silu(z.float())).to(x.dtype)
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
+    HookRegistry.register(target, layernorm_fn, HookType.AROUND)
+"""
+"""A plugin with the gated norm of Qwen3.5's states, whose Triton kernel asks for a GPU before it is interpreted."""
+
+
+@dataclass
+class Hybrid:
+    """A model, and what servers of it need beside it; ``plugin``: a second one, for stock too."""
+
+    model: Path
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    plugin: str = "none"
+
+    @property
+    def stock_env(self) -> dict[str, str]:
+        return {**self.env, "SGLANG_PLUGINS": self.plugin}
+
+    def serve(self, server_of: Callable[..., Server], args: Sequence[str], config: dict[str, Any]) -> Server:
+        """A server of ours that checks itself after every step."""
+        env = {**EVERY_STEP, **self.env}
+        return server_of("diffkv", (*args, *self.args), model=self.model, config=config, env=env)
+
+
+def _qwen3_next(folder: Path) -> Hybrid:
+    make_qwen3_next(folder)
+    return Hybrid(folder, env=INTERPRETED)
+
+
+def _qwen3_5(folder: Path) -> Hybrid:
+    make_qwen3_5(folder / "model")
+    (folder / "plugin").mkdir()
+    return Hybrid(folder / "model", env=install(folder / "plugin", "gated_norm", GATED_NORM), plugin="gated_norm")
+
+
+def _lfm2(folder: Path) -> Hybrid:
+    """Triton's interpreter makes NaN of bfloat16 in convolutions."""
+    make_lfm2(folder)
+    return Hybrid(folder, ("--dtype", "float16"), {**INTERPRETED, "SGLANG_MAMBA_CONV_DTYPE": "float16"})
+
+
+KINDS = {"qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "lfm2": _lfm2}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def model(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            KINDS[kind][0](made[kind])
-        return made[kind]
-
-    return model
+def hybrid_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Hybrid]:
+    return cache(lambda kind: KINDS[kind](tmp_path_factory.mktemp(kind)))
 
 
 def _ask(server: Server, concurrency: int = 1, prompts: Sequence[list[int]] = PROMPTS) -> list[Record]:
     return client.run(server.url, prompts, NEW_TOKENS, concurrency=concurrency, top_logprobs=2)
 
 
+def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
+    args = (*ARGS, *hybrid.args)
+    return _ask(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
+
+
 def test_lossless_gives_the_tokens_of_transformers(
-    models: Callable[[str], Path], server_of: Callable[..., Server]
+    hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
 ) -> None:
     """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states."""
     from transformers import AutoModelForCausalLM
 
-    model = models("qwen3_next")
-    env = {**STRICT, **INTERPRETED}
-    server = server_of("diffkv", CHUNKED, model=model, config={"tiers": ["BF16"]}, env=env)
+    hybrid = hybrid_of("qwen3_next")
+    env = {**STRICT, **hybrid.env}
+    server = server_of("diffkv", CHUNKED, model=hybrid.model, config={"tiers": ["BF16"]}, env=env)
     found = client.run(server.url, PROMPTS[:3], 10, concurrency=3, top_logprobs=2)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    network = AutoModelForCausalLM.from_pretrained(hybrid.model, dtype=torch.bfloat16).eval()
     best = equal = 0
     for prompt, record in zip(PROMPTS, found):
         with torch.no_grad():
@@ -85,15 +136,13 @@ def test_lossless_gives_the_tokens_of_transformers(
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_lossless_gives_stock_tokens(
-    kind: str, models: Callable[[str], Path], shared_server: SharedServer, server_of: Callable[..., Server]
+    kind: str, hybrid_of: Callable[[str], Hybrid], shared_server: SharedServer, server_of: Callable[..., Server]
 ) -> None:
-    _, more, env = KINDS[kind]
-    stock_env = {**env, "SGLANG_PLUGINS": "none"}
-    stock = _ask(shared_server.get(stock_backend(), (*ARGS, *more), model=models(kind), env=stock_env))
+    hybrid = hybrid_of(kind)
+    stock = _ask_stock(hybrid, shared_server)
     assert len({tuple(x.output_ids) for x in stock}) == len(stock), "the model says the same whatever it is asked"
-    env = {**EVERY_STEP, **env}
     for args in (ARGS, CHUNKED):
-        server = server_of("diffkv", (*args, *more), model=models(kind), config={"tiers": ["BF16"]}, env=env)
+        server = hybrid.serve(server_of, args, {"tiers": ["BF16"]})
         for concurrency in (1, 4):
             found = [x.output_ids for x in _ask(server, concurrency)]
             check_tokens(found, stock, f"{kind}, {concurrency} at a time", equal=0.5)
@@ -102,19 +151,18 @@ def test_lossless_gives_stock_tokens(
 
 @pytest.mark.full
 def test_rotated_and_less_key_means_replies_stay(
-    models: Callable[[str], Path], tmp_path: Path, shared_server: SharedServer, server_of: Callable[..., Server]
+    hybrid_of: Callable[[str], Hybrid], tmp_path: Path, shared_server: SharedServer, server_of: Callable[..., Server]
 ) -> None:
     """Heads of 256, of which positions rotate a quarter, behind a gate: with 8 bits most tokens stay,
     where a layer that saw something else would change them all."""
-    model, means = models("qwen3_next"), tmp_path / "means.safetensors"
+    hybrid, means = hybrid_of("qwen3_5"), tmp_path / "means.safetensors"
     write_key_means(means, torch.randn(PAGED, 2, 256, generator=torch.Generator().manual_seed(3)), {})
-    env = {**INTERPRETED, "SGLANG_PLUGINS": "none"}
-    stock = _ask(shared_server.get(stock_backend(), ARGS, model=model, env=env))
+    stock = _ask_stock(hybrid, shared_server)
     for config in (
         {"tiers": ["K8V8"], "rotate": "both"},
         {"tiers": ["K8V8"], "rotate": "keys", "key_means": str(means)},
     ):
-        server = server_of("diffkv", CHUNKED, model=model, config=config, env={**EVERY_STEP, **INTERPRETED})
+        server = hybrid.serve(server_of, CHUNKED, config)
         for concurrency in (1, 4):
             equal = [_shared(x.output_ids, y.output_ids) for x, y in zip(_ask(server, concurrency), stock)]
             assert sum(equal) > 0.5 * NEW_TOKENS * len(stock), f"{config}: {equal} tokens of {NEW_TOKENS} stay"
@@ -129,10 +177,11 @@ def _shared(a: list[int], b: list[int]) -> int:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_tiers_serve_and_hold_less(kind: str, models: Callable[[str], Path], server_of: Callable[..., Server]) -> None:
-    _, more, env = KINDS[kind]
+def test_tiers_serve_and_hold_less(
+    kind: str, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+) -> None:
     config = {"policy": {"name": "diffkv", "window": 16}}
-    server = server_of("diffkv", (*CHUNKED, *more), model=models(kind), config=config, env={**EVERY_STEP, **env})
+    server = hybrid_of(kind).serve(server_of, CHUNKED, config)
     for concurrency in (1, 4):
         assert all(len(x.output_ids) == NEW_TOKENS for x in _ask(server, concurrency))
     stats = stats_of(server)
@@ -140,9 +189,9 @@ def test_tiers_serve_and_hold_less(kind: str, models: Callable[[str], Path], ser
     assert stats["finished"]["low"] > 0 and stats["finished"]["token_bytes"] < 0.6 * stats["finished"]["bf16_bytes"]
 
 
-TIGHT = (*ARGS[:3], "--max-total-tokens", "900", "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1")
+TIGHT = (*ARGS[:3], "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1", "--max-total-tokens")
 MANY = [tokens(60 + 20 * i, 100 + i) for i in range(8)]
-REPLIES = [120] * 4 + [200] * 4
+REPLIES = [60] * 4 + [120] * 4
 
 
 def _load(server: Server) -> list[Record]:
@@ -167,17 +216,24 @@ def _abort_some(server: Server) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [{"tiers": ["BF16"]}, {"policy": {"name": "diffkv", "alpha_high": 50.0}}], ids=str)
+@pytest.mark.parametrize(
+    ("config", "capacity"),
+    [({"tiers": ["BF16"]}, 600), ({"policy": {"name": "diffkv", "alpha_high": 50.0, "window": 16}}, 400)],
+    ids=str,
+)
 def test_a_full_pool_retracts_and_loses_no_state(
-    config: dict[str, Any], models: Callable[[str], Path], shared_server: SharedServer, server_of: Callable[..., Server]
+    config: dict[str, Any],
+    capacity: int,
+    hybrid_of: Callable[[str], Hybrid],
+    shared_server: SharedServer,
+    server_of: Callable[..., Server],
 ) -> None:
     """With one slot for each request that may run, one that is lost ends the scheduler at the next full batch."""
-    model = models("qwen3_next")
-    lossless, stock = "tiers" in config, []
-    if lossless:
-        env = {**INTERPRETED, "SGLANG_PLUGINS": "none"}
-        stock = _load(shared_server.get(stock_backend(), ARGS, model=model, env=env))
-    server = server_of("diffkv", TIGHT, model=model, config=config, env={**STRICT, **INTERPRETED})
+    hybrid, stock = hybrid_of("qwen3_5"), []
+    if lossless := "tiers" in config:
+        args = (*ARGS, *hybrid.args)
+        stock = _load(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
+    server = hybrid.serve(server_of, (*TIGHT, str(capacity)), config)
     found = _load(server)
     assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
     if lossless:
