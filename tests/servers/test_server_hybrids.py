@@ -189,9 +189,10 @@ def test_tiers_serve_and_hold_less(
     assert stats["finished"]["low"] > 0 and stats["finished"]["token_bytes"] < 0.6 * stats["finished"]["bf16_bytes"]
 
 
-TIGHT = (*ARGS[:3], "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1", "--max-total-tokens", "600")
-MANY = [tokens(60 + 20 * i, 100 + i) for i in range(8)]
-REPLIES = [60] * 4 + [120] * 4
+TIGHT = (*ARGS[:3], "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1", "--max-total-tokens", "500")
+MANY = [tokens(40 + 10 * i, 100 + i) for i in range(8)]
+REPLIES = [160] * 8
+"""Short prompts, all of which are let in, and replies for which there is no room together."""
 
 
 def _load(server: Server) -> list[Record]:
@@ -208,7 +209,7 @@ def _abort_some(server: Server) -> None:
     for i in range(2 * SLOTS):
         with requests.post(
             f"{server.url}/generate",
-            json={"input_ids": MANY[i], "sampling_params": {"max_new_tokens": 200, "ignore_eos": True}, "stream": True},
+            json={"input_ids": MANY[i], "sampling_params": {"max_new_tokens": 160, "ignore_eos": True}, "stream": True},
             stream=True,
             timeout=60.0,
         ) as response:
