@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,19 @@ def test_lossless_gives_stock_tokens(
             found = [x.output_ids for x in _ask(server, concurrency)]
             check_tokens(found, stock, f"{kind}, {concurrency} at a time", equal=0.5)
         check_idle(server)
+
+
+@pytest.mark.full
+def test_two_ranks_give_the_tokens_of_stock_s_two(
+    hybrid_of: Callable[[str], Hybrid], shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    """Each has a KV head, and half of the states."""
+    hybrid = hybrid_of("qwen3_5")
+    hybrid = replace(hybrid, args=("--tp-size", "2"), env={**hybrid.env, "SGLANG_CPU_OMP_THREADS_BIND": "0|0"})
+    stock = _ask_stock(hybrid, shared_server)
+    server = hybrid.serve(server_of, CHUNKED, {"tiers": ["BF16"]})
+    for concurrency in (1, 4):
+        check_tokens([x.output_ids for x in _ask(server, concurrency)], stock, f"{concurrency} at a time", equal=0.5)
 
 
 @pytest.mark.full
