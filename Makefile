@@ -17,7 +17,7 @@ PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(wildcard $(PLACEHOLDER)/sgl_kernel/*.py)
 OTHER_SGLANG := 0.5.17 0.5.22 0.5.23
-# Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer;
+# Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer, and one with states;
 # and where SGLang chooses the cache's dtype.
 VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_metrics.py \
 	tests/tree/test_admission.py tests/tree/test_exact_prompts.py tests/tree/test_tree_eviction.py tests/tree/test_prefix_cache.py \

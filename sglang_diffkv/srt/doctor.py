@@ -170,9 +170,22 @@ def _model(findings: Findings, args: Any) -> Any:
     findings.add("model", f"can be served, as far as its config.json says: {shape}")
     configurator.reaches = _window(findings, model)
     if configurator.mambaish_config is not None:
-        configurator.states = compat.planned_states(configurator.mambaish_config, configurator.server_args.tp_size)
-        findings.add("layers", describe_layers(configurator, configurator.states), list(paged_layers(configurator)))
+        configurator.states = _states(findings, configurator)
     return configurator
+
+
+def _states(findings: Findings, configurator: Any) -> Any:
+    """What is compressed of a model with states, and what is not; ``compat.planned_states``, None where only a server
+    knows."""
+    try:
+        states = compat.planned_states(configurator.mambaish_config, configurator.server_args.tp_size)
+    except Exception as error:
+        findings.add(
+            "states", f"SGLang says what they take in a server only ({error}): the figures here leave them out"
+        )
+        return None
+    findings.add("layers", describe_layers(configurator, states), list(paged_layers(configurator)))
+    return states
 
 
 def _window(findings: Findings, model: Any) -> tuple[int, ...]:
@@ -231,7 +244,7 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     try:
         config, origin = resolve(users_configuration() if given is None else given, view.model_path)
         findings.add("thresholds", f"{origin}: {config.build_policy()}")
-        findings.add("prefix cache", f"{config.prefix_fidelity} prompts")
+        findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
         reaches = configurator.reaches
         check_policy(config, reaches)
         plan = MemoryPlan.of(configurator, config, len(paged_layers(configurator)), reaches)
