@@ -17,7 +17,7 @@ PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(wildcard $(PLACEHOLDER)/sgl_kernel/*.py)
 OTHER_SGLANG := 0.5.17 0.5.22 0.5.23
-# Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer;
+# Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer, and one with states;
 # and where SGLang chooses the cache's dtype.
 VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_metrics.py \
 	tests/tree/test_admission.py tests/tree/test_exact_prompts.py tests/tree/test_tree_eviction.py tests/tree/test_prefix_cache.py \
@@ -26,7 +26,8 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.
 	tests/servers/test_server_exact.py::test_the_tree_keeps_prompts_high_and_requests_run_compressed \
 	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt \
 	tests/servers/test_server_kv_dtype.py \
-	tests/servers/test_backend.py::test_models_that_write_k_and_v_themselves_find_the_pool
+	tests/servers/test_backend.py::test_models_that_write_k_and_v_themselves_find_the_pool \
+	tests/servers/test_hybrids.py tests/servers/test_server_hybrids.py::test_lossless_gives_the_tokens_of_transformers
 # How tests are spread over the processes: tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1

@@ -54,6 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--diffkv-config", default=LOSSLESS, help="default: %(default)s")
     parser.add_argument("--backend", default="diffkv", help="of the server under test")
+    parser.add_argument("--stock", default=stock_backend(), help="of the reference (default: %(default)s)")
     parser.add_argument(
         "--controls",
         nargs="*",
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = [chat_ids(tokenizer, item.prompt) for item in items]
     config = args.diffkv_config if args.backend == "diffkv" else None
     servers = {
-        "stock": collect(args, stock_backend(), None, prompts),
+        "stock": collect(args, args.stock, None, prompts),
         **{f"stock, {name}": collect(args, name, None, prompts) for name in args.controls},
         args.backend: collect(args, args.backend, config, prompts, args.draft_args),
     }

@@ -12,26 +12,23 @@ from sglang_diffkv.srt.requests import Requests
 
 
 class DiffKVAllocator(TokenToKVPoolAllocator):
-    """Hands out KV slots; ``available_size()`` is what the free pages can hold in high-tier tokens, and no more than
-    there are KV slots for while requests run. It is what SGLang's scheduler, batches and prefix cache share, so it
-    carries the ``requests``."""
+    """Hands out KV slots, of which there are more than ``size``, the capacity in high-tier tokens. ``available_size()``
+    is what the free pages can hold in high-tier tokens, and no more than there are KV slots for while requests run. It
+    is what SGLang's scheduler, batches and prefix cache share, so it carries the ``requests``."""
 
     def __init__(self, requests: Requests, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
         self.requests = requests
-        super().__init__(requests.ledger.kv_slots, dtype, device, kvcache, need_sort)
+        super().__init__(requests.ledger.capacity, dtype, device, kvcache, need_sort)
         requests.ledger.kv_slots_free = self.kv_slots_free
 
     @property
     def ledger(self) -> PageLedger:
         return self.requests.ledger
 
-    @property
-    def size_full(self) -> int:
-        return self.ledger.capacity
-
     def clear(self) -> None:
         """Forget all KV slots and release all pages. SGLang calls this for flush_cache, with nothing running."""
         super().clear()
+        self.free_pages = torch.arange(1, self.ledger.kv_slots + 1, dtype=torch.int64, device=self.device)
         self.ledger.manager.clear()
         self.ledger.reset()
 

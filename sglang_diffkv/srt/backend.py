@@ -42,8 +42,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self.token_to_kv_pool, self.req_to_token_pool = pool, runner.req_to_token_pool  # where models look for them
         self.manager = manager = pool.manager
         self.state = manager.state
-        self.first_layer = pool.start_layer
-        self.last_layer = pool.start_layer + manager.geometry.num_layers - 1
+        self.layers = {layer: index for index, layer in enumerate(pool.layers)}
+        self.last_layer = pool.layers[-1]
         config = load_config()
         core = (self.state, manager.ops, manager.policy)
         rotation = Rotation.named(config.rotate)
@@ -195,7 +195,7 @@ class DiffKVAttnBackend(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        out = wrapper.run(layer.layer_id - self.first_layer, q, k, v, scaling_of(layer), sink_logits)
+        out = wrapper.run(self.layers[layer.layer_id], q, k, v, scaling_of(layer), sink_logits)
         if layer.layer_id == self.last_layer:
             if wrapper is self.decode:
                 self.decode.end()

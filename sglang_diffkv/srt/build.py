@@ -23,6 +23,7 @@ from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.draft_model import bytes_of_slot
+from sglang_diffkv.srt.hybrids import check_paged_layers, describe_layers, has_states, paged_layers
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
@@ -31,6 +32,7 @@ from sglang_diffkv.srt.speculation import check_drafts, drafts_of
 from sglang_diffkv.srt.validation import (
     BACKEND,
     PAGE_DTYPES,
+    attention_layers,
     check_layers,
     check_model,
     check_policy,
@@ -62,10 +64,10 @@ def keep_computed_dtype(runner: Any) -> None:
 
 def memory_plan(configurator: Any) -> MemoryPlan:
     """For the loaded model of SGLang's KVCacheConfigurator."""
-    config, layers = load_config(), configurator.layer_info
-    reaches = layer_reaches(configurator.model, layers.start_layer, layers.num_effective_layers)
+    config, layers = load_config(), paged_layers(configurator)
+    reaches = layer_reaches(configurator.model, layers)
     check_policy(config, reaches)
-    return MemoryPlan.of(configurator, config, layers.num_effective_layers, reaches, bytes_of_slot(configurator))
+    return MemoryPlan.of(configurator, config, len(layers), reaches, bytes_of_slot(configurator))
 
 
 def draft_room(configurator: Any) -> int:
@@ -104,7 +106,7 @@ def build_pool(configurator: Any, sizes: Any) -> DiffKVPool:
     return DiffKVPool(
         sizes["max_total_num_tokens"],
         configurator.kv_cache_dtype,
-        layers.num_effective_layers,
+        paged_layers(configurator),
         configurator.device,
         False,
         layers.start_layer,
@@ -154,6 +156,8 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     )
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
+    if configurator.mambaish_config is not None:
+        logger.info("DiffKV: %s", describe_layers(configurator, configurator.mambaish_config.mamba2_cache_params))
     if any(geometry.reaches):
         found = "wherever another branches off" if plan.config.prefix_fidelity == "exact" else "at their ends only"
         logger.info(
@@ -187,8 +191,11 @@ def refuse_pool(configurator: Any, pool: Any) -> None:
 def create_backend(runner: Any) -> DiffKVAttnBackend:
     """The attention backend of SGLang's model runner."""
     check_layers(runner.model)
-    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model), sinks_of(runner.model))
     pool, exact = runner.token_to_kv_pool, load_config().prefix_fidelity == "exact"
+    if has_states(runner.req_to_token_pool):
+        found = {layer.layer_id for layer in attention_layers(runner.model)}
+        check_paged_layers(type(runner.model).__name__, found, pool.layers)
+    backend = DiffKVAttnBackend(runner, layer_scalings(runner.model), sinks_of(runner.model))
     budget = _budget[0] if _budget is not None and _budget[1] == pool.size else None
     logger.info("%s", pool.footprint(exact=exact).describe(budget))
     return backend

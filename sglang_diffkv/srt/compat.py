@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -80,13 +81,36 @@ def _kv_of(req: Any) -> Any:
 
 def request_rows(configurator: Any, capacity: int) -> int:
     """Rows of SGLang's table of requests for a pool of ``capacity`` tokens, the padding row included."""
-    return max(configurator.resolve_max_num_reqs(capacity), 1) + 1
+    with _unsaid(configurator):
+        return max(configurator.resolve_max_num_reqs(capacity), 1) + 1
+
+
+@contextmanager
+def _unsaid(configurator: Any) -> Iterator[None]:
+    """Inside, SGLang's module of the configurator logs nothing: that states allow fewer requests than asked for it says
+    each time that it is asked for their number, and once is enough."""
+    log = logging.getLogger(type(configurator).__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def planned_request_rows(max_running_requests: int | None, capacity: int, context: int) -> int:
     """``request_rows`` by SGLang's rule, where there is no configurator yet: for a model of ``context`` tokens."""
     usual = max(min(int(capacity / context * 512), 4096), 2048)
     return max(min(max_running_requests or usual, capacity // 2), 1) + 1
+
+
+def planned_states(hybrid: Any, ranks: int) -> Any:
+    """``mamba2_cache_params`` of a model's configuration, on each of so many ranks, before there are ranks: ``layers``
+    that have states, and ``mamba_cache_per_req``, bytes of a request's."""
+    from sglang.srt.runtime_context import get_parallel
+
+    widths = {"attn_tp_size": ranks, **({} if release() < (0, 5, 22) else {"enable_cp_tp_group_sharing": False})}
+    with get_parallel().override(**widths):
+        return hybrid.mamba2_cache_params
 
 
 def row_of(req: Any) -> int | None:
@@ -294,9 +318,17 @@ def release_request(batch: Any, index: int) -> None:
         batch.tree_cache.unlock(req.lock)
     elif req.last_node is not None:
         batch.tree_cache.dec_lock_ref(req.last_node)
+    free_state(batch.req_to_token_pool, req)
     if row_of(req) is not None:
         batch.req_to_token_pool.free(req)
     req.reset_for_retract()
+
+
+def free_state(rows: Any, req: Any) -> None:
+    """Give back the state slot of a request, if it has one: of a model with linear-attention layers, where the prefix
+    cache keeps no states. ``rows``: SGLang's table of requests."""
+    if getattr(_kv_of(req), "mamba_pool_idx", None) is not None:
+        rows.free_mamba_cache(req)
 
 
 def _has_kv_slots(req: Any) -> bool:

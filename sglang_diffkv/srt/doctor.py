@@ -16,6 +16,7 @@ from sglang_diffkv.findings import Findings
 from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.scaling import configured_reaches, reads_window
 
 GIB = 1 << 30
@@ -168,7 +169,23 @@ def _model(findings: Findings, args: Any) -> Any:
     shape += f"KV heads of {model.head_dim}, {str(model.dtype).removeprefix('torch.')}"
     findings.add("model", f"can be served, as far as its config.json says: {shape}")
     configurator.reaches = _window(findings, model)
+    if configurator.mambaish_config is not None:
+        configurator.states = _states(findings, configurator)
     return configurator
+
+
+def _states(findings: Findings, configurator: Any) -> Any:
+    """What is compressed of a model with states, and what is not; ``compat.planned_states``, None where only a server
+    knows."""
+    try:
+        states = compat.planned_states(configurator.mambaish_config, configurator.server_args.tp_size)
+    except Exception as error:
+        findings.add(
+            "states", f"SGLang says what they take in a server only ({error}): the figures here leave them out"
+        )
+        return None
+    findings.add("layers", describe_layers(configurator, states), list(paged_layers(configurator)))
+    return states
 
 
 def _window(findings: Findings, model: Any) -> tuple[int, ...]:
@@ -211,6 +228,8 @@ def _configurator(args: Any) -> SimpleNamespace:
         is_hybrid_swa=model.is_hybrid_swa,
         sliding_window_size=model.attention_chunk_size,
         mambaish_config=mambaish_config(model),
+        layer_info=SimpleNamespace(start_layer=0, num_effective_layers=model.num_hidden_layers),
+        states=None,
         kv_cache_dtype=model.dtype,
     )
 
@@ -225,14 +244,16 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     try:
         config, origin = resolve(users_configuration() if given is None else given, view.model_path)
         findings.add("thresholds", f"{origin}: {config.build_policy()}")
-        findings.add("prefix cache", f"{config.prefix_fidelity} prompts")
+        findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
         reaches = configurator.reaches
         check_policy(config, reaches)
-        plan = MemoryPlan.of(configurator, config, model.num_hidden_layers, reaches)
+        plan = MemoryPlan.of(configurator, config, len(paged_layers(configurator)), reaches)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
+        budget, slots = _without_states(findings, configurator, int(gib * GIB))
+        most = min(filter(None, (view.max_running_requests, slots)), default=None)
         tokens = plan.capacity_in(
-            int(gib * GIB),
-            lambda capacity: compat.planned_request_rows(view.max_running_requests, capacity, context),
+            budget,
+            lambda capacity: compat.planned_request_rows(most, capacity, context),
             context + compat.CONTEXT_SLACK,
         )
     except (ConfigError, UnsupportedError) as error:
@@ -250,8 +271,21 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     where = f"{gib:g} GiB" + (" of each GPU" if view.tp_size > 1 else "")
     if any(reaches):
         text += f", and of sequences of {context:,} {1 / kept_in_layers(reaches, context):.1f} times that"
-    text += f", with tables and scratch; bf16 without either: {int(gib * GIB) // stock:,}"
+    text += f", with tables and scratch; bf16 without either: {budget // stock:,}"
     findings.add(f"tokens in {where}", text, tokens)
+
+
+def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple[int, int | None]:
+    """The bytes that SGLang leaves for keys and values, and how many requests have states; None if the model has
+    none."""
+    if configurator.states is None:
+        return budget, None
+    view, size = configurator.server_args, configurator.states.mamba_cache_per_req
+    ratio = view.mamba_full_memory_ratio
+    slots = view.max_mamba_cache_size or view.max_running_requests or int(budget * ratio / (1 + ratio) / size) - 1
+    taken = (slots + 1) * size
+    findings.add("states", f"{slots:,} requests, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
+    return budget - taken, slots
 
 
 def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool) -> str:

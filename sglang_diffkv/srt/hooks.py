@@ -94,7 +94,8 @@ def create_memory_pool_configurator(original: Any, configurator: Any) -> Any:
     return build.PoolConfigurator(configurator) if selected else original(configurator)
 
 
-def build_mha_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
+def build_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
+    """Of a model that attends in all layers, or in some while the others have states; and of a draft model."""
     if not is_selected(self.server_args):
         return original(self, **kwargs)
     return draft_model.build_pool(original, self, kwargs) if self.is_draft_worker else build.build_pool(self, kwargs)
@@ -367,7 +368,8 @@ HOOKS = {
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
     SRT + "models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
     SRT + "model_executor.pool_configurator.create_memory_pool_configurator": create_memory_pool_configurator,
-    CONFIGURATOR + "_build_mha_kv_pool": build_mha_kv_pool,
+    CONFIGURATOR + "_build_mha_kv_pool": build_kv_pool,
+    CONFIGURATOR + "_build_hybrid_linear_kv_pool": build_kv_pool,
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_token_to_kv_pool_allocator,
     ADDER + "add_one_req": add_one_req,
     ADDER + "add_chunked_req": add_chunked_req,

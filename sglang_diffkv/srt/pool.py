@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,21 +18,23 @@ GIB = 1 << 30
 class DiffKVPool(KVCache):
     """Carries the page manager to the attention backend.
 
-    ``size`` is the capacity in high-tier tokens. Asking for a layer's K or V buffer raises: no such buffer
-    exists, and code that needs one cannot work with compressed pages.
+    ``size`` is the capacity in high-tier tokens; ``layers`` are the ids of the model's layers that have pages, in
+    order: where one stands there is its layer in the page manager. Asking for a layer's K or V buffer raises: no such
+    buffer exists, and code that needs one cannot work with compressed pages.
     """
 
     def __init__(
         self,
         size: int,
         dtype: torch.dtype,
-        layer_num: int,
+        layers: Sequence[int],
         device: str,
         enable_memory_saver: bool,
         start_layer: int | None,
         end_layer: int | None,
     ):
-        super().__init__(size, 1, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
+        super().__init__(size, 1, dtype, len(layers), device, enable_memory_saver, start_layer, end_layer)
+        self.layers = tuple(layers)
         self.manager: PageManager | None = None
         self.kv_slots = self.draft_bytes = 0
         self.usage: UsageMeter | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,12 +49,12 @@ def reads_window(model_class: type) -> bool | None:
     return None if any("sliding_window_size" in inspect.getsource(x) for x in modules) else False
 
 
-def layer_reaches(model: Any, first: int, count: int) -> tuple[int, ...]:
-    """Of the ``count`` attention layers of SGLang's loaded ``model`` from ``first`` on, how many tokens a query may
-    see, itself included, 0 for all; empty if all see all. SGLang's window is without the query itself."""
-    reaches = [0] * count
+def layer_reaches(model: Any, layers: Sequence[int]) -> tuple[int, ...]:
+    """Of the attention layers with these ids, in SGLang's loaded ``model``, how many tokens a query may see, itself
+    included, 0 for all; empty if all see all. SGLang's window is without the query itself."""
+    reaches = dict.fromkeys(layers, 0)
     for layer in attention_layers(model):
         window = getattr(layer, "sliding_window_size", None)
-        if window is not None and window > -1 and 0 <= layer.layer_id - first < count:
-            reaches[layer.layer_id - first] = window + 1
-    return tuple(reaches) if any(reaches) else ()
+        if window is not None and window > -1 and layer.layer_id in reaches:
+            reaches[layer.layer_id] = window + 1
+    return tuple(reaches.values()) if any(reaches.values()) else ()

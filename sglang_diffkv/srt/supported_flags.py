@@ -16,6 +16,9 @@ WORKS: dict[str, str] = {
     "tests/tree/test_tree_eviction.py::test_every_eviction_policy_chooses_by_its_rule": (
         "radix_eviction_policy_config _radix_eviction_policy_explicitly_set"
     ),
+    "tests/servers/test_server_hybrids.py::test_a_full_pool_retracts_and_loses_no_state": (
+        "max_mamba_cache_size mamba_full_memory_ratio"
+    ),
     "tests/servers/test_server_requests.py::test_structured_output": "grammar_backend",
     "tests/servers/test_server_options.py::test_adapters_share_no_prefix": (
         "enable_lora lora_paths max_lora_rank lora_target_modules lora_backend max_loras_per_batch max_loaded_loras"
@@ -55,6 +58,11 @@ ORTHOGONAL: dict[str, str] = {
     "how a request finds its replica": "load_balance_method",
     "a draft model's own cache, a pool of SGLang's, which is planned for as if it held the model's numbers": (
         "speculative_draft_kv_cache_dtype"
+    ),
+    "states of layers that do not attend, and what computes them, are SGLang's; their bytes are not the pool's": (
+        "mamba_backend mamba_ssm_dtype enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds "
+        "linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend enable_linear_replayssm "
+        "linear_replayssm_cache_len enable_scattered_sconv"
     ),
     "decode steps are one graph for each batch size, as SGLang captures them; seen on H200s": (
         "disable_cuda_graph disable_decode_cuda_graph disable_prefill_cuda_graph cuda_graph_max_bs_decode "
@@ -235,13 +243,9 @@ ONLY_WITH: dict[str, str] = {
         "dsa_paged_mqa_logits_backend dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype "
         "dsv4_attn_backend dsv4_prefill_backend enable_deepseek_v4_fp4_indexer c128_page_size"
     ),
-    "models with state spaces or linear attention": (
-        "mamba_backend max_mamba_cache_size mamba_ssm_dtype mamba_max_states_per_path "
-        "enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds mamba_full_memory_ratio "
-        "mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval enable_int8_mamba_checkpoint "
-        "int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend "
-        "linear_attn_verify_backend enable_linear_replayssm linear_replayssm_cache_len enable_linear_replayssm_spec "
-        "enable_scattered_sconv"
+    "models with states in the prefix cache or under drafts": (
+        "mamba_max_states_per_path mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval "
+        "enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_verify_backend enable_linear_replayssm_spec"
     ),
 }
 """What is refused, an option's field or a kind of model -> fields that are read only with it."""

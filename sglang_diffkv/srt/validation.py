@@ -11,6 +11,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu
+from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
 from sglang_diffkv.srt.speculation import drafts_by_model
 
@@ -60,7 +61,7 @@ def check_model(configurator: Any) -> None:
     if getattr(config, "attention_chunk_size", None):
         problems.append("attention in chunks (iRoPE)")
     if getattr(configurator, "mambaish_config", None) is not None:
-        problems.append("state-space or linear-attention layers")
+        problems += hybrid_problems(configurator)
     if not getattr(config, "is_generation", True):
         problems.append("embeddings or scores for output, which would change once a prefix is cached")
     if getattr(config, "is_encoder_decoder", False):

@@ -78,7 +78,7 @@ def test_the_plan_is_what_the_objects_hold(text: str, ranks: int, reaches: tuple
     )  # fmt: skip
     exact = plan.config.prefix_fidelity == "exact"
     ops = manager.ops
-    found = Footprint.of(manager.state, geometry, ops, kv_slots=allocator.size, exact=exact)
+    found = Footprint.of(manager.state, geometry, ops, kv_slots=allocator.ledger.kv_slots, exact=exact)
     held = sum(found.held.values())
     counts = [manager.segments.counts_of.counts, UsageMeter(manager).ended_counts]
     assert held == storages([manager.state, ops, allocator.free_pages, counts], {})
@@ -154,7 +154,7 @@ def test_a_budget_in_bytes_holds_everything(monkeypatch: pytest.MonkeyPatch) -> 
     kvc = SimpleNamespace(
         model_config=SimpleNamespace(context_len=1000), resolve_max_num_reqs=lambda tokens: 8,
         layer_info=SimpleNamespace(num_effective_layers=2, start_layer=0), model=torch.nn.Module(),
-        server_args=SimpleNamespace(speculative_algorithm=None),
+        server_args=SimpleNamespace(speculative_algorithm=None), mambaish_config=None,
     )  # fmt: skip
     budget = 32 << 20
     capacity = build.PoolConfigurator(kvc).calculate_pool_sizes(budget, 1).max_total_num_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.server import Server
+from tests.servers.second_plugin import install
 from tests.servers.shared import EVERY_STEP, START_TIMEOUT, check_idle
 
 
@@ -20,14 +20,8 @@ def failing_server(folder: Path, source: str, config: Mapping[str, Any]) -> Iter
     Args:
         folder: empty, for the plugin. source: of its module, whose ``register`` SGLang calls.
     """
-    (folder / "failing_plugin.py").write_text(source)
-    package = folder / "failing_plugin-0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Name: failing-plugin\nVersion: 0\n")
-    (package / "entry_points.txt").write_text("[sglang.srt.plugins]\nfailing = failing_plugin:register\n")
-    path = os.pathsep.join(x for x in (str(folder), os.environ.get("PYTHONPATH")) if x)
     args = ["--max-total-tokens", "12000", "--chunked-prefill-size", "1024"]
-    env = {**EVERY_STEP, "PYTHONPATH": path}
+    env = {**EVERY_STEP, **install(folder, "failing_plugin", source)}
     with Server(NANO, "diffkv", args, diffkv_config=config, env=env, timeout=START_TIMEOUT) as running:
         yield running
         check_idle(running)

@@ -31,7 +31,9 @@ from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
 from sglang_diffkv.srt.pool import DiffKVPool
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
 
-LAYERS = 2
+PAGED = (1, 4)
+"""Ids of the layers that attend. A model may have others between them, which have states."""
+LAYERS = len(PAGED)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ class Twin:
 
         rule = method or replace(DiffKVPolicy(1.0, 0.2, window), **policy)
         self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, policy=rule, make_ops=make_ops)
-        pool = DiffKVPool(64, BF16, LAYERS, DEVICE, False, 0, LAYERS - 1)
+        pool = DiffKVPool(64, BF16, PAGED, DEVICE, False, 0, PAGED[-1])
         pool.bind(self.manager)
         args = SimpleNamespace(disable_overlap_schedule=True)
         model = SimpleNamespace(num_attention_heads=heads * group)
@@ -77,7 +79,7 @@ class Twin:
     def layers(self, decode: bool, drawn: int, count: int, generator: torch.Generator) -> torch.Tensor:
         """All layers over the first ``count`` of ``drawn`` random tokens."""
         outs = []
-        for number in range(LAYERS):
+        for number in PAGED:
             q, k, v = (
                 torch.randn(drawn, heads * self.dim, generator=generator)[:count].to(DEVICE, BF16)
                 for heads in (self.heads * self.group, self.heads, self.heads)

@@ -34,10 +34,10 @@ def test_the_walk_finds_every_kv_slot_behind_the_one_before_it() -> None:
 
 def test_lines_follow_a_request_to_the_kv_slots_of_its_copy() -> None:
     world = World(2000)
-    pool = world.allocator._kvcache = DiffKVPool(2000, torch.bfloat16, 1, "cpu", False, 0, 0)
-    pool.bind(world.manager, world.allocator.size)
+    pool = world.allocator._kvcache = DiffKVPool(2000, torch.bfloat16, [0], "cpu", False, 0, 0)
+    pool.bind(world.manager, world.allocator.ledger.kv_slots)
     (group,) = attach(pool=pool, device=torch.device("cpu"), read_bytes=0, kv_token_id_vs_position_offset=0)
-    assert group.k_head.shape == group.k_tail.shape == (world.allocator.size + 1, 32)
+    assert group.k_head.shape == group.k_tail.shape == (world.allocator.ledger.kv_slots + 1, 32)
     for lines in (group.k_head, group.k_tail):
         lines.view(torch.int64)[:, 0] = torch.arange(len(lines))
     tokens = world.tokens(100)

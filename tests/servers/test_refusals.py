@@ -144,6 +144,9 @@ def test_configurations_are_refused_with_drafts(text: str, name: str) -> None:
         check_drafts(load_config("{}"), (0, 512))
 
 
+HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -154,13 +157,23 @@ def test_configurations_are_refused_with_drafts(text: str, name: str) -> None:
             {"model_config": SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2))},
             "share the keys and values",
         ),
-        ({"mambaish_config": object()}, "state-space"),
+        ({"mambaish_config": SimpleNamespace(full_attention_layer_ids=[])}, "no layer with keys and values"),
+        (
+            {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=False)},
+            "state-space or linear-attention layers.*--disable-radix-cache",
+        ),
+        (
+            {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=True, speculative_algorithm="NGRAM")},
+            "drop --speculative-algorithm",
+        ),
+        ({**HYBRID, "model_config": SimpleNamespace(hf_text_config=SimpleNamespace(indexer_n_heads=4))}, "sparse"),
         ({"kv_cache_dtype": torch.float32}, "float32"),
     ],
 )
 def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> None:
     good = {
-        "model_config": SimpleNamespace(hf_config=None),
+        "model_config": SimpleNamespace(hf_config=None, hf_text_config=None),
+        "server_args": SimpleNamespace(disable_radix_cache=True),
         "use_mla_backend": False,
         "is_hybrid_swa": False,
         "sliding_window_size": 127,
@@ -168,6 +181,7 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
         "kv_cache_dtype": torch.bfloat16,
     }
     check_model(SimpleNamespace(**good))
+    check_model(SimpleNamespace(**{**good, **HYBRID}))
     with pytest.raises(UnsupportedError, match=name):
         check_model(SimpleNamespace(**{**good, **changes}))
 
@@ -315,7 +329,7 @@ def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours
     from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
     from sglang_diffkv.srt.pool import DiffKVPool
 
-    pool = DiffKVPool(64, torch.bfloat16, 1, "cpu", False, 0, 0) if ours else object()
+    pool = DiffKVPool(64, torch.bfloat16, [0], "cpu", False, 0, 0) if ours else object()
     monkeypatch.setattr(utils, "get_token_to_kv_pool", lambda: pool)
     assert enable_fused_set_kv_buffer(lambda batch: True, None) is (not ours)
 

@@ -1,13 +1,15 @@
 """Importable stand-in for the CPU build of ``sgl_kernel``.
 
 With ``SGLANG_USE_CPU_ENGINE=1`` SGLang imports ``*_cpu`` operators from ``sgl_kernel`` at module level. No
-registry carries that build, and on a processor without AMX none is called but by speculative decoding. Those are
-here, in plain PyTorch (``speculative``); every other ``*_cpu`` name resolves to a function that raises. Nothing is
-registered under ``torch.ops.sgl_kernel``, so SGLang sees no AMX support and its layers take their native PyTorch path.
+registry carries that build, and on a processor without AMX none is called but by speculative decoding and by layers of
+Qwen3-Next and Qwen3.5. Those are here, in plain PyTorch (``speculative``, ``mamba``, ``gated``); every other ``*_cpu``
+name resolves to a function that raises. Under ``torch.ops.sgl_kernel`` nothing but what such layers look for is
+registered, so SGLang sees no AMX support and its layers take their native PyTorch path.
 """
 
 from typing import Any, Callable
 
+import sgl_kernel.gated  # noqa: F401
 from sgl_kernel.speculative import (
     assign_draft_cache_locs_contiguous_cpu,
     assign_extend_cache_locs_cpu,

@@ -1,0 +1,69 @@
+"""Models most of whose layers are linear attention, state spaces or short convolutions, and only some attend to keys
+and values. Those have pages; the others' states are SGLang's, as are their kernels and who has which: a request holds a
+state slot for as long as it holds a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.speculation import drafts_of
+
+MIB = 1 << 20
+
+
+def paged_layers(configurator: Any) -> tuple[int, ...]:
+    """Ids of the layers that have keys and values, for SGLang's KVCacheConfigurator: in order, and as many as there are
+    layers in a page manager."""
+    layers = configurator.layer_info
+    every = range(layers.start_layer, layers.start_layer + layers.num_effective_layers)
+    hybrid = configurator.mambaish_config
+    return tuple(every) if hybrid is None else tuple(x for x in sorted(hybrid.full_attention_layer_ids) if x in every)
+
+
+def hybrid_problems(configurator: Any) -> Iterator[str]:
+    """What of a model with states cannot be served, by ``mambaish_config`` of SGLang's KVCacheConfigurator."""
+    hybrid = configurator.mambaish_config
+    if not hybrid.full_attention_layer_ids:
+        yield "states alone and no layer with keys and values to compress"
+    if not compat.resolved(configurator.server_args).disable_radix_cache:
+        yield (
+            "state-space or linear-attention layers, of whose states the prefix cache would have to keep one beside "
+            "the pages of each prefix; start with --disable-radix-cache"
+        )
+    if drafts_of(compat.resolved(configurator.server_args)):
+        yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
+    if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
+        yield "sparse attention with an index of its own"
+
+
+def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> None:
+    """Raise UnsupportedError unless the layers that call the attention backend, ``found`` in SGLang's loaded model
+    ``name``, are those that have pages: the last of these ends a pass."""
+    if found != set(paged):
+        raise UnsupportedError(
+            f"--attention-backend diffkv cannot serve this model ({name}): attention is in layers {sorted(found)}, and "
+            f"SGLang keeps keys and values for {list(paged)}. Use another --attention-backend for it."
+        )
+
+
+def has_states(rows: Any) -> bool:
+    """Whether SGLang's table of requests hands out state slots with its rows."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return isinstance(rows, HybridReqToTokenPool)
+
+
+def describe_layers(configurator: Any, states: Any) -> str:
+    """What of a model's layers is compressed and what is not, for SGLang's KVCacheConfigurator and its
+    ``mamba2_cache_params``."""
+    every, paged = configurator.layer_info.num_effective_layers, paged_layers(configurator)
+    listed = ", ".join(map(str, paged)) if len(paged) < every else "all"
+    return (
+        f"{len(paged)} of {every} layers have keys and values, which are compressed ({listed}); {len(states.layers)} "
+        f"have states, {states.mamba_cache_per_req / MIB:.2f} MiB a request in SGLang's own pool, which are not. "
+        "Prefixes are not shared between requests"
+    )

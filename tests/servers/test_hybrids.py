@@ -1,0 +1,82 @@
+"""Which layers of a model with states have pages, and what its states take, without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.findings import Findings
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.doctor import _without_states
+from sglang_diffkv.srt.hybrids import check_paged_layers, describe_layers, paged_layers
+
+MIB = 1 << 20
+
+
+def _hybrid(layers: int = 8, **more: Any) -> Any:
+    from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+
+    sizes = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "full_attention_interval": 4}
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
+    config = Qwen3NextConfig(num_hidden_layers=layers, **{**sizes, **heads, **more})
+    info = SimpleNamespace(start_layer=0, num_effective_layers=layers)
+    return SimpleNamespace(mambaish_config=config, layer_info=info)
+
+
+def test_layers_that_attend_have_pages() -> None:
+    hybrid = _hybrid()
+    assert paged_layers(hybrid) == (3, 7)
+    hybrid.layer_info.start_layer, hybrid.layer_info.num_effective_layers = 4, 4
+    assert paged_layers(hybrid) == (7,)
+    hybrid.mambaish_config = None
+    assert paged_layers(hybrid) == (4, 5, 6, 7)
+
+
+def test_pages_and_attention_are_in_the_same_layers() -> None:
+    check_paged_layers("Model", {7, 3}, (3, 7))
+    for found in ({3}, {3, 5, 7}):
+        with pytest.raises(UnsupportedError, match=r"Model.*attention is in layers .* for \[3, 7\]"):
+            check_paged_layers("Model", found, (3, 7))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_take_what_sglang_says(ranks: int) -> None:
+    hybrid = _hybrid()
+    states = compat.planned_states(hybrid.mambaish_config, ranks)
+    size = 6 * (8 * 64 * 64 * 4 + (2 * 4 * 64 + 8 * 64) * 3 * 2) // ranks
+    assert (list(states.layers), states.mamba_cache_per_req) == ([0, 1, 2, 4, 5, 6], size)
+    told = describe_layers(hybrid, states)
+    assert "2 of 8 layers have keys and values, which are compressed (3, 7); 6 have states" in told
+    assert f"{size / MIB:.2f} MiB a request" in told
+
+
+@pytest.mark.parametrize("slot", [None, 5])
+def test_a_request_that_leaves_before_it_has_tokens_gives_its_state_back(slot: int | None) -> None:
+    told: list[str] = []
+    kv = SimpleNamespace(req_pool_idx=2, mamba_pool_idx=slot, kv_allocated_len=0)
+    old = compat.release() < (0, 5, 18)
+    req = SimpleNamespace(
+        kv=None if old else kv, last_node=None, lock=None, reset_for_retract=lambda: told.append("reset")
+    )
+    if old:
+        vars(req).update(vars(kv))
+    rows = SimpleNamespace(free_mamba_cache=lambda x: told.append("state"), free=lambda x: told.append("row"))
+    batch = SimpleNamespace(reqs=[req], req_to_token_pool=rows, tree_cache=SimpleNamespace(unlock=lambda lock: None))
+    compat.release_request(batch, 0)
+    assert told == [*([] if slot is None else ["state"]), "row", "reset"]
+
+
+def test_the_plan_leaves_room_for_states() -> None:
+    hybrid = _hybrid()
+    hybrid.states = states = SimpleNamespace(mamba_cache_per_req=MIB)
+    asked = {"max_mamba_cache_size": None, "max_running_requests": None, "mamba_full_memory_ratio": 0.5}
+    for changes, slots in (({}, 99), ({"max_running_requests": 7}, 7), ({"max_mamba_cache_size": 9}, 9)):
+        hybrid.server_args = SimpleNamespace(**{**asked, **changes})
+        findings = Findings()
+        assert _without_states(findings, hybrid, 300 * MIB) == (300 * MIB - (slots + 1) * MIB, slots)
+        assert findings.items[0].value == (slots + 1) * states.mamba_cache_per_req
+    hybrid.states = None
+    assert _without_states(Findings(), hybrid, 300) == (300, None)

@@ -1,0 +1,253 @@
+"""Models with states beside keys and values: the layers that attend have pages, the others' states are SGLang's.
+
+Lossless they give the tokens of stock SGLang, in batches, over chunks and in a pool far too small; with DiffKV's tiers
+they hold less, and nothing is lost: pages, or state slots, of which there is one for each request that may run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+
+from benchmarks.quality.random_hybrids import make_lfm2, make_qwen3_5, make_qwen3_next
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.key_means import write_key_means
+from tests.servers.identity import check_tokens, first_difference
+from tests.servers.second_plugin import install
+from tests.servers.shared import EVERY_STEP, STRICT, SharedServer, check_idle, stats_of, tokens
+
+pytestmark = pytest.mark.server
+
+NEW_TOKENS = 24
+SLOTS = 4
+"""Requests that may run, and state slots."""
+ARGS = ("--disable-radix-cache", "--max-mamba-cache-size", str(SLOTS), "--max-total-tokens", "6000")
+CHUNKED = (*ARGS, "--chunked-prefill-size", "64")
+PROMPTS = [tokens(length, seed) for seed, length in enumerate((30, 70, 150, 300))]
+PAGED = 2
+"""Layers of the models here that attend; two others have states."""
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+"""Layers with states call Triton on a CPU where they do not call the placeholder of ``sgl_kernel``."""
+GATED_NORM = """
+import torch
+
+
+def layernorm_fn(original, x, weight, bias, z=None, eps=1e-6, group_size=None, **more):
+    assert bias is None and group_size is None and more["norm_before_gate"] and more["is_rms_norm"]
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed * torch.nn.functional.silu(z.float())).to(x.dtype)
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn"
+    HookRegistry.register(target, layernorm_fn, HookType.AROUND)
+"""
+"""A plugin with the gated norm of Qwen3.5's states, whose Triton kernel asks for a GPU before it is interpreted."""
+
+
+@dataclass
+class Hybrid:
+    """A model, and what servers of it need beside it; ``plugin``: a second one, for stock too."""
+
+    model: Path
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    plugin: str = "none"
+
+    @property
+    def stock_env(self) -> dict[str, str]:
+        return {**self.env, "SGLANG_PLUGINS": self.plugin}
+
+    def serve(self, server_of: Callable[..., Server], args: Sequence[str], config: dict[str, Any]) -> Server:
+        """A server of ours that checks itself after every step."""
+        env = {**EVERY_STEP, **self.env}
+        return server_of("diffkv", (*args, *self.args), model=self.model, config=config, env=env)
+
+
+def _qwen3_next(folder: Path) -> Hybrid:
+    make_qwen3_next(folder)
+    return Hybrid(folder, env=INTERPRETED)
+
+
+def _qwen3_5(folder: Path) -> Hybrid:
+    make_qwen3_5(folder / "model")
+    (folder / "plugin").mkdir()
+    return Hybrid(folder / "model", env=install(folder / "plugin", "gated_norm", GATED_NORM), plugin="gated_norm")
+
+
+def _lfm2(folder: Path) -> Hybrid:
+    """Triton's interpreter makes NaN of bfloat16 in convolutions."""
+    make_lfm2(folder)
+    return Hybrid(folder, ("--dtype", "float16"), {**INTERPRETED, "SGLANG_MAMBA_CONV_DTYPE": "float16"})
+
+
+KINDS = {"qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "lfm2": _lfm2}
+
+
+@pytest.fixture(scope="module")
+def hybrid_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Hybrid]:
+    return cache(lambda kind: KINDS[kind](tmp_path_factory.mktemp(kind)))
+
+
+def _ask(server: Server, concurrency: int = 1, prompts: Sequence[list[int]] = PROMPTS) -> list[Record]:
+    return client.run(server.url, prompts, NEW_TOKENS, concurrency=concurrency, top_logprobs=2)
+
+
+def _ask_stock(hybrid: Hybrid, shared_server: SharedServer) -> list[Record]:
+    args = (*ARGS, *hybrid.args)
+    return _ask(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
+
+
+def test_lossless_gives_the_tokens_of_transformers(
+    hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+) -> None:
+    """Over chunks and in a batch, with all that SGLang and the placeholder's kernels do to states."""
+    from transformers import AutoModelForCausalLM
+
+    hybrid = hybrid_of("qwen3_next")
+    env = {**STRICT, **hybrid.env}
+    server = server_of("diffkv", CHUNKED, model=hybrid.model, config={"tiers": ["BF16"]}, env=env)
+    found = client.run(server.url, PROMPTS[:3], 10, concurrency=3, top_logprobs=2)
+    network = AutoModelForCausalLM.from_pretrained(hybrid.model, dtype=torch.bfloat16).eval()
+    best = equal = 0
+    for prompt, record in zip(PROMPTS, found):
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + record.output_ids])).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, torch.tensor(record.output_ids)[:, None])[:, 0]
+        best += int((logits.max(1).values - chosen <= 0.25).sum())
+        equal += len(record.output_ids)
+    assert best == equal == 30, "tokens that are not the likeliest, within rounding, after the same tokens"
+    assert f"{PAGED} of 4 layers have keys and values" in server.log_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_lossless_gives_stock_tokens(
+    kind: str, hybrid_of: Callable[[str], Hybrid], shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    hybrid = hybrid_of(kind)
+    stock = _ask_stock(hybrid, shared_server)
+    assert len({tuple(x.output_ids) for x in stock}) == len(stock), "the model says the same whatever it is asked"
+    for args in (ARGS, CHUNKED):
+        server = hybrid.serve(server_of, args, {"tiers": ["BF16"]})
+        for concurrency in (1, 4):
+            found = [x.output_ids for x in _ask(server, concurrency)]
+            check_tokens(found, stock, f"{kind}, {concurrency} at a time", equal=0.5)
+        check_idle(server)
+
+
+@pytest.mark.full
+def test_two_ranks_give_the_tokens_of_stock_s_two(
+    hybrid_of: Callable[[str], Hybrid], shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    """Each has a KV head, and half of the states."""
+    hybrid = hybrid_of("qwen3_5")
+    hybrid = replace(hybrid, args=("--tp-size", "2"), env={**hybrid.env, "SGLANG_CPU_OMP_THREADS_BIND": "0|0"})
+    stock = _ask_stock(hybrid, shared_server)
+    server = hybrid.serve(server_of, CHUNKED, {"tiers": ["BF16"]})
+    for concurrency in (1, 4):
+        check_tokens([x.output_ids for x in _ask(server, concurrency)], stock, f"{concurrency} at a time", equal=0.5)
+
+
+@pytest.mark.full
+def test_rotated_and_less_key_means_replies_stay(
+    hybrid_of: Callable[[str], Hybrid], tmp_path: Path, shared_server: SharedServer, server_of: Callable[..., Server]
+) -> None:
+    """Heads of 256, of which positions rotate a quarter, behind a gate. With 8 bits a reply stays for a while, less key
+    means that have nothing to do with the keys too, where a layer that saw something else would change them all."""
+    hybrid, means = hybrid_of("qwen3_5"), tmp_path / "means.safetensors"
+    write_key_means(means, torch.randn(PAGED, 2, 256, generator=torch.Generator().manual_seed(3)), {})
+    stock = _ask_stock(hybrid, shared_server)
+    for config in (
+        {"tiers": ["K8V8"], "rotate": "both"},
+        {"tiers": ["K8V8"], "rotate": "keys", "key_means": str(means)},
+    ):
+        server = hybrid.serve(server_of, CHUNKED, config)
+        for concurrency in (1, 4):
+            equal = [_shared(x.output_ids, y.output_ids) for x, y in zip(_ask(server, concurrency), stock)]
+            assert sum(equal) > 0.25 * NEW_TOKENS * len(stock), f"{config}: {equal} tokens of {NEW_TOKENS} stay"
+        check_idle(server)
+
+
+def _shared(a: list[int], b: list[int]) -> int:
+    """Tokens with which both begin."""
+    at = first_difference(a, b)
+    return len(a) if at is None else at
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiers_serve_and_hold_less(
+    kind: str, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
+) -> None:
+    config = {"policy": {"name": "diffkv", "window": 16}}
+    server = hybrid_of(kind).serve(server_of, CHUNKED, config)
+    for concurrency in (1, 4):
+        assert all(len(x.output_ids) == NEW_TOKENS for x in _ask(server, concurrency))
+    stats = stats_of(server)
+    assert len(stats["by_head"]["high"]) == PAGED
+    assert stats["finished"]["low"] > 0 and stats["finished"]["token_bytes"] < 0.6 * stats["finished"]["bf16_bytes"]
+
+
+TIGHT = (*ARGS[:3], "--chunked-prefill-size", "64", "--schedule-conservativeness", "0.1", "--max-total-tokens", "500")
+MANY = [tokens(40 + 10 * i, 100 + i) for i in range(8)]
+REPLIES = [160] * 8
+"""Short prompts, all of which are let in, and replies for which there is no room together."""
+
+
+def _load(server: Server) -> list[Record]:
+    def ask(index: int) -> Record:
+        time.sleep(0.1 * index)
+        return client.ask(server.url, MANY[index], REPLIES[index], top_logprobs=2)
+
+    with ThreadPoolExecutor(len(MANY)) as threads:
+        return list(threads.map(ask, range(len(MANY))))
+
+
+def _abort_some(server: Server) -> None:
+    """More requests than there are state slots, each left in the middle of its prompt or reply."""
+    for i in range(2 * SLOTS):
+        with requests.post(
+            f"{server.url}/generate",
+            json={"input_ids": MANY[i], "sampling_params": {"max_new_tokens": 160, "ignore_eos": True}, "stream": True},
+            stream=True,
+            timeout=60.0,
+        ) as response:
+            next(response.iter_lines())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [{"tiers": ["BF16"]}, {"policy": {"name": "diffkv", "window": 256}}], ids=str)
+def test_a_full_pool_retracts_and_loses_no_state(
+    config: dict[str, Any],
+    hybrid_of: Callable[[str], Hybrid],
+    shared_server: SharedServer,
+    server_of: Callable[..., Server],
+) -> None:
+    """With one slot for each request that may run, one that is lost ends the scheduler at the next full batch."""
+    hybrid, stock = hybrid_of("qwen3_5"), []
+    if lossless := "tiers" in config:
+        args = (*ARGS, *hybrid.args)
+        stock = _load(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
+    server = hybrid.serve(server_of, TIGHT, config)
+    found = _load(server)
+    assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
+    if lossless:
+        check_tokens([x.output_ids for x in found], stock, "retracted", equal=0.5)
+    assert [x.completion_tokens for x in found] == REPLIES
+    _abort_some(server)
+    assert [x.completion_tokens for x in _load(server)] == REPLIES
+    check_idle(server)
