@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.ranks import Ranks
 
@@ -46,6 +48,13 @@ def untested_on_a_gpu() -> str:
         f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, or "
         "serve with --device cpu"
     )
+
+
+def untried_on_a_gpu(device: Any, what: str, instead: str) -> list[str]:
+    """What is wrong on a GPU with something that has run on a CPU only, and what to do; nothing to who wants to try."""
+    if not str(device).startswith("cuda") or os.environ.get(UNTRIED_ENV):
+        return []
+    return [f"{what} on a GPU, where it was never run: {instead}, or set {UNTRIED_ENV}=1 to try it"]
 
 
 @cache

@@ -38,6 +38,7 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
         yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
     if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
         yield "sparse attention with an index of its own"
+    yield from compat.untried_on_a_gpu(configurator.device, "layers with states", "use another --attention-backend")
 
 
 def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> None:

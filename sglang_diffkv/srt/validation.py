@@ -10,10 +10,10 @@ import torch
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.policies.base import Pointwise
-from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu
+from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu, untried_on_a_gpu
 from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
-from sglang_diffkv.srt.speculation import drafts_by_model
+from sglang_diffkv.srt.speculation import algorithm_of, drafts_by_model
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16)
 """What a raw tier can hold."""
@@ -43,6 +43,8 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
         problems.append("--kv-canary with a draft model, whose cache it does not know: drop --kv-canary")
     if device == "cuda" and sglang_version() not in GPU_VERSIONS:
         problems.append(untested_on_a_gpu())
+    if algorithm_of(args):
+        problems += untried_on_a_gpu(device, "speculative decoding", "drop --speculative-algorithm")
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 

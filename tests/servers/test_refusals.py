@@ -167,6 +167,7 @@ HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
             "drop --speculative-algorithm",
         ),
         ({**HYBRID, "model_config": SimpleNamespace(hf_text_config=SimpleNamespace(indexer_n_heads=4))}, "sparse"),
+        ({**HYBRID, "device": "cuda"}, "layers with states on a GPU, where it was never run: .*UNTRIED"),
         ({"kv_cache_dtype": torch.float32}, "float32"),
     ],
 )
@@ -178,6 +179,7 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
         "is_hybrid_swa": False,
         "sliding_window_size": 127,
         "mambaish_config": None,
+        "device": "cpu",
         "kv_cache_dtype": torch.bfloat16,
     }
     check_model(SimpleNamespace(**good))

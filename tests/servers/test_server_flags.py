@@ -11,6 +11,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from benchmarks.paths import NANO
+from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt import launch
 from sglang_diffkv.srt.compat import CANARY_ON_CPU, TESTED_VERSIONS, release, resolved, sglang_version
@@ -137,6 +138,17 @@ def test_each_refusal_says_what_to_do(name, monkeypatch):
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16"])
 def test_a_cache_of_the_model_s_numbers_may_be_asked_for(dtype):
     check_server_args(_args(kv_cache_dtype=dtype))
+
+
+def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(monkeypatch):
+    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.delenv(UNTRIED_ENV, raising=False)
+    chain = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    check_server_args(_args(device="cpu", **chain))
+    with pytest.raises(UnsupportedError, match=f"drop --speculative-algorithm, or set {UNTRIED_ENV}=1"):
+        check_server_args(_args(device="cuda", **chain))
+    monkeypatch.setenv(UNTRIED_ENV, "1")
+    check_server_args(_args(device="cuda", **chain))
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
