@@ -28,9 +28,10 @@ ROTATED_KEY_BITS = 4
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
 
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
+"""Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
+
 UNTRIED_ENV = "SGLANG_DIFFKV_UNTRIED"
 """If it is set, what was never run on a GPU is not refused there."""
-"""Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
 
 
 def _usual_rotation(tiers: Sequence[str]) -> RotateName:

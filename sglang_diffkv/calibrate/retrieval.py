@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from sglang_diffkv.calibrate.reading import add_arguments, load, read, windows
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.evaluate.cli import positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
 
@@ -45,6 +46,9 @@ class FarAttention:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Causal attention of one sequence in transformers' shapes [1, heads, N, dim]; of the queries in its second
         half, what goes far back."""
+        for other in ("sliding_window", "softcap", "s_aux"):
+            if kwargs.get(other) is not None:
+                raise EvaluationError(f"this model's attention has a {other}, which is not measured here")
         heads, tokens = key.shape[1:3]
         total = torch.zeros(query.shape[1], dtype=torch.float64)
         for first in range(tokens // 2, tokens, QUERIES):
@@ -74,10 +78,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser, 8192, "of a passage, which is read twice in a row", 1024)
-    parser.add_argument("--window", type=int, default=256, help="newest tokens that are near (default: %(default)s)")
+    parser.add_argument(
+        "--window", type=positive, default=256, help="newest tokens that are near (default: %(default)s)"
+    )
     parser.add_argument("--sinks", type=int, default=64, help="first tokens that count as near (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="file to write, a line for each layer")
     args = parser.parse_args(argv)
+    if args.sinks < 0:
+        parser.error("--sinks must be at least 0")
     if args.window_tokens < args.window:
         parser.error("--window-tokens must be at least --window: a passage's first reading would be near")
     return args

@@ -37,6 +37,8 @@ from sglang_diffkv.policies.options import PolicyOptions
 
 OBSERVERS = 256
 """Newest tokens of a prompt that all observe where others are sampled."""
+EVERY = 4
+"""Of the others each so-manieth observes where nothing is said."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,12 @@ class DiffKVPolicyConfig(PolicyOptions):
     window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
     sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
-    observe_every: int = Field(
-        default=4,
+    observe_every: int | None = Field(
+        default=None,
         ge=1,
         le=64,
-        description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it",
+        description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it; by "
+        f"default each {EVERY}th, or as many as the window has tokens if these are fewer",
     )
     head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
         default=None, min_length=1, description="[layers][KV heads] factors of all thresholds"
@@ -122,7 +125,7 @@ class DiffKVPolicyConfig(PolicyOptions):
     def _ordered(self) -> DiffKVPolicyConfig:
         if self.alpha_low > self.alpha_high:
             raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
-        if "observe_every" in self.model_fields_set and self.observe_every > self.window:
+        if self.observe_every is not None and self.observe_every > self.window:
             raise ValueError(
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
                 "window would be judged by nobody"
@@ -159,5 +162,5 @@ class DiffKVPolicyConfig(PolicyOptions):
 
     def build(self) -> DiffKVPolicy:
         rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
-        every = min(self.observe_every, self.window)
+        every = self.observe_every or min(EVERY, self.window)
         return DiffKVPolicy(*rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=every)

@@ -119,7 +119,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     plan = memory_plan(configurator)
     drafts = drafts_of(compat.resolved(configurator.server_args))
     if drafts:
-        check_drafts(plan.config, plan.reaches)
+        check_drafts(plan.config, plan.reaches, by_model=plan.draft_bytes > 0)
     geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len + draft_room(configurator))
     ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)

@@ -145,6 +145,14 @@ def committed_len(req: Any) -> int:
     return int(_kv_of(req).kv_committed_len)
 
 
+def kv_slots_wanted(req: Any, drafts: int) -> int:
+    """KV slots that SGLang takes for the request's next token; with drafts those of a pass and the one after it, beyond
+    what it holds."""
+    if not drafts:
+        return 1
+    return max(committed_len(req) + 2 * drafts - int(req.kv.kv_allocated_len), 0)
+
+
 def extend_end(req: Any) -> int:
     """Position after the last token of the request's next extend pass."""
     return req.extend_end if release() >= (0, 5, 22) else req.extend_range.end

@@ -15,7 +15,7 @@ from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.draft_model import choose_backend
-from sglang_diffkv.srt.speculation import check_drafts, drafts_of
+from sglang_diffkv.srt.speculation import check_drafts, drafts_by_model, drafts_of
 from sglang_diffkv.srt.validation import BACKEND, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)
@@ -65,8 +65,9 @@ def _check(server_args: Any, config: DiffKVConfig) -> None:
     compat.decline_hybrid_swa_pools(server_args)
     choose_backend(server_args)
     check_server_args(server_args, config.gpu_ops)
-    if drafts_of(compat.resolved(server_args)):
-        check_drafts(config)
+    args = compat.resolved(server_args)
+    if drafts_of(args):
+        check_drafts(config, by_model=drafts_by_model(args))
 
 
 def configure_unless_done(server_args: Any) -> None:

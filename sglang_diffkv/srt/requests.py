@@ -215,13 +215,15 @@ class Requests:
         """Indices of the requests whose next token has no table block or KV slot, and why."""
         rows = {compat.allocated_row_of(req): index for index, req in enumerate(reqs)}
         found = self.manager.space.refused(list(rows), self.manager.counts.step_tokens)
-        slots = 2 * self.manager.drafts or 1  # SGLang names the drafts of this pass and of the one after it
-        wanted = slots * (len(rows) - len(found))
-        if wanted > self.ledger.kv_slots_free() and self.tree is not None:
-            self.tree.evict_kv_slots(wanted)
-        short = -(-(wanted - self.ledger.kv_slots_free()) // slots)
-        if short > 0:
-            found.update(dict.fromkeys([row for row in rows if row not in found][-short:], "no KV slot is free"))
+        drafts, tree = self.manager.drafts, self.tree
+        wanted = {row: compat.kv_slots_wanted(reqs[rows[row]], drafts) for row in rows if row not in found}
+        room = self.ledger.kv_slots_free()
+        if tree is not None and sum(wanted.values()) > room:
+            room = max(room, self.ledger.uncommitted_kv_slots() + tree.evictable_tokens())
+        while wanted and sum(wanted.values()) > room:
+            found[wanted.popitem()[0]] = "no KV slot is free"
+        if tree is not None and sum(wanted.values()) > self.ledger.kv_slots_free():
+            tree.evict_kv_slots(sum(wanted.values()))
         return {rows[row]: reason for row, reason in found.items()}
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:

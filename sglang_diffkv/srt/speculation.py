@@ -14,6 +14,7 @@ import numpy as np
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.policies.base import prunes
 
 CHAIN = "--speculative-ngram-min-bfs-breadth 1 --speculative-ngram-max-bfs-breadth 1"
 MODEL_CHAIN = "--speculative-eagle-topk 1 --speculative-num-steps 3 --speculative-num-draft-tokens 4"
@@ -43,18 +44,24 @@ def drafts_of(args: Any) -> int:
     return int(getattr(args, "speculative_num_draft_tokens", None) or USUAL_DRAFTS)
 
 
-def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = ()) -> None:
-    """Refuse what is not served with drafts: of a configuration, or a model with layers of these ``reaches``."""
-    problem = _unlike_chains(config, reaches)
+def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = (), *, by_model: bool = False) -> None:
+    """Refuse what is not served with drafts: of a configuration, or a model with layers of these ``reaches``.
+    ``by_model``: a model makes the drafts."""
+    problem = _unlike_chains(config, reaches, by_model)
     if problem:
         raise UnsupportedError(f"--attention-backend diffkv does not work with {problem}")
 
 
-def _unlike_chains(config: DiffKVConfig, reaches: Sequence[int]) -> str | None:
+def _unlike_chains(config: DiffKVConfig, reaches: Sequence[int], by_model: bool) -> str | None:
     if config.prefix_fidelity == "exact":
         return '"prefix_fidelity": "exact" with speculative decoding: use "compressed"'
     if config.build_policy().running is not None:
         return "a policy that holds requests to a budget while they run with speculative decoding: use another"
+    if by_model and prunes(config.build_policy(), len(config.tiers)):
+        return (
+            "a policy that drops tokens with a draft model, in whose cache each of them keeps a place: use another "
+            "policy (diffkv with alpha_low 0 drops none), or --speculative-algorithm NGRAM"
+        )
     if any(reaches):
         return "layers with a sliding window with speculative decoding: drop --speculative-algorithm"
     return None

@@ -92,9 +92,13 @@ class EvictingTree(RadixCache):
         self._evict_while(lambda: math.inf if self.ledger.table_starved(blocks) else 0)
         return not self.ledger.table_starved(blocks)
 
+    def evictable_tokens(self) -> int:
+        """KV slots that the tree could give back."""
+        return super().evictable_size()
+
     def evict_kv_slots(self, count: int) -> None:
         """Evict until ``count`` KV slots are free that nobody is going to take, if so many can be."""
-        if self.ledger.uncommitted_kv_slots() + super().evictable_size() < count:
+        if self.ledger.uncommitted_kv_slots() + self.evictable_tokens() < count:
             return
         self._evict_while(lambda: math.inf if self.ledger.uncommitted_kv_slots() < count else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,13 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
         problems.append("--kv-canary with a draft model, whose cache it does not know: drop --kv-canary")
     if device == "cuda" and sglang_version() not in GPU_VERSIONS:
         problems.append(untested_on_a_gpu())
+    if device == "cuda" and os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "").lower() in (
+        "1",
+        "true",
+        "yes",
+        "y",
+    ):
+        problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
     if algorithm_of(args):
         problems += untried_on_a_gpu(device, "speculative decoding", "drop --speculative-algorithm")
     if problems:

@@ -99,6 +99,8 @@ def test_sampling_is_an_option_of_long_prompts():
     assert sampled.observation == Observation(queries=256, every=4)
     assert sampled.observation.since([200, 1000]) == [0, 744]
     assert DiffKVPolicyConfig(window=3).build().observation.every == 3, "where it is not given, at most the window"
+    written = DiffKVPolicyConfig(window=3).model_dump_json(exclude_none=True)
+    assert DiffKVPolicyConfig.model_validate_json(written) == DiffKVPolicyConfig(window=3), "as processes hand it on"
     with pytest.raises(ValueError, match="observe_every 4 is above window 3"):
         DiffKVPolicyConfig(observe_every=4, window=3)
 

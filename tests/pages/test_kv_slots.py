@@ -3,6 +3,9 @@ retracts, and no allocation fails."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from sglang_diffkv.mem_pool.geometry import kv_slots_for
@@ -11,6 +14,7 @@ from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
+from sglang_diffkv.srt.requests import Requests
 from tests.helpers import make_format
 from tests.tree.tree_world import World
 
@@ -79,3 +83,35 @@ def test_kv_slots_of_admitted_prompts_are_set_aside():
     ledger.forget("chunked")
     allocator.free(held)
     world.leave(running)
+
+
+def requests_of(drafts: int, free: int, tree: Any) -> Requests:
+    """A manager's stub, in whose table everybody has room, with ``free`` KV slots."""
+    space = SimpleNamespace(refused=lambda rows, step_tokens: {})
+    manager = SimpleNamespace(drafts=drafts, space=space, counts=SimpleNamespace(step_tokens=drafts or 1))
+    ledger = SimpleNamespace(manager=manager, kv_slots_free=lambda: free, uncommitted_kv_slots=lambda: free)
+    requests = Requests(ledger)  # type: ignore[arg-type]
+    requests.tree = tree
+    return requests
+
+
+def drafting(row: int, stored: int, allocated: int) -> SimpleNamespace:
+    kv = SimpleNamespace(req_pool_idx=row, kv_committed_len=stored, kv_allocated_len=allocated)
+    return SimpleNamespace(**vars(kv), kv=kv)
+
+
+def test_drafts_take_the_kv_slots_that_a_request_lacks() -> None:
+    """Each holds those of its last pass, of which it accepted two of four tokens: two more each, not eight."""
+    reqs = [drafting(row, 102, 108) for row in range(1, 33)]
+    assert requests_of(4, 64, None).without_room(reqs) == {}
+    assert requests_of(4, 61, None).without_room(reqs) == {30: "no KV slot is free", 31: "no KV slot is free"}
+    assert requests_of(0, 31, None).without_room(reqs) == {31: "no KV slot is free"}
+
+
+def test_the_tree_gives_what_it_has_before_requests_end() -> None:
+    asked: list[int] = []
+    tree = SimpleNamespace(evictable_tokens=lambda: 20, evict_kv_slots=asked.append)
+    reqs = [drafting(row, 102, 108) for row in range(1, 33)]
+    assert requests_of(4, 44, tree).without_room(reqs) == {} and asked == [64]
+    assert requests_of(4, 40, tree).without_room(reqs) == dict.fromkeys([30, 31], "no KV slot is free")
+    assert asked == [64, 60], "for those that go on"

@@ -144,6 +144,18 @@ def test_configurations_are_refused_with_drafts(text: str, name: str) -> None:
         check_drafts(load_config("{}"), (0, 512))
 
 
+@pytest.mark.parametrize(
+    "text",
+    ['{"policy": {"name": "diffkv", "alpha_low": 0.1}}', '{"tiers": ["K8V4"], "policy": {"name": "streaming"}}'],
+)
+def test_a_draft_model_and_dropped_tokens_are_refused_together(text: str) -> None:
+    """A place in the draft model's cache would be needed for each of them."""
+    check_drafts(load_config(text))
+    check_drafts(load_config("{}"), by_model=True)
+    with pytest.raises(UnsupportedError, match="drops tokens with a draft model"):
+        check_drafts(load_config(text), by_model=True)
+
+
 HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
 
 

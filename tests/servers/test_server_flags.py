@@ -151,6 +151,17 @@ def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(monkeypatch):
     check_server_args(_args(device="cuda", **chain))
 
 
+def test_what_hides_steps_from_the_backend_is_refused_on_a_gpu(monkeypatch):
+    """SGLang's graphs of what is prepared outside of a pass's graph: the host would not be asked before a replay."""
+    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    check_server_args(_args(device="cpu"))
+    with pytest.raises(UnsupportedError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
+        check_server_args(_args(device="cuda"))
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "false")
+    check_server_args(_args(device="cuda"))
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_graphs_other_than_whole_decode_steps_are_refused_on_a_gpu(phase, monkeypatch):
     monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
