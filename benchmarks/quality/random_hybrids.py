@@ -37,24 +37,29 @@ def _kinds(large: bool, other: str) -> list[str]:
     return ([other] * (3 if large else 1) + ["full_attention"]) * 2
 
 
+def _delta_rule(large: bool) -> dict[str, int]:
+    """Heads of the layers that do not attend."""
+    dim = 128 if large else 32
+    return {
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": dim,
+        "linear_value_head_dim": dim,
+    }  # fmt: skip
+
+
 def make_qwen3_next(folder: Path, *, large: bool = False) -> None:
     """Gated delta rule and gated attention with heads of 256, of which a quarter is rotated by position; experts."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    dim, kinds = 128 if large else 32, _kinds(large, "linear_attention")
-    linear = {
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": dim,
-        "linear_value_head_dim": dim,
-    }  # fmt: skip
+    kinds = _kinds(large, "linear_attention")
     inner = 256 if large else 64
     experts = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": inner,
         "shared_expert_intermediate_size": inner,
     }  # fmt: skip
     config = Qwen3NextConfig(
-        **_sizes(large), **linear, **experts, head_dim=256, num_hidden_layers=len(kinds), layer_types=kinds
+        **_sizes(large), **_delta_rule(large), **experts, head_dim=256, num_hidden_layers=len(kinds), layer_types=kinds
     )
-    _make(folder, Qwen3NextForCausalLM, config)
+    save_random(folder, Qwen3NextForCausalLM, config)
     _add_interval(folder, len(kinds) // 2)
 
 
@@ -62,13 +67,11 @@ def make_qwen3_5(folder: Path, *, large: bool = False) -> None:
     """Qwen3.5's language part: as Qwen3-Next without experts, its projections laid out otherwise."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    dim, kinds = 128 if large else 32, _kinds(large, "linear_attention")
-    linear = {
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": dim,
-        "linear_value_head_dim": dim,
-    }  # fmt: skip
-    config = Qwen3_5TextConfig(**_sizes(large), **linear, head_dim=256, num_hidden_layers=len(kinds), layer_types=kinds)
-    _make(folder, Qwen3_5ForCausalLM, config)
+    kinds = _kinds(large, "linear_attention")
+    config = Qwen3_5TextConfig(
+        **_sizes(large), **_delta_rule(large), head_dim=256, num_hidden_layers=len(kinds), layer_types=kinds
+    )
+    save_random(folder, Qwen3_5ForCausalLM, config)
     _add_interval(folder, len(kinds) // 2)
 
 
@@ -84,7 +87,9 @@ def make_lfm2(folder: Path, *, large: bool = False) -> None:
 
     kinds = _kinds(large, "conv")
     more = {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False, "head_dim": 64}
-    _make(folder, Lfm2ForCausalLM, Lfm2Config(**_sizes(large), **more, num_hidden_layers=len(kinds), layer_types=kinds))
+    save_random(
+        folder, Lfm2ForCausalLM, Lfm2Config(**_sizes(large), **more, num_hidden_layers=len(kinds), layer_types=kinds)
+    )
 
 
 def make_falcon_h1(folder: Path, *, large: bool = False) -> None:
@@ -96,7 +101,7 @@ def make_falcon_h1(folder: Path, *, large: bool = False) -> None:
         "mamba_n_heads": heads, "mamba_d_head": 64 if large else 32, "mamba_d_ssm": heads * (64 if large else 32),
         "mamba_n_groups": 1, "mamba_d_state": 128 if large else 32, "mamba_d_conv": 4,
     }  # fmt: skip
-    _make(folder, FalconH1ForCausalLM, FalconH1Config(**_sizes(large), **space, head_dim=64, num_hidden_layers=4))
+    save_random(folder, FalconH1ForCausalLM, FalconH1Config(**_sizes(large), **space, head_dim=64, num_hidden_layers=4))
 
 
 KINDS: dict[str, Callable[..., None]] = {
@@ -107,7 +112,8 @@ KINDS: dict[str, Callable[..., None]] = {
 }
 
 
-def _make(folder: Path, kind: Any, config: Any) -> None:
+def save_random(folder: Path, kind: Any, config: Any) -> None:
+    """A checkpoint of a transformers model ``kind``, the same weights each time, with the nano model's tokenizer."""
     from transformers import AutoTokenizer
 
     torch.manual_seed(0)

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sglang_diffkv import __version__
-from sglang_diffkv.calibrate.reading import add_arguments, load, read, windows
+from sglang_diffkv.calibrate.reading import add_arguments, causal, load, read, windows
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import EvaluationError
@@ -46,8 +45,7 @@ class KeySums:
         """Causal attention of one sequence in transformers' shapes [1, heads, N, dim], and count its keys."""
         found = key[0, :, SINKS:].double().sum(1).cpu()
         self.sums[module.layer_idx] = self.sums.get(module.layer_idx, 0) + found
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
+        return causal(query, key, value, scaling), None
 
     def means(self) -> torch.Tensor:
         """[layers, KV heads, head_dim] float32. Raises EvaluationError where layers differ in heads."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from sglang_diffkv.evaluate.cli import positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
@@ -36,6 +37,12 @@ def load(path: str, attend: Attention) -> Any:
     except (OSError, ValueError) as error:
         raise EvaluationError(f"{path} cannot be loaded by transformers: {error}") from None
     return model.to("cuda" if has_gpu() else "cpu").eval()
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Attention of one sequence, in transformers' shapes."""
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous()
 
 
 @torch.inference_mode()

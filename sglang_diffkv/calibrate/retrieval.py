@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from sglang_diffkv.calibrate.reading import add_arguments, load, read, windows
+from sglang_diffkv.calibrate.reading import add_arguments, causal, load, read, windows
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
@@ -60,8 +59,7 @@ class FarAttention:
             total += (logits.softmax(-1) * far).sum((1, 2)).double().cpu()
         found = total.view(heads, -1).amax(1)
         self.sums[module.layer_idx] = self.sums.get(module.layer_idx, 0) + found
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
+        return causal(query, key, value, scaling), None
 
     def shares(self) -> torch.Tensor:
         """[layers, KV heads], 0 to 1. Raises EvaluationError where layers differ in heads."""

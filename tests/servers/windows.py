@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.paths import NANO
+from benchmarks.quality.random_hybrids import save_random
 
 WINDOW = 64
 """Tokens that a query of a sliding layer sees, itself included."""
@@ -24,7 +22,7 @@ def make_gemma3(folder: Path) -> None:
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
-    _make(folder, Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, num_hidden_layers=6, layer_types=kinds))
+    save_random(folder, Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, num_hidden_layers=6, layer_types=kinds))
 
 
 def make_gemma2(folder: Path, cap: float | None) -> None:
@@ -33,7 +31,7 @@ def make_gemma2(folder: Path, cap: float | None) -> None:
 
     caps = {"attn_logit_softcapping": cap, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 64}
     more = {"hidden_act": "gelu_pytorch_tanh"}  # SGLang reads it, as Gemma-2's own files have it
-    _make(folder, Gemma2ForCausalLM, Gemma2Config(**SIZES, **caps, **more, num_hidden_layers=4))
+    save_random(folder, Gemma2ForCausalLM, Gemma2Config(**SIZES, **caps, **more, num_hidden_layers=4))
 
 
 def make_gpt_oss(folder: Path) -> None:
@@ -42,17 +40,4 @@ def make_gpt_oss(folder: Path) -> None:
 
     kinds = ["sliding_attention", "full_attention"] * 2
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
-    _make(folder, GptOssForCausalLM, GptOssConfig(**SIZES, **experts, num_hidden_layers=4, layer_types=kinds))
-
-
-def _make(folder: Path, kind: Any, config: Any) -> None:
-    from transformers import AutoTokenizer
-
-    torch.manual_seed(0)
-    model = kind(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "embed" not in name:
-                weight.mul_(4)  # so that attention and logits are apart
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(NANO).save_pretrained(folder)
+    save_random(folder, GptOssForCausalLM, GptOssConfig(**SIZES, **experts, num_hidden_layers=4, layer_types=kinds))
