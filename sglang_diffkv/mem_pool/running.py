@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, rows_of
+from sglang_diffkv.mem_pool.joint_growth import Outlook, Saw
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.query_cache import QueryCache
@@ -20,7 +22,7 @@ from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
-from sglang_diffkv.policies.base import Policy, Running
+from sglang_diffkv.policies.base import Policy, Running, TopCount
 
 
 def query_slots(running: Running, geometry: Geometry) -> int:
@@ -51,12 +53,14 @@ class Budgeted:
     """A row past its prompt.
 
     Attributes:
-        held, at: tokens that each head held, at most, when the row was ``at`` tokens long. judged: whether it was
-            compressed before. slot: its query slot; since: its length when it got it.
+        held, at: tokens that each head held, at most, when the row was ``at`` tokens long. own: those of them that lay
+            in pages of its own. judged: whether it was compressed before. slot: its query slot; since: its length when
+            it got it.
     """
 
     held: int
     at: int
+    own: int
     judged: bool
     slot: int | None = None
     since: int = 0
@@ -91,6 +95,7 @@ class RunningBudgets:
         self.exact_prefixes = False
         self.compressions = self.waited = 0
         self._rows: dict[int, Budgeted] = {}
+        self._about: set[int] = set()  # rows that have a query slot
         self._free = list(range(cache.slots - 1, -1, -1))
 
     # What rows hold
@@ -106,7 +111,7 @@ class RunningBudgets:
         if row not in self.prompts.untouched:
             own = min(own, keep)
             shared = shared if self.exact_prefixes else min(shared, self.device.space.most_tokens(row))
-        self._rows[row] = Budgeted(shared + own, length, judged=length - shared > keep)
+        self._rows[row] = Budgeted(shared + own, length, own, judged=length - shared > keep)
 
     def held(self, row: int) -> int:
         """Tokens that each head of a row holds, at most; its length where it is not past its prompt."""
@@ -119,6 +124,60 @@ class RunningBudgets:
         rule = self.rule
         return min(more, rule.limit - (length if length <= rule.limit else rule.keep))
 
+    @cached_property
+    def saw(self) -> Saw:
+        """How rows go on that hold their budget."""
+        rule, page, copy = self.rule, self.device.fmt.high.tokens, self.copy_pages // self.device.geometry.heads
+        free = -rule.keep % page if self._one_tier else 0
+        sizes = {"period": rule.limit - rule.keep, "free": free, "page": page, "copy": copy}
+        return Saw(**sizes, copies=not self._one_tier, slots=self.cache.slots, queries=rule.queries)
+
+    @property
+    def _one_tier(self) -> bool:
+        return len(self.device.fmt.tiers) == 1
+
+    def _pages_of(self, tokens: int) -> int:
+        """Pages, at most, of a head that keeps ``tokens`` of a row's own as they were judged. What is low stays low."""
+        fmt, rule = self.device.fmt, self.policy.prompt
+        if self._one_tier or not isinstance(rule, TopCount) or rule.high is None:
+            return -(-tokens // fmt.high.tokens)
+        high = min(tokens, int(rule.high.tokens))
+        return -(-high // fmt.high.tokens) + -(-(tokens - high) // fmt.low.tokens) + 1
+
+    def outlook(self, row: int, left: int, expected: int, shared_pages: int) -> Outlook | None:
+        """A row past its prompt; None where it is not. It may generate ``left`` tokens and is expected to generate
+        ``expected``. ``shared_pages``: of each head, those that the prefix cache holds for it alone."""
+        known = self._rows.get(row)
+        if known is None:
+            return None
+        grown, page = self.rows.length(row) - known.at, self.device.fmt.high.tokens
+        published = self.rows.shared(row) >= known.at  # the tree has all of the prompt
+        behind = 0 if published else self._pages_of(known.own)
+        free = -known.own % page if self._one_tier and self.rows.sealed(row) is None else 0
+        pages, kept = behind + max(-(-(grown - free) // page), 0), self._pages_of(self.rule.keep)
+        counted = int(self.counts.private[row]) // self.device.geometry.heads
+        if counted and not self._one_tier:
+            pages = counted
+            if known.judged and not published:
+                kept = min(kept, counted - grown // page)
+        due = max(self.rule.limit - self.held(row), 0)
+        pages += shared_pages
+        return Outlook(
+            pages, pages, (free - grown) % page if self._one_tier else 0, kept, due, left, min(expected, left),
+            not self.alone(row),
+        )  # fmt: skip
+
+    def outlook_of_prompt(self, own: int, shared: int, left: int, expected: int, shared_pages: int) -> Outlook:
+        """A prompt of ``own`` tokens behind ``shared`` ones that is still to run; the rest as for ``outlook``."""
+        keep, page = self.rule.keep, self.device.fmt.high.tokens
+        kept, due = min(own, keep), max(self.rule.limit - shared - min(own, keep), 0)
+        least = self.prompts.share_min_tokens
+        joins = shared > 0 or (least is not None and own >= least)
+        copies = joins or len(self.device.fmt.tiers) > 1
+        pages = -(-own // page) + shared_pages
+        behind, full = self._pages_of(kept) + shared_pages, self._pages_of(keep)
+        return Outlook(pages, behind, 0, full, due, left, min(expected, left), copies)
+
     # Behind a step
 
     def follow(self, row: int) -> bool:
@@ -130,6 +189,7 @@ class RunningBudgets:
         held = self.held(row)
         if known.slot is None and held >= rule.limit - rule.queries - LOOKAHEAD and self._free:
             known.slot, known.since = self._free.pop(), length
+            self._about.add(row)
             self._set_slot(row, known.slot)
         if held < rule.limit:
             return False
@@ -146,6 +206,11 @@ class RunningBudgets:
     def least_capacity(self) -> int:
         """Tokens of the pool in which a request that runs alone can be compressed."""
         return self.rule.limit + self.rule.keep
+
+    @property
+    def copy_is_near(self) -> bool:
+        """Whether a row is about to be compressed that needs a copy."""
+        return any(not self.alone(row) for row in self._about)
 
     @property
     def copy_pages(self) -> int:
@@ -193,6 +258,7 @@ class RunningBudgets:
         self.counts.touch(row, decoded=True)
         self._return_slot(row, known)
         known.held, known.at, known.judged = min(self.rule.keep, self.held(row)), length, True
+        known.own = known.held
         self.compressions += 1
         return True
 
@@ -207,6 +273,7 @@ class RunningBudgets:
     def _return_slot(self, row: int, known: Budgeted) -> None:
         if known.slot is not None:
             self._free.append(known.slot)
+            self._about.discard(row)
             known.slot = None
             self._set_slot(row, EMPTY)
 
@@ -231,6 +298,7 @@ class RunningBudgets:
         assert all(slot == EMPTY or taken.get(slot) == row for row, slot in enumerate(found)), "a slot's row differs"
         assert all(found[row] == slot for slot, row in taken.items()), "the device does not know of a query slot"
         assert all(row in self.rows for row in self._rows), "a row that was released has a budget"
+        assert self._about == set(taken.values()), "rows with a query slot miscounted"
         tokens = self.device.state.own_tokens
         for row in self._rows:
             if not self.rows.shared(row) and self.rows.sealed(row) is None:

@@ -139,16 +139,17 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
 
     ledger = requests.ledger
     running = [] if self.running_batch is None else self.running_batch.reqs
-    with compat.node_locked(self, req.last_node):
-        admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
     result, compacted = AddReqResult.NO_TOKEN, False
-    with compat.estimated(req, ledger.growth, budget=ledger.manager.running is not None):
-        if admission.fits:
-            result = original(self, req, *args, **kwargs)
-        if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
-            compacted = True
-            with ledger.credited(admission.saved):
+    with ledger.judging():
+        with compat.node_locked(self, req.last_node):
+            admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio)
+        with compat.estimated(req, admission.growth, budget=requests.joint is not None):
+            if admission.fits:
                 result = original(self, req, *args, **kwargs)
+            if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
+                compacted = True
+                with ledger.credited(admission.saved):
+                    result = original(self, req, *args, **kwargs)
     if _added(self, req):
         requests.admit(req, admission, compacted=compacted)
     elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
@@ -181,11 +182,16 @@ def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
 
 
 def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, by the growth estimate."""
+    """What a running request is expected to take yet, by the growth estimate; its part of what all take together where
+    they hold budgets."""
     offset, requests = original(self, req), requests_of(self)
     if requests is None:
         return offset
-    return requests.ledger.growth_of(compat.row_of(req), offset)
+    if requests.joint is None:
+        return requests.ledger.growth_of(compat.row_of(req), offset)
+    if not hasattr(self, "diffkv_share"):
+        self.diffkv_share = requests.joint.share(self.running_batch.reqs, self.new_token_ratio)
+    return self.diffkv_share
 
 
 # Batches
@@ -280,7 +286,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
         requests.verified(batch.reqs)
     requests.after_step(batch.reqs)
     # SGLang by itself looks at its queue again only when a request ends.
-    if self.running_batch.batch_is_full and requests.ledger.room_for_refused(compat.expected_tokens(self)):
+    if self.running_batch.batch_is_full and requests.room_for_refused(self):
         self.running_batch.batch_is_full = False
     return result
 
