@@ -1,7 +1,8 @@
 """How many requests run that hold a budget, step by step and without a model: lengths alone decide.
 
-The load is that of ``benchmarks.serving.stationary``, with two admissions: by the sum of what each request may hold, and
-by what all hold together (``mem_pool/joint_growth.py``). Compressions come up to ``DELAY`` steps late, by chance. Example:
+The load is that of ``benchmarks.serving.stationary``, with two admissions: by the sum of what each request may hold,
+and by what all hold together (``mem_pool/joint_growth.py``). Compressions come up to ``DELAY`` steps late, by chance.
+Example:
 
     python -m benchmarks.serving.budget_model --capacity 62048 --max-blocks 8
 
@@ -82,9 +83,7 @@ class Life:
         free = 0 if self.shared else -self.kept % load.page
         due, kept = max(load.limit - self.held, 0), -(-load.keep // load.page)
         prompt = -(-self.prompt // load.page) if waits else self.pages
-        return Outlook(
-            prompt, self.pages, (free - self.made) % load.page, kept, due, self.left, self.left, self.shared
-        )
+        return Outlook(prompt, self.pages, (free - self.made) % load.page, kept, due, self.left, self.left, self.shared)
 
     def step(self) -> int:
         """Generate a token, and be compressed if it is time. Pages that are held for the moment."""
@@ -111,7 +110,8 @@ class Seen:
 def run(load: Load, steps: int) -> Seen:
     """Fill the pool with requests in the midst of their replies, and admit one whenever there is room. Nothing is
     retracted: ``Seen.fullest`` tells whether it would have to be."""
-    draw, seen, running = random.Random(load.seed), Seen(), []
+    draw, seen = random.Random(load.seed), Seen()
+    running: list[Life] = []
     room, started = load.capacity // load.page, 0
     filling = True
     for step in range(steps):
@@ -159,7 +159,9 @@ def main() -> None:
     args = parser.parse_args()
     limit = args.max_blocks * args.block
     for joint in (False, True):
-        load = Load(args.capacity, args.prompt, args.reply, limit - args.block, limit, most=args.max_running, joint=joint)
+        load = Load(
+            args.capacity, args.prompt, args.reply, limit - args.block, limit, most=args.max_running, joint=joint
+        )
         seen = run(load, args.steps)
         settled = seen.running[args.steps // 4 :]
         name = "together" if joint else "one by one"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ DELAY = 2 * LOOKAHEAD
 """Steps by which a compression, or the end of a request, may be seen later than when it is due."""
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,11 @@ class Saw:
 
 
 class Outlook(NamedTuple):
-    """A request and its next compression. Pages are those of one head which are free again when it has let go of all.
+    """A request and its next compression. Pages are those of one head that are free again when it has let go of all.
 
     ``prompt``: pages when its prompt has run; ``pages``: now, or behind that; ``free``: tokens that these take yet;
-    ``kept``: pages behind a compression.
-    ``due``: tokens until it is compressed. ``left``: tokens that it may generate; ``expected``: those that it is
-    expected to, at most ``left``. ``copies``: whether its next compression makes a copy.
+    ``kept``: pages behind a compression. ``due``: tokens until it is compressed. ``left``: tokens that it may generate;
+    ``expected``: those that it is expected to, at most ``left``. ``copies``: whether its next compression makes a copy.
     """
 
     prompt: int
@@ -60,6 +60,19 @@ class Outlook(NamedTuple):
     copies: bool
 
 
+class Columns(NamedTuple):
+    """The same of several requests, [n] each."""
+
+    prompt: Ints
+    pages: Ints
+    free: Ints
+    kept: Ints
+    due: Ints
+    left: Ints
+    expected: Ints
+    copies: Ints
+
+
 def peak_growth(saw: Saw, requests: Sequence[Outlook]) -> int:
     """Pages of a head that ``requests`` hold together at most, from now until all have ended, beyond what they hold
     now with their prompts; what is set aside for a copy while one is about to be made counts too.
@@ -69,44 +82,67 @@ def peak_growth(saw: Saw, requests: Sequence[Outlook]) -> int:
     """
     if not requests:
         return 0
-    prompt, pages, free, kept, due, left, expected, copies = np.array(requests, dtype=np.int64).T  # [n] each
-    compressed = expected >= due
-    grown = np.minimum(due, expected)
-    last = int(grown.max()) + saw.period  # step
-    at = due[:, None] + saw.period * np.arange(last // saw.period + 1)  # [n, m], when each is compressed
-    happens = compressed[:, None] & (at < left[:, None]) & (at <= last)
+    found = Columns(*np.array(requests, dtype=np.int64).T)
+    compressed = found.expected >= found.due
+    last = int(np.minimum(found.due, found.expected).max()) + saw.period  # step
+    at = found.due[:, None] + saw.period * np.arange(last // saw.period + 1)  # [n, m], when each is compressed
+    happens = compressed[:, None] & (at < found.left[:, None]) & (at <= last)
     lead = saw.queries + LOOKAHEAD
-    about = _level(at[happens] - lead, at[happens] + 1, last)
-    over = max(int(about.max(initial=0)) - saw.slots, 0)
-    delay = min(DELAY + -(-over // saw.slots) * saw.queries, saw.period - 1)
+    waiting = max(int(_level(at[happens] - lead, at[happens] + 1, last).max()) - saw.slots, 0)
+    delay = min(DELAY + -(-waiting // saw.slots) * saw.queries, saw.period - 1)
     last += delay + 1
-    seen = happens & (at + delay < left[:, None])
+    total = _held(saw, found, compressed, at, happens & (at + delay < found.left[:, None]), delay, last)
+    copied = happens & saw.copies
+    copied[:, 0] = happens[:, 0] & (found.copies > 0)
+    total += saw.copy * (_level(at[copied] - lead, at[copied] + delay + 1, last) > 0)
+    return max(int(total.max()), 0)
 
-    # From one compression to the next: what is held before, and what the tokens behind it take.
-    before = np.broadcast_to((kept + _pages(saw.period - saw.free, saw.page))[:, None], at.shape).copy()
-    before[:, 0] = pages + _pages(due - free, saw.page)
-    grows = np.minimum(left[:, None] - at, saw.period)
-    late = np.where(kept[:, None] + _pages(delay + 1 - saw.free, saw.page) > before, 0, delay)  # what rises, at once
-    jumps = kept[:, None] + _pages(late + 1 - saw.free, saw.page) - before
-    steps = np.zeros(last + 2, dtype=np.int64)  # [steps], the last one is not looked at
+
+def _held(saw: Saw, found: Columns, compressed: Bools, at: Ints, seen: Bools, delay: int, last: int) -> Ints:
+    """[last + 1], pages of a head that all hold in each step beyond those of now.
+
+    Args:
+        compressed: [n], those that live to be. at: [n, m], when. seen: [n, m], whether it is done for certain before
+            the request ends. delay: steps by which it may come late.
+    """
+    prompt, pages, free, kept, due, left, expected, _ = found
+    # [n, m + 1] each: a request as it is, and behind each compression.
+    begin, exists = _beside(np.zeros_like(due), at), _beside(compressed | True, seen)
+    start = _beside(pages, np.broadcast_to(kept[:, None], at.shape))
+    room, length = (_beside(now, np.full(at.shape, then)) for now, then in ((free, saw.free), (due, saw.period)))
+    # Before a compression that comes late more is held; where less is held before it than behind, it may come in time.
+    before = (start + _pages(length + delay - room, saw.page))[:, :-1]
+    late = np.where(kept[:, None] + _pages(delay + 1 - saw.free, saw.page) > before, 0, delay)
+    tokens = np.minimum(length + np.append(late, np.full((len(due), 1), delay), 1), left[:, None] - begin)
+    tokens[:, 0] = np.where(compressed, tokens[:, 0], np.minimum(due, expected))
+    end = start + _pages(tokens - room, saw.page)
+    jumps = start[:, 1:] + _pages(late + 1 - saw.free, saw.page) - end[:, :-1]
+
+    steps = np.zeros(last + 2, dtype=np.int64)  # what changes in each; the last one is not looked at
     steps[1] = (pages - prompt).sum()
     _add(steps, (at + late)[seen] + 1, jumps[seen])
-    trains = np.zeros(-(-len(steps) // saw.page) * saw.page, dtype=np.int64)
-    _train(trains, last, np.zeros_like(due), free, 1, np.where(seen[:, 0], due, grown), saw.page)
-    _train(trains, last, at[seen], np.full(seen.sum(), saw.free), late[seen] + 2, grows[seen], saw.page)
+    _add(steps, left + delay + 1, -end[np.arange(len(due)), seen.sum(1)])
+    first = _beside(np.ones_like(due), late + 2)
+    steps += _taken(len(steps), begin[exists], room[exists], first[exists], tokens[exists], saw.page)
+    return steps.cumsum()[:-1]
 
-    count = seen.sum(1)
-    rows, newest = np.arange(len(due)), np.maximum(count - 1, 0)
-    behind = kept + _pages(grows[rows, newest] - saw.free, saw.page)
-    _add(steps, left + delay + 1, -np.where(count > 0, behind, pages + _pages(grown - free, saw.page)))
 
-    steps += trains.reshape(-1, saw.page).cumsum(0).ravel()[: len(steps)]
-    total = steps.cumsum()
-    copied = happens.copy()
-    copied[:, 0] &= copies.astype(bool)
-    copied[:, 1:] &= saw.copies
-    total += saw.copy * (_level(at[copied] - lead, at[copied] + delay + 1, last + 1) > 0)
-    return max(int(total[: last + 1].max()), 0)
+def _taken(steps: int, begin: Ints, free: Ints, first: Ints, tokens: Ints, page: int) -> Ints:
+    """[steps], pages taken in each for the tokens from number ``first`` to ``tokens`` that requests generate from
+    ``begin`` on, one for each ``page`` of them behind the ``free`` ones that need none."""
+    number = free + 1 + page * _pages(first - free - 1, page)
+    count = np.maximum((tokens - number) // page + 1, 0)
+    # Each of these trains of pages begins at a step and ends at another: a sum over the steps that are ``page`` apart.
+    changes = np.zeros(-(-steps // page) * page, dtype=np.int64)
+    for change, at in ((1, begin + number), (-1, begin + number + count * page)):
+        looked_at = (count > 0) & (at < steps)
+        np.add.at(changes, at[looked_at], change)
+    return changes.reshape(-1, page).cumsum(0).ravel()[:steps]
+
+
+def _beside(now: Any, then: Any) -> Any:
+    """[n, m + 1] from [n] and [n, m]."""
+    return np.concatenate((now[:, None], then), 1)
 
 
 def _pages(tokens: Ints | int, page: int) -> Ints:
@@ -115,6 +151,7 @@ def _pages(tokens: Ints | int, page: int) -> Ints:
 
 
 def _add(steps: Ints, at: Ints, what: Ints) -> None:
+    """Add ``what`` at steps, those behind the last one at that."""
     np.add.at(steps, np.minimum(at, len(steps) - 1), what)
 
 
@@ -124,13 +161,3 @@ def _level(begin: Ints, end: Ints, last: int) -> Ints:
     _add(changes, np.maximum(begin, 0), np.ones_like(begin))
     _add(changes, np.maximum(end, 0), -np.ones_like(end))
     return changes[:-1].cumsum()
-
-
-def _train(steps: Ints, last: int, begin: Ints, free: Ints, first: Ints | int, tokens: Ints, page: int) -> None:
-    """A page for each ``page`` tokens of those from number ``first`` to ``tokens`` that a request generates from
-    ``begin`` on, behind ``free`` that need none: steps at which these begin and end, to be added up ``page`` apart."""
-    number = free + 1 + page * _pages(first - free - 1, page)
-    count = np.maximum((tokens - number) // page + 1, 0)
-    for change, at in ((1, begin + number), (-1, begin + number + count * page)):
-        looked_at = (count > 0) & (at <= last)
-        np.add.at(steps, at[looked_at], change)

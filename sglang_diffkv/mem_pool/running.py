@@ -26,10 +26,11 @@ from sglang_diffkv.policies.base import Policy, Running, TopCount
 
 
 def query_slots(running: Running, geometry: Geometry) -> int:
-    """Requests whose queries are kept at once: a share of those that fit, in the lowest tier, with their budget."""
+    """Requests whose queries are kept at once: a share of those that fit, in the lowest tier, with their budget; with
+    their limit, where no more may run."""
     tokens = geometry.num_pages // geometry.heads * geometry.fmt.low.tokens
-    fitting = min(geometry.num_rows - 1, -(-tokens // running.keep))
-    return max(1, round(running.slots * fitting))
+    fitting = tokens // running.limit if running.constrained else -(-tokens // running.keep)
+    return max(1, round(running.slots * min(geometry.num_rows - 1, fitting)))
 
 
 def query_cache(policy: Policy, geometry: Geometry, q_heads: int, **where: Any) -> QueryCache | None:
@@ -141,7 +142,8 @@ class RunningBudgets:
         fmt, rule = self.device.fmt, self.policy.prompt
         if self._one_tier or not isinstance(rule, TopCount) or rule.high is None:
             return -(-tokens // fmt.high.tokens)
-        high = min(tokens, int(rule.high.tokens))
+        assert isinstance(rule.high.tokens, int)
+        high = min(tokens, rule.high.tokens)
         return -(-high // fmt.high.tokens) + -(-(tokens - high) // fmt.low.tokens) + 1
 
     def outlook(self, row: int, left: int, expected: int, shared_pages: int) -> Outlook | None:

@@ -233,7 +233,7 @@ def reply_left(req: Any) -> int:
 
 
 def reply_expected(req: Any, ratio: float) -> int:
-    """Of these, those that SGLang expects if it expects ``ratio`` of them on average; all where their end is ignored."""
+    """Of these, those that SGLang expects if it expects ``ratio`` of all; each of them where their end is ignored."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
     left = reply_left(req)

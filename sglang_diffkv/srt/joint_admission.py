@@ -40,6 +40,8 @@ class JointAdmission:
         found = self._outlooks(others, ratio)
         if not found:
             return self.requests.ledger.growth, True
+        if self._constrained(found):
+            return self.requests.ledger.growth, False
         together = self._tokens([*found, self._of_prompt(req)])
         growth = max(together - self._tokens(found), 0.0)
         return lambda length, more: growth, self._room_beyond(needed) > together
@@ -54,7 +56,14 @@ class JointAdmission:
             return False
         needed, outlook = self.refused
         room = self._room_beyond(needed)
-        return room > 0 and room > self._tokens([*self._outlooks(running, ratio), outlook])
+        if room <= 0:
+            return False
+        found = self._outlooks(running, ratio)
+        return not self._constrained(found) and room > self._tokens([*found, outlook])
+
+    def _constrained(self, running: Sequence[Outlook]) -> bool:
+        """Whether as many run as may, where each is to have a query slot."""
+        return self.budgets.rule.constrained and len(running) >= self.budgets.cache.slots
 
     def _room_beyond(self, needed: int) -> int:
         """High-tier tokens that a prompt of ``needed`` tokens and the one behind it leave."""
