@@ -61,7 +61,8 @@ def test_requests_are_as_many_as_query_slots_where_scheduling_is_constrained():
     "fields",
     [
         {"max_blocks": 1}, {}, {"max_blocks": 4, "pool": 4}, {"max_blocks": 4, "block": 16, "window": 17},
-        {"max_blocks": 4, "query_slots": 0}, {"max_blocks": 4, "scheduling": "parked"}, {"max_blocks": 4, "temperature": 0}, {"max_blocks": 4, "high": 3},
+        {"max_blocks": 4, "query_slots": 0}, {"max_blocks": 4, "temperature": 0}, {"max_blocks": 4, "high": 3},
+        {"max_blocks": 4, "scheduling": "parked"},
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(fields):
@@ -275,7 +276,8 @@ def test_a_rows_outlook_follows_it():
     manager = make_manager(make_format("BF16", page_tokens=4), pages=500, policy=chosen)
     running, heads = manager.running, manager.geometry.heads
     assert running is not None and running.outlook(1, 50, 9, 0) is None
-    add_prompt(manager, 1, 10, torch.Generator().manual_seed(1))
+    generator, rows = torch.Generator().manual_seed(1), torch.tensor([1], device=DEVICE)
+    add_prompt(manager, 1, 10, generator)
     running.began(1)
     manager.rows.end_prompt(1)
     dues = []
@@ -287,6 +289,9 @@ def test_a_rows_outlook_follows_it():
         assert found.free == -held % 4 and found.due == 24 - held and found.kept == 4
         dues.append(found.due)
         begin_step(manager, [1], [1], [length])
+        for layer in range(manager.state.num_layers):
+            position = torch.full((1,), length, device=DEVICE)
+            append(manager.state, layer, *vectors(manager.state, 1, generator), rows, torch.zeros_like(rows), position)
         if running.follow(1):
             assert running.outlook(1, 50, 70, 0).due == 0 and not running.copy_is_near  # type: ignore[union-attr]
             assert running.compress(1, [])
