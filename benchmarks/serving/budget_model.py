@@ -46,14 +46,14 @@ class Load:
 
     @property
     def saw(self) -> Saw:
-        copy = -(-self.keep // self.page) + 1
-        free = -self.keep % self.page
-        return Saw(self.limit - self.keep, free, self.page, copy, copies=False, slots=self.slots, queries=self.queries)
+        period, free = self.limit - self.keep, -self.keep % self.page
+        return Saw(period, free, self.page, 0, slots=self.slots, queries=self.queries)
 
 
 @dataclass
 class Life:
-    """A running request. Its prompt is in pages of its own until its first compression, which copies."""
+    """A running request. The prefix cache has its prompt until the first compression, which takes pages for what stays
+    of that."""
 
     load: Load
     prompt: int
@@ -77,13 +77,19 @@ class Life:
         free = 0 if self.shared else -self.kept % page
         return -(-self.kept // page) + max(-(-(self.made - free) // page), 0)
 
+    def taken(self, made: int) -> int:
+        """Pages that a compression behind ``made`` tokens takes for the moment."""
+        page = self.load.page
+        return max(-(-self.load.keep // page) - -(-made // page), 0) if self.shared else 0
+
     def outlook(self, *, waits: bool = False) -> Outlook:
         """``waits``: its prompt is yet to run."""
         load = self.load
         free = 0 if self.shared else -self.kept % load.page
         due, kept = max(load.limit - self.held, 0), -(-load.keep // load.page)
         prompt = -(-self.prompt // load.page) if waits else self.pages
-        return Outlook(prompt, self.pages, (free - self.made) % load.page, kept, due, self.left, self.left, self.shared)
+        free, taken = (free - self.made) % load.page, self.taken(self.made + due)
+        return Outlook(prompt, self.pages, free, kept, due, self.left, self.left, taken)
 
     def step(self) -> int:
         """Generate a token, and be compressed if it is time. Pages that are held for the moment."""
@@ -94,7 +100,7 @@ class Life:
         if self.waits < self.late:
             self.waits += 1
             return most
-        most += self.load.saw.copy if self.shared else 0
+        most += self.taken(self.made)
         self.kept, self.made, self.waits, self.shared = self.load.keep, 0, 0, False
         return most
 
@@ -144,7 +150,8 @@ def _fits(load: Load, running: Sequence[Life], new: Life, room: int) -> bool:
         return not running or used + needed + peak_growth(load.saw, [*found, new.outlook(waits=True)]) <= room
     growth = sum(min(min(x.left, CLIP) * EXPECTED, load.limit - x.held) for x in running if x.held < load.limit)
     growth += min(new.left, load.limit - new.held)
-    return used + needed + load.saw.copy + growth / load.page <= room
+    copy = -(-load.keep // load.page) + 1  # set aside at all times
+    return used + needed + copy + growth / load.page <= room
 
 
 def main() -> None:

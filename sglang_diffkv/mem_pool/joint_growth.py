@@ -29,7 +29,7 @@ class Saw:
 
     Attributes:
         period: tokens between two compressions. free: tokens that a request's pages take yet behind one.
-        page: tokens of a page. copy: pages of a copy, at most. copies: whether every compression makes one.
+        page: tokens of a page. copy: pages that each compression but the first takes for the moment.
         slots: requests that may be about to be compressed at once; queries: steps that each of them takes.
     """
 
@@ -37,7 +37,6 @@ class Saw:
     free: int
     page: int
     copy: int
-    copies: bool
     slots: int
     queries: int
 
@@ -47,7 +46,8 @@ class Outlook(NamedTuple):
 
     ``prompt``: pages when its prompt has run; ``pages``: now, or behind that; ``free``: tokens that these take yet;
     ``kept``: pages behind a compression. ``due``: tokens until it is compressed. ``left``: tokens that it may generate;
-    ``expected``: those that it is expected to, at most ``left``. ``copies``: whether its next compression makes a copy.
+    ``expected``: those that it is expected to, at most ``left``. ``copy``: pages that the next compression takes
+    for the moment.
     """
 
     prompt: int
@@ -57,7 +57,7 @@ class Outlook(NamedTuple):
     due: int
     left: int
     expected: int
-    copies: bool
+    copy: int
 
 
 class Columns(NamedTuple):
@@ -70,7 +70,7 @@ class Columns(NamedTuple):
     due: Ints
     left: Ints
     expected: Ints
-    copies: Ints
+    copy: Ints
 
 
 def peak_growth(saw: Saw, requests: Sequence[Outlook]) -> int:
@@ -92,10 +92,18 @@ def peak_growth(saw: Saw, requests: Sequence[Outlook]) -> int:
     delay = min(DELAY + -(-waiting // saw.slots) * saw.queries, saw.period - 1)
     last += delay + 1
     total = _held(saw, found, compressed, at, happens & (at + delay < found.left[:, None]), delay, last)
-    copied = happens & saw.copies
-    copied[:, 0] = happens[:, 0] & (found.copies > 0)
-    total += saw.copy * (_level(at[copied] - lead, at[copied] + delay + 1, last) > 0)
+    total += _copied(saw, found, at, happens, lead, delay, last)
     return max(int(total.max()), 0)
+
+
+def _copied(saw: Saw, found: Columns, at: Ints, happens: Bools, lead: int, delay: int, last: int) -> Ints:
+    """[last + 1], pages set aside in each step for what the next compression takes for the moment: one at a time."""
+    later = at[:, 1:][happens[:, 1:]]
+    most = saw.copy * (_level(later - lead, later + delay + 1, last) > 0) if saw.copy else np.zeros(last + 1, np.int64)
+    copied = happens[:, 0] & (found.copy > 0)
+    steps = np.clip(found.due[copied, None] + np.arange(-lead, delay + 1), 0, last)
+    np.maximum.at(most, steps, np.broadcast_to(found.copy[copied, None], steps.shape))
+    return most
 
 
 def _held(saw: Saw, found: Columns, compressed: Bools, at: Ints, seen: Bools, delay: int, last: int) -> Ints:

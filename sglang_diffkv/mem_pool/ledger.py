@@ -186,7 +186,7 @@ class PageLedger:
         running = self.manager.running
         if running is None or self._compressing or self._judging or self._allocating or self._requests() < 2:
             return 0
-        return running.copy_pages if running.copy_is_near else 0
+        return running.near_copy_pages
 
     def _requests(self) -> int:
         """Requests past their prompt, two at most, and those whose prompt is admitted or runs."""

@@ -22,6 +22,7 @@ from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
+from sglang_diffkv.ops.decisions import Judgement
 from sglang_diffkv.policies.base import Policy, Running, TopCount
 
 
@@ -128,10 +129,9 @@ class RunningBudgets:
     @cached_property
     def saw(self) -> Saw:
         """How rows go on that hold their budget."""
-        rule, page, copy = self.rule, self.device.fmt.high.tokens, self.copy_pages // self.device.geometry.heads
-        free = -rule.keep % page if self._one_tier else 0
-        sizes = {"period": rule.limit - rule.keep, "free": free, "page": page, "copy": copy}
-        return Saw(**sizes, copies=not self._one_tier, slots=self.cache.slots, queries=rule.queries)
+        rule, page, heads = self.rule, self.device.fmt.high.tokens, self.device.geometry.heads
+        free, copy = (-rule.keep % page, 0) if self._one_tier else (0, self.copy_pages // heads)
+        return Saw(rule.limit - rule.keep, free, page, copy, slots=self.cache.slots, queries=rule.queries)
 
     @property
     def _one_tier(self) -> bool:
@@ -145,6 +145,18 @@ class RunningBudgets:
         assert isinstance(rule.high.tokens, int)
         high = min(tokens, rule.high.tokens)
         return -(-high // fmt.high.tokens) + -(-(tokens - high) // fmt.low.tokens) + 1
+
+    def _copy_pages(self, row: int, more: int) -> int:
+        """Pages of a head, at most, that the compression of a row past its prompt takes for the moment when the row has
+        grown by ``more`` tokens. In one tier its own pages are compressed where they are and the rest joins them."""
+        if self.alone(row):
+            return 0
+        if not self._one_tier:
+            return self.copy_pages // self.device.geometry.heads
+        known, writable = self._rows[row], self.rows.length(row) - self._rows[row].at + more
+        if self.rows.sealed(row) is None:
+            writable += known.own
+        return max(self._pages_of(self.rule.keep) - self._pages_of(writable), 0)
 
     def outlook(self, row: int, left: int, expected: int, shared_pages: int) -> Outlook | None:
         """A row past its prompt; None where it is not. It may generate ``left`` tokens and is expected to generate
@@ -163,22 +175,18 @@ class RunningBudgets:
             if known.judged and not published:
                 kept = min(kept, counted - grown // page)
         due = max(self.rule.limit - self.held(row), 0)
-        pages += shared_pages
-        return Outlook(
-            pages, pages, (free - grown) % page if self._one_tier else 0, kept, due, left, min(expected, left),
-            not self.alone(row),
-        )  # fmt: skip
+        pages, free = pages + shared_pages, (free - grown) % page if self._one_tier else 0
+        return Outlook(pages, pages, free, kept, due, left, min(expected, left), self._copy_pages(row, due))
 
     def outlook_of_prompt(self, own: int, shared: int, left: int, expected: int, shared_pages: int) -> Outlook:
         """A prompt of ``own`` tokens behind ``shared`` ones that is still to run; the rest as for ``outlook``."""
-        keep, page = self.rule.keep, self.device.fmt.high.tokens
+        keep, page, least = self.rule.keep, self.device.fmt.high.tokens, self.prompts.share_min_tokens
         kept, due = min(own, keep), max(self.rule.limit - shared - min(own, keep), 0)
-        least = self.prompts.share_min_tokens
-        joins = shared > 0 or (least is not None and own >= least)
-        copies = joins or len(self.device.fmt.tiers) > 1
-        pages = -(-own // page) + shared_pages
-        behind, full = self._pages_of(kept) + shared_pages, self._pages_of(keep)
-        return Outlook(pages, behind, 0, full, due, left, min(expected, left), copies)
+        sealed, full, copy = least is not None and own >= least, self._pages_of(keep), self.saw.copy
+        if self._one_tier and (shared or sealed):
+            copy = max(full - self._pages_of(due if sealed else kept + due), 0)
+        pages, behind = -(-own // page) + shared_pages, self._pages_of(kept) + shared_pages
+        return Outlook(pages, behind, 0, full, due, left, min(expected, left), copy)
 
     # Behind a step
 
@@ -210,14 +218,18 @@ class RunningBudgets:
         return self.rule.limit + self.rule.keep
 
     @property
-    def copy_is_near(self) -> bool:
-        """Whether a row is about to be compressed that needs a copy."""
-        return any(not self.alone(row) for row in self._about)
+    def near_copy_pages(self) -> int:
+        """Pages, at most, that one of the rows that are about to be compressed takes for it."""
+        return max((self.pages_to_compress(row) for row in self._about), default=0)
 
     @property
     def copy_pages(self) -> int:
         """Pages, at most, of what a row keeps, in pages of their own."""
         return self.device.geometry.most_pages(self.rule.keep)
+
+    def pages_to_compress(self, row: int) -> int:
+        """Pages, at most, that the compression of a row takes for the moment."""
+        return self._copy_pages(row, 0) * self.device.geometry.heads
 
     def copy_blocks(self, row: int) -> int:
         """Table blocks, at most, of a copy of what a row keeps, beside those that the row has."""
@@ -225,19 +237,20 @@ class RunningBudgets:
         return blocks_of(space.bound(row)) + blocks_of(space.dense_entries(self.rule.keep))
 
     def compress(self, row: int, path: Path) -> bool:
-        """All that a row holds is judged and what stays moves together, in its own pages, or in new ones if it is not
-        ``alone``; then it holds nothing of the prefix cache any more. Between steps; the caller has made sure of
-        ``copy_pages`` and ``copy_blocks``.
+        """All that a row holds is judged and what stays moves together: in its own pages, which in one tier take in
+        what others hold for it too, or in new ones. Then it holds nothing of the prefix cache any more. Between steps;
+        the caller has made sure of ``pages_to_compress`` and ``copy_blocks``.
 
         Args:
             path: what the prefix cache holds of the row's tokens.
 
-        Returns False, changing nothing, if no segment row or table block is left for the copy.
+        Returns False, changing nothing, if no segment row or table block is left.
         """
         device, known, length = self.device, self._rows[row], self.rows.length(row)
         assert known.slot is not None
-        old = None if self.alone(row) else self.segments.take_row(device.space.bound(row))
-        if old is None and not self.alone(row):
+        alone, pages = self.alone(row), self.pages_to_compress(row)
+        old = None if alone else self.segments.take_row(device.space.bound(row))
+        if old is None and not alone:
             self.waited += 1
             return False
         with device.launching():
@@ -245,17 +258,12 @@ class RunningBudgets:
                 device.state, row, length, self.policy, self.cache.queries[known.slot], self.scaling,
                 first=not known.judged, most=min(length, device.space.most_tokens(row)),
             )  # fmt: skip
-            if old is None:
-                device.ops.compact_judged(device.state, row, length, judgement)
-        if old is not None:
-            shared = self.rows.shared(row)
-            device.share(old, row, shared, length, kept_only=True)
-            self.prompts.restart(row, [], length, room=self.rule.keep)
-            parts = [*rows_of(path), (old, shared, length)]
-            with device.launching():
-                device.ops.copy_judged(device.state, row, parts, length, judgement)
-            self.segments.return_row(old)
-            self.rows.unseal(row)
+        if self._one_tier:
+            self._gather(row, old, length, judgement)
+            self.counts.record(-pages)
+        else:
+            assert old is not None
+            self._copy(row, old, path, length, judgement)
             self.counts.record(int(self.counts.private[row]) - self.copy_pages)
         self.counts.touch(row, decoded=True)
         self._return_slot(row, known)
@@ -263,6 +271,31 @@ class RunningBudgets:
         known.own = known.held
         self.compressions += 1
         return True
+
+    def _gather(self, row: int, old: int | None, length: int, judgement: Judgement) -> None:
+        """Compress a row in its own pages, and add what stays of the rest (Zipage, 4.4), which goes to row ``old``."""
+        device = self.device
+        with device.launching():
+            device.ops.compact_judged(device.state, row, length, judgement)
+        if old is None:
+            return
+        device.hand_over(row, old)
+        with device.launching():
+            device.ops.copy_judged(device.state, row, [(old, 0, length)], length, judgement)
+        self.segments.return_row(old)
+        self.rows.share(row, 0)
+        self.rows.unseal(row)
+
+    def _copy(self, row: int, old: int, path: Path, length: int, judgement: Judgement) -> None:
+        """Compress a row in new pages; row ``old`` has what is its own until then."""
+        device, shared = self.device, self.rows.shared(row)
+        device.share(old, row, shared, length, kept_only=True)
+        self.prompts.restart(row, [], length, room=self.rule.keep)
+        parts = [*rows_of(path), (old, shared, length)]
+        with device.launching():
+            device.ops.copy_judged(device.state, row, parts, length, judgement)
+        self.segments.return_row(old)
+        self.rows.unseal(row)
 
     # Query slots
 

@@ -294,10 +294,11 @@ class Requests:
                 continue
             shared, path = manager.rows.shared(row), []
             if not budgets.alone(row):
+                pages = budgets.pages_to_compress(row)
                 with ledger.compressing():
-                    room = ledger.uncommitted_pages() >= budgets.copy_pages
+                    room = ledger.uncommitted_pages() >= pages
                     if tree is not None and not (room and manager.segments.rows_free):
-                        room = tree.make_segment_rows(1) and tree.make_room(budgets.copy_pages)
+                        room = tree.make_segment_rows(1) and tree.make_room(pages)
                 blocks = budgets.copy_blocks(row)
                 if room and tree is not None:
                     tree.make_table_blocks(blocks)

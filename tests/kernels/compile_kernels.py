@@ -134,6 +134,7 @@ def call_again(
     for number in (1, 16, 17):
         ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)
         ops.attach(state, number + 1, number, number, 2 * number)
+        ops.hand_over(state, number, number + 1)
         ops.trim(state, number, number)
         ops.release(state, number)
         ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, KEEP, None)

@@ -18,12 +18,12 @@ def pages_of(tokens: int, start: int, free: int, page: int) -> int:
     return start + max(-(-(tokens - free) // page), 0)
 
 
-def alone(saw: Saw, request: Outlook) -> tuple[np.ndarray, list[int]]:
-    """The most pages that a request may hold in each step, token by token, and when it is copied: compressions and its
-    end may come up to ``DELAY`` steps late."""
+def alone(saw: Saw, request: Outlook) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """The most pages that a request may hold in each step, token by token, and what compressions take for the moment:
+    they and its end may come up to ``DELAY`` steps late."""
     compressed = request.expected >= request.due
     held, late, copied = np.zeros(STEPS, dtype=int), np.zeros(STEPS, dtype=int), []
-    start, free, tokens, due, copies = request.pages, request.free, 0, request.due, request.copies
+    start, free, tokens, due, copy = request.pages, request.free, 0, request.due, request.copy
     for step in range(min(request.left + 1, STEPS)):
         tokens += bool(step) and (compressed or step <= request.expected)
         held[step] = pages_of(tokens, start, free, saw.page)
@@ -31,8 +31,8 @@ def alone(saw: Saw, request: Outlook) -> tuple[np.ndarray, list[int]]:
             for more in range(1, min(DELAY, STEPS - 1 - step) + 1):
                 grown = min(more, request.left - step)
                 late[step + more] = max(late[step + more], pages_of(tokens + grown, start, free, saw.page))
-            copied += [step] * copies
-            start, free, tokens, due, copies = request.kept, saw.free, 0, saw.period, saw.copies
+            copied.append((step, copy))
+            start, free, tokens, due, copy = request.kept, saw.free, 0, saw.period, saw.copy
     held[request.left + 1 : request.left + DELAY + 1] = held[request.left]
     held = np.maximum(held, late)
     held[0] = request.prompt
@@ -40,19 +40,20 @@ def alone(saw: Saw, request: Outlook) -> tuple[np.ndarray, list[int]]:
 
 
 def together(saw: Saw, requests: list[Outlook]) -> int:
-    total, copies = -sum(x.prompt for x in requests) + np.zeros(STEPS, dtype=int), np.zeros(STEPS, dtype=bool)
+    total, copies = -sum(x.prompt for x in requests) + np.zeros(STEPS, dtype=int), np.zeros(STEPS, dtype=int)
     for request in requests:
         held, copied = alone(saw, request)
         total += held
-        for step in copied:
-            copies[max(step - saw.queries - LOOKAHEAD, 0) : step + DELAY + 1] = True
-    return max(int((total + saw.copy * copies).max()), 0)
+        for step, copy in copied:
+            about = copies[max(step - saw.queries - LOOKAHEAD, 0) : step + DELAY + 1]
+            about[:] = np.maximum(about, copy)
+    return max(int((total + copies).max()), 0)
 
 
 def drawn(draw: random.Random) -> tuple[Saw, list[Outlook]]:
     page, period, keep = draw.choice([4, 7, 8]), draw.choice([16, 24, 32]), draw.choice([32, 40, 64])
-    sizes = {"copy": draw.randrange(10), "copies": draw.random() < 0.3, "queries": draw.choice([2, 4, 8])}
-    saw = Saw(period, -keep % page, page, slots=1000, **sizes)
+    copy = draw.choice([0, 0, draw.randrange(10)])
+    saw = Saw(period, -keep % page, page, copy, slots=1000, queries=draw.choice([2, 4, 8]))
     requests = []
     for _ in range(draw.randrange(1, 9)):
         held, left = draw.randrange(1, keep + period + 3), draw.randrange(300)
@@ -60,7 +61,7 @@ def drawn(draw: random.Random) -> tuple[Saw, list[Outlook]]:
         prompt = pages + draw.choice([0, 0, 0, 9])
         expected = draw.choice([left, draw.randrange(left + 1)])
         due, kept = max(keep + period - held, 0), -(-keep // page) + draw.randrange(3)
-        requests.append(Outlook(prompt, pages, free, kept, due, left, expected, draw.random() < 0.5))
+        requests.append(Outlook(prompt, pages, free, kept, due, left, expected, copy or draw.choice([0, 5])))
     return saw, requests
 
 
@@ -75,12 +76,12 @@ def test_the_peak_is_that_of_a_simulation_of_each_step():
     assert max(above) <= 9 and sum(x > 0 for x in above) < 12
 
 
-SAW = Saw(period=256, free=0, page=32, copy=57, copies=False, slots=100, queries=16)
+SAW = Saw(period=256, free=0, page=32, copy=0, slots=100, queries=16)
 
 
-def outlook(due: int, left: int = 8192, expected: int | None = None, copies: bool = False) -> Outlook:
+def outlook(due: int, left: int = 8192, expected: int | None = None, copy: int = 0) -> Outlook:
     held = 2048 - due
-    return Outlook(held // 32, held // 32, 0, 56, due, left, left if expected is None else expected, copies)
+    return Outlook(held // 32, held // 32, 0, 56, due, left, left if expected is None else expected, copy)
 
 
 def test_requests_at_different_times_take_less_than_their_limits():
@@ -100,8 +101,10 @@ def test_a_request_that_ends_makes_room_for_others_to_grow():
 
 
 def test_copies_and_a_want_of_query_slots_count():
-    assert peak_growth(SAW, [outlook(224, copies=True)]) == 7 + 1 + 57
-    few = Saw(256, 0, 32, 57, copies=False, slots=2, queries=16)
+    assert peak_growth(SAW, [outlook(224, copy=57)]) == 7 + 1 + 57
+    every = Saw(256, 0, 32, 50, slots=100, queries=16)
+    assert peak_growth(every, [outlook(224)] * 2) == 2 * (7 + 1) + 50, "one at a time"
+    few = Saw(256, 0, 32, 0, slots=2, queries=16)
     assert peak_growth(few, [outlook(224)] * 8) > peak_growth(SAW, [outlook(224)] * 8), "six of eight wait for a slot"
 
 

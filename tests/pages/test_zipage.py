@@ -283,7 +283,7 @@ def test_a_rows_outlook_follows_it():
     dues = []
     for length in range(10, 60):
         found = running.outlook(1, 50, 70, 2)
-        assert found is not None and found.expected == found.left == 50 and not found.copies
+        assert found is not None and found.expected == found.left == 50 and found.copy == 0
         assert found.pages == found.prompt == manager.device.pages_of(1) / heads + 2
         held = int(manager.state.own_tokens[1].max())
         assert found.free == -held % 4 and found.due == 24 - held and found.kept == 4
@@ -293,11 +293,13 @@ def test_a_rows_outlook_follows_it():
             position = torch.full((1,), length, device=DEVICE)
             append(manager.state, layer, *vectors(manager.state, 1, generator), rows, torch.zeros_like(rows), position)
         if running.follow(1):
-            assert running.outlook(1, 50, 70, 0).due == 0 and not running.copy_is_near  # type: ignore[union-attr]
+            assert running.outlook(1, 50, 70, 0).due == 0 and not running.near_copy_pages  # type: ignore[union-attr]
             assert running.compress(1, [])
     assert dues[0] == 14 and max(dues[14:]) == 8
     assert running.outlook_of_prompt(30, 0, 50, 9, 0)[:6] == (8, 4, 0, 4, 8, 50)
-    assert running.outlook_of_prompt(9, 6, 50, 9, 1)[:6] == (4, 4, 0, 4, 9, 50)
+    assert running.outlook_of_prompt(9, 6, 50, 9, 1) == (4, 4, 0, 4, 9, 50, 9, 0)
+    manager.prompts.share_min_tokens = 9
+    assert running.outlook_of_prompt(9, 6, 50, 9, 1).copy == 1, "9 tokens take 3 pages, and what stays takes 4"
 
 
 def test_pages_for_a_copy_are_set_aside_while_one_is_near():
@@ -327,3 +329,42 @@ def test_pages_for_a_copy_are_set_aside_while_one_is_near():
     free = ledger.uncommitted_pages()
     with ledger.judging():
         assert ledger.uncommitted_pages() == free, "a request that runs alone would be retracted for its own sake"
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_others_hold_for_a_row_joins_its_own_pages(sealed):
+    """One tier: what stays is what a copy of all would have, in as many pages; on the way no more are taken than said.
+    Triton does what the reference does."""
+    chosen = policy(redundancy=None)
+    manager, queries = filled("BF16", chosen)  # row 1 of 61 tokens
+    state, generator, own = manager.state, torch.Generator().manual_seed(3), 20
+    for row in (2, 5, 6):
+        manager.space.extend(row, (40,))
+    manager.space.flush()
+    manager.ops.attach(state, 2, 1, 0, LENGTH - own)
+    manager.rows.grow(2, LENGTH - own, in_prompt=False)
+    add_prompt(manager, 2, own, generator, compact=False)
+    if sealed:
+        manager.device.seal(2)
+    whole, twin = clone_state(state), clone_state(state)
+    results = []
+    for ops, here in ((ReferenceOps(), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
+        judgement = ops.judge_running(here, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
+        before, free = here.entries[2].clone(), int(here.counters[1] - here.counters[0])
+        writable = before - here.own_entry[2]
+        ops.compact_judged(here, 2, LENGTH, judgement)
+        ops.hand_over(here, 2, 5)
+        assert torch.equal(here.entries[5], before - writable)
+        ops.copy_judged(here, 2, [(5, 0, LENGTH)], LENGTH, judgement)
+        held = here.entries[2, :, :, 0]
+        assert (held == -(-KEEP // 4)).all() and (here.own_tokens[2, :, :, 0] == KEEP).all()
+        taken = free - int(here.counters[1] - here.counters[0])
+        assert taken == int((held - writable[..., 0]).sum()) and not here.own_entry[2].any()
+        ops.release(here, 5)
+        results.append(tier_map(here, 2, LENGTH))
+    assert DEVICE != "cpu" or (results[0] == results[1]).all()
+    reference = ReferenceOps()
+    judgement = reference.judge_running(whole, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
+    reference.copy_judged(whole, 6, [(2, 0, LENGTH)], LENGTH, judgement)
+    assert (tier_map(whole, 6, LENGTH) == results[0]).all()
