@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
@@ -96,6 +95,14 @@ class RunningBudgets:
         self.copies = len(device.fmt.tiers) > 1
         self.exact_prefixes = False
         self.compressions = self.waited = 0
+        self._one_tier, self._page = len(device.fmt.tiers) == 1, device.fmt.high.tokens
+        high = policy.prompt.high if isinstance(policy.prompt, TopCount) and not self._one_tier else None
+        self._high = high.tokens if high is not None and isinstance(high.tokens, int) else None
+        self._kept = self._pages_of(self.rule.keep)
+        free, copy = (0, self.copy_pages // device.geometry.heads) if self.copies else (-self.rule.keep % self._page, 0)
+        sizes = {"free": free, "page": self._page, "copy": copy, "slots": cache.slots, "queries": self.rule.queries}
+        self.saw = Saw(self.rule.limit - self.rule.keep, **sizes)
+        """How rows go on that hold their budget."""
         self._rows: dict[int, Budgeted] = {}
         self._about: set[int] = set()  # rows that have a query slot
         self._free = list(range(cache.slots - 1, -1, -1))
@@ -126,37 +133,24 @@ class RunningBudgets:
         rule = self.rule
         return min(more, rule.limit - (length if length <= rule.limit else rule.keep))
 
-    @cached_property
-    def saw(self) -> Saw:
-        """How rows go on that hold their budget."""
-        rule, page, heads = self.rule, self.device.fmt.high.tokens, self.device.geometry.heads
-        free, copy = (-rule.keep % page, 0) if self._one_tier else (0, self.copy_pages // heads)
-        return Saw(rule.limit - rule.keep, free, page, copy, slots=self.cache.slots, queries=rule.queries)
-
-    @property
-    def _one_tier(self) -> bool:
-        return len(self.device.fmt.tiers) == 1
-
     def _pages_of(self, tokens: int) -> int:
         """Pages, at most, of a head that keeps ``tokens`` of a row's own as they were judged. What is low stays low."""
-        fmt, rule = self.device.fmt, self.policy.prompt
-        if self._one_tier or not isinstance(rule, TopCount) or rule.high is None:
-            return -(-tokens // fmt.high.tokens)
-        assert isinstance(rule.high.tokens, int)
-        high = min(tokens, rule.high.tokens)
-        return -(-high // fmt.high.tokens) + -(-(tokens - high) // fmt.low.tokens) + 1
+        if self._high is None:
+            return -(-tokens // self._page)
+        high = min(tokens, self._high)
+        return -(-high // self._page) + -(-(tokens - high) // self.device.fmt.low.tokens) + 1
 
     def _copy_pages(self, row: int, more: int) -> int:
         """Pages of a head, at most, that the compression of a row past its prompt takes for the moment when the row has
         grown by ``more`` tokens. In one tier its own pages are compressed where they are and the rest joins them."""
-        if self.alone(row):
-            return 0
         if not self._one_tier:
             return self.copy_pages // self.device.geometry.heads
+        if self.alone(row):
+            return 0
         known, writable = self._rows[row], self.rows.length(row) - self._rows[row].at + more
         if self.rows.sealed(row) is None:
             writable += known.own
-        return max(self._pages_of(self.rule.keep) - self._pages_of(writable), 0)
+        return max(self._kept - self._pages_of(writable), 0)
 
     def outlook(self, row: int, left: int, expected: int, shared_pages: int) -> Outlook | None:
         """A row past its prompt; None where it is not. It may generate ``left`` tokens and is expected to generate
@@ -164,25 +158,27 @@ class RunningBudgets:
         known = self._rows.get(row)
         if known is None:
             return None
-        grown, page = self.rows.length(row) - known.at, self.device.fmt.high.tokens
-        published = self.rows.shared(row) >= known.at  # the tree has all of the prompt
-        behind = 0 if published else self._pages_of(known.own)
-        free = -known.own % page if self._one_tier and self.rows.sealed(row) is None else 0
-        pages, kept = behind + max(-(-(grown - free) // page), 0), self._pages_of(self.rule.keep)
-        counted = int(self.counts.private[row]) // self.device.geometry.heads
-        if counted and not self._one_tier:
+        row_of, page, kept = self.rows.of(row), self._page, self._kept
+        grown = row_of.length - known.at
+        due = max(self.rule.limit - known.held - grown, 0)
+        published = row_of.shared >= known.at  # the tree has all of the prompt
+        pages = 0 if published else self._pages_of(known.own)
+        free = -known.own % page if self._one_tier and row_of.sealed is None else 0
+        if grown > free:
+            pages -= (free - grown) // page
+        free = (free - grown) % page if self._one_tier else 0
+        if not self._one_tier and (counted := int(self.counts.private[row]) // self.device.geometry.heads):
             pages = counted
             if known.judged and not published:
                 kept = min(kept, counted - grown // page)
-        due = max(self.rule.limit - self.held(row), 0)
-        pages, free = pages + shared_pages, (free - grown) % page if self._one_tier else 0
-        return Outlook(pages, pages, free, kept, due, left, min(expected, left), self._copy_pages(row, due))
+        pages, copy = pages + shared_pages, self._copy_pages(row, due)
+        return Outlook(pages, pages, free, kept, due, left, min(expected, left), copy)
 
     def outlook_of_prompt(self, own: int, shared: int, left: int, expected: int, shared_pages: int) -> Outlook:
         """A prompt of ``own`` tokens behind ``shared`` ones that is still to run; the rest as for ``outlook``."""
-        keep, page, least = self.rule.keep, self.device.fmt.high.tokens, self.prompts.share_min_tokens
+        keep, page, least = self.rule.keep, self._page, self.prompts.share_min_tokens
         kept, due = min(own, keep), max(self.rule.limit - shared - min(own, keep), 0)
-        sealed, full, copy = least is not None and own >= least, self._pages_of(keep), self.saw.copy
+        sealed, full, copy = least is not None and own >= least, self._kept, self.saw.copy
         if self._one_tier and (shared or sealed):
             copy = max(full - self._pages_of(due if sealed else kept + due), 0)
         pages, behind = -(-own // page) + shared_pages, self._pages_of(kept) + shared_pages

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from sglang_diffkv.srt.requests import Requests
 
 
+STEPS = 4
+"""Steps after which a request that waits for room is looked at again."""
+
+
 class JointAdmission:
     """Admission by the growth that requests with a budget have together.
 
@@ -28,6 +32,7 @@ class JointAdmission:
     def __init__(self, requests: Requests, budgets: RunningBudgets):
         self.requests, self.manager, self.budgets = requests, requests.manager, budgets
         self.refused: tuple[int, Outlook] | None = None
+        self._asked = self._running = 0
 
     def share(self, running: Sequence[Any], ratio: float) -> float:
         """High-tier tokens that running requests take together, by request. ``ratio``: of the tokens that a request may
@@ -49,10 +54,16 @@ class JointAdmission:
     def refuse(self, req: Any, needed: int) -> None:
         """The request waits for room; its prompt computes ``needed`` tokens."""
         self.refused = needed, self._of_prompt(req)
+        self._asked = self._running = 0
 
     def room_for_refused(self, running: Sequence[Any], ratio: float) -> bool:
-        """Whether the last refused request would fit beside what runs by now."""
+        """Whether the last refused request would fit beside what runs by now; looked at when others run than before,
+        and each ``STEPS``-th time. Ask once a step."""
         if self.refused is None:
+            return False
+        asked, before = self._asked, self._running
+        self._asked, self._running = asked + 1, len(running)
+        if asked % STEPS and len(running) == before:
             return False
         needed, outlook = self.refused
         room = self._room_beyond(needed)

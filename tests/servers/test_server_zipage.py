@@ -55,8 +55,8 @@ def reply(server: Server, number: int, length: int) -> list[int]:
 
 def test_more_run_than_fit_with_their_limits(server_of: Callable[..., Server]) -> None:
     """Requests that are not at their limits at the same time: more run than limits fit, none is retracted, and each
-    gets the tokens that it gets alone."""
-    config = {**CONFIG, "policy": {**POLICY, "query_slots": 1}}
+    gets the tokens that it gets alone. Most prompts join the prefix cache, so their first compression parts with it."""
+    config = {**CONFIG, "policy": {**POLICY, "query_slots": 1}, "share_min_tokens": 48}
     args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1"]
     server = server_of("diffkv", args, config=config, env=STRICT)
     with ThreadPoolExecutor(MANY) as threads:
