@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_diffkv.mem_pool.joint_growth import DELAY, Outlook, Saw, peak_growth
+from sglang_diffkv.policies.zipage import HYBRID_SLOTS
 
 GOLDEN = 0.6180339887
 EXPECTED = 0.7 * 0.14
@@ -166,9 +167,9 @@ def main() -> None:
     args = parser.parse_args()
     limit = args.max_blocks * args.block
     for joint in (False, True):
-        load = Load(
-            args.capacity, args.prompt, args.reply, limit - args.block, limit, most=args.max_running, joint=joint
-        )
+        keep, most = limit - args.block, args.max_running
+        slots = max(1, round(HYBRID_SLOTS * min(args.capacity / keep, most)))
+        load = Load(args.capacity, args.prompt, args.reply, keep, limit, most=most, joint=joint, slots=slots)
         seen = run(load, args.steps)
         settled = seen.running[args.steps // 4 :]
         name = "together" if joint else "one by one"
