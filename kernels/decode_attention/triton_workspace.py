@@ -43,8 +43,8 @@ COST_BYTES = 512
 several requests share count for each."""
 
 SLOT_BYTES = 34
-"""What a slot costs beside its bytes, in bytes, and a tile 16 times more: fitted to times of tiers on an H100, where K8V4
-takes 2.49 ns for 32 tokens of 128 dimensions and K4V2 2.83 ns for 59."""
+"""What a slot costs beside its bytes, in bytes, and a tile 16 times more: fitted to times of tiers on an H100, where
+K8V4 takes 2.49 ns for 32 tokens of 128 dimensions and K4V2 2.83 ns for 59."""
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
