@@ -79,3 +79,24 @@ def test_no_more_run_than_have_query_slots(server_of: Callable[..., Server]) -> 
     assert [len(x) for x in found] == [50] * 6
     assert max(running_in(server.log_text())) == round(0.25 * (POOL // LIMIT))
     check_idle(server)
+
+
+@pytest.mark.parametrize("tiers", [["BF16"], pytest.param(["K8V4", "K4V2"], marks=pytest.mark.full)])
+def test_requests_that_were_expected_to_end_are_retracted_and_answered(
+    tiers: list[str], server_of: Callable[..., Server]
+) -> None:
+    """Admission by lengths that are far too short: the pool fills up, compressions wait for pages, requests are
+    retracted, and all get what they asked for."""
+    config = {**CONFIG, "tiers": tiers, "share_min_tokens": 16}
+    args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1"]
+    server = server_of("diffkv", args, config=config, env={**STRICT, "SGLANG_INIT_NEW_TOKEN_RATIO": "0.02"})
+
+    def ask(number: int) -> int:
+        parameters = {"temperature": 0, "max_new_tokens": 150, "min_new_tokens": 150}
+        return len(server.generate({"input_ids": tokens(24, 2 + number), "sampling_params": parameters})["output_ids"])
+
+    with ThreadPoolExecutor(24) as threads:
+        assert list(threads.map(ask, range(24))) == [150] * 24
+    assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
+    assert stats_of(server)["faults"] == 0
+    check_idle(server)
