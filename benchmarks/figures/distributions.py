@@ -120,7 +120,7 @@ def table(data: Distributions) -> str:
 
 def draw(data: Distributions, path: Path) -> None:
     """A panel for each quantity over as many powers of ten, a line for each layer."""
-    figure, axes = style.canvas(1, 2, (4.8, 3.4), sharey=True)
+    figure, axes = style.canvas(1, 2, (4.8, 3.4))
     shown = [(x.quantile(TAIL), x.quantile(1 - TAIL)) for x in data.spreads]
     left, right = math.floor(min(x for x, _ in shown)), math.ceil(max(x for _, x in shown))
     for axis, quantity in zip(axes[0], (SCORE, NORM)):

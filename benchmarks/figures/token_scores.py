@@ -51,7 +51,7 @@ def collect(args: Any, suites: Sequence[Suite], figure: str, about: dict[str, An
     longest = max(range(len(prompts)), key=lambda x: len(prompts[x]))
     found: list[torch.Tensor] = []
     layers = visit_layers(args.model, [prompts[longest]], lambda layer, scores, values: found.append(scores.cpu()))
-    layer = max(0, layers // 4 - 1) if args.layer is None else args.layer
+    layer = (layers - 1) // 4 if args.layer is None else args.layer
     if not 0 <= layer < layers:
         raise EvaluationError(f"--layer {layer}: the model has layers 0 to {layers - 1} that attend")
     return TokenScores(
@@ -92,6 +92,6 @@ def draw(data: TokenScores, path: Path) -> None:
     axis.set(xlabel="token", ylabel="attention score", yscale="log", xlim=(0, n))
     axis.legend(fontsize=7, ncols=3, markerscale=2)
     style.grid(axis)
-    title = f"Attention scores of tokens, layer {data.layer} of 0 to {data.layers - 1}\n{data.model}, {n} tokens"
+    title = f"Attention scores of tokens in layer {data.layer} (the first is 0)\n{data.model}, {n} tokens"
     subject = f"{data.model}; {', '.join(data.settings['tasks'])}, {data.question}. Mean attention from later tokens, "
     style.finish(figure, path, title, f"{subject}maximum over the query heads of a KV head.")
