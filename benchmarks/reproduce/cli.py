@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,7 @@ def forwarded(args: argparse.Namespace, add: Any) -> tuple[str, ...]:
         if action.const is True:
             found.append(option)
         elif action.dest == "server_args":
-            found += [f"{option}={' '.join(value)}"]
+            found += [f"{option}={shlex.join(value)}"]
         else:
             found += [option, *(map(str, value) if isinstance(value, list) else [str(value)])]
     return tuple(found)

@@ -6,6 +6,7 @@ Each command is one of the repository's own, which can be called alone just as w
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ def _kernels(*parts: str) -> Callable[[Given], list[Command]]:
 
 
 def _serving(given: Given, folder: str) -> Command:
-    extra = ["--extra-server-args", " ".join(given.server_args)] if given.server_args else []
+    extra = [f"--extra-server-args={shlex.join(given.server_args)}"] if given.server_args else []
     model = ["--model", str(given.model), "--kv-gib", f"{given.kv_gib:g}", *extra]
     return [*model, "--diffkv", "default={}", "--output", str(given.output / folder)]
 

@@ -24,9 +24,9 @@ KV_GIB = 1.0
 
 
 def refusals(model: str, server_args: Sequence[str], configs: Sequence[str]) -> dict[str, str]:
-    """``main`` in a process of its own: SGLang is not imported here. Raises RuntimeError with its output if it fails."""
+    """``main`` in a process of its own, so that SGLang is not imported here. Raises RuntimeError with what it said."""
     module = "benchmarks.reproduce.served"
-    command = [sys.executable, "-m", module, model, "--server-args", shlex.join(server_args), *configs]
+    command = [sys.executable, "-m", module, model, f"--server-args={shlex.join(server_args)}", *configs]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if found.returncode:
         raise RuntimeError(f"the model could not be looked at:\n{found.stderr[-2000:]}")
