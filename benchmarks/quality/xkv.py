@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.summary import Estimate, Result
 from sglang_diffkv.evaluate.table import percent
-from sglang_diffkv.evaluate.tasks import LOADERS, load_task
+from sglang_diffkv.evaluate.tasks import LOADERS, TaskFileError, load_task
 
 RATIOS = (0.016, 0.012)
 STREAMING, H2O, SNAPKV, PYRAMIDKV, XKV = "StreamingLLM", "H2O", "SnapKV", "PyramidKV", "XKV"
@@ -178,8 +179,12 @@ def mean_prompt(args: argparse.Namespace) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate and write tables and chart; the exit status of the evaluation, if it failed."""
     args = parse_args(argv)
-    tokens, model = mean_prompt(args), args.model
-    args.model = [model]
+    try:
+        tokens = mean_prompt(args)
+    except TaskFileError as error:
+        print(f"benchmarks.quality.xkv: {error}", file=sys.stderr)
+        return 1
+    args.model = [args.model]
     models = measure(args, configurations(args.ratios, tokens))
     if isinstance(models, int):
         return models
