@@ -90,6 +90,7 @@ def draw(data: TokenScores, path: Path) -> None:
         axis.plot(range(n), values, marker, color=colour, markersize=2, alpha=0.5, label=label, linestyle="none")
     axis.axhline(1 / n, color=style.BLACK, linestyle="--", linewidth=1, label="mean attention, 1 / tokens")
     axis.set(xlabel="token", ylabel="attention score", yscale="log", xlim=(0, n))
+    axis.margins(y=0.18)
     axis.legend(fontsize=7, ncols=3, markerscale=2)
     style.grid(axis)
     title = f"Attention scores of tokens in layer {data.layer} (the first is 0)\n{data.model}, {n} tokens"

@@ -29,10 +29,10 @@ def page(
     given: Given, about: dict[str, Any], parts: Mapping[Part, Record | None], lacking: Mapping[Part, list[str]]
 ) -> str:
     """The whole page. ``lacking``: of each part, why it cannot be made from what was given last."""
-    count = "all questions" if given.n is None else f"n = {given.n} questions"
-    files = ", ".join([*given.tasks, *(f"calibration {x}" for x in given.calibration)])
-    named = re.sub(r"[^\s,=]*/", "", files) or "no task files"
-    text = f"; text {given.text.name}" if given.text else ""
+    files = [*given.tasks, *(f"{x} (calibration)" for x in given.calibration)]
+    files += [f"text {given.text.name}"] if given.text else []
+    named = re.sub(r"[^\s,=]*/", "", ", ".join(files)) or "no task file"
+    count = f"All of {named}" if given.n is None else f"n = {given.n} of each of {named}"
     quick = ". **A trial: the fewest settings of each**" if given.quick else ""
     rows = [
         [f"[{x.name}](#{x.name})" if record else x.name, x.paper, x.shows, state_of(record, lacking[x])]
@@ -40,7 +40,7 @@ def page(
     ]
     out = [
         f"# Figures and tables of {given.model.name}",
-        f"{count} of each task file: {named}{text}{quick}. Last run: {headline(about)}",
+        f"{count}{quick}. Last run: {headline(about)}",
         f"```\n{about['command']}\n```",
         markdown(["part", "paper", "what it shows", ""], rows),
     ]

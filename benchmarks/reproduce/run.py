@@ -102,7 +102,8 @@ class Maker:
 
     def make(self, part: Part) -> Record:
         """Run the part's commands, until one fails, and note how they ended."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        for folder in {self.folder, *((self.given.output / x).parent for x in part.written(self.given))}:
+            folder.mkdir(parents=True, exist_ok=True)
         commands, begin = part.commands(self.given), time.monotonic()
         reason, log = "", self.folder / f"{part.name}.log"
         with log.open("w", encoding="utf-8") as file:
@@ -149,7 +150,6 @@ class Maker:
                 process.kill()
             raise
         if table and process.returncode == 0:
-            table.parent.mkdir(parents=True, exist_ok=True)
             table.write_text(f"```\n{typed(asked)}\n```\n\n{without_paths(said)}", encoding="utf-8")
         elif table:
             log.write(said)

@@ -75,7 +75,7 @@ def test_parts_are_made_skipped_and_made_again(run, tmp_path, capsys):
     assert table.startswith("```\npython -m tests.tools.reproduced 0 three three.png\n```\n\n| three |")
     page = (tmp_path / "README.md").read_text()
     assert page.index("## Paper, one") < page.index("## Paper, three") and "![what one shows](one/one.png)" in page
-    assert "- two: needs the moon" in page and "all questions of each task file: no task files" in page
+    assert "- two: needs the moon" in page and "All of no task file. Last run" in page
     assert str(tmp_path) not in page and str(REPOSITORY) not in page
 
 
