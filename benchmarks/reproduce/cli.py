@@ -123,7 +123,6 @@ def given_of(args: argparse.Namespace, refused: dict[str, str]) -> Given:
         gpu=has_gpu(),
         quick=args.quick,
         n=args.n,
-        jobs=args.jobs,
         kv_gib=args.kv_gib,
         server_args=tuple(args.server_args),
         selection=forwarded(args, add_selection_arguments),

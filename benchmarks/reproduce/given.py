@@ -48,7 +48,6 @@ class Given:
     gpu: bool
     quick: bool
     n: int | None = None
-    jobs: int = 1
     kv_gib: float | None = None
     server_args: tuple[str, ...] = ()
     selection: tuple[str, ...] = ()

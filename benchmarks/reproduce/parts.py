@@ -33,7 +33,7 @@ class Part:
     """A figure or table.
 
     Attributes:
-        name: as --only takes it. shows: in a line.
+        name: as --parts takes it. shows: in a line.
         commands: those that make it.
         files: what they write, below the output folder: a Markdown table first, then JSON and images.
         markdown: whether what the last command prints is that table.

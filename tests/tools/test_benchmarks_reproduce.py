@@ -242,11 +242,7 @@ def test_bad_command_lines_are_refused(args, message, tmp_path, capsys):
 
 
 def test_a_figure_is_made_for_real(run, tmp_path):
-    text = ["--text", str(DATA / "prose.txt"), "--n", "1", "--task", REFERENCE]
     real = next(x for x in PARTS if x.name == "figure3")
-    assert run([real], *text) == 1, "the text has not enough tokens for a window"
-    assert "FAILED" not in (tmp_path / "README.md").read_text()
-    assert "**Failed**: benchmarks.figures ended with status 1" in (tmp_path / "README.md").read_text()
     assert run([real], "--n", "1", "--task", REFERENCE) == 0
     assert json.loads((tmp_path / "figures" / "fig3.json").read_text())["model"] == "nano"
     page = (tmp_path / "README.md").read_text()
