@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import pareto
-from benchmarks.figures.cases import ALPHA_HIGH, ALPHA_LOW, STOCK_CASE
+from benchmarks.figures.cases import MASS_HIGH, MASS_LOW, STOCK_CASE
 from benchmarks.figures.data import FigureData, Point
 from benchmarks.provenance import headline, provenance
 from sglang_diffkv.calibrate import cli as calibrate
@@ -96,7 +96,7 @@ def figure(model: str, found: dict[str, LeanProvenance], about: dict[str, Any]) 
                 Point(
                     configuration=name,
                     suite=suite,
-                    series=ALPHA_LOW if setting.mass_low else ALPHA_HIGH,
+                    series=MASS_LOW if setting.mass_low else MASS_HIGH,
                     label=f"{'-'.join(setting.tiers)} ({setting.mass_high:g}, {setting.mass_low:g})",
                     n=n,
                     accuracy=setting.accuracy.mean,
@@ -110,8 +110,7 @@ def figure(model: str, found: dict[str, LeanProvenance], about: dict[str, Any]) 
                     share_pruned=setting.share_pruned,
                 )
             )
-    notes = ["(a, b): mass_high, mass_low of LeanKV."]
-    return FigureData(figure="evaluated", model=model, ratio="tokens", points=points, notes=notes, about=about)
+    return FigureData(figure="evaluated", model=model, ratio="tokens", points=points, about=about)
 
 
 def _error(share: float, n: int) -> float:
