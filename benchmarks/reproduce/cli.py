@@ -33,6 +33,8 @@ from sglang_diffkv.evaluate.server import has_gpu, stop_servers_on_sigterm
 from sglang_diffkv.evaluate.tasks import LOADERS
 
 BY_NAME = {part.name: part for part in PARTS}
+BROKEN_OFF = 130
+"""Exit status after Ctrl-C or SIGTERM."""
 RUNS_CODE = ("humaneval_plus", "mbpp_plus")
 
 
@@ -197,4 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(listed(wanted(args), maker, lacking))
         return 0
-    return reproduce(maker, about, lacking, args)
+    try:
+        return reproduce(maker, about, lacking, args)
+    except KeyboardInterrupt:
+        print("broken off; the same command goes on from here", file=sys.stderr)
+        return BROKEN_OFF
