@@ -16,6 +16,8 @@ from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels.baselines import BASELINES, Missing, baseline_bytes, sglang_triton_decode, shuffled_slots
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.kernels.timing import MIN_BYTES, cpu_median_ms, lacking, layers_for
+from sglang_diffkv.kernels.table import table_column
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 
 TIERS = "K8V4 K4V2"
 
@@ -132,14 +134,24 @@ def test_baselines_are_called_right(name, heads):
     assert error_of(found) < (5e-2 if name.endswith("fp8") else 1e-2)
 
 
-def test_state_holds_the_case():
-    case = Case(2, 4, 2, 64, 140, TIERS, 0.5)
+@pytest.mark.parametrize(
+    "tiers, high", [(TIERS, 0.5), ("BF16", 1.0), ("K8V4 K4V4 K4V2", 0.25), ("K8V8 K8V4 K4V4 K4V2", 0.1)]
+)
+def test_state_holds_the_case(tiers, high):
+    case = Case(2, 4, 2, 64, 1400, tiers, high)
     state = build_state(case, 3, free_pages=5, device="cpu")
-    held = [int((view.positions[:-1] >= 0).sum()) for view in state.tiers]
     counts = case.page_counts()
-    pages = state.page_table[state.page_table >= 0]
-    assert pages.unique().numel() == pages.numel() == 2 * 3 * 2 * sum(counts) == state.num_pages - 5
-    assert state.entries[1:].flatten(0, 2).unique(dim=0).tolist() == [list(counts)] and min(held) > 0
+    assert state.entries[1:].flatten(0, 2).unique(dim=0).tolist() == [list(counts)] and min(counts) > 0
+    assert 2 * 3 * 2 * sum(counts) == state.num_pages - 5
+    positions, pages = [], []
+    for tier, count in enumerate(counts):  # as a reader of row 2 in layer 1 finds them
+        column = table_column(state, tier, torch.arange(count))
+        block = state.row_blocks[2, column // TABLE_BLOCK].long()
+        pages += (found := state.page_table[block, 1, 1, column % TABLE_BLOCK].long()).tolist()
+        positions += state.tiers[tier].positions[found].flatten().tolist()
+    assert len(set(pages)) == sum(counts)
+    assert sorted(x for x in positions if x >= 0) == list(range(case.length))
+    assert sum(case.tokens) == case.length and case.tokens[0] == round(high * case.length)
 
 
 @pytest.fixture
