@@ -196,20 +196,20 @@ class PageLedger:
     @contextmanager
     def judging(self) -> Iterator[None]:
         """Inside, a prompt is admitted or not beside the growth that running requests have together."""
-        self._judging = True
+        before, self._judging = self._judging, True
         try:
             yield
         finally:
-            self._judging = False
+            self._judging = before
 
     @contextmanager
     def compressing(self) -> Iterator[None]:
         """Inside, what is set aside for a running request's compression is free."""
-        self._compressing = True
+        before, self._compressing = self._compressing, True
         try:
             yield
         finally:
-            self._compressing = False
+            self._compressing = before
 
     def uncommitted_kv_slots(self) -> int:
         """Free KV slots that no admitted prompt is going to take."""
@@ -267,20 +267,20 @@ class PageLedger:
     @contextmanager
     def prefilling(self) -> Iterator[None]:
         """While SGLang allocates the KV slots of admitted prompts, the pages promised to them are available."""
-        self._allocating = True
+        before, self._allocating = self._allocating, True
         try:
             yield
         finally:
-            self._allocating = False
+            self._allocating = before
 
     @contextmanager
     def credited(self, tokens: int) -> Iterator[None]:
         """Inside, so many tokens more are available: what a request is known to need less than SGLang asks for it."""
-        self._credit = tokens
+        before, self._credit = self._credit, tokens
         try:
             yield
         finally:
-            self._credit = 0
+            self._credit = before
 
     def unlimited(self) -> AbstractContextManager[None]:
         """Inside, memory limits no chunk: its pages are promised, or it was seen to fit."""

@@ -152,6 +152,8 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
                     result = original(self, req, *args, **kwargs)
     if _added(self, req):
         requests.admit(req, admission, compacted=compacted)
+        if result == AddReqResult.NO_TOKEN and requests.joint is not None:
+            return AddReqResult.OTHER  # no other is refused yet: SGLang would ask none until a request ends
     elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
         return AddReqResult.OTHER
     return result

@@ -33,6 +33,7 @@ class JointAdmission:
         self.requests, self.manager, self.budgets = requests, requests.manager, budgets
         self.refused: tuple[int, Outlook] | None = None
         self._asked = self._running = 0
+        self._waits = ""  # the last refused request's id
 
     def share(self, running: Sequence[Any], ratio: float) -> float:
         """High-tier tokens that running requests take together, by request. ``ratio``: of the tokens that a request may
@@ -54,7 +55,8 @@ class JointAdmission:
     def refuse(self, req: Any, needed: int) -> None:
         """The request waits for room; its prompt computes ``needed`` tokens."""
         self.refused = needed, self._of_prompt(req)
-        self._asked = self._running = 0
+        if self._waits != req.rid:  # else it was let in too early, and is looked at as seldom as before
+            self._waits, self._asked, self._running = req.rid, 0, 0
 
     def room_for_refused(self, running: Sequence[Any], ratio: float) -> bool:
         """Whether the last refused request would fit beside what runs by now; looked at when others run than before,

@@ -296,9 +296,9 @@ class Requests:
             if not budgets.alone(row):
                 pages = budgets.pages_to_compress(row)
                 with ledger.compressing():
-                    room = ledger.uncommitted_pages() >= pages
+                    room = not pages or ledger.uncommitted_pages() >= pages
                     if tree is not None and not (room and manager.segments.rows_free):
-                        room = tree.make_segment_rows(1) and tree.make_room(pages)
+                        room = tree.make_segment_rows(1) and (room or tree.make_room(pages))
                 blocks = budgets.copy_blocks(row)
                 if room and tree is not None:
                     tree.make_table_blocks(blocks)

@@ -28,13 +28,13 @@ def running(this: World, prompt: int, reply: int = 250) -> Any:
     return req
 
 
-def asking(this: World, prompt: int, reply: int = 250) -> Any:
+def asking(this: World, prompt: int, reply: int = 250, rid: str = "waits") -> Any:
     """A request that waits: it has matched nothing."""
     tokens = this.tokens(prompt)
     sampling = SimpleNamespace(max_new_tokens=reply, ignore_eos=True)
     kv = SimpleNamespace(req_pool_idx=None)
     return SimpleNamespace(
-        kv=kv, req_pool_idx=None, sampling_params=sampling, output_ids=[], prefix_len=0, prefix_indices=[],
+        rid=rid, kv=kv, req_pool_idx=None, sampling_params=sampling, output_ids=[], prefix_len=0, prefix_indices=[],
         full_untruncated_fill_ids=tokens, last_node=this.tree.root_node, finished=lambda: False,
     )  # fmt: skip
 
@@ -89,6 +89,33 @@ def test_a_refused_prompt_is_asked_again_when_there_is_room() -> None:
     assert joint.room_for_refused(others, 1.0), "another has left"
     this.requests._forget_refused()
     assert joint.refused is None
+
+
+def test_one_that_was_let_in_too_early_is_not_asked_at_each_step() -> None:
+    this = world(400)
+    joint = this.requests.joint
+    assert joint is not None
+    others = [running(this, 30)]
+    found = []
+    for _ in range(2 * STEPS):
+        joint.refuse(asking(this, 60), 60)  # SGLang's own sum says no
+        found.append(joint.room_for_refused(others, 1.0))
+    assert found == ([True] + [False] * (STEPS - 1)) * 2
+    joint.refuse(asking(this, 60, rid="another"), 60)
+    assert joint.room_for_refused(others, 1.0)
+
+
+def test_judging_ends_where_it_began() -> None:
+    """SGLang adds up what is free behind the judgement of a prompt, which looks at it too."""
+    this = world(600)
+    joint, ledger = this.requests.joint, this.requests.ledger
+    assert joint is not None
+    others = [running(this, 30) for _ in range(3)]
+    with ledger.judging():
+        before = ledger.available()
+        joint.judge(asking(this, 60), 60, others, 1.0)
+        assert ledger._judging and ledger.available() == before
+    assert not ledger._judging
 
 
 def test_no_more_run_than_have_query_slots_where_scheduling_is_constrained() -> None:
