@@ -342,10 +342,48 @@ def release_request(batch: Any, index: int) -> None:
 
 
 def free_state(rows: Any, req: Any) -> None:
-    """Give back the state slot of a request, if it has one: of a model with linear-attention layers, where the prefix
-    cache keeps no states. ``rows``: SGLang's table of requests."""
-    if getattr(_kv_of(req), "mamba_pool_idx", None) is not None:
+    """Give back the state slot of a request, if it has one: of a model with layers that do not attend. ``rows``:
+    SGLang's table of requests."""
+    if state_slot(req) is not None:
         rows.free_mamba_cache(req)
+
+
+def state_slot(req: Any) -> Any:
+    """Number of the request's state slot, an int64 tensor of no dimensions; None while it has none."""
+    return getattr(_kv_of(req), "mamba_pool_idx", None)
+
+
+def give_state(req: Any, slot: Any, source: Any) -> None:
+    """The request has ``slot`` (int64 [1]), to which SGLang copies the state in ``source`` (int64 [1]) before the next
+    pass."""
+    kv = _kv_of(req)
+    kv.mamba_pool_idx, kv.mamba_cow_src_index, kv.mamba_needs_clear = slot[0], source, False
+
+
+def take_state(req: Any) -> Any:
+    """The request's slot (int64 [1]), which is not its own any more."""
+    slot = state_slot(req).reshape(1)
+    _kv_of(req).mamba_pool_idx = None
+    return slot
+
+
+STATES_A_REQUEST = 3
+"""State slots for each request that SGLang lets run where there is a prefix cache: the others are for what that keeps."""
+
+STATES_WITHOUT_BUFFERS = (
+    "sglang.srt.server_args.ServerArgs._validate_mamba_no_buffer"
+    if release() < (0, 5, 21)
+    else "sglang.srt.arg_groups.mamba_hook.validate_mamba_no_buffer"
+)
+"""What refuses overlap scheduling where SGLang's own prefix cache keeps states without buffers of each request."""
+
+
+def keep_states_without_buffers(server_args: Any) -> None:
+    """Have SGLang give requests no buffers beside their state slots, by which its own prefix cache keeps states under
+    overlap scheduling, unless the user asked for some."""
+    args = resolved(server_args)
+    if not args.disable_radix_cache and args.mamba_radix_cache_strategy == "auto":
+        decide(server_args, mamba_radix_cache_strategy="no_buffer")
 
 
 def _has_kv_slots(req: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
@@ -64,6 +66,8 @@ _asking_for_model = False
 
 def adjust_to_model(original: Any, server_args: Any) -> Any:
     global _asking_for_model
+    if is_selected(server_args):
+        compat.keep_states_without_buffers(server_args)
     _asking_for_model = True
     try:
         return original(server_args)
@@ -76,6 +80,14 @@ def attention_backends(original: Any, args: Any) -> Any:
     This one does, so there it passes for one that has."""
     found = original(args)
     return tuple("triton" if x == BACKEND else x for x in found) if _asking_for_model else found
+
+
+def validate_mamba_no_buffer(original: Any, *args: Any) -> None:
+    """SGLang's own prefix cache cannot keep states under overlap scheduling without buffers; this one copies them
+    behind their pass."""
+    *_, view, _ = args
+    if not is_selected(view):
+        original(*args)
 
 
 # What a server builds
@@ -141,8 +153,12 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     running = [] if self.running_batch is None else self.running_batch.reqs
     with compat.node_locked(self, req.last_node):
         admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
+    chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)
+    if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
+        return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
     result, compacted = AddReqResult.NO_TOKEN, False
-    with compat.estimated(req, ledger.growth, budget=ledger.manager.running is not None):
+    cut = None if chunked else requests.tokens_to_branch(req)
+    with compat.estimated(req, ledger.growth, budget=ledger.manager.running is not None), _ending_within(self, cut):
         if admission.fits:
             result = original(self, req, *args, **kwargs)
         if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
@@ -151,9 +167,25 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
                 result = original(self, req, *args, **kwargs)
     if _added(self, req):
         requests.admit(req, admission, compacted=compacted)
+        result = self.budget_state() if cut is not None else result
     elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
         return AddReqResult.OTHER
     return result
+
+
+@contextmanager
+def _ending_within(adder: Any, tokens: int | None) -> Iterator[None]:
+    """Inside, the next chunk has at most so many tokens; None: as many as the pass allows."""
+    allowed = adder.rem_chunk_tokens
+    if tokens is None or allowed is None or allowed <= tokens:
+        yield
+        return
+    adder.rem_chunk_tokens = tokens
+    try:
+        yield
+    finally:
+        adder.diffkv_cut = adder.rem_chunk_tokens < tokens
+        adder.rem_chunk_tokens += allowed - tokens
 
 
 def _added(adder: Any, req: Any) -> bool:
@@ -176,7 +208,7 @@ def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
     fits = requests.next_chunk_fits(req, _whole_chunk(self))
     if not fits and self.running_batch is not None and self.running_batch.reqs:
         return req
-    with requests.ledger.unlimited():
+    with requests.ledger.unlimited(), _ending_within(self, requests.tokens_to_branch(req)):
         return original(self, req)
 
 
@@ -198,11 +230,20 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         return original(self, *args, **kwargs)
     try:
         with requests.refusing(self.reqs), requests.ledger.prefilling():
+            requests.begin_states(self.reqs)
             result = original(self, *args, **kwargs)
         requests.plan_prefill(self.reqs)
     except BatchRefused as refused:
         refused.batch = self
         raise
+    return result
+
+
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pass is launched: states that it leaves are copied before the next one changes them."""
+    result = original(self, *args, **kwargs)
+    if BACKEND in SERVED:
+        SERVED[BACKEND].requests.pass_launched()
     return result
 
 
@@ -328,6 +369,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
         report["prompts"] = metrics.prompt_outcomes(requests)
+        if requests.tree is not None and requests.tree.states is not None:
+            report["states"] = requests.tree.states.report()
         result.internal_state["diffkv"] = report
     return result
 
@@ -363,6 +406,7 @@ HOOKS = {
     ARGUMENTS + "add_cli_args": add_cli_args,
     ARGUMENTS + "from_cli_args": from_cli_args,
     ARGUMENTS + "check_server_args": check_server_args,
+    compat.STATES_WITHOUT_BUFFERS: validate_mamba_no_buffer,
     SRT + "utils.common.support_triton": support_triton,
     SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype": configure_kv_cache_dtype,
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
@@ -375,6 +419,7 @@ HOOKS = {
     ADDER + "add_chunked_req": add_chunked_req,
     ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
     BATCH + "prepare_for_extend": prepare_for_extend,
+    SRT + "model_executor.model_runner.ModelRunner.forward": forward,
     BATCH + "prepare_for_decode": prepare_for_decode,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
