@@ -276,16 +276,18 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
 
 
 def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple[int, int | None]:
-    """The bytes that SGLang leaves for keys and values, and how many requests have states; None if the model has
-    none."""
+    """The bytes that SGLang leaves for keys and values, and how many requests run at most for want of states; None if
+    the model has none."""
     if configurator.states is None:
         return budget, None
     view, size = configurator.server_args, configurator.states.mamba_cache_per_req
-    ratio = view.mamba_full_memory_ratio
-    slots = view.max_mamba_cache_size or view.max_running_requests or int(budget * ratio / (1 + ratio) / size) - 1
-    taken = (slots + 1) * size
-    findings.add("states", f"{slots:,} requests, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
-    return budget - taken, slots
+    ratio, alone = view.mamba_full_memory_ratio, view.disable_radix_cache
+    asked = view.max_mamba_cache_size or (view.max_running_requests if alone else None)
+    slots = asked or int(budget * ratio / (1 + ratio) / size) - 1
+    taken, most = (slots + 1) * size, slots if alone else slots // compat.STATES_A_REQUEST
+    kept = "" if alone else f" of {most:,} requests and of the prefix cache"
+    findings.add("states", f"{slots:,}{kept}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
+    return budget - taken, most
 
 
 def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool) -> str:

@@ -171,10 +171,6 @@ HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
         ),
         ({"mambaish_config": SimpleNamespace(full_attention_layer_ids=[])}, "no layer with keys and values"),
         (
-            {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=False)},
-            "state-space or linear-attention layers.*--disable-radix-cache",
-        ),
-        (
             {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=True, speculative_algorithm="NGRAM")},
             "drop --speculative-algorithm",
         ),
@@ -198,6 +194,20 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
     check_model(SimpleNamespace(**{**good, **HYBRID}))
     with pytest.raises(UnsupportedError, match=name):
         check_model(SimpleNamespace(**{**good, **changes}))
+
+
+@pytest.mark.parametrize(("fidelity", "alone"), [("exact", False), ("exact", True), ("compressed", False)])
+def test_states_are_kept_beside_compressed_prompts_only(
+    fidelity: str, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", f'{{"prefix_fidelity": "{fidelity}"}}')
+    args = SimpleNamespace(disable_radix_cache=alone)
+    model = SimpleNamespace(hf_config=None, hf_text_config=None)
+    problems = list(hybrid_problems(SimpleNamespace(**HYBRID, server_args=args, model_config=model, device="cpu")))
+    if fidelity == "exact" and not alone:
+        assert '"prefix_fidelity": "compressed"' in problems[0] and "--disable-radix-cache" in problems[0]
+    else:
+        assert not problems
 
 
 @pytest.mark.parametrize(

@@ -40,11 +40,12 @@ class World:
         segments: int = 40,
         share_min: int = 24,
         reaches: tuple[int, ...] = (),
+        pool: ReqToTokenPool | None = None,
     ) -> None:
         fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, reaches)
         self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
-        self.pool = ReqToTokenPool(rows, longest, "cpu", False)
+        self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = Requests(ledger)
         self.allocator = DiffKVAllocator(
