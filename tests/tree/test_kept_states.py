@@ -291,19 +291,19 @@ def test_a_state_behind_tokens_that_are_not_kept_goes_back() -> None:
 
 def test_leaves_without_a_state_are_evicted_first_and_others_whole() -> None:
     world = StateWorld(10)
-    prompts = [world.tokens(60) for _ in range(3)]
+    prompts = [world.tokens(200) for _ in range(3)]
     for prompt in prompts:
         world.told(prompt)
     world.tree.states.drop(world.leaf(prompts[2]))
     world.tree.evict(EvictParams(num_tokens=4))
-    assert [world.found(x + [1]) for x in prompts[:2]] == [60, 60], "the newest leaf was of no use"
+    assert [world.found(x + [1]) for x in prompts[:2]] == [200, 200], "the newest leaf was of no use"
     left = 2
     while left == 2:
         world.tree.evict(EvictParams(num_tokens=4))
         world.check()
         keys = {x.key.token_ids[0]: len(x.key) for x in world.tree.evictable_leaves}
         left = len(keys.keys() - {prompts[2][0]})
-    assert keys == {prompts[1][0]: 60}, "the least recently used goes next, whole"
+    assert keys == {prompts[1][0]: 200}, "the least recently used goes next, whole"
 
 
 def test_flush_gives_all_slots_back() -> None:
