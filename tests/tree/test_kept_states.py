@@ -130,7 +130,7 @@ class StateWorld(World):
 
     def launch(self, req: Any) -> None:
         super().launch(req)
-        self.states.compute(req, req.kv.cache_protected_len, len(req.tokens))
+        self.states.compute(req, compat.prefix_len(req), req.extend_end)
         self.requests.pass_launched()
 
     def decode(self, req: Any) -> None:
@@ -171,21 +171,26 @@ def test_where_prompts_part_a_state_is_left_once() -> None:
     world = StateWorld(10)
     prompt = world.tokens(60)
     world.told(prompt)
-    match = Match(world.tree, array("q", prompt[:40] + world.tokens(30)))
-    assert (len(match), match.diffkv_branch) == (0, 40)
-    match.unlock(world.tree)
-    req = world.admit(prompt[:40] + world.tokens(30))
-    assert world.requests.tokens_to_branch(req) == 40
-    tokens, req.tokens = req.tokens, req.tokens[:40]
-    req.extend_range.end = 40
-    req.prefix_len = 0
+    for aborted in (True, False):
+        req = world.admit(prompt[:40] + world.tokens(30))
+        assert (compat.prefix_len(req), world.requests.tokens_to_branch(req)) == (0, 40)
+        req.extend_range.end = 40
+        world.plan(req)
+        world.launch(req)
+        offer(world.tree, req, chunked=True)
+        assert world.requests.tokens_to_branch(req) is None
+        if aborted:
+            world.leave(req, insert=False)
+            assert world.places() == [60], "a chunk joins with its prompt"
+    req.extend_range.end = 70
     world.plan(req)
     world.launch(req)
-    offer(world.tree, req, chunked=True)
-    assert world.requests.tokens_to_branch(req) is None
-    world.leave(req, insert=False)
-    assert world.places() == [60], "a chunk joins with its prompt, and this one was aborted"
-    assert len(tokens) == 70 and world.tree.states.report()["free"] == 9
+    offer(world.tree, req)
+    assert world.places() == [40, 60, 70]
+    match = Match(world.tree, array("q", prompt[:40] + world.tokens(30)))
+    assert (len(match), match.diffkv_branch) == (40, 0)
+    match.unlock(world.tree)
+    world.leave(req)
 
 
 def test_branches_too_near_are_not_worth_a_chunk() -> None:

@@ -18,6 +18,7 @@ from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.compat import prefix_len
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step
@@ -85,8 +86,8 @@ class World:
         self.requests.plan_prefill([req])
 
     def launch(self, req: Any) -> None:
-        row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
-        count = len(req.tokens) - prefix
+        row, prefix = req.kv.req_pool_idx, prefix_len(req)
+        count = req.extend_end - prefix
         step = self.manager.launch_step()
         self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([count]), count)
         self._write(row, prefix, count)
