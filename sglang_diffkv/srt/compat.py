@@ -368,7 +368,7 @@ def take_state(req: Any) -> Any:
 
 
 STATES_A_REQUEST = 3
-"""State slots for each request that SGLang lets run where there is a prefix cache: the others are for what that keeps."""
+"""State slots for each request that SGLang lets run where there is a prefix cache: two are for what that keeps."""
 
 STATES_WITHOUT_BUFFERS = (
     "sglang.srt.server_args.ServerArgs._validate_mamba_no_buffer"

@@ -66,7 +66,8 @@ def describe_layers(configurator: Any, states: Any) -> str:
     listed = ", ".join(map(str, paged)) if len(paged) < every else "all"
     alone = compat.resolved(configurator.server_args).disable_radix_cache
     shared = "Prefixes are not shared between requests" if alone else "Prefixes are shared up to where a state is kept"
+    size = f"{states.mamba_cache_per_req / MIB:.2f} MiB"
     return (
         f"{len(paged)} of {every} layers have keys and values, which are compressed ({listed}); {len(states.layers)} "
-        f"have states, {states.mamba_cache_per_req / MIB:.2f} MiB a request in SGLang's own pool, which are not. {shared}"
+        f"have states, {size} a request in SGLang's own pool, which are not. {shared}"
     )

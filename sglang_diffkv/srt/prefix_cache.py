@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
+from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.reach import served_end
 from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt import compat

@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.srt.kept_states import KeptStates
 from sglang_diffkv.mem_pool.reach import whole_tokens
+from sglang_diffkv.srt.kept_states import KeptStates
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much

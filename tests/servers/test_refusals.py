@@ -22,6 +22,7 @@ from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.compat import release
+from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.speculation import check_drafts
 from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
 

@@ -36,6 +36,8 @@ CHUNKED = (*ARGS, "--chunked-prefill-size", "64")
 PROMPTS = [tokens(length, seed) for seed, length in enumerate((30, 70, 150, 300))]
 PAGED = 2
 """Layers of the models here that attend; two others have states."""
+
+
 @pytest.fixture(scope="module")
 def hybrid_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Hybrid]:
     return cache(lambda kind: KINDS[kind](tmp_path_factory.mktemp(kind)))

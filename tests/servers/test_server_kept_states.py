@@ -115,11 +115,8 @@ def test_lossless_gives_stock_tokens(
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)], ids=["overlap", "no overlap"])
-def test_what_is_found(
-    overlap: bool, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
-) -> None:
-    """At a prompt's end, where a request ended, at the ends of chunks, and where a second request parted from a first.
-    """
+def test_what_is_found(overlap: bool, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]) -> None:
+    """At the ends of prompts, requests and chunks, and where a second request parted from a first."""
     server = hybrid_of("qwen3_next").serve(server_of, (*SHARED, *_args(overlap)), LOSSLESS)
     server.flush_cache()
     prompt = tokens(150, 11)
@@ -199,9 +196,7 @@ def test_a_full_pool_of_pages_retracts_and_loses_no_state(
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_tiers_serve_and_share(
-    kind: str, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
-) -> None:
+def test_tiers_serve_and_share(kind: str, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]) -> None:
     server = hybrid_of(kind).serve(server_of, SHARED, TIERS)
     for concurrency in (1, RUNNING):
         records = _ask(server, concurrency)
@@ -212,9 +207,7 @@ def test_tiers_serve_and_share(
 
 
 @pytest.mark.full
-def test_two_ranks_keep_the_same_states(
-    hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
-) -> None:
+def test_two_ranks_keep_the_same_states(hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]) -> None:
     """Each has half of the states, and they find the same prefixes or part."""
     hybrid = hybrid_of("qwen3_next")
     args = (*SHARED, "--tp-size", "2")

@@ -17,7 +17,8 @@ def make_pool(rows: int, longest: int, slots: int) -> HybridReqToTokenPool:
     shape = Mamba2StateShape.create(
         tp_world_size=1, intermediate_size=4, n_groups=1, num_heads=2, head_dim=2, state_size=2, conv_kernel=2
     )
-    params = Mamba2CacheParams(shape=shape, dtype=Mamba2StateDType(conv=torch.float32, temporal=torch.float32), layers=[0])
+    dtype = Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
+    params = Mamba2CacheParams(shape=shape, dtype=dtype, layers=[0])
     return HybridReqToTokenPool(
         size=rows,
         mamba_size=slots,

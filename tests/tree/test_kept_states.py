@@ -48,7 +48,7 @@ class StatesMachine(TreeMachine):
         running = len(self.running)
         super().admit_tokens(tokens)
         if len(self.running) > running:
-            assert self.running[-1].extend_range.end == max(places, default=0), "a match ends where no state is, or early"
+            assert self.running[-1].extend_range.end == max(places, default=0), "a match does not end at the last state"
 
     def take_row(self, req: Any) -> int:
         self.requests.begin_states([req])
@@ -228,7 +228,7 @@ def test_a_batch_does_not_give_away_what_it_goes_on_from() -> None:
     states = world.tree.states
     for other in (1, 2):
         states.of_nodes.move_to_end(next(x for x in states.of_nodes if x.key.token_ids[0] == prompts[other][0]))
-    batch = [World.admit(world, prompt + world.tokens(5)) for prompt in (prompts[0], world.tokens(20), world.tokens(20))]
+    batch = [World.admit(world, x) for x in (prompts[0] + [1], world.tokens(20), world.tokens(20))]
     world.requests.begin_states(batch)
     for req in batch:
         world.states.begin(req)
