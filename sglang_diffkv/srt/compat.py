@@ -83,7 +83,7 @@ MODEL_ADJUSTMENTS = (
 """What judges arguments by the model's architecture, and what it asks for the backends of prefill and decode."""
 
 
-def _kv_of(req: Any) -> Any:
+def kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv
 
@@ -112,19 +112,9 @@ def planned_request_rows(max_running_requests: int | None, capacity: int, contex
     return max(min(max_running_requests or usual, capacity // 2), 1) + 1
 
 
-def planned_states(hybrid: Any, ranks: int) -> Any:
-    """``mamba2_cache_params`` of a model's configuration, on each of so many ranks, before there are ranks: ``layers``
-    that have states, and ``mamba_cache_per_req``, bytes of a request's."""
-    from sglang.srt.runtime_context import get_parallel
-
-    widths = {"attn_tp_size": ranks, **({} if release() < (0, 5, 22) else {"enable_cp_tp_group_sharing": False})}
-    with get_parallel().override(**widths):
-        return hybrid.mamba2_cache_params
-
-
 def row_of(req: Any) -> int | None:
     """The request's row in ``req_to_token``, None while it has none."""
-    return _kv_of(req).req_pool_idx
+    return kv_of(req).req_pool_idx
 
 
 def allocated_row_of(req: Any) -> int:
@@ -142,7 +132,7 @@ def prefix_len(req: Any) -> int:
 
 def committed_len(req: Any) -> int:
     """Tokens of the request whose keys and values are stored, by the results that SGLang has seen."""
-    return int(_kv_of(req).kv_committed_len)
+    return int(kv_of(req).kv_committed_len)
 
 
 def kv_slots_wanted(req: Any, drafts: int) -> int:
@@ -170,7 +160,7 @@ def longest_len(req: Any) -> int:
 
 def protected_len(req: Any) -> int:
     """Tokens of the request whose KV slots belong to the tree."""
-    return _kv_of(req).cache_protected_len
+    return kv_of(req).cache_protected_len
 
 
 def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
@@ -181,7 +171,7 @@ def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
     if pool is not None:
         pool.kv_slots_changed(rows.req_to_token[row, start : start + len(kv_slots)], kv_slots)
     rows.write((row, slice(start, start + len(kv_slots))), kv_slots)
-    _kv_of(req).cache_protected_len = start
+    kv_of(req).cache_protected_len = start
     if release() >= (0, 5, 22):
         tree.unlock(req.lock)
         req.lock = tree.lock(node)
@@ -344,46 +334,8 @@ def release_request(batch: Any, index: int) -> None:
 def free_state(rows: Any, req: Any) -> None:
     """Give back the state slot of a request, if it has one: of a model with layers that do not attend. ``rows``:
     SGLang's table of requests."""
-    if state_slot(req) is not None:
+    if getattr(kv_of(req), "mamba_pool_idx", None) is not None:
         rows.free_mamba_cache(req)
-
-
-def state_slot(req: Any) -> Any:
-    """Number of the request's state slot, an int64 tensor of no dimensions; None while it has none."""
-    return getattr(_kv_of(req), "mamba_pool_idx", None)
-
-
-def give_state(req: Any, slot: Any, source: Any) -> None:
-    """The request has ``slot`` (int64 [1]), to which SGLang copies the state in ``source`` (int64 [1]) before the next
-    pass."""
-    kv = _kv_of(req)
-    kv.mamba_pool_idx, kv.mamba_cow_src_index, kv.mamba_needs_clear = slot[0], source, False
-
-
-def take_state(req: Any) -> Any:
-    """The request's slot (int64 [1]), which is not its own any more."""
-    slot = state_slot(req).reshape(1)
-    _kv_of(req).mamba_pool_idx = None
-    return slot
-
-
-STATES_A_REQUEST = 3
-"""State slots for each request that SGLang lets run where there is a prefix cache: two are for what that keeps."""
-
-STATES_WITHOUT_BUFFERS = (
-    "sglang.srt.server_args.ServerArgs._validate_mamba_no_buffer"
-    if release() < (0, 5, 21)
-    else "sglang.srt.arg_groups.mamba_hook.validate_mamba_no_buffer"
-)
-"""What refuses overlap scheduling where SGLang's own prefix cache keeps states without buffers of each request."""
-
-
-def keep_states_without_buffers(server_args: Any) -> None:
-    """Have SGLang give requests no buffers beside their state slots, by which its own prefix cache keeps states under
-    overlap scheduling, unless the user asked for some."""
-    args = resolved(server_args)
-    if not args.disable_radix_cache and args.mamba_radix_cache_strategy == "auto":
-        decide(server_args, mamba_radix_cache_strategy="no_buffer")
 
 
 def _has_kv_slots(req: Any) -> bool:

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
-from sglang_diffkv.srt import build, compat, draft_model, launch, metrics
-from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
+from sglang_diffkv.srt import build, compat, compat_states, draft_model, launch, metrics
+from sglang_diffkv.srt.admission import ADMISSION_HOOKS
+from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator, requests_of
 from sglang_diffkv.srt.draft_model import DRAFT_HOOKS
 from sglang_diffkv.srt.kv_canary import CANARY_HOOKS
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.refused_requests import refuse_in_decode, tell_refused, undo_prefill
 from sglang_diffkv.srt.requests import BatchRefused, Requests
 from sglang_diffkv.srt.validation import BACKEND, is_selected
-
-
-def requests_of(owner: Any) -> Requests | None:
-    """The requests of SGLang's scheduler, batch or admission; None if another backend serves."""
-    allocator = owner.token_to_kv_pool_allocator
-    return allocator.requests if isinstance(allocator, DiffKVAllocator) else None
-
 
 # Arguments
 
@@ -67,7 +59,7 @@ _asking_for_model = False
 def adjust_to_model(original: Any, server_args: Any) -> Any:
     global _asking_for_model
     if is_selected(server_args):
-        compat.keep_states_without_buffers(server_args)
+        compat_states.keep_without_buffers(server_args)
     _asking_for_model = True
     try:
         return original(server_args)
@@ -136,88 +128,6 @@ def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
     from sglang.srt.models.utils import get_token_to_kv_pool
 
     return not isinstance(get_token_to_kv_pool(), DiffKVPool) and original(forward_batch)
-
-
-# Admission
-
-
-def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Admit a prompt only if its pages fit, whatever SGLang's token arithmetic says; one that fits only if it is
-    compacted between chunks is."""
-    requests = requests_of(self)
-    if requests is None:
-        return original(self, req, *args, **kwargs)
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    ledger = requests.ledger
-    running = [] if self.running_batch is None else self.running_batch.reqs
-    with compat.node_locked(self, req.last_node):
-        admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
-    chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)
-    if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
-        return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
-    result, compacted = AddReqResult.NO_TOKEN, False
-    cut = None if chunked else requests.tokens_to_branch(req)
-    with compat.estimated(req, ledger.growth, budget=ledger.manager.running is not None), _ending_within(self, cut):
-        if admission.fits:
-            result = original(self, req, *args, **kwargs)
-        if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
-            compacted = True
-            with ledger.credited(admission.saved):
-                result = original(self, req, *args, **kwargs)
-    if _added(self, req):
-        requests.admit(req, admission, compacted=compacted)
-        result = self.budget_state() if cut is not None else result
-    elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
-        return AddReqResult.OTHER
-    return result
-
-
-@contextmanager
-def _ending_within(adder: Any, tokens: int | None) -> Iterator[None]:
-    """Inside, the next chunk has at most so many tokens; None: as many as the pass allows."""
-    allowed = adder.rem_chunk_tokens
-    if tokens is None or allowed is None or allowed <= tokens:
-        yield
-        return
-    adder.rem_chunk_tokens = tokens
-    try:
-        yield
-    finally:
-        adder.diffkv_cut = adder.rem_chunk_tokens < tokens
-        adder.rem_chunk_tokens += allowed - tokens
-
-
-def _added(adder: Any, req: Any) -> bool:
-    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
-
-
-def _whole_chunk(adder: Any) -> int:
-    """Tokens of a chunk that a pass has to itself."""
-    if not hasattr(adder, "diffkv_chunk"):
-        adder.diffkv_chunk = adder.rem_chunk_tokens or 1 << 62
-    return adder.diffkv_chunk
-
-
-def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
-    """A prompt's next chunk is as long as the pass allows: its pages are promised. One that is compacted between chunks
-    waits where its next chunk does not fit, and running requests are retracted for it."""
-    requests = requests_of(self)
-    if requests is None:
-        return original(self, req)
-    fits = requests.next_chunk_fits(req, _whole_chunk(self))
-    if not fits and self.running_batch is not None and self.running_batch.reqs:
-        return req
-    with requests.ledger.unlimited(), _ending_within(self, requests.tokens_to_branch(req)):
-        return original(self, req)
-
-
-def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, by the growth estimate."""
-    offset, requests = original(self, req), requests_of(self)
-    if requests is None:
-        return offset
-    return requests.ledger.growth_of(compat.row_of(req), offset)
 
 
 # Batches
@@ -397,7 +307,6 @@ def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 SRT = "sglang.srt."
 ARGUMENTS = SRT + "server_args.ServerArgs."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
-ADDER = SRT + "managers.schedule_policy.PrefillAdder."
 BATCH = SRT + "managers.schedule_batch.ScheduleBatch."
 SCHEDULER = SRT + "managers.scheduler.Scheduler."
 COMPONENTS = SRT + "managers.scheduler_components."
@@ -406,7 +315,7 @@ HOOKS = {
     ARGUMENTS + "add_cli_args": add_cli_args,
     ARGUMENTS + "from_cli_args": from_cli_args,
     ARGUMENTS + "check_server_args": check_server_args,
-    compat.STATES_WITHOUT_BUFFERS: validate_mamba_no_buffer,
+    compat_states.WITHOUT_BUFFERS: validate_mamba_no_buffer,
     SRT + "utils.common.support_triton": support_triton,
     SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype": configure_kv_cache_dtype,
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
@@ -415,9 +324,6 @@ HOOKS = {
     CONFIGURATOR + "_build_mha_kv_pool": build_kv_pool,
     CONFIGURATOR + "_build_hybrid_linear_kv_pool": build_kv_pool,
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_token_to_kv_pool_allocator,
-    ADDER + "add_one_req": add_one_req,
-    ADDER + "add_chunked_req": add_chunked_req,
-    ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
     BATCH + "prepare_for_extend": prepare_for_extend,
     SRT + "model_executor.model_runner.ModelRunner.forward": forward,
     BATCH + "prepare_for_decode": prepare_for_decode,
@@ -429,6 +335,7 @@ HOOKS = {
     COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": get_total_uncached_sizes,
     COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
     SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,
+    **ADMISSION_HOOKS,
     **CANARY_HOOKS,
     **DRAFT_HOOKS,
 }

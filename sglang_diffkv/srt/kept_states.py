@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat, compat_states
 
 if TYPE_CHECKING:
     from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
@@ -82,13 +82,13 @@ class KeptStates:
         Raises RuntimeError if there are fewer slots than requests, which SGLang's limit of running ones rules out.
         """
         self._void_due()
-        fresh = [req for req in reqs if compat.state_slot(req) is None]
+        fresh = [req for req in reqs if compat_states.state_slot(req) is None]
         self._read = {req.last_node for req in fresh if compat.prefix_len(req)}
         if not self._make_room(len(fresh), snapshots=True):
             raise RuntimeError("no state slot is free")
         for req in fresh:
             if compat.prefix_len(req):
-                compat.give_state(req, self.rows.mamba_allocator.alloc(1), self.of_nodes[req.last_node])
+                compat_states.give_state(req, self.rows.mamba_allocator.alloc(1), self.of_nodes[req.last_node])
 
     def plan(self, req: Any, row: int, end: int, *, shared: int) -> None:
         """The planned pass computes the row's tokens up to ``end``: copy the state behind it, if a slot is free or the
@@ -98,7 +98,7 @@ class KeptStates:
             return
         snapshot = Snapshot(row, end, self.rows.mamba_allocator.alloc(1))
         self.snapshots.setdefault(row, []).append(snapshot)
-        self.due.append((snapshot, compat.state_slot(req).reshape(1)))
+        self.due.append((snapshot, compat_states.state_slot(req).reshape(1)))
 
     def copy_due(self) -> None:
         """The planned pass is launched: copy what was planned behind it, on the same stream."""
@@ -129,7 +129,7 @@ class KeptStates:
         if later:
             self.snapshots[row] = later
         if ended and self.tree.manager.rows.length(row) == length:
-            self._keep(leaf, compat.take_state(req))
+            self._keep(leaf, compat_states.take_state(req))
 
     def _keep(self, node: Any, slot: torch.Tensor) -> None:
         if node in self.of_nodes:

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.findings import Findings
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat, compat_states
 from sglang_diffkv.srt.doctor import _without_states
 from sglang_diffkv.srt.hybrids import check_paged_layers, describe_layers, paged_layers
 
@@ -46,7 +46,7 @@ def test_pages_and_attention_are_in_the_same_layers() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_take_what_sglang_says(ranks: int) -> None:
     hybrid = _hybrid()
-    states = compat.planned_states(hybrid.mambaish_config, ranks)
+    states = compat_states.planned_states(hybrid.mambaish_config, ranks)
     size = 6 * (8 * 64 * 64 * 4 + (2 * 4 * 64 + 8 * 64) * 3 * 2) // ranks
     assert (list(states.layers), states.mamba_cache_per_req) == ([0, 1, 2, 4, 5, 6], size)
     told = describe_layers(hybrid, states)

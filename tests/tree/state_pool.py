@@ -8,7 +8,7 @@ import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat_states
 from tests.tree.test_prefix_cache import name_of
 
 
@@ -42,7 +42,7 @@ class States:
     def begin(self, req: Any) -> None:
         """A request that has a row gets its slot, if it has none yet, cleared or with the copy that it was promised."""
         kv = req.kv
-        if compat.state_slot(req) is None:
+        if compat_states.state_slot(req) is None:
             kv.mamba_pool_idx = self.pool.mamba_allocator.alloc(1)[0]
             self.pool.mamba_pool.clear_slots(kv.mamba_pool_idx.reshape(1))
         else:
@@ -56,7 +56,7 @@ class States:
 
     def compute(self, req: Any, start: int, end: int) -> None:
         """A pass over tokens [start, end)."""
-        slot = compat.state_slot(req)
+        slot = compat_states.state_slot(req)
         before = name_of(req.tokens[:start]) if start else 0.0
         assert self.of(slot) == before, "a request goes on from a state of other tokens"
         self.pool.mamba_pool.mamba_cache.temporal[0, slot] = name_of(req.tokens[:end])

@@ -12,7 +12,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat, compat_states
 from tests.tree.stand_in import Match, leave, offer
 from tests.tree.state_pool import States, make_pool
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings, name_of
@@ -332,4 +332,4 @@ def test_sglang_counts_kept_states_as_evictable() -> None:
     assert sorted(world.tree.all_mamba_values_flatten().tolist()) == sorted(
         int(slot) for slot in world.tree.states.of_nodes.values()
     )
-    assert compat.state_slot(world.start(world.tokens(5))) is not None
+    assert compat_states.state_slot(world.start(world.tokens(5))) is not None
