@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
 
 
+CHUNKS_APART = 4
+"""A state between chunks is kept where at least this part of the tokens before it, a quarter, lies behind the last."""
+
+
 @dataclass(eq=False)
 class Snapshot:
     """A copy of the state of a row's request behind its first ``position`` tokens, in ``slot`` (int64 [1])."""
@@ -64,14 +68,16 @@ class KeptStates:
             node = node.parent
         return node
 
-    def matched(self, req: Any, node: Any, end: int, found: int) -> None:
+    def matched(self, req: Any, node: Any, end: int, found: int, most: int) -> None:
         """A request (None: nobody's) goes on from ``node``, where ``end`` tokens end, and the tree has ``found`` tokens
         of its prompt: if that is enough more, others part there too, so the request's prefill is to stop at that place
-        once and leave a state there."""
+        once and leave a state there. One that generates nothing is there to be gone on from, so it stops at ``most``,
+        how far another of the same prompt may match."""
         if node in self.of_nodes:
             self.of_nodes.move_to_end(node)
         if req is not None:
-            req.diffkv_branch = found if found - end >= self.least_apart else 0
+            place = found if req.sampling_params.max_new_tokens else most
+            req.diffkv_branch = place if place - end >= self.least_apart else 0
 
     # Passes
 
@@ -92,9 +98,12 @@ class KeptStates:
 
     def plan(self, req: Any, row: int, end: int, *, shared: int) -> None:
         """The planned pass computes the row's tokens up to ``end``: copy the state behind it, if a slot is free or the
-        tree's to give and enough tokens have made it. ``shared``: tokens that the row found in the prefix cache."""
-        taken = self.snapshots.get(row, [])
-        if end - (taken[-1].position if taken else shared) < self.least_apart or not self._make_room(1):
+        tree's to give and enough tokens have made it: between chunks a quarter of all, or one long
+        prompt would have all slots. ``shared``: tokens that the row found in the prefix cache."""
+        taken, least = self.snapshots.get(row, []), self.least_apart
+        if end not in (compat.prompt_len(req), getattr(req, "diffkv_branch", 0)):
+            least = max(least, end // CHUNKS_APART)
+        if end - (taken[-1].position if taken else shared) < least or not self._make_room(1):
             return
         snapshot = Snapshot(row, end, self.rows.mamba_allocator.alloc(1))
         self.snapshots.setdefault(row, []).append(snapshot)

@@ -64,6 +64,7 @@ class DiffKVPrefixCache(EvictingTree):
         if self.states is not None:
             self.states.clear()
         super().reset()
+        self.inserted = (0, self.root_node)
         self.manager.segments.release_all()
         self.locked_nodes.clear()
         self.ledger.tree_pages = self.ledger.evictable_pages = 0
@@ -156,7 +157,7 @@ class DiffKVPrefixCache(EvictingTree):
         while (end := self._served(node)) < self.depth(node) and self.states is not None:
             node = self.states.last(self._node_within(node, end))
         if self.states is not None:
-            self.states.matched(params.req, node, end, found)
+            self.states.matched(params.req, node, end, found, len(params.key))
         if end == found:
             return result
         return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))

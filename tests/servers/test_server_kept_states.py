@@ -100,7 +100,6 @@ def test_lossless_gives_the_tokens_of_a_server_without_a_prefix_cache(
 ) -> None:
     expected = alone(kind, (), server_of)
     server = hybrid_of(kind).serve(server_of, (*SHARED, *_args(overlap)), LOSSLESS)
-    assert f"'disable_overlap_schedule': {not overlap}" in server.log_text()
     _check(server, expected, kind)
     check_idle(server)
 
@@ -134,6 +133,10 @@ def test_what_is_found(overlap: bool, hybrid_of: Callable[[str], Hybrid], server
     assert found(tokens(20, 13)) == len(prompt), "a prompt that begins with all of it"
     assert [found(tokens(50, seed), of=100) for seed in (14, 15, 16)] == [CHUNK, 100, 100], "a branch in the middle"
     assert client.ask(server.url, tokens(150, 17), NEW_TOKENS).cached_tokens == 0
+    payload = {"input_ids": tokens(150, 18), "sampling_params": {"n": 3, "temperature": 0, "max_new_tokens": 4}}
+    samples = requests.post(f"{server.url}/generate", json=payload, timeout=300.0).json()
+    assert [x["meta_info"]["cached_tokens"] for x in samples] == [149] * 3, "several replies to one prompt"
+    assert f"'disable_overlap_schedule': {not overlap}" in server.log_text()
     check_idle(server)
     assert client.ask(server.url, prompt, NEW_TOKENS).cached_tokens == 0, "flushed"
 

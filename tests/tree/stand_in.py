@@ -27,7 +27,8 @@ class Match:
 
     diffkv_branch = 0
 
-    def __init__(self, tree: Any, prompt: array) -> None:
+    def __init__(self, tree: Any, prompt: array, *, new_tokens: int = 250) -> None:
+        self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens)
         found = tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None), req=self))
         self.node = found.last_device_node
         indices = tree.path_device_indices(self.node) if V23 else found.device_indices

@@ -193,6 +193,27 @@ def test_where_prompts_part_a_state_is_left_once() -> None:
     world.leave(req)
 
 
+def test_a_prompt_that_is_only_read_is_found_whole_by_the_next() -> None:
+    """SGLang reads a prompt of which it samples several replies so, before it samples any."""
+    world = StateWorld(10)
+    prompt = world.tokens(60)
+    assert Match(world.tree, array("q", prompt), new_tokens=0).diffkv_branch == 59
+    assert Match(world.tree, array("q", prompt), new_tokens=1).diffkv_branch == 0
+    assert Match(world.tree, array("q", prompt[:20]), new_tokens=0).diffkv_branch == 0, "too short to be worth it"
+
+
+def test_states_between_chunks_stand_farther_apart_the_longer_a_prompt_is() -> None:
+    world = StateWorld(20, share_min=10)
+    req = world.start(world.tokens(280))
+    for end in range(10, 281, 10):
+        req.extend_range.end = end
+        world.plan(req)
+        world.launch(req)
+        offer(world.tree, req, chunked=end < 280)
+    assert world.places() == [10, 20, 30, 40, 60, 80, 110, 150, 200, 270, 280]
+    world.leave(req)
+
+
 def test_branches_too_near_are_not_worth_a_chunk() -> None:
     world = StateWorld(10, share_min=24)
     prompt = world.tokens(60)
