@@ -1,4 +1,5 @@
-"""Writes tables and charts again from the JSON results of ``serving``, ``kernels``, ``figures`` or ``evaluate``.
+"""Writes tables and charts again from the JSON results of ``serving``, ``step_profile``, ``kernels``,
+``figures`` or ``evaluate``.
 
 python -m benchmarks.redraw benchmarks/results/serving_llama3-8b.json
 """
@@ -30,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif kind == "kernels":
             kernel_report.write_tables(data, path.parent)
             kernel_report.write_charts(data, path.parent)
+        elif kind == "step_profile":
+            serving_charts.breakdown(data, path.with_suffix(".png"))
         elif kind == "figure":
             figures.redraw(path)
         elif "configurations" in data and "results" in data:
             evaluated.draw(data, path.with_suffix(".png"))
         else:
-            parser.error(f"{path.name} is no result of serving, kernels, figures or evaluate")
+            parser.error(f"{path.name} is no result of serving, step_profile, kernels, figures or evaluate")
 
 
 if __name__ == "__main__":

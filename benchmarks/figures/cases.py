@@ -13,6 +13,7 @@ from sglang_diffkv.mem_pool.page_format import Tier
 
 MORE_KEYS, MORE_VALUES, EQUAL = "more bits for keys", "more bits for values", "equal bits"
 ALPHA_HIGH, ALPHA_LOW = "DiffKV, nothing pruned", "DiffKV, pruning"
+MASS_HIGH, MASS_LOW = "LeanKV, nothing pruned", "LeanKV, pruning"
 DYNAMIC, PROMPT_BUDGET, STEP_BUDGET = "dynamic per head (DiffKV)", "static, prompt (SnapKV)", "static, each step (H2O)"
 STATIC = {PROMPT_BUDGET: "snapkv", STEP_BUDGET: "h2o"}
 

@@ -1,6 +1,9 @@
-"""DiffKV's quality figures for a model, each from one command: a PNG and the JSON that it was drawn from.
+"""DiffKV's quality figures for a model, each from one command: a PNG, its table and the JSON that both are made from.
 
-    fig4, fig5  critical tokens by layer, by KV head (a forward pass of the Hugging Face model, no server)
+    fig2        distributions of attention scores and of value norms (fig2 to fig5: a forward pass of the
+                Hugging Face model, no server)
+    fig3        attention scores of the tokens of one sequence
+    fig4, fig5  critical tokens by layer, by KV head
     fig8        uniform precisions and their mirror images
     fig9        pruning per head against static budgets, at equal pruning
     fig10       accuracy and bytes over alpha_high and alpha_low
@@ -25,12 +28,21 @@ from typing import Any, get_args
 
 import requests
 
-from benchmarks.figures import breakdown, critical_tokens, pareto, precision, sparsity, thresholds
-from benchmarks.figures.critical_tokens import CriticalTokens
+from benchmarks.figures import (
+    breakdown,
+    critical_tokens,
+    distributions,
+    pareto,
+    precision,
+    sparsity,
+    table,
+    thresholds,
+    token_scores,
+)
 from benchmarks.figures.data import FigureData, Point, Ratio
 from benchmarks.figures.session import Session
 from benchmarks.paths import DATA, NANO
-from benchmarks.provenance import provenance
+from benchmarks.provenance import headline, provenance
 from benchmarks.splits import SPLITS
 from sglang_diffkv.calibration import CalibrationError
 from sglang_diffkv.errors import ConfigError
@@ -60,7 +72,25 @@ SERVED = {
     "fig11": Figure(pareto.collect, pareto.draw),
     "fig12": Figure(breakdown.collect, breakdown.draw),
 }
-OFFLINE = {"fig4": critical_tokens.draw_layers, "fig5": critical_tokens.draw_heads}
+
+
+@dataclass(frozen=True)
+class Offline:
+    """A figure of a forward pass over prompts: what it is drawn from, how that is measured, drawn and tabled."""
+
+    data: type[Any]
+    collect: Callable[[argparse.Namespace, Sequence[Suite], str, dict[str, Any]], Any]
+    draw: Callable[[Any, Path], None]
+    table: Callable[[Any], str]
+
+
+_CRITICAL = (critical_tokens.CriticalTokens, critical_tokens.collect)
+OFFLINE = {
+    "fig2": Offline(distributions.Distributions, distributions.collect, distributions.draw, distributions.table),
+    "fig3": Offline(token_scores.TokenScores, token_scores.collect, token_scores.draw, token_scores.table),
+    "fig4": Offline(*_CRITICAL, critical_tokens.draw_layers, table.of_layers),
+    "fig5": Offline(*_CRITICAL, critical_tokens.draw_heads, table.of_heads),
+}
 NAMES = (*OFFLINE, *SERVED)
 
 
@@ -103,9 +133,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=pareto.PARTS, default=tuple(pareto.PARTS), help="fig11 (default: all)")
     add("--config", action="append", metavar="NAME=JSON", help="fig12, repeatable (default: the model's thresholds)")
     add("--mass", type=float, default=0.95, help="fig4, fig5: share of the attention (default: %(default)s)")
-    add("--max-tokens", type=int, default=4096, help="fig4, fig5: longer prompts are cut (default: %(default)s)")
-    add("--prefix-tokens", type=int, default=1024, help="fig4, fig5: of a wikitext window (default: %(default)s)")
-    add("--window-tokens", type=int, default=128, help="fig4, fig5: behind them (default: %(default)s)")
+    add("--layer", type=int, help="fig3: of those that attend, from 0 (default: a quarter of the way through)")
+    add("--max-tokens", type=int, default=4096, help="fig2 to fig5: longer prompts are cut (default: %(default)s)")
+    add("--prefix-tokens", type=int, default=1024, help="fig2 to fig5: of a wikitext window (default: %(default)s)")
+    add("--window-tokens", type=int, default=128, help="fig2 to fig5: behind them (default: %(default)s)")
     args = parser.parse_args(argv)
     args.task += [f"reference={DATA / split}.jsonl.xz" for split in args.split]
     if not args.task:
@@ -115,27 +146,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def write(data: FigureData | CriticalTokens, folder: Path) -> list[Path]:
-    """Write the JSON, then the PNG beside it."""
+def write(data: Any, folder: Path) -> list[Path]:
+    """Write the JSON, then table and PNG beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{data.figure}.json"
     path.write_text(json.dumps(data.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
-    return [path, draw(data, path.with_suffix(".png"))]
+    text = f"# {data.figure}, {data.model}\n\n{headline(data.about)}\n\n```\n{data.about['command']}\n```\n\n"
+    rows = OFFLINE[data.figure].table(data) if data.figure in OFFLINE else table.of_points(data)
+    path.with_suffix(".md").write_text(f"{text}{rows}\n", encoding="utf-8")
+    return [path, path.with_suffix(".md"), draw(data, path.with_suffix(".png"))]
 
 
-def draw(data: FigureData | CriticalTokens, path: Path) -> Path:
+def draw(data: Any, path: Path) -> Path:
     """Write the PNG."""
-    if isinstance(data, CriticalTokens):
-        OFFLINE[data.figure](data, path)
-    else:
-        SERVED[data.figure].draw(data, path)
+    figure: Offline | Figure = OFFLINE[data.figure] if data.figure in OFFLINE else SERVED[data.figure]
+    figure.draw(data, path)
     return path
 
 
 def redraw(path: Path) -> None:
     """Draw a figure again from its JSON."""
     raw = json.loads(path.read_text(encoding="utf-8"))
-    kind = CriticalTokens if raw["figure"] in OFFLINE else FigureData
+    kind = OFFLINE[raw["figure"]].data if raw["figure"] in OFFLINE else FigureData
     draw(kind.model_validate(raw), path.with_suffix(".png"))
 
 
@@ -146,7 +178,7 @@ def run(args: argparse.Namespace, about: dict[str, Any]) -> None:
     if len({suite.task.name for suite in suites}) < len(suites):
         raise TaskFileError("two task files of one kind have the same name; rename one")
     for name in (x for x in args.figures if x in OFFLINE):
-        _say(name, write(critical_tokens.collect(args, suites, name, about), args.output))
+        _say(name, write(OFFLINE[name].collect(args, suites, name, about), args.output))
     served = [x for x in args.figures if x in SERVED]
     if not served:
         return

@@ -1,30 +1,25 @@
 """Figures 4 and 5: how many tokens hold most of the attention, by layer and by KV head, across requests.
 
-Measured by a forward pass of the Hugging Face model over the prompts, not on a server: the question is what the
-model attends to, before any compression. A server knows which tier a token is in, summed over the requests of the
-moment; it has neither the attention of single tokens nor figures of single requests.
-
 A token's significance is DiffKV's: the mean attention from later tokens, maximum over the query heads of its KV
-head. The critical tokens of a head are the fewest that hold ``--mass`` of the sum of all significances.
+head (see ``attention.py``). The critical tokens of a head are the fewest that hold ``--mass`` of the sum of all
+significances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
-from tqdm import tqdm
 
 from benchmarks.figures import style
+from benchmarks.figures.attention import asked, prompts_read, visit_layers
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.runner import Suite
-from sglang_diffkv.evaluate.server import has_gpu
 
 FIGURES = ("fig4", "fig5")
 
@@ -52,78 +47,37 @@ class CriticalTokens(BaseModel):
         return 100 * np.array(self.critical, dtype=float) / np.array(self.tokens, dtype=float)[:, None, None]
 
 
-def significance(weights: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[KV heads, N] from attention weights [query heads, N queries, N keys], causal: 0 for the last token."""
-    heads, n, _ = weights.shape
-    weights = weights.float()
-    later = weights.sum(1) - weights.diagonal(dim1=1, dim2=2)
-    mean = later / torch.arange(n - 1, -1, -1, device=weights.device).clamp(min=1)
-    return mean.view(kv_heads, heads // kv_heads, n).amax(1)
-
-
 def critical_counts(scores: torch.Tensor, mass: float) -> torch.Tensor:
     """[heads]: the fewest tokens whose scores [heads, N] sum to at least ``mass`` of all."""
     ordered = scores.double().sort(dim=-1, descending=True).values.cumsum(-1)
     return (ordered < mass * ordered[:, -1:]).sum(-1) + 1
 
 
-@contextmanager
-def attention_of(model: Any) -> Iterator[list[torch.Tensor]]:
-    """Collects each layer's significances, and frees its attention weights, while the model runs."""
-    found: list[torch.Tensor] = []
-    layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]
-    if len(layers) != model.config.num_hidden_layers:
-        raise EvaluationError(f"{len(layers)} of {model.config.num_hidden_layers} layers have a module self_attn")
+def measure(path: str, prompts: Sequence[Sequence[int]], mass: float) -> list[list[list[int]]]:
+    """Critical tokens [request][layer][KV head]. Raises EvaluationError."""
+    counts: list[list[list[int]]] = []
 
-    def keep(module: Any, inputs: Any, output: Any) -> Any:
-        found.append(significance(output[1][0], model.config.num_key_value_heads))
-        return (output[0], None, *output[2:])
+    def visit(layer: int, scores: torch.Tensor, values: torch.Tensor) -> None:
+        if layer == 0:
+            counts.append([])
+        counts[-1].append(critical_counts(scores, mass).tolist())
 
-    handles = [layer.register_forward_hook(keep) for layer in layers]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def load_model(path: str) -> Any:
-    """The model in bfloat16, as a server has it, on the GPU if there is one; nothing is downloaded."""
-    from transformers import AutoModelForCausalLM
-
-    options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "local_files_only": True}
-    return AutoModelForCausalLM.from_pretrained(path, **options).to("cuda" if has_gpu() else "cpu").eval()
-
-
-@torch.inference_mode()
-def measure(model: Any, prompts: Sequence[Sequence[int]], mass: float) -> list[list[list[int]]]:
-    """Critical tokens [request][layer][KV head]."""
-    counts = []
-    for ids in tqdm(prompts, desc="attention", unit="prompt"):
-        with attention_of(model) as scores:
-            model(torch.tensor([list(ids)], device=model.device), use_cache=False)
-        counts.append([critical_counts(x, mass).tolist() for x in scores])
+    visit_layers(path, prompts, visit)
+    if len({len(heads) for layers in counts for heads in layers}) > 1:
+        raise EvaluationError("layers differ in their number of KV heads: one for all is needed")
     return counts
 
 
 def collect(args: Any, suites: Sequence[Suite], figure: str, about: dict[str, Any]) -> CriticalTokens:
     """From a pass over the prompts, or from the other figure's file if that has the same settings."""
-    questions = [question for suite in suites for question in suite.questions]
-    prompts = [question.prompt_ids[: args.max_tokens] for question in questions]
-    settings = {
-        "tasks": {suite.task.name: {**suite.task.fingerprint(), "n": len(suite.questions)} for suite in suites},
-        "seed": args.seed,
-        "questions": [question.id for question in questions],
-        "mass": args.mass,
-        "max_tokens": args.max_tokens,
-        "cut": sum(len(x.prompt_ids) > args.max_tokens for x in questions),
-    }
+    prompts, settings = asked(args, suites)
+    settings["mass"] = args.mass
     name = model_name(args.model)
     for other in FIGURES:
         held = read(args.output / f"{other}.json")
         if held is not None and (held.model, held.settings) == (name, settings):
             return held.model_copy(update={"figure": figure})
-    critical = measure(load_model(args.model), prompts, args.mass)
+    critical = measure(args.model, prompts, args.mass)
     tokens = [len(x) for x in prompts]
     return CriticalTokens(figure=figure, model=name, settings=settings, tokens=tokens, critical=critical, about=about)
 
@@ -138,16 +92,9 @@ def read(path: Path) -> CriticalTokens | None:
 
 def subject(data: CriticalTokens) -> str:
     """Task files, request lengths and what was measured."""
-    tokens, cut = np.array(data.tokens), data.settings["cut"]
-    files = ", ".join(f"{name} n = {task['n']}" for name, task in data.settings["tasks"].items())
-    lengths = f"{tokens.min()} tokens each"
-    if tokens.min() < tokens.max():
-        lengths = f"{tokens.min()} to {tokens.max()} tokens, median {np.median(tokens):.0f}"
     what = f"the fewest tokens that hold {data.settings['mass']:.0%} of the summed mean attention from later tokens"
-    return (
-        f"{data.model}; {files}; {lengths}" + (f" ({cut} cut)" if cut else "") + f". Critical: {what}; "
-        "bars: standard deviation over requests."
-    )
+    prompts = prompts_read(data.settings, data.tokens)
+    return f"{data.model}; {prompts}. Critical: {what}; bars: standard deviation over requests."
 
 
 def draw_layers(data: CriticalTokens, path: Path) -> None:

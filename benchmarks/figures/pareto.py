@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures import precision, sparsity, style, thresholds
-from benchmarks.figures.cases import FP8_CASE
+from benchmarks.figures.cases import FP8_CASE, MASS_HIGH, MASS_LOW
 from benchmarks.figures.data import RATIO_LABELS, FigureData, Point, Ratio, by_series
 from benchmarks.figures.session import Session
 
@@ -62,7 +62,9 @@ def draw(data: FigureData, path: Path) -> None:
         style.grid(axis)
     figure.legend(*style.legend_entries(axes[0]), loc="outside right upper", fontsize=8)
     title = style.headline(data, "Accuracy against memory")
-    note = "Rings: Pareto front by measured means, without regard to their errors. (a, b): alpha_high, alpha_low."
+    lean = any(x.series in (MASS_HIGH, MASS_LOW) for x in data.points)
+    pair = "mass_high, mass_low" if lean else "alpha_high, alpha_low"
+    note = f"Rings: Pareto front by measured means, without regard to their errors. (a, b): {pair}."
     style.finish(figure, path, title, style.subject(data), [note, *data.remarks()])
 
 

@@ -34,9 +34,7 @@ class Session:
         self.notes: list[str] = []
         for suite in suites:
             if suite.task.metric != "accuracy":
-                raise TaskFileError(
-                    f"{suite.task.name}: only fig4 and fig5 take a file without right and wrong answers"
-                )
+                raise TaskFileError(f"{suite.task.name}: only fig2 to fig5 take a file without right and wrong answers")
         runner.register(store, self.suites)
         store.add_configuration(STOCK_CASE.name, STOCK_CASE.configuration.fingerprint(args.model, args.server_args))
         if next(iter(store.configurations)) != STOCK_CASE.name:

@@ -23,6 +23,8 @@ LOOKS = {
     cases.EQUAL: (GREEN, "s"),
     cases.ALPHA_HIGH: (ORANGE, "D"),
     cases.ALPHA_LOW: (PURPLE, "P"),
+    cases.MASS_HIGH: (ORANGE, "D"),
+    cases.MASS_LOW: (PURPLE, "P"),
     cases.DYNAMIC: (SKY, "^"),
     cases.PROMPT_BUDGET: (GREEN, "<"),
     cases.STEP_BUDGET: (BROWN, ">"),

@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorksp
 WINDOW = 64
 TIERS = "K8V4 K4V2"
 MIXES = ((TIERS, 1.0), (TIERS, 0.5), (TIERS, 0.0))
+MORE_TIERS = (("K8V4 K4V4 K4V2", 0.25), ("K8V8 K8V4 K4V4 K4V2", 0.25))
 HEADS = ((32, 8), (40, 8), (8, 8))
 LENGTHS = (512, 2048, 8192, 32768)
 BATCHES = (1, 8, 32, 128)
@@ -36,6 +37,7 @@ def all_cases(
 ) -> list[Case]:
     """The quick cases, other tiers, then the grid: the first heads first, so that a short run has whole curves."""
     tiers = [Case(64, 32, 8, HEAD_DIM, 4096, t, 1.0) for t in ("BF16", "K8V8", "K4V4", "K8V2", "K4V1")]
+    tiers += [Case(64, 32, 8, HEAD_DIM, 4096, *mix) for mix in MORE_TIERS]
     lengths, batches = tuple(lengths), tuple(batches)
     grid = [
         Case(batch, *pair, HEAD_DIM, length, *mix)

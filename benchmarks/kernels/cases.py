@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.timing import layers_for
+from sglang_diffkv.kernels.table import table_column
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 
 @dataclass(frozen=True)
 class Case:
-    """One decode step's attention: ``batch`` requests of ``length`` tokens, ``high`` of them in the high tier."""
+    """One decode step's attention: ``batch`` requests of ``length`` tokens, ``high`` of them in the first of the
+    ``tiers``, the others in equal parts in the rest."""
 
     batch: int
     q_heads: int
@@ -33,26 +35,26 @@ class Case:
         return PageFormat(self.head_dim, self.head_dim, tuple(Tier.parse(t) for t in self.tiers.split()))
 
     @property
-    def tokens(self) -> tuple[int, int]:
+    def tokens(self) -> tuple[int, ...]:
         """Tokens of a request in each tier."""
-        high = round(self.length * self.high)
-        return high, self.length - high
+        high, lower = round(self.length * self.high), max(len(self.fmt.layouts) - 1, 1)
+        rest = self.length - high
+        return high, *(rest * (n + 1) // lower - rest * n // lower for n in range(lower))
 
-    def page_counts(self) -> tuple[int, int]:
+    def page_counts(self) -> tuple[int, ...]:
         """Pages of a (request, KV head) in each tier."""
-        high, low = self.tokens
-        return -(-high // self.fmt.high.tokens), -(-low // self.fmt.low.tokens)
+        return tuple(-(-n // layout.tokens) for n, layout in zip(self.tokens, self.fmt.layouts))
 
     def max_blocks(self) -> int:
         """Table blocks of a row, the same for all mixes of the tiers: kernels are compiled for this number."""
-        fmt = self.fmt
-        pages = [-(-self.length // layout.tokens) for layout in (fmt.high, fmt.low)]
-        return 1 + sum(-(-n // TABLE_BLOCK) for n in pages)
+        layouts = self.fmt.layouts
+        blocks = [-(-self.length // layout.tokens // TABLE_BLOCK) for layout in layouts]
+        return 1 + sum(blocks) if len(layouts) <= 2 else 2 * sum(blocks)
 
     def layers(self) -> int:
         """Layers to cycle through, the same for all mixes of the tiers."""
         fmt = self.fmt
-        least = fmt.low.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4
+        least = fmt.layouts[-1].tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4
         return layers_for(self.batch * self.kv_heads * self.length * least)
 
     def state_bytes(self, layers: int, free_pages: int = 0) -> int:
@@ -68,7 +70,7 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes that attention must read: tokens' codes, metadata and positions (not scores)."""
         fmt = self.fmt
-        per = [x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4 for x in (fmt.high, fmt.low)]
+        per = [x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4 for x in fmt.layouts]
         return self.batch * self.kv_heads * sum(n * b for n, b in zip(self.tokens, per))
 
 
@@ -88,26 +90,28 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
         device=device,
     )
     state.pages.view(torch.int64).random_()
-    state.row_blocks[1:, : blocks[0]] = _numbers(case.batch, blocks[0], 1, device)
-    if blocks[1]:
-        at = 1 + case.batch * blocks[0]
-        state.row_blocks[1:, -blocks[1] :] = _numbers(case.batch, blocks[1], at, device).flip(1)
+    given = 1
+    for tier, count in enumerate(blocks):
+        column = table_column(state, tier, TABLE_BLOCK * torch.arange(count, device=device))
+        state.row_blocks[1:, column // TABLE_BLOCK] = _numbers(case.batch, count, given, device)
+        given += case.batch * count
     ids = torch.randperm(state.num_pages, device=device).int()
     state.ring.copy_(ids)
     state.counters[0] = state.num_pages - free_pages
     state.range_hi.fill_(2**31 - 1)
-    taken = 0
+    taken = before = 0
     for tier, view in enumerate(state.tiers):
         count, tokens = counts[tier], view.layout.tokens
         state.entries[1:, :, :, tier] = count
         state.own_tokens[1:, :, :, tier] = case.tokens[tier]
+        first, before = before, before + case.tokens[tier]
         if not count:
             continue
         size = case.batch * heads * count
         page = ids[taken : taken + size].view(case.batch, count, layers, case.kv_heads)
         taken += size
         entry = torch.arange(count, device=device)
-        column = entry if tier == 0 else state.width - 1 - entry
+        column = table_column(state, tier, entry)
         block = state.row_blocks[1:][:, column // TABLE_BLOCK].long()  # [B, count]
         state.page_table[block, :, :, column % TABLE_BLOCK] = page
         flat = page.reshape(-1).long()
@@ -118,7 +122,7 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
             view.keys[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
             view.values[flat] = torch.randn(tokens, case.head_dim, device=device).to(state.dtype)
         number = entry.view(1, -1, 1) * tokens + torch.arange(tokens, device=device)
-        position = torch.where(number < case.tokens[tier], number + (case.tokens[0] if tier else 0), -1)
+        position = torch.where(number < case.tokens[tier], number + first, -1)
         position = position.view(1, count, 1, 1, tokens).expand(case.batch, count, layers, case.kv_heads, tokens)
         view.positions[flat] = position.reshape(-1, tokens).int()
         view.scores[flat] = torch.rand(tokens, device=device) / case.length

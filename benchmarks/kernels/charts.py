@@ -71,26 +71,27 @@ def _panel(axis: Any, rows: list[Row], colours: dict[int, str]) -> None:
     axis.grid(alpha=0.3)
 
 
-def management(rows: list[Row], gpu: str, length: int, path: Path) -> None:
-    """Page management on GPU and CPU, and the step's attention, against the batch size."""
-    if not rows:
+def management(steps: list[Row], prompts: list[Row], gpu: str, length: int, path: Path) -> None:
+    """Page management on GPU and CPU against the batch size: a panel for a decode step, with its attention, and one for
+    prompts, as far as they were measured."""
+    lines = {"cpu_management_ms": "page management, CPU", "management_ms": "page management, GPU"}
+    attention = {"attention_ms": f"attention at length {length}"}
+    panels = [
+        (steps, {**lines, **attention}, "ms a decode step", "batch"),
+        (prompts, lines, "ms in all", f"prompts of {length} tokens"),
+    ]
+    panels = [x for x in panels if x[0]]
+    if not panels:
         return
     plt = _pyplot()
-    figure, axis = plt.subplots(figsize=(6, 4))
-    lines = {
-        "cpu_management_ms": "page management, CPU",
-        "attention_ms": f"attention at length {length}",
-        "management_ms": "page management, GPU",
-    }
-    for key, label in lines.items():
-        axis.plot([row["batch"] for row in rows], [row[key] for row in rows], "o-", label=label)
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xlabel("batch")
-    axis.set_ylabel("ms a decode step")
-    axis.set_title(f"32 layers x 8 KV heads, {gpu}", fontsize=10)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure, axes = plt.subplots(1, len(panels), figsize=(6 * len(panels), 4), squeeze=False)
+    for axis, (rows, shown, y, x) in zip(axes[0], panels):
+        for key, label in shown.items():
+            axis.plot([row["batch"] for row in rows], [row[key] for row in rows], "o-", label=label)
+        axis.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.suptitle(f"32 layers x 8 KV heads, {gpu}", fontsize=10)
     _save(figure, path)
 
 

@@ -41,6 +41,15 @@ MANAGEMENT = {
     "cpu_ratio": "CPU to GPU",
     "cpu_threads": "CPU threads",
 }
+PROMPTS = {
+    "batch": "prompts",
+    "reserve_ms": "reserve ms",
+    "compact_ms": "compact ms",
+    "management_ms": "both ms",
+    "cpu_management_ms": "CPU: both ms",
+    "cpu_ratio": "CPU to GPU",
+    "cpu_threads": "CPU threads",
+}
 
 
 def cell(value: Any) -> str:
@@ -64,7 +73,9 @@ def skipped(data: dict[str, Any]) -> list[str]:
         places = [f"{row['case']}, batch {row['batch']}, length {row['length']}" for row in group]
         many = f" to {places[-1]} ({len(places)} cases)" if len(places) > 1 else ""
         lines.append(f"- attention, heads {heads}, {places[0]}{many}: {why}")
-    lines += [f"- management, batch {row['batch']}: {row['skipped']}" for row in data["management"] if "skipped" in row]
+    for name in ("management", "prompts"):
+        rows = data.get(name, [])
+        lines += [f"- {name}, batch {row['batch']}: {row['skipped']}" for row in rows if "skipped" in row]
     return lines
 
 
@@ -81,6 +92,12 @@ def document(data: dict[str, Any]) -> str:
         f"ops on the CPU ({data['provenance']['cpu']}), with one thread or all, whichever is faster:",
         table(data["management"], MANAGEMENT),
     ]
+    if data.get("prompts"):
+        parts += [
+            f"Page management of prompts of {data['step_length']} tokens, half of which go to the low tier at the end, "
+            "launches included, against the plain PyTorch ops on the CPU, which take one prompt after the other:",
+            table(data["prompts"], PROMPTS),
+        ]
     if lines := skipped(data):
         parts += ["Not measured:", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
@@ -100,4 +117,5 @@ def write_charts(data: dict[str, Any], folder: Path) -> None:
     kernel_charts.bars(rows, gpu, folder / "kernels.png")
     kernel_charts.curves(rows, gpu, folder / "kernels_grid.png")
     managed = [row for row in data["management"] if "skipped" not in row]
-    kernel_charts.management(managed, gpu, data["step_length"], folder / "kernels_management.png")
+    prompts = [row for row in data.get("prompts", []) if "skipped" not in row]
+    kernel_charts.management(managed, prompts, gpu, data["step_length"], folder / "kernels_management.png")

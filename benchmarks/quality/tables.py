@@ -55,6 +55,7 @@ TABLE_1 = ("gsm8k", "math", "mmlu", "mmlu_pro", "humaneval_plus", "mbpp_plus")
 TABLE_3 = ("math", "gpqa", "aime")
 LONGBENCH = "longbench"
 SHOWN = {STOCK: "bf16"}
+CHOICES = ("1", "2", "3", "others")
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ def by_data_set(title: str, suites: Sequence[str], models: Sequence[Measured]) -
     return f"## {title}\n\n{markdown(header, rows)}"
 
 
-def report(models: Sequence[Measured], about: dict[str, Any]) -> str:
-    """All tables that the task files give, as Markdown."""
+def report(models: Sequence[Measured], about: dict[str, Any], wanted: Sequence[str] = CHOICES) -> str:
+    """The tables ``wanted``, as far as the task files give them, as Markdown."""
     suites = list(dict.fromkeys(x.suite for model in models for x in model.results))
     thinking = any(kind(x) in ("gpqa", "aime") for x in suites)
     third = [x for name in TABLE_3 for x in suites if thinking and kind(x) == name]
@@ -134,12 +135,26 @@ def report(models: Sequence[Measured], about: dict[str, Any]) -> str:
     second = [x for x in suites if kind(x) == LONGBENCH]
     others = [x for x in suites if x not in (*first, *second, *third)]
     parts = ["Accuracy or score in percent ± standard error; in parentheses bytes of the cache's pages over bf16's."]
-    parts += [by_benchmark("Table 1: benchmarks", first, models)] if first else []
-    parts += [by_data_set("Table 2: LongBench", second, models)] if second else []
-    parts += [by_benchmark("Table 3: thinking models", third, models)] if third else []
-    parts += [by_benchmark("Other task files", others, models)] if others else []
+    for name, title, held, form in (
+        ("1", "Table 1: benchmarks", first, by_benchmark),
+        ("2", "Table 2: LongBench", second, by_data_set),
+        ("3", "Table 3: thinking models", third, by_benchmark),
+        ("others", "Other task files", others, by_benchmark),
+    ):
+        parts += [form(title, held, models)] if held and name in wanted else []
     parts += [f"{model.model}, {name} was skipped: {why}." for model in models for name, why in model.skipped.items()]
     return "\n\n".join([*parts, f"{headline(about)}\n\n```\n{about['command']}\n```"]) + "\n"
+
+
+def write(folder: Path, name: str, text: str, models: Sequence[Measured], about: dict[str, Any]) -> None:
+    """The tables as NAME.md, and NAME.json with all that is in them."""
+    found = [
+        {"model": x.model, "results": [y.model_dump(mode="json") for y in x.results], "skipped": x.skipped}
+        for x in models
+    ]
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    content = json.dumps({"about": about, "models": found}, indent=1)
+    (folder / f"{name}.json").write_text(content + "\n", encoding="utf-8")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -154,8 +169,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--task", action="append", required=True, metavar="KIND=PATH", help=f"KIND: {', '.join(LOADERS)}"
     )
+    parser.add_argument("--tables", nargs="+", choices=CHOICES, default=CHOICES, help="default: all that tasks are for")
     cli.add_question_arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder: tables.md, and a folder for each model")
+    parser.add_argument("--output", type=Path, required=True, help="folder: NAME.md, and a folder for each model")
+    parser.add_argument("--name", default="tables", help="of the files that are written (default: %(default)s)")
     args = parser.parse_args(argv)
     names = [Path(model).resolve().name for model in args.model]
     if len(set(names)) < len(names):
@@ -165,20 +182,29 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate every model and write the tables; the exit status of the evaluation that failed, if one did."""
-    args = parse_args(argv)
+def measure(args: argparse.Namespace, configs: Sequence[str]) -> list[Measured] | int:
+    """Every model's evaluation in ``--output``; the exit status of one that failed."""
     models = []
     for model in args.model:
         asked = copy(args)
         name = Path(model).resolve().name
         asked.model, asked.url, asked.name = model, None, None
-        asked.config, asked.output = args.config or list(CONFIGS), args.output / name
+        asked.config, asked.output = list(configs), args.output / name
         if status := cli.run(asked):
             return status
         models.append(Measured.read(name, asked.output))
-    text = report(models, provenance("quality.tables", argv))
-    (args.output / "tables.md").write_text(text, encoding="utf-8")
+    return models
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Evaluate every model and write the tables; the exit status of the evaluation that failed, if one did."""
+    args = parse_args(argv)
+    models = measure(args, args.config or CONFIGS)
+    if isinstance(models, int):
+        return models
+    about = provenance("quality.tables", argv)
+    text = report(models, about, args.tables)
+    write(args.output, args.name, text, models, about)
     print(text)
     return 0
 

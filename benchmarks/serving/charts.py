@@ -63,6 +63,32 @@ def _series(records: list[Record], x_label: str, title: str, path: Path) -> None
     _save(figure, path)
 
 
+def breakdown(data: dict[str, Any], path: Path) -> None:
+    """A step profile: of each backend, the share of the kernels' time by part (DiffKV's figure 14). Raises ImportError
+    without matplotlib."""
+    from matplotlib.figure import Figure
+
+    records = [x for x in data["records"] if x["status"] == OK]
+    if not records:
+        return
+    parts = list(dict.fromkeys(name for x in records for name in x["parts_ms"]))
+    figure = Figure(figsize=(10, 1.6 + 0.5 * len(records)))
+    axis = figure.subplots()
+    names = [f"{x['backend']}\n{x['span_ms']:.2f} ms" for x in records]
+    left = [0.0] * len(records)
+    for number, part in enumerate(parts):
+        width = [100 * x["parts_ms"].get(part, 0.0) / x["busy_ms"] for x in records]
+        label = f"{part}: {', '.join(f'{x:.1f}%' for x in width)}"
+        axis.barh(names, width, left=left, color=f"C{number}", label=label)
+        left = [a + b for a, b in zip(left, width)]
+    axis.invert_yaxis()
+    axis.set(xlim=(0, 100), xlabel="time in kernels, %")
+    what = "a pass over a prompt" if data["name"].startswith("prompt") else "a decode step"
+    axis.set_title(f"Where the time of {what} goes, {data['name'].partition('_')[2]}", fontsize=10)
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _save(figure, path)
+
+
 def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)

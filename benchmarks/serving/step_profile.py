@@ -9,7 +9,7 @@ took on the GPU is added up by part (matrix products, attention, its scores, pag
 
 With ``--prompts`` it is passes that are recorded, each of which reads one prompt of ``--length`` tokens.
 
-NAME.json and NAME.md in the output folder. Exit code 1 if a server failed. A GPU is needed.
+NAME.json, NAME.md and a chart in the output folder. Exit code 1 if a server failed. A GPU is needed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from typing import Any
 
 import requests
 
+from benchmarks.serving.charts import breakdown as breakdown_chart
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each
@@ -237,7 +238,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"A decode step of {args.batch} requests of {tokens} tokens, {model}"
     if args.prompts:
         title = f"A pass over a prompt of {args.length} tokens, {model}"
-    return measure_each(args, data, title, partial(measure, args=args), table)
+    status = measure_each(args, data, title, partial(measure, args=args), table)
+    try:
+        breakdown_chart(data, args.output / f"{data['name']}.png")
+    except ImportError:
+        print(f"no chart without matplotlib; where it is installed: python -m benchmarks.redraw {data['name']}.json")
+    return status
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 import requests
@@ -50,6 +50,8 @@ from sglang_diffkv.evaluate.summary import Result, summarise
 from sglang_diffkv.evaluate.task import Task
 from sglang_diffkv.evaluate.tasks import TaskFileError
 
+FAILURES = (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException)
+"""What ends a search with a reason."""
 MAX_FITTED_TOKENS = 4096
 """Of a question that factors are fitted to, reply included."""
 
@@ -207,35 +209,46 @@ def thresholds(args: argparse.Namespace, store: Store) -> int:
     return 0
 
 
-def lean(args: argparse.Namespace, store: Store) -> int:
-    """LeanKV's thresholds: search, print the grid and what is neutral and within the loss, write one of them; 1 if
-    there is none."""
+@dataclass(frozen=True)
+class LeanFound:
+    """What LeanKV's procedure found: the settings tried, those taken by target, and all that a file says of it."""
+
+    task: str
+    calibration: leankv.LeanCalibration
+    search: Search[leankv.LeanSetting, leankv.LeanPoint]
+    chosen: dict[str, leankv.LeanSetting | None]
+    provenance: leankv.LeanProvenance
+
+
+def lean_search(args: argparse.Namespace, store: Store) -> LeanFound:
+    """LeanKV's grid, measured, with what is neutral and within the loss, and both on the questions held out. Raises
+    what ``main`` reports."""
     task, tokenizer = load_judged(args), load_tokenizer(args.tokenizer or args.model)
     runs = shuffled(task, tokenizer, args.runs, args.held_out, args.seed)
     calibration = leankv.LeanCalibration(args, store, runs)
     search = calibration.search()
     chosen = {target: search.best(allowed) for target, allowed in calibration.allowed.items()}
     calibration.held_out(list(chosen.values()))
-    stock = calibration.stock
+    provenance = calibration.provenance(calibration.choices(chosen), list(search.tried.values()))
+    return LeanFound(task.name, calibration, search, chosen, provenance)
+
+
+def lean(args: argparse.Namespace, store: Store) -> int:
+    """LeanKV's thresholds: search, print the grid and what is neutral and within the loss, write one of them; 1 if
+    there is none."""
+    found = lean_search(args, store)
+    calibration, title = found.calibration, found.task
     deviation = f"bf16's deviation over runs: {100 * calibration.deviation:.2f} points"
-    print(f"{stock.n} questions of {task.name}, {args.runs} runs in random orders; {deviation}\n")
-    print(leankv.grid_table(calibration, search))
-    print(f"\nKV memory over bf16's, fewest bytes of {len(search.tried)} settings:\n")
-    print(leankv.summary_table(calibration, search, chosen, task.name))
-    found = chosen[args.target]
-    if found is None:
+    print(f"{calibration.stock.n} questions of {title}, {args.runs} runs in random orders; {deviation}\n")
+    print(leankv.grid_table(calibration, found.search))
+    print(f"\nKV memory over bf16's, fewest bytes of {len(found.search.tried)} settings:\n")
+    print(leankv.summary_table(calibration, found.search, found.chosen, title))
+    chosen = found.chosen[args.target]
+    if chosen is None:
         print(f"\nno setting is within the target {args.target!r}", file=sys.stderr)
         return 1
-    choices = {
-        target: leankv.Choice(
-            allowed=calibration.allowed[target],
-            setting=None if setting is None else setting.name,
-            held_out=None if setting is None else calibration.held_out_accuracy(setting.name),
-        )
-        for target, setting in chosen.items()
-    }
-    write(args, calibration.entry(found, choices, list(search.tried.values())))
-    print(f"\n{found.name} ({args.target}) is written to {args.output}")
+    write(args, calibration.entry(chosen, found.provenance))
+    print(f"\n{chosen.name} ({args.target}) is written to {args.output}")
     return 0
 
 
@@ -245,6 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Store(args.work) as store:
             return lean(args, store) if args.procedure == "leankv" else thresholds(args, store)
-    except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError, requests.RequestException) as error:
+    except FAILURES as error:
         print(f"sglang_diffkv.calibrate: {error}", file=sys.stderr)
         return 1

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -210,13 +210,24 @@ class LeanCalibration:
     def held_out_accuracy(self, name: str) -> Accuracy | None:
         return accuracy(self.store, name, self.runs.held_out) if self.runs.held_out else None
 
-    def entry(self, chosen: LeanSetting, choices: dict[str, Choice], grid: Sequence[LeanPoint]) -> CalibratedPolicy:
-        """What is written for a chosen setting."""
+    def choices(self, chosen: Mapping[str, LeanSetting | None]) -> dict[str, Choice]:
+        """What was taken for each target, with the questions held out."""
+        return {
+            target: Choice(
+                allowed=self.allowed[target],
+                setting=None if setting is None else setting.name,
+                held_out=None if setting is None else self.held_out_accuracy(setting.name),
+            )
+            for target, setting in chosen.items()
+        }
+
+    def provenance(self, choices: dict[str, Choice], grid: Sequence[LeanPoint]) -> LeanProvenance:
+        """All that was found, and how."""
         args = self.args
         about = circumstances(args, self.runs.chosen_on[0].task)
         del about["tolerance_points"]
         about["selection"] |= {"held_out": args.held_out, "runs": args.runs, "concurrency": args.concurrency}
-        provenance = LeanProvenance(
+        return LeanProvenance(
             **about,
             tolerance_percent=args.tolerance,
             bf16=self.stock,
@@ -226,7 +237,10 @@ class LeanCalibration:
             choices=choices,
             grid=tuple(grid),
         )
-        return measured_policy(args.model, chosen.tiers, chosen.rotate, chosen.policy, provenance)
+
+    def entry(self, chosen: LeanSetting, found: LeanProvenance) -> CalibratedPolicy:
+        """What is written for a chosen setting."""
+        return measured_policy(self.args.model, chosen.tiers, chosen.rotate, chosen.policy, found)
 
 
 def lines(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sglang_diffkv import __version__
-from sglang_diffkv.calibrate.reading import add_arguments, causal, load, read, windows
+from sglang_diffkv.calibrate.reading import Sight, add_arguments, causal, load, read, windows
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import EvaluationError
@@ -45,7 +45,7 @@ class KeySums:
         """Causal attention of one sequence in transformers' shapes [1, heads, N, dim], and count its keys."""
         found = key[0, :, SINKS:].double().sum(1).cpu()
         self.sums[module.layer_idx] = self.sums.get(module.layer_idx, 0) + found
-        return causal(query, key, value, scaling), None
+        return causal(query, key, value, scaling, Sight.of(kwargs)), None
 
     def means(self) -> torch.Tensor:
         """[layers, KV heads, head_dim] float32. Raises EvaluationError where layers differ in heads."""

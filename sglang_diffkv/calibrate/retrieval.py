@@ -20,14 +20,11 @@ from typing import Any
 
 import torch
 
-from sglang_diffkv.calibrate.reading import add_arguments, causal, load, read, windows
+from sglang_diffkv.calibrate.reading import add_arguments, attention_rows, causal, load, read, windows
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import positive
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.tasks.files import TaskFileError
-
-QUERIES = 256
-"""Whose attention is worked out at once."""
 
 
 class FarAttention:
@@ -50,13 +47,11 @@ class FarAttention:
                 raise EvaluationError(f"this model's attention has a {other}, which is not measured here")
         heads, tokens = key.shape[1:3]
         total = torch.zeros(query.shape[1], dtype=torch.float64)
-        for first in range(tokens // 2, tokens, QUERIES):
-            rows = torch.arange(first, min(first + QUERIES, tokens), device=key.device)
-            columns = torch.arange(tokens, device=key.device)
-            far = (columns >= self.sinks) & (columns <= rows[:, None] - self.window)  # [M, N]
-            logits = query[0, :, rows].float() @ key[0].float().repeat_interleave(query.shape[1] // heads, 0).mT
-            logits = (logits * scaling).masked_fill(columns > rows[:, None], float("-inf"))
-            total += (logits.softmax(-1) * far).sum((1, 2)).double().cpu()
+        column = torch.arange(tokens, device=key.device)
+        for first, weights in attention_rows(query[0], key[0], scaling, start=tokens // 2):
+            row = torch.arange(first, first + weights.shape[1], device=key.device)
+            far = (column >= self.sinks) & (column <= row[:, None] - self.window)  # [M, N]
+            total += (weights * far).sum((1, 2)).double().cpu()
         found = total.view(heads, -1).amax(1)
         self.sums[module.layer_idx] = self.sums.get(module.layer_idx, 0) + found
         return causal(query, key, value, scaling), None

@@ -28,7 +28,7 @@ from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.scaling import layer_reaches, layer_scalings, sinks_of
-from sglang_diffkv.srt.speculation import check_drafts, drafts_of
+from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of
 from sglang_diffkv.srt.validation import (
     BACKEND,
     PAGE_DTYPES,
@@ -67,13 +67,7 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     config, layers = load_config(), paged_layers(configurator)
     reaches = layer_reaches(configurator.model, layers)
     check_policy(config, reaches)
-    return MemoryPlan.of(configurator, config, len(layers), reaches, bytes_of_slot(configurator))
-
-
-def draft_room(configurator: Any) -> int:
-    """Tokens for which a row's table has room beside its sequence: drafts of two passes, which are bounds until the
-    counts are known."""
-    return 2 * drafts_of(compat.resolved(configurator.server_args))
+    return MemoryPlan.of(configurator, config, len(layers), reaches, bytes_of_slot(configurator.server_args))
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -88,7 +82,11 @@ class PoolConfigurator(MemoryPoolConfigurator):
         global _budget
         configurator = self.configurator
         plan = memory_plan(configurator)
-        context = configurator.model_config.context_len + compat.CONTEXT_SLACK + draft_room(configurator)
+        context = (
+            configurator.model_config.context_len
+            + compat.CONTEXT_SLACK
+            + draft_room(compat.resolved(configurator.server_args))
+        )
         capacity = plan.capacity_in(available_bytes, lambda tokens: compat.request_rows(configurator, tokens), context)
         _budget = available_bytes, capacity
         return self.calculate_pool_sizes_from_max_tokens(capacity, page_size)
@@ -120,7 +118,11 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     drafts = drafts_of(compat.resolved(configurator.server_args))
     if drafts:
         check_drafts(plan.config, plan.reaches, by_model=plan.draft_bytes > 0)
-    geometry = plan.geometry(pool.size, rows.req_to_token.shape[0], rows.max_context_len + draft_room(configurator))
+    geometry = plan.geometry(
+        pool.size,
+        rows.req_to_token.shape[0],
+        rows.max_context_len + draft_room(compat.resolved(configurator.server_args)),
+    )
     ranks = compat.tensor_parallel_ranks()
     sizes = (pool.size, geometry.num_pages, geometry.heads, geometry.num_rows, geometry.num_blocks)
     ranks.require_equal("the plugin's version, --diffkv-config or SGLANG_DIFFKV_CHECK_INTEGRITY", [_settings_digest()])

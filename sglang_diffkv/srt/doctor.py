@@ -16,8 +16,10 @@ from sglang_diffkv.findings import Findings
 from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat, compat_states
+from sglang_diffkv.srt.draft_model import bytes_of_slot
 from sglang_diffkv.srt.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.scaling import configured_reaches, reads_window
+from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of
 
 GIB = 1 << 30
 BACKEND_OPTION = "--attention-backend"
@@ -223,6 +225,7 @@ def _configurator(args: Any) -> SimpleNamespace:
     return SimpleNamespace(
         model_config=model,
         server_args=view,
+        arguments=args,
         device=view.device,
         use_mla_backend=model.attention_arch == AttentionArch.MLA,
         is_hybrid_swa=model.is_hybrid_swa,
@@ -247,14 +250,17 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
         reaches = configurator.reaches
         check_policy(config, reaches)
-        plan = MemoryPlan.of(configurator, config, len(paged_layers(configurator)), reaches)
+        draft_bytes = _draft_model(findings, configurator.arguments)
+        if drafts_of(view):
+            check_drafts(config, reaches, by_model=draft_bytes > 0)
+        plan = MemoryPlan.of(configurator, config, len(paged_layers(configurator)), reaches, draft_bytes)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
         budget, slots = _without_states(findings, configurator, int(gib * GIB))
         most = min(filter(None, (view.max_running_requests, slots)), default=None)
         tokens = plan.capacity_in(
             budget,
             lambda capacity: compat.planned_request_rows(most, capacity, context),
-            context + compat.CONTEXT_SLACK,
+            context + compat.CONTEXT_SLACK + draft_room(view),
         )
     except (ConfigError, UnsupportedError) as error:
         findings.refuse("configuration", str(error))
@@ -264,15 +270,32 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     for layout in fmt.layouts:
         size = layout.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) * plan.heads
         findings.add(f"  {layout.tier.name}", f"{size:,}, {size / stock:.3f} of bf16", size)
+    where = f"{gib:g} GiB" + (" of each GPU" if view.tp_size > 1 else "")
+    if budget <= 0:
+        text = "none: states take all of it. Give fewer requests states (--max-mamba-cache-size), or more memory"
+        findings.add(f"tokens in {where}", f"{text} (here --kv-gib)", 0)
+        return
     most = tokens * fmt.low.tokens // fmt.high.tokens
     text = f"{tokens:,} if all are {fmt.high.tier.name}"
     if len(fmt.layouts) > 1:
         text += f", up to {most:,} if all are {fmt.low.tier.name}"
-    where = f"{gib:g} GiB" + (" of each GPU" if view.tp_size > 1 else "")
     if any(reaches):
         text += f", and of sequences of {context:,} {1 / kept_in_layers(reaches, context):.1f} times that"
-    text += f", with tables and scratch; bf16 without either: {budget // stock:,}"
+    beside = " and the draft model's cache; bf16 with that cache alone" if draft_bytes else "; bf16 without either"
+    text += f", with tables and scratch{beside}: {budget // (stock + draft_bytes):,}"
     findings.add(f"tokens in {where}", text, tokens)
+
+
+def _draft_model(findings: Findings, args: Any) -> int:
+    """The bytes that each KV slot takes in a draft model's cache. Raises UnsupportedError where there is no such
+    model."""
+    try:
+        size = bytes_of_slot(args)
+    except Exception as error:
+        raise UnsupportedError(f"the draft model (--speculative-draft-model-path): {_of_sglang(error)}") from None
+    if size:
+        findings.add("draft model", f"{size:,} bytes for each KV slot, not compressed", size)
+    return size
 
 
 def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple[int, int | None]:
@@ -285,8 +308,8 @@ def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple
     asked = view.max_mamba_cache_size or (view.max_running_requests if alone else None)
     slots = asked or int(budget * ratio / (1 + ratio) / size) - 1
     taken, most = (slots + 1) * size, slots if alone else slots // compat_states.SLOTS_A_REQUEST
-    kept = "" if alone else f" of {most:,} requests and of the prefix cache"
-    findings.add("states", f"{slots:,}{kept}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
+    owners = f"{slots:,} requests" if alone else f"{slots:,}, of {most:,} requests and of the prefix cache"
+    findings.add("states", f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
     return budget - taken, most
 
 

@@ -31,16 +31,15 @@ def choose_backend(server_args: Any) -> None:
         compat.decide(server_args, speculative_draft_attention_backend=chosen)
 
 
-def bytes_of_slot(configurator: Any) -> int:
-    """Bytes that one token's keys and values take in the draft model's pool on this rank; 0 without a draft model.
-    ``configurator`` is SGLang's KVCacheConfigurator of the target."""
-    args = compat.resolved(configurator.server_args)
+def bytes_of_slot(server_args: Any) -> int:
+    """Bytes that one token's keys and values take in the draft model's pool on a rank; 0 without a draft model."""
+    args = compat.resolved(server_args)
     if not drafts_by_model(args):
         return 0
     from sglang.srt.configs.model_config import ModelConfig
 
     model = ModelConfig.from_server_args(
-        configurator.server_args,
+        server_args,
         model_path=args.speculative_draft_model_path or args.model_path,
         model_revision=args.speculative_draft_model_revision,
         is_draft_model=True,

@@ -44,6 +44,12 @@ def drafts_of(args: Any) -> int:
     return int(getattr(args, "speculative_num_draft_tokens", None) or USUAL_DRAFTS)
 
 
+def draft_room(args: Any) -> int:
+    """Tokens for which a row's table has room beside its sequence: drafts of two passes, which are bounds until the
+    counts are known."""
+    return 2 * drafts_of(args)
+
+
 def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = (), *, by_model: bool = False) -> None:
     """Refuse what is not served with drafts: of a configuration, or a model with layers of these ``reaches``.
     ``by_model``: a model makes the drafts."""

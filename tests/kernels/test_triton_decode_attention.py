@@ -367,7 +367,20 @@ def test_programs_fill_the_gpu(monkeypatch):
     counts = {batch: score_programs(state, batch, DecodeConfig()) for batch in (1, 150, 512, 1000, 10000)}
     assert counts == {1: (8, 8), 150: (8, 1), 512: (6, 0), 1000: (4, 0), 10000: (1, 0)}
     assert score_programs(state, 1, DecodeConfig(score_parts=3)) == (3, 8)
+    monkeypatch.setattr(f"{module}.shared_memory_of", lambda device: 228 << 10)
     assert DecodeWorkspace.create(state, 1, 4).programs == 132 * 12
+    raw = make_manager(make_format("BF16", 128, page_tokens=32)).state  # whose tiles take 16 KiB
+    assert DecodeWorkspace.create(raw, 1, 4).programs == 132 * 11
+
+
+def test_tiers_are_weighed_as_they_were_timed():
+    constants = tile_constants(make_format("K8V4 K4V2", 128, page_tokens=32), DecodeConfig())
+    high, low = constants["WEIGHTS"]
+    assert constants["TILES"] == (32, 64) and abs(high / low - 2.49 / 2.83) < 0.02
+    many = make_format("K8V8 K8V4 K4V4 K4V2", 128, page_tokens=32)
+    sizes = zip(many.layouts, tile_constants(many, DecodeConfig())["TILES"], strict=True)
+    pages = [w * -(-x.tokens // n) for (x, n), w in zip(sizes, tile_constants(many, DecodeConfig())["WEIGHTS"])]
+    assert max(pages) < 1.4 * min(pages)  # a page is a page, whatever its tier
 
 
 @pytest.mark.parametrize("scored", [True, False])

@@ -300,3 +300,24 @@ def test_a_large_model_s_heads_after_a_prefix(flashinfer: bool) -> None:
     for twin in twins:
         check_bounds(twin.manager)
         check_integrity(twin.manager)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA GPU")
+def test_memory_that_the_scheduler_still_reads_is_not_written() -> None:
+    """A tensor of a forward pass is given up while the scheduler's stream has yet to read it."""
+    manager = make_manager(make_format("BF16", 64, page_tokens=8))
+    device = manager.device
+    device.stream = torch.cuda.Stream()
+    with torch.cuda.stream(device.stream):
+        left = torch.ones(500, dtype=torch.int64, device="cuda")
+        address = left.data_ptr()
+    torch.cuda.current_stream().wait_stream(device.stream)
+    torch.cuda._sleep(200_000_000)
+    read = left.clone()
+    del left
+    with device.launching():
+        taken = device.to_device([2] * 500)
+    assert taken.data_ptr() == address, "the memory is used again"
+    torch.cuda.synchronize()
+    assert read.unique().tolist() == [1]

@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks import splits
 from benchmarks.paths import NANO
+from benchmarks.quality.random_drafts import model_drafts
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.srt.speculation import CHAIN
-from tests.servers.draft_models import model_drafts
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer
 

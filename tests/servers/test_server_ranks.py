@@ -18,6 +18,8 @@ import pytest
 
 from benchmarks import splits
 from benchmarks.paths import NANO
+from benchmarks.quality.random_drafts import model_drafts
+from benchmarks.quality.random_windows import make_gemma3
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.ports import Port
@@ -26,11 +28,9 @@ from sglang_diffkv.evaluate.server import Server, ServerError, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
 from sglang_diffkv.srt.speculation import CHAIN
-from tests.servers.draft_models import model_drafts
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
 from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
-from tests.servers.windows import make_gemma3
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 

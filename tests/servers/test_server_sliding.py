@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.quality.random_windows import WINDOW, make_gemma2, make_gemma3
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
@@ -23,7 +24,6 @@ from sglang_diffkv.key_means import write_key_means
 from sglang_diffkv.mem_pool.reach import SLACK, keep_of
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
-from tests.servers.windows import WINDOW, make_gemma2, make_gemma3
 
 pytestmark = pytest.mark.server
 

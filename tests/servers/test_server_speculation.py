@@ -13,12 +13,12 @@ import requests
 
 from benchmarks import splits
 from benchmarks.paths import NANO
+from benchmarks.quality.random_drafts import make_eagle, model_drafts
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.srt.speculation import CHAIN
-from tests.servers.draft_models import make_eagle, model_drafts
 from tests.servers.shared import STRICT
 
 pytestmark = [pytest.mark.server, pytest.mark.full]

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.figures import cases, cli
 from benchmarks.figures.data import FigureData, Point
 from benchmarks.paths import NANO
+from benchmarks.quality.random_hybrids import save_random
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
 from tests.tools.evaluation import REFERENCE, replies, tokenizer_of
 from tests.tools.fake_server import FakeServer
+
+RANDOM: dict[str, Any] = {
+    "vocab_size": 8256, "intermediate_size": 128, "num_hidden_layers": 2,
+    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def make_llama(folder: Path, **heads: int) -> Path:
+    """A model of random weights with nano's tokenizer; ``heads``: their dimension and numbers, as transformers calls
+    them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**RANDOM, hidden_size=16 * heads["num_attention_heads"], **heads)
+    save_random(folder, LlamaForCausalLM, config)
+    return folder
+
 
 BASE = ["--model", str(NANO), "--task", REFERENCE]
 

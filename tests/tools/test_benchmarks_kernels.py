@@ -11,10 +11,13 @@ from benchmarks.kernels import attention as kernel_attention
 from benchmarks.kernels import budgets, uneven
 from benchmarks.kernels import cli as kernels
 from benchmarks.kernels import management as kernel_management
+from benchmarks.kernels import prompts as kernel_prompts
 from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels.baselines import BASELINES, Missing, baseline_bytes, sglang_triton_decode, shuffled_slots
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.kernels.timing import MIN_BYTES, cpu_median_ms, lacking, layers_for
+from sglang_diffkv.kernels.table import table_column
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 
 TIERS = "K8V4 K4V2"
 
@@ -131,14 +134,24 @@ def test_baselines_are_called_right(name, heads):
     assert error_of(found) < (5e-2 if name.endswith("fp8") else 1e-2)
 
 
-def test_state_holds_the_case():
-    case = Case(2, 4, 2, 64, 140, TIERS, 0.5)
+@pytest.mark.parametrize(
+    "tiers, high", [(TIERS, 0.5), ("BF16", 1.0), ("K8V4 K4V4 K4V2", 0.25), ("K8V8 K8V4 K4V4 K4V2", 0.1)]
+)
+def test_state_holds_the_case(tiers, high):
+    case = Case(2, 4, 2, 64, 1400, tiers, high)
     state = build_state(case, 3, free_pages=5, device="cpu")
-    held = [int((view.positions[:-1] >= 0).sum()) for view in state.tiers]
     counts = case.page_counts()
-    pages = state.page_table[state.page_table >= 0]
-    assert pages.unique().numel() == pages.numel() == 2 * 3 * 2 * sum(counts) == state.num_pages - 5
-    assert state.entries[1:].flatten(0, 2).unique(dim=0).tolist() == [list(counts)] and min(held) > 0
+    assert state.entries[1:].flatten(0, 2).unique(dim=0).tolist() == [list(counts)] and min(counts) > 0
+    assert 2 * 3 * 2 * sum(counts) == state.num_pages - 5
+    positions, pages = [], []
+    for tier, count in enumerate(counts):  # as a reader of row 2 in layer 1 finds them
+        column = table_column(state, tier, torch.arange(count))
+        block = state.row_blocks[2, column // TABLE_BLOCK].long()
+        pages += (found := state.page_table[block, 1, 1, column % TABLE_BLOCK].long()).tolist()
+        positions += state.tiers[tier].positions[found].flatten().tolist()
+    assert len(set(pages)) == sum(counts)
+    assert sorted(x for x in positions if x >= 0) == list(range(case.length))
+    assert sum(case.tokens) == case.length and case.tokens[0] == round(high * case.length)
 
 
 @pytest.fixture
@@ -176,6 +189,41 @@ def test_cpu_and_triton_steps_do_the_same(small_step):
         assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_prompts_of_cpu_and_triton_end_alike(small_step):
+    """Half of the tokens outside the window go down, and the pages that fall free are in the ring again."""
+    if torch.cuda.is_available():
+        pytest.skip("runs in Triton's interpreter")
+    case = kernel_prompts.held_case(3, 300)
+    states = []
+    for make in (kernel_prompts.gpu_pass, kernel_prompts.cpu_pass):
+        torch.manual_seed(1)
+        state = kernel_prompts.empty_state(case, "cpu")
+        torch.manual_seed(2)
+        made = make(state, case)
+        made.take()
+        kernel_prompts.fill(state, case)
+        assert state.own_tokens[1:, ..., 0].unique().tolist() == [300]
+        made.compact()
+        states.append(state)
+    for name in ("own_tokens", "entries", "hole", "fault"):
+        assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
+    high, low = states[0].own_tokens[1:].unbind(3)
+    assert torch.equal(high + low, torch.full_like(high, 300)) and 150 < high.float().mean() < 215
+    taken, put = states[0].counters.tolist()
+    assert states[0].num_pages - (put - taken) == int(states[0].entries.sum()), "no page is lost"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_prompt_row(small_step):
+    if torch.cuda.is_available():
+        pytest.skip("runs in Triton's interpreter")
+    row = kernel_prompts.prompt_row(2, 128, device="cpu", clock=time.perf_counter, repeats=1)
+    assert row.keys() == kernel_report.PROMPTS.keys()
+    assert row["management_ms"] == row["reserve_ms"] + row["compact_ms"] > 0 < row["cpu_ratio"]
+    assert kernel_prompts.needed_bytes(2, 128) > 0
+
+
 def test_management_checks_that_pages_last(small_step):
     state = build_state(kernel_management.held_case(2), 2, 0, "cpu")
     with pytest.raises(RuntimeError, match="did not last"):
@@ -188,6 +236,7 @@ def test_report(tmp_path):
     for name in BASELINES:
         row |= {f"{name}_ms": 0.25, f"to_{name}": 2.5, f"to_{name}_scores": 1.25}
     managed = dict.fromkeys(kernel_report.MANAGEMENT, 1.0)
+    prompted = dict.fromkeys(kernel_report.PROMPTS, 2.0)
     data = {
         "kind": "kernels",
         "provenance": {"gpus": ["GPU"], "cpu": "CPU", "versions": {"torch": "2"}, "command": "python"},
@@ -196,6 +245,7 @@ def test_report(tmp_path):
         "notes": ["sglang_triton: not installed"],
         "attention": [row, *[{**kernel_attention.place(case), "skipped": "needs 9 GB"}] * 2],
         "management": [{**managed, "batch": 1}, {**managed, "batch": 4}, {"batch": 256, "skipped": "needs 8 GB"}],
+        "prompts": [{**prompted, "batch": 1}, {**prompted, "batch": 4}, {"batch": 64, "skipped": "needs 7 GB"}],
     }
     kernel_report.write_tables(data, tmp_path)
     kernel_report.write_charts(data, tmp_path)
@@ -203,6 +253,7 @@ def test_report(tmp_path):
     assert "| K8V4+K4V2 all high | 64 | 32/8 | 4096 | 0.1 | 4000 |" in text
     place = "K8V4+K4V2 all high, batch 64, length 4096"
     assert f"- attention, heads 32/8, {place} to {place} (2 cases): needs 9 GB" in text
+    assert "| 4 | 2 | 2 | 2 | 2 | 2 | 2 |" in text and "- prompts, batch 64: needs 7 GB" in text
     assert "- management, batch 256: needs 8 GB" in text and "- sglang_triton: not installed" in text
     assert {x.name for x in tmp_path.glob("*.png")} == {"kernels.png", "kernels_grid.png", "kernels_management.png"}
 

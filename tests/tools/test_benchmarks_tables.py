@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -54,6 +55,13 @@ def test_tables_have_the_paper_s_form(tmp_path, monkeypatch):
     assert [row[0] for row in lines_of(text, "Table 3: thinking models")[2:]] == ["MATH", "AIME24"]
     assert [row[0] for row in lines_of(text, "Other task files")[2:]] == ["reference/reference"]
     assert "nano, fp8 was skipped: stock SGLang's fp8" in text and "--task math=math.jsonl" in text
+    again = ["--tables", "2", "others", "--name", "some", "--output", str(tmp_path / "out")]
+    assert tables.main([*ARGS, *again]) == 0
+    text = (tmp_path / "out" / "some.md").read_text()
+    assert [x for x in text.splitlines() if x.startswith("## ")] == ["## Table 2: LongBench", "## Other task files"]
+    data = json.loads((tmp_path / "out" / "some.json").read_text())
+    assert [x["model"] for x in data["models"]] == ["nano"] and "--tables 2 others" in data["about"]["command"]
+    assert {x["suite"] for x in data["models"][0]["results"]} >= {"longbench/longbench", "reference/reference"}
 
 
 @pytest.mark.parametrize(

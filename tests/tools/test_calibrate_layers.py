@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.paths import DATA as SPLITS
 from benchmarks.paths import NANO
-from sglang_diffkv.calibrate.heads.capture import LayerPass
 from sglang_diffkv.calibrate.layers import cli
 from sglang_diffkv.calibrate.layers.measure import SHARES, Layers, Rule, judge, window_scores
 from sglang_diffkv.calibrate.layers.result import LayerProvenance
@@ -24,8 +23,8 @@ from tests.tools.test_calibrate import DATA
 
 def test_scores_are_the_window_s_mean_attention() -> None:
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(heads, 30, 64, generator=generator) for heads in (6, 3, 3))
-    got = window_scores(LayerPass(0, q, k, v, 0.125, torch.zeros(1), torch.zeros(1)), window=5)
+    q, k = (torch.randn(heads, 30, 64, generator=generator) for heads in (6, 3))
+    got = window_scores(q, k, 0.125, window=5)
     shown = torch.ones(30, 30).tril().bool()
     attention = (q @ k.repeat_interleave(2, 0).mT * 0.125).masked_fill(~shown, -torch.inf).softmax(-1)
     expected = torch.stack([attention[2 * head : 2 * head + 2, 25:, :25].mean((0, 1)) for head in range(3)])

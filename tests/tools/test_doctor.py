@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.paths import NANO, REPOSITORY
+from benchmarks.quality.random_hybrids import make_lfm2
 from sglang_diffkv import doctor
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
@@ -63,6 +64,39 @@ def test_a_good_model() -> None:
     stock, high, low = (model[x]["value"] for x in ("bytes a token", "  K8V4", "  K4V2"))
     assert (stock, high, low) == (6 * 2 * 2 * 64 * 2, 6 * 2 * (64 + 32 + 16), 6 * 2 * (32 + 16 + 16))
     assert 0.9 < model["tokens in 2 GiB"]["value"] * high / (2 << 30) < 1
+
+
+@long
+def test_a_draft_model_s_cache_is_counted() -> None:
+    """Nano drafts for itself: each KV slot takes a bf16 token there, and there are KV slots for all low-tier tokens."""
+    tiers = ["--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}']
+    drafts = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(NANO)]
+    drafts += ["--speculative-eagle-topk", "1", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "4"]
+    done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", *tiers, *drafts)
+    assert done.returncode == 0, done.stderr
+    model = _lines(json.loads(done.stdout), "Model")
+    slot = model["draft model"]["value"]
+    assert slot == 6 * 2 * 2 * 64 * 2
+    line = model["tokens in 2 GiB"]
+    assert f"bf16 with that cache alone: {(2 << 30) // (2 * slot):,}" in line["text"]
+    high = model["  K8V4"]["value"]
+    assert line["value"] * (high + slot) < 2 << 30, "without it more than twice as many would fit"
+
+
+@long
+def test_states_that_take_all_memory_leave_none(tmp_path: Path) -> None:
+    make_lfm2(tmp_path)
+    args = ["--model-path", str(tmp_path), "--disable-radix-cache", "--kv-gib", "0.5", "--json"]
+    done = _run(*args, "--max-mamba-cache-size", "100000000")
+    assert done.returncode == 0, done.stderr
+    model = _lines(json.loads(done.stdout), "Model")
+    line = model["tokens in 0.5 GiB"]
+    assert (
+        line["value"] == 0 and line["text"].startswith("none: states take all of it") and "-" not in line["text"][:24]
+    )
+    assert model["states"]["value"] > 1 << 29
+    done = _run(*args, "--max-mamba-cache-size", "4")
+    assert _lines(json.loads(done.stdout), "Model")["tokens in 0.5 GiB"]["value"] > 1000
 
 
 @long

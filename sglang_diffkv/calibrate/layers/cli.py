@@ -24,7 +24,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection, tier_names
-from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.layers.figure import draw
 from sglang_diffkv.calibrate.layers.measure import SHARES, Rule, collect
 from sglang_diffkv.calibrate.layers.result import LayerFractions, LayerProvenance
@@ -107,11 +106,10 @@ def measure(args: argparse.Namespace) -> LayerFractions:
     """The shares. Raises ConfigError, TaskFileError and EvaluationError."""
     rule = read_rule(args)
     task = load_calibration(args, whole=True)
-    model = load_model(args.model)
     questions = task.questions(load_tokenizer(args.tokenizer or args.model))
     n = args.n or math.ceil(args.sample * len(questions))
     prompts, skipped = choose([x.prompt_ids[: x.cached_tokens or None] for x in questions], n, rule, args)
-    found = collect(model, prompts, rule)
+    found = collect(args.model, prompts, rule)
     fractions, file = found.fractions(), task.fingerprint()
     ratio = found.isr().tolist()
     return LayerFractions(

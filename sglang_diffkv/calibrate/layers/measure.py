@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from sglang_diffkv.calibrate.heads.capture import LayerPass, run
+from sglang_diffkv.calibrate.reading import Sight, causal, load, read
+from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.kernels.gather_scores.reference import smooth
 from sglang_diffkv.kernels.importance.reference import importance
 from sglang_diffkv.kernels.select.reference import count_above, select_count, select_mass
@@ -81,16 +82,43 @@ def size_of(share: float, tokens: int) -> int:
     return math.ceil(share * tokens)
 
 
-def window_scores(seen: LayerPass, window: int) -> torch.Tensor:
+def window_scores(query: torch.Tensor, key: torch.Tensor, scaling: float, window: int) -> torch.Tensor:
     """[H, N - window] float32: the attention that each token before the last ``window`` gets from these, mean over them
-    and over the query heads of a KV head."""
-    heads, count, _ = seen.k.shape
-    query = torch.arange(count - window, count, device=seen.k.device)
-    q = seen.q[:, -window:].float().unflatten(0, (heads, -1)) * seen.scale  # [H, G, window, D]
-    logits = q @ seen.k.float().unsqueeze(1).mT
-    later = torch.arange(count, device=query.device) > query.unsqueeze(1)
+    and over the query heads of a KV head. query: [Hq, N, D], key: [H, N, D]."""
+    heads, count, _ = key.shape
+    row = torch.arange(count - window, count, device=key.device)
+    q = query[:, -window:].float().unflatten(0, (heads, -1)) * scaling  # [H, G, window, D]
+    logits = q @ key.float().unsqueeze(1).mT
+    later = torch.arange(count, device=key.device) > row.unsqueeze(1)
     attention = logits.masked_fill(later, float("-inf")).softmax(3)
     return attention.mean((1, 2))[:, : count - window]
+
+
+class WindowScores:
+    """Scores by layer of one prompt; its ``attend`` is what transformers calls."""
+
+    def __init__(self, window: int):
+        self.window = window
+        self.layers: list[torch.Tensor] = []
+        """[H, N - window] of each layer, on the CPU."""
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        """Causal attention of one sequence in transformers' shapes [1, heads, N, dim]. Raises EvaluationError for
+        layers that a server refuses with ``xkv``, or whose attention is not what is measured here."""
+        if not Sight.of(kwargs).plain(query.shape[2]):
+            raise EvaluationError("layers with a sliding window, a cap on logits or attention sinks are not measured")
+        self.layers.append(window_scores(query[0], key[0], scaling, self.window).cpu())
+        return causal(query, key, value, scaling), None
+
+    def take(self) -> torch.Tensor:
+        """[L, H, N - window] of the prompt that was read last. Raises EvaluationError where layers differ in heads."""
+        found, self.layers = self.layers, []
+        if len({x.shape for x in found}) != 1:
+            raise EvaluationError("layers differ in their number of KV heads: one for all is needed")
+        return torch.stack(found)
 
 
 def judge(scores: torch.Tensor, rule: Rule) -> PromptLayers:
@@ -116,17 +144,12 @@ def judge(scores: torch.Tensor, rule: Rule) -> PromptLayers:
     return PromptLayers(tokens, kept, at(kept.unsqueeze(1)).squeeze(1), at(shares))
 
 
-def collect(model: Any, prompts: Sequence[Sequence[int]], rule: Rule) -> Layers:
-    """A forward pass over each prompt."""
-    return Layers([judge(_scores(model, ids, rule.window), rule) for ids in tqdm(prompts, "layers", unit="prompt")])
-
-
-def _scores(model: Any, ids: Sequence[int], window: int) -> torch.Tensor:
-    """[L, H, N - window] on the CPU."""
-    scores: list[torch.Tensor] = []
-
-    def visit(seen: LayerPass) -> None:
-        scores.append(window_scores(seen, window).cpu())
-
-    run(model, ids, visit)
-    return torch.stack(scores)
+def collect(path: str, prompts: Sequence[Sequence[int]], rule: Rule) -> Layers:
+    """A forward pass of the model over each prompt. Raises EvaluationError."""
+    scores = WindowScores(rule.window)
+    model = load(path, scores.attend)
+    found = []
+    for ids in tqdm(prompts, "layers", unit="prompt"):
+        read(model, list(ids))
+        found.append(judge(scores.take(), rule))
+    return Layers(found)

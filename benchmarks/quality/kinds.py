@@ -1,0 +1,309 @@
+"""Token identity of many kinds of models and options beside stock: each kind's servers at once, asked at once.
+
+A kind is a model with the servers that run it: stock's, DiffKV's with the lossless tier, in chunks, with drafts, under
+the default tiers. Replies are compared with stock's of the same batch and of batch 1, as ``identity.py`` does. Random
+weights choose among tokens whose logits are a rounding apart, so of those the log-probabilities of prompt tokens are
+compared, beside what stock's own chunks do to them. Servers compile kernels at their start, those of a GPU for a minute
+or two: the first of DiffKV's begins alone, and the others find its kernels.
+
+    python -m benchmarks.quality.kinds --list
+    python -m benchmarks.quality.kinds --kinds nano gptq gemma3 --output DIR
+    SGLANG_DIFFKV_UNTRIED=1 python -m benchmarks.quality.kinds --kinds ngram standalone qwen3_next
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from benchmarks.paths import NANO
+from benchmarks.quality import identity, make_checkpoints, random_drafts, random_hybrids, random_windows
+from benchmarks.quality.drafts import OFTEN, draft_args
+from sglang_diffkv.evaluate import client, report
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_backend
+
+LOSSLESS = '{"tiers": ["BF16"], "prefill": "triton"}'
+"""Without FlashInfer's kernels for new tokens, which some head sizes have to compile first."""
+DEFAULT = '{"prefill": "triton"}'
+CHECKED = {"SGLANG_DIFFKV_CHECK_INTEGRITY": "8"}
+CHUNKS = ("--chunked-prefill-size", "64")
+STATES = ("--disable-radix-cache", "--max-mamba-cache-size", "64")
+BATCH = 8
+GPU_ARGS = (
+    "--max-total-tokens", "60000", "--max-running-requests", "16", "--mem-fraction-static", "0.9",
+    "--mm-feature-transport", "cpu", "--disable-prefill-cuda-graph", "--cuda-graph-bs-decode", "1", "2", "4", "8", "16",
+)  # fmt: skip
+CPU_ARGS = ("--max-total-tokens", "20000")
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A server and the batch sizes in which it is asked."""
+
+    name: str
+    backend: str
+    args: tuple[str, ...] = ()
+    config: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    sizes: tuple[int, ...] = (BATCH,)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``make`` writes the model into a folder; None for nano. ``random``: its weights are."""
+
+    about: str
+    servers: Callable[[Path], list[Asked]]
+    make: Callable[[Path], object] | None = None
+    random: bool = False
+    gpu: bool = False
+
+
+def _stock(name: str = STOCK, *args: str, sizes: tuple[int, ...] = (BATCH,), backend: str = "") -> Asked:
+    return Asked(name, backend or stock_backend(), args, sizes=sizes)
+
+
+def _ours(name: str, *args: str, config: str = LOSSLESS, env: dict[str, str] | None = None) -> Asked:
+    return Asked(name, "diffkv", args, config, env or {}, (1, BATCH) if name == "diffkv" else (BATCH,))
+
+
+def _pair(*args: str, backend: str = "") -> list[Asked]:
+    return [_stock(STOCK, *args, sizes=(1, BATCH), backend=backend), _ours("diffkv", *args)]
+
+
+def _compiled() -> list[Asked]:
+    """Both with torch.compile, which by itself would time many variants of each kernel."""
+    pair = _pair("--enable-torch-compile", "--cuda-graph-bs-decode", "1", str(BATCH))
+    return [replace(x, env={"SGLANG_TORCH_COMPILE_MODE": "default"}) for x in pair]
+
+
+def _chunked(*args: str) -> list[Asked]:
+    """The pair and both in chunks."""
+    chunks = (*args, *CHUNKS)
+    return [*_pair(*args), _stock("stock, chunks", *chunks), _ours("diffkv, chunks", *chunks)]
+
+
+def _drafted(algorithm: str, model: Path = NANO) -> list[Asked]:
+    """Stock without drafts and, on a GPU, with them; the ways in which drafting servers of DiffKV's run."""
+    drafts = (*draft_args(algorithm, str(model), 3).split(), *OFTEN.split())
+    found = [_stock(sizes=(1, BATCH)), _ours("diffkv", *drafts)]
+    if has_gpu():  # stock cannot verify on a CPU, which has neither graphs nor overlap scheduling under drafts
+        found += [_stock("stock, drafts", *drafts), _ours("no overlap", *drafts, "--disable-overlap-schedule")]
+        found += [_ours("eager", *drafts, "--disable-overlap-schedule", "--disable-cuda-graph")]
+    return [*found, _ours("default tiers", *drafts, config=DEFAULT, env=CHECKED)]
+
+
+def _checkpoint(kind: str) -> Callable[[Path], object]:
+    return lambda folder: make_checkpoints.main([str(folder), "--kind", kind])
+
+
+def _with_states(kind: str, about: str, *, gpu: bool = False, backend: str = "") -> Kind:
+    def servers(folder: Path) -> list[Asked]:
+        found = _pair(*STATES, backend=backend)
+        return [*found, *(_chunked(*STATES)[2:]), _ours("default tiers", *STATES, config=DEFAULT, env=CHECKED)]
+
+    def make(folder: Path) -> None:
+        random_hybrids.KINDS[kind](folder, large=has_gpu())
+
+    return Kind(about, servers, make, random=True, gpu=gpu)
+
+
+def _sliding(make: Callable[[Path], None], about: str, *, gpu: bool = False) -> Kind:
+    return Kind(about, lambda folder: _chunked(), make, random=True, gpu=gpu)
+
+
+KINDS = {
+    "nano": Kind(
+        "the trained model of the repository",
+        lambda folder: [*_chunked(), _ours("default tiers", config=DEFAULT, env=CHECKED)],
+    ),
+    "compile": Kind("torch.compile", lambda folder: _compiled(), gpu=True),
+    "gptq": Kind("GPTQ weights", lambda folder: _pair("--quantization", "gptq"), _checkpoint("gptq"), gpu=True),
+    "awq": Kind("AWQ weights", lambda folder: _pair("--quantization", "awq"), _checkpoint("awq"), gpu=True),
+    "fp8": Kind("weights quantised to FP8 at load", lambda folder: _chunked("--quantization", "fp8"), gpu=True),
+    "experts": Kind("Qwen3-MoE", lambda folder: _chunked(), _checkpoint("qwen3-moe"), gpu=True),
+    "gemma3": _sliding(random_windows.make_gemma3, "Gemma-3: sliding windows"),
+    "gpt_oss": _sliding(random_windows.make_gpt_oss, "gpt-oss: sliding windows, sinks, experts", gpu=True),
+    "ngram": Kind("drafts by n-grams", lambda folder: _drafted("NGRAM")),
+    "standalone": Kind("drafts by the model itself", lambda folder: _drafted("STANDALONE")),
+    "eagle3": Kind("a random EAGLE-3 head", lambda folder: _drafted("EAGLE3", folder), random_drafts.make_eagle3),
+    "mimo": Kind(
+        "MiMo's prediction layer", lambda folder: _drafted("NEXTN", folder), random_drafts.make_mimo, random=True
+    ),
+    "qwen3_next": _with_states("qwen3_next", "Qwen3-Next: linear attention, experts"),
+    "qwen3_5": _with_states("qwen3_5", "Qwen3.5's language part"),
+    "falcon_h1": _with_states("falcon_h1", "Falcon-H1: a state space", gpu=True),
+    "lfm2": _with_states("lfm2", "LFM2: short convolutions", backend="flashinfer" if has_gpu() else ""),
+}
+DRAFTS_ON_NANO = {"eagle3"}
+"""Kinds whose checkpoint is a draft model."""
+
+
+class Run:
+    """Asks kinds. ``rows`` has a line of the table for each variant, ``failures`` what was wrong, in words."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.items = identity.choose(args)
+        tokenizer = load_tokenizer(str(NANO))
+        self.prompts = [chat_ids(tokenizer, item.prompt) for item in self.items]
+        joined = [[x for ids in self.prompts[i : i + 4] for x in ids] for i in range(0, len(self.prompts), 4)]
+        self.texts = [ids[:600] for ids in joined if len(ids) >= 200]
+        self.rows: list[list[str]] = []
+        self.failures: list[str] = []
+        self._compiled = Event()
+
+    def kind(self, name: str) -> None:
+        """Start, ask and compare the servers of one kind."""
+        kind, folder = KINDS[name], self.args.output / "models" / name
+        if kind.make is not None and not folder.exists():
+            kind.make(folder)
+        model = folder if kind.make is not None and name not in DRAFTS_ON_NANO else NANO
+        with ExitStack() as stack:
+            servers: dict[str, Server] = {}
+
+            def start(asked: Asked, log: Path) -> None:
+                if asked.backend == "diffkv" and asked.name != "diffkv":
+                    self._compiled.wait(self.args.timeout / 2)
+                server = Server(
+                    model, asked.backend, [*(GPU_ARGS if has_gpu() else CPU_ARGS), *asked.args],
+                    diffkv_config=asked.config, env=asked.env, timeout=self.args.timeout, log_path=log,
+                )  # fmt: skip
+                try:
+                    server.start()
+                except ServerError as error:
+                    self._fail(name, asked.name, str(error).splitlines()[0] + f"; its log: {log}")
+                else:
+                    stack.callback(server.stop)
+                    servers[asked.name] = server
+                finally:
+                    if asked.backend == "diffkv":
+                        self._compiled.set()
+
+            asked_of = kind.servers(folder)
+            logs = [self.args.output / f"{name}_{x.name.replace(', ', '_').replace(' ', '_')}.log" for x in asked_of]
+            with ThreadPoolExecutor(len(asked_of)) as pool:
+                list(pool.map(start, asked_of, logs))
+                ready = [x for x in asked_of if x.name in servers]
+                replies = dict(zip([x.name for x in ready], pool.map(lambda x: self._ask(servers[x.name], x), ready)))
+                told = {}
+                if kind.random:
+                    told = dict(zip(servers, pool.map(self._tell, servers.values())))
+        self._compare(name, replies, told, random=kind.random)
+
+    def _ask(self, server: Server, asked: Asked) -> dict[tuple[int, bool], list[client.Record]] | str:
+        """Replies by batch size and whether the prefix cache had the prompts; what went wrong instead."""
+        found = {}
+        try:
+            for size in asked.sizes:
+                server.flush_cache()
+                found[size, False] = identity.ask(server, self.args, self.prompts, size)
+            found[asked.sizes[-1], True] = identity.ask(server, self.args, self.prompts, asked.sizes[-1])
+        except Exception as error:
+            return repr(error)[:300]
+        return found
+
+    def _tell(self, server: Server) -> list[float]:
+        """Log-probabilities of the texts' tokens."""
+        server.flush_cache()
+        told = [client.score(server.url, ids, 0).input_logprobs for ids in self.texts]
+        return [x for text in told for x in text]
+
+    def _fail(self, kind: str, server: str, what: str) -> None:
+        self.failures.append(f"{kind}, {server}: {what}")
+        print(f"[{time.strftime('%H:%M:%S')}] {self.failures[-1]}", flush=True)
+
+    def _compare(self, kind: str, replies: dict[str, Any], told: dict[str, list[float]], *, random: bool) -> None:
+        for server, found in replies.items():
+            if isinstance(found, str):
+                self._fail(kind, server, found)
+        replies = {server: found for server, found in replies.items() if not isinstance(found, str)}
+        reference = replies.get(STOCK)
+        if reference is None:
+            self._fail(kind, STOCK, "no reference")
+            return
+        for server, found in replies.items():
+            for (size, hits), got in found.items():
+                beside = (size, hits) if server != STOCK and (size, hits) in reference else (1, False)
+                if (server, size, hits) == (STOCK, 1, False) or beside not in reference:
+                    continue
+                differ = identity.compare(server, "", self.items, reference[beside], got, self.args.tie)
+                ties = sum(x.tie for x in differ)
+                variant = f"batch {size}" + (", hits" if hits else "")
+                cells = (len(self.items) - len(differ), ties, len(differ) - ties, sum(x.cached_tokens for x in got))
+                shift = identity.largest_shift(reference[beside], got)
+                self.rows.append([kind, server, variant, f"batch {beside[0]}", *map(str, cells), f"{shift:.3f}"])
+                lossless = server != "default tiers" and not server.startswith(STOCK)
+                if lossless and not random and len(differ) > ties:
+                    gaps = ", ".join(f"{x.reference_gap:.2f}" for x in differ if not x.tie)
+                    self._fail(kind, server, f"{variant}: {len(differ) - ties} replies are not stock's (gaps {gaps})")
+        for server, mine in told.items():
+            if server == STOCK or STOCK not in told:
+                continue
+            moved = [abs(a - b) for a, b in zip(told[STOCK], mine, strict=True)]
+            mean = sum(moved) / len(moved)
+            numbers = [f"mean {mean:.4f}", f"largest {max(moved):.3f}"]
+            self.rows.append([kind, server, f"{len(moved)} prompt tokens", "log-probabilities", *numbers, "", "", ""])
+            if server != "default tiers" and mean > self.args.moved:
+                self._fail(kind, server, f"log-probabilities of prompt tokens moved by {mean:.4f} on average")
+
+
+HEADER = ["kind", "server", "variant", "beside stock's", "identical", "ties", "other", "cached tokens", "largest shift"]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    here = [name for name, kind in KINDS.items() if has_gpu() or not kind.gpu]
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=here, help="default: all that this machine can run"
+    )
+    parser.add_argument("--list", action="store_true", help="say which there are, and stop")
+    parser.add_argument("--together", type=int, default=1, help="kinds at a time (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a server's start")
+    parser.add_argument("--n", type=int, default=24, help="number of questions (default: %(default)s)")
+    parser.add_argument("--shared", type=int, default=6, help="of them over one shared prefix")
+    parser.add_argument("--max-new-tokens", type=int, default=96, help="default: %(default)s")
+    parser.add_argument("--levels", nargs="+", default=["easy", "medium"])
+    parser.add_argument("--split", default="dev")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tie", type=float, default=0.125, help="largest gap of a rounding tie (default: %(default)s)")
+    parser.add_argument(
+        "--moved", type=float, default=0.05, help="largest mean change of log-probabilities under random weights"
+    )
+    parser.add_argument("--output", type=Path, default=Path("kinds"), help="folder (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table and what was wrong; the number of failures."""
+    args = parse_args(argv)
+    if args.list:
+        for name, kind in KINDS.items():
+            print(f"{name:12} {kind.about}{' (on a GPU)' if kind.gpu else ''}")
+        return 0
+    args.output.mkdir(parents=True, exist_ok=True)
+    run = Run(args)
+    with ThreadPoolExecutor(args.together) as pool:
+        list(pool.map(run.kind, args.kinds))
+    table = report.markdown(HEADER, run.rows)
+    print(f"{len(run.items)} questions, at most {args.max_new_tokens} new tokens each\n\n{table}\n", flush=True)
+    print("\n".join(run.failures) or "nothing is wrong")
+    data = {"environment": report.environment(), "rows": run.rows, "failures": run.failures}
+    (args.output / "kinds.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    (args.output / "kinds.md").write_text(table + "\n", encoding="utf-8")
+    return len(run.failures)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

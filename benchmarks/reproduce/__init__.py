@@ -1,0 +1,1 @@
+"""The papers' figures and tables for any model from one command: ``python -m benchmarks.reproduce --help``."""

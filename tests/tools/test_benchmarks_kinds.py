@@ -1,0 +1,134 @@
+"""Token identity of kinds of models, without servers: what is started, compared and called wrong."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.quality import identity, kinds
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.server import ServerError
+
+
+def record(ids, gap=1.0):
+    top = [[(-0.1, token), (-0.1 - gap, token + 1)] for token in ids]
+    return Record("", list(ids), 3, len(ids), 2, 0.0, "length", logprobs=[-0.1] * len(ids), top_logprobs=top)
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    """Servers by name that answer 1, 2, 3 unless ``wrong`` has another reply of theirs; ``broken`` do not start."""
+    seen = SimpleNamespace(started=[], stopped=[], wrong={}, broken=set(), moved={})
+
+    class Fake:
+        def __init__(self, model, backend, args, *, diffkv_config, env, timeout, log_path):
+            self.name, self.model, self.args, self.config = log_path.stem, str(model), list(args), diffkv_config
+            self.url = self.name
+
+        def start(self):
+            if self.name in seen.broken:
+                raise ServerError("the server ended with status 1 before it was ready\nmuch more")
+            seen.started.append(self)
+
+        def stop(self):
+            seen.stopped.append(self)
+
+        def flush_cache(self):
+            pass
+
+    def ask(server, args, prompts, size):
+        reply = seen.wrong.get(server.name, record([1, 2, 3]))
+        if isinstance(reply, Exception):
+            raise reply
+        return [reply] + [record([1, 2, 3]) for _ in prompts[1:]]
+
+    def score(url, ids, start):
+        return SimpleNamespace(input_logprobs=[seen.moved.get(url, 0.0)] * len(ids))
+
+    monkeypatch.setattr(kinds, "Server", Fake)
+    monkeypatch.setattr(identity, "ask", ask)
+    monkeypatch.setattr(client, "score", score)
+    return seen
+
+
+def run(tmp_path, *names, n=6):
+    given = ["--kinds", *names, "--n", str(n), "--shared", "2", "--output", str(tmp_path), "--timeout", "0.1"]
+    failed = kinds.main(given)
+    return failed, json.loads((tmp_path / "kinds.json").read_text())
+
+
+def test_every_kind_has_a_reference_and_a_server_of_its_own(tmp_path):
+    for name, kind in kinds.KINDS.items():
+        asked = kind.servers(tmp_path)
+        names = [x.name for x in asked]
+        assert len(set(names)) == len(names) and kinds.STOCK in names and "diffkv" in names, name
+        stock = asked[names.index(kinds.STOCK)]
+        assert stock.backend != "diffkv" and stock.sizes == (1, kinds.BATCH) and stock.config is None
+        assert all((x.backend == "diffkv") == (x.config is not None) for x in asked)
+
+
+def test_what_is_equal(servers, tmp_path):
+    failed, data = run(tmp_path, "nano")
+    assert failed == 0 and data["failures"] == []
+    rows = {(row[1], row[2], row[3]): row[4:7] for row in data["rows"]}
+    assert rows["diffkv", "batch 8, hits", "batch 8"] == ["6", "0", "0"]
+    assert rows["stock", "batch 8", "batch 1"] == ["6", "0", "0"]
+    assert len(servers.started) == len(servers.stopped) == 5
+    assert (tmp_path / "kinds.md").read_text().startswith("| kind |")
+
+
+def test_ties_are_no_failures_and_other_tokens_are(servers, tmp_path):
+    servers.wrong["nano_diffkv"] = record([1, 9, 3])
+    failed, data = run(tmp_path, "nano")
+    assert failed == 3 and all("1 replies are not stock's (gaps 1.00)" in x for x in data["failures"])
+    servers.wrong = {"nano_stock": record([1, 2, 3], gap=0.05), "nano_diffkv": record([1, 3, 3])}
+    failed, data = run(tmp_path, "nano")
+    assert failed == 0
+    rows = {(row[1], row[2], row[3]): row[4:7] for row in data["rows"]}
+    assert rows["diffkv", "batch 8", "batch 8"] == ["5", "1", "0"]
+    servers.wrong = {"nano_default_tiers": record([5])}
+    assert run(tmp_path, "nano")[0] == 0  # which may lose something
+
+
+def test_servers_that_fail(servers, tmp_path):
+    servers.broken = {"nano_diffkv"}
+    failed, data = run(tmp_path, "nano")
+    assert failed == 1 and "ended with status 1" in data["failures"][0] and "nano_diffkv.log" in data["failures"][0]
+    assert len(servers.started) == len(servers.stopped) == 4
+    servers.broken, servers.wrong = set(), {"nano_diffkv_chunks": client.RequestError("aborted")}
+    failed, data = run(tmp_path, "nano")
+    assert failed == 1 and "nano, diffkv, chunks: RequestError" in data["failures"][0]
+    servers.wrong = {"nano_stock": client.RequestError("aborted")}
+    failed, data = run(tmp_path, "nano")
+    assert failed == 2 and data["rows"] == []
+
+
+def test_random_weights_are_judged_by_log_probabilities(servers, tmp_path, monkeypatch):
+    monkeypatch.setitem(kinds.KINDS, "gemma3", kinds._sliding(lambda folder: folder.mkdir(parents=True), "windows"))
+    servers.wrong["gemma3_diffkv"] = record([1, 9, 3])
+    servers.moved["gemma3_diffkv"] = 0.01
+    failed, data = run(tmp_path, "gemma3", n=12)
+    assert failed == 0
+    moved = {row[1]: row[4] for row in data["rows"] if row[3] == "log-probabilities"}
+    assert moved == {"stock, chunks": "mean 0.0000", "diffkv": "mean 0.0100", "diffkv, chunks": "mean 0.0000"}
+    assert {x.model for x in servers.started} == {str(tmp_path / "models" / "gemma3")}
+    servers.moved["gemma3_diffkv_chunks"] = 0.2
+    failed, data = run(tmp_path, "gemma3", n=12)
+    assert failed == 1 and "moved by 0.2000" in data["failures"][0]
+
+
+def test_a_draft_model_is_not_the_model(servers, tmp_path, monkeypatch):
+    kind = kinds.KINDS["eagle3"]
+    assert set(kinds.KINDS) >= kinds.DRAFTS_ON_NANO
+    monkeypatch.setitem(kinds.KINDS, "eagle3", kinds.replace(kind, make=lambda folder: folder.mkdir(parents=True)))
+    failed, _ = run(tmp_path, "eagle3")
+    assert failed == 0 and {x.model for x in servers.started} == {str(kinds.NANO)}
+    (drafting,) = [x for x in servers.started if x.name == "eagle3_diffkv"]
+    assert drafting.args[drafting.args.index("--speculative-draft-model-path") + 1].endswith("models/eagle3")
+
+
+def test_list(capsys):
+    assert kinds.main(["--list"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in kinds.KINDS)
