@@ -158,7 +158,8 @@ def decision_digest(requests: Any) -> int:
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),
         space.free_blocks, space.base.tolist(), space.total.tolist(), space.counted.tolist(),
         ledger.tree_pages, ledger.evictable_pages, ledger.promised, ledger.refused,
-        ledger.available(), ledger.kv_slots_free(), manager.prompts.plans.keys(), manager.prompts.pending.keys(),
+        requests.joint and requests.joint.refused, ledger.available(), ledger.kv_slots_free(),
+        manager.prompts.plans.keys(), manager.prompts.pending.keys(),
         exact and (exact.outcomes, exact.ends.keys(), exact.detaching),
         tree and tree.states and tree.states.report(),
     )  # fmt: skip

@@ -76,7 +76,7 @@ class PageLedger:
         self.compacted = 0  # prompts admitted so
         self.waited = 0
         """Requests that were refused at least once for want of pages or table blocks."""
-        self._allocating = self._compressing = False
+        self._allocating = self._compressing = self._judging = False
         self._credit = 0
         self._estimate = 1.0
         self._estimated_at = (-1, -1)
@@ -98,7 +98,8 @@ class PageLedger:
         tokens count that they hold.
 
         An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
-        retracts. A request that holds a budget grows in the high tier between its compressions.
+        retracts. A request that holds a budget grows in the high tier between its compressions; what such requests take
+        together, ``srt/joint_admission.py`` asks for.
         """
         manager = self.manager
         if manager.running is not None:
@@ -156,8 +157,7 @@ class PageLedger:
         if self.refused is None:
             return False
         growth = sum(self.growth_of(row, tokens) for row, tokens in expected)
-        copy = self._first_copy() * self.manager.fmt.high.tokens / self.manager.geometry.heads
-        return self.available() + self.evictable() - growth - copy > self.refused
+        return self.available() + self.evictable() - growth > self.refused
 
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())
@@ -180,22 +180,27 @@ class PageLedger:
         return counts.free_bound() - taken
 
     def _reserve(self) -> int:
-        """Pages set aside for the copy that a running request's compression makes, one at a time. None for a request
-        that runs alone, which would be retracted for its own sake."""
+        """Pages set aside for the copy that a running request's compression is about to make, one at a time. None for a
+        request that runs alone, which would be retracted for its own sake; nor where a prompt is admitted, since the
+        growth that running requests have together counts copies."""
         running = self.manager.running
-        if running is None or not running.copies or self._compressing or self._requests() < 2:
+        if running is None or self._compressing or self._judging or self._allocating or self._requests() < 2:
             return 0
-        return running.copy_pages
-
-    def _first_copy(self) -> int:
-        """Pages that are set aside as soon as another request is admitted, see ``_reserve``."""
-        running = self.manager.running
-        return running.copy_pages if running is not None and running.copies and self._requests() == 1 else 0
+        return running.near_copy_pages
 
     def _requests(self) -> int:
         """Requests past their prompt, two at most, and those whose prompt is admitted or runs."""
         rows = self.manager.rows
         return len(self.promised) + sum(1 for _ in islice((row for row in rows if not rows.in_prompt(row)), 2))
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Inside, a prompt is admitted or not beside the growth that running requests have together."""
+        self._judging = True
+        try:
+            yield
+        finally:
+            self._judging = False
 
     @contextmanager
     def compressing(self) -> Iterator[None]:
@@ -285,7 +290,7 @@ class PageLedger:
         """Whether a prompt of ``new_tokens`` after a matched ``path`` (locked) fits, evicting pages that may go."""
         if self.table_starved(self.blocks_for(path, new_tokens)) or self.uncommitted_kv_slots() < new_tokens:
             return False
-        return self.prompt_pages(new_tokens) + self._first_copy() <= self.uncommitted_pages() + self.evictable_pages
+        return self.prompt_pages(new_tokens) <= self.uncommitted_pages() + self.evictable_pages
 
     def compacting_tokens(self, new_tokens: int, chunk: int) -> int:
         """What a prompt is expected to take at most, in high-tier tokens, if it is compacted after each chunk: all but

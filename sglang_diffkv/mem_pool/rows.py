@@ -39,6 +39,10 @@ class RequestRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def of(self, row: int) -> RequestRow:
+        """What is known of a row that holds something."""
+        return self._rows[row]
+
     def length(self, row: int) -> int:
         """Tokens of a row; 0 for one that holds nothing."""
         return self._rows[row].length if row in self._rows else 0

@@ -13,6 +13,7 @@ from typing import Any
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, rows_of
+from sglang_diffkv.mem_pool.joint_growth import Outlook, Saw
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.query_cache import QueryCache
@@ -20,14 +21,16 @@ from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
-from sglang_diffkv.policies.base import Policy, Running
+from sglang_diffkv.ops.decisions import Judgement
+from sglang_diffkv.policies.base import Policy, Running, TopCount
 
 
 def query_slots(running: Running, geometry: Geometry) -> int:
-    """Requests whose queries are kept at once: a share of those that fit, in the lowest tier, with their budget."""
+    """Requests whose queries are kept at once: a share of those that fit, in the lowest tier, with their budget; with
+    their limit, where no more may run."""
     tokens = geometry.num_pages // geometry.heads * geometry.fmt.low.tokens
-    fitting = min(geometry.num_rows - 1, -(-tokens // running.keep))
-    return max(1, round(running.slots * fitting))
+    fitting = tokens // running.limit if running.constrained else -(-tokens // running.keep)
+    return max(1, round(running.slots * min(geometry.num_rows - 1, fitting)))
 
 
 def query_cache(policy: Policy, geometry: Geometry, q_heads: int, **where: Any) -> QueryCache | None:
@@ -51,12 +54,14 @@ class Budgeted:
     """A row past its prompt.
 
     Attributes:
-        held, at: tokens that each head held, at most, when the row was ``at`` tokens long. judged: whether it was
-            compressed before. slot: its query slot; since: its length when it got it.
+        held, at: tokens that each head held, at most, when the row was ``at`` tokens long. own: those of them that lay
+            in pages of its own. judged: whether it was compressed before. slot: its query slot; since: its length when
+            it got it.
     """
 
     held: int
     at: int
+    own: int
     judged: bool
     slot: int | None = None
     since: int = 0
@@ -90,7 +95,16 @@ class RunningBudgets:
         self.copies = len(device.fmt.tiers) > 1
         self.exact_prefixes = False
         self.compressions = self.waited = 0
+        self._one_tier, self._page = len(device.fmt.tiers) == 1, device.fmt.high.tokens
+        high = policy.prompt.high if isinstance(policy.prompt, TopCount) and not self._one_tier else None
+        self._high = high.tokens if high is not None and isinstance(high.tokens, int) else None
+        self._kept = self._pages_of(self.rule.keep)
+        free, copy = (0, self.copy_pages // device.geometry.heads) if self.copies else (-self.rule.keep % self._page, 0)
+        sizes = {"free": free, "page": self._page, "copy": copy, "slots": cache.slots, "queries": self.rule.queries}
+        self.saw = Saw(self.rule.limit - self.rule.keep, **sizes)
+        """How rows go on that hold their budget."""
         self._rows: dict[int, Budgeted] = {}
+        self._about: set[int] = set()  # rows that have a query slot
         self._free = list(range(cache.slots - 1, -1, -1))
 
     # What rows hold
@@ -106,7 +120,7 @@ class RunningBudgets:
         if row not in self.prompts.untouched:
             own = min(own, keep)
             shared = shared if self.exact_prefixes else min(shared, self.device.space.most_tokens(row))
-        self._rows[row] = Budgeted(shared + own, length, judged=length - shared > keep)
+        self._rows[row] = Budgeted(shared + own, length, own, judged=length - shared > keep)
 
     def held(self, row: int) -> int:
         """Tokens that each head of a row holds, at most; its length where it is not past its prompt."""
@@ -119,6 +133,57 @@ class RunningBudgets:
         rule = self.rule
         return min(more, rule.limit - (length if length <= rule.limit else rule.keep))
 
+    def _pages_of(self, tokens: int) -> int:
+        """Pages, at most, of a head that keeps ``tokens`` of a row's own as they were judged. What is low stays low."""
+        if self._high is None:
+            return -(-tokens // self._page)
+        high = min(tokens, self._high)
+        return -(-high // self._page) + -(-(tokens - high) // self.device.fmt.low.tokens) + 1
+
+    def _copy_pages(self, row: int, more: int) -> int:
+        """Pages of a head, at most, that the compression of a row past its prompt takes for the moment when the row has
+        grown by ``more`` tokens. In one tier its own pages are compressed where they are and the rest joins them."""
+        if not self._one_tier:
+            return self.copy_pages // self.device.geometry.heads
+        if self.alone(row):
+            return 0
+        known, writable = self._rows[row], self.rows.length(row) - self._rows[row].at + more
+        if self.rows.sealed(row) is None:
+            writable += known.own
+        return max(self._kept - self._pages_of(writable), 0)
+
+    def outlook(self, row: int, left: int, expected: int, shared_pages: int) -> Outlook | None:
+        """A row past its prompt; None where it is not. It may generate ``left`` tokens and is expected to generate
+        ``expected``. ``shared_pages``: of each head, those that the prefix cache holds for it alone."""
+        known = self._rows.get(row)
+        if known is None:
+            return None
+        row_of, page, kept = self.rows.of(row), self._page, self._kept
+        grown = row_of.length - known.at
+        due = max(self.rule.limit - known.held - grown, 0)
+        published = row_of.shared >= known.at  # the tree has all of the prompt
+        pages = 0 if published else self._pages_of(known.own)
+        free = -known.own % page if self._one_tier and row_of.sealed is None else 0
+        if grown > free:
+            pages -= (free - grown) // page
+        free = (free - grown) % page if self._one_tier else 0
+        if not self._one_tier and (counted := int(self.counts.private[row]) // self.device.geometry.heads):
+            pages = counted
+            if known.judged and not published:
+                kept = min(kept, counted - grown // page)
+        pages, copy = pages + shared_pages, self._copy_pages(row, due)
+        return Outlook(pages, pages, free, kept, due, left, min(expected, left), copy)
+
+    def outlook_of_prompt(self, own: int, shared: int, left: int, expected: int, shared_pages: int) -> Outlook:
+        """A prompt of ``own`` tokens behind ``shared`` ones that is still to run; the rest as for ``outlook``."""
+        keep, page, least = self.rule.keep, self._page, self.prompts.share_min_tokens
+        kept, due = min(own, keep), max(self.rule.limit - shared - min(own, keep), 0)
+        sealed, full, copy = least is not None and own >= least, self._kept, self.saw.copy
+        if self._one_tier and (shared or sealed):
+            copy = max(full - self._pages_of(due if sealed else kept + due), 0)
+        pages, behind = -(-own // page) + shared_pages, self._pages_of(kept) + shared_pages
+        return Outlook(pages, behind, 0, full, due, left, min(expected, left), copy)
+
     # Behind a step
 
     def follow(self, row: int) -> bool:
@@ -130,6 +195,7 @@ class RunningBudgets:
         held = self.held(row)
         if known.slot is None and held >= rule.limit - rule.queries - LOOKAHEAD and self._free:
             known.slot, known.since = self._free.pop(), length
+            self._about.add(row)
             self._set_slot(row, known.slot)
         if held < rule.limit:
             return False
@@ -148,9 +214,18 @@ class RunningBudgets:
         return self.rule.limit + self.rule.keep
 
     @property
+    def near_copy_pages(self) -> int:
+        """Pages, at most, that one of the rows that are about to be compressed takes for it."""
+        return max((self.pages_to_compress(row) for row in self._about), default=0)
+
+    @property
     def copy_pages(self) -> int:
         """Pages, at most, of what a row keeps, in pages of their own."""
         return self.device.geometry.most_pages(self.rule.keep)
+
+    def pages_to_compress(self, row: int) -> int:
+        """Pages, at most, that the compression of a row takes for the moment."""
+        return self._copy_pages(row, 0) * self.device.geometry.heads
 
     def copy_blocks(self, row: int) -> int:
         """Table blocks, at most, of a copy of what a row keeps, beside those that the row has."""
@@ -158,19 +233,20 @@ class RunningBudgets:
         return blocks_of(space.bound(row)) + blocks_of(space.dense_entries(self.rule.keep))
 
     def compress(self, row: int, path: Path) -> bool:
-        """All that a row holds is judged and what stays moves together, in its own pages, or in new ones if it is not
-        ``alone``; then it holds nothing of the prefix cache any more. Between steps; the caller has made sure of
-        ``copy_pages`` and ``copy_blocks``.
+        """All that a row holds is judged and what stays moves together: in its own pages, which in one tier take in
+        what others hold for it too, or in new ones. Then it holds nothing of the prefix cache any more. Between steps;
+        the caller has made sure of ``pages_to_compress`` and ``copy_blocks``.
 
         Args:
             path: what the prefix cache holds of the row's tokens.
 
-        Returns False, changing nothing, if no segment row or table block is left for the copy.
+        Returns False, changing nothing, if no segment row or table block is left.
         """
         device, known, length = self.device, self._rows[row], self.rows.length(row)
         assert known.slot is not None
-        old = None if self.alone(row) else self.segments.take_row(device.space.bound(row))
-        if old is None and not self.alone(row):
+        alone, pages = self.alone(row), self.pages_to_compress(row)
+        old = None if alone else self.segments.take_row(device.space.bound(row))
+        if old is None and not alone:
             self.waited += 1
             return False
         with device.launching():
@@ -178,23 +254,44 @@ class RunningBudgets:
                 device.state, row, length, self.policy, self.cache.queries[known.slot], self.scaling,
                 first=not known.judged, most=min(length, device.space.most_tokens(row)),
             )  # fmt: skip
-            if old is None:
-                device.ops.compact_judged(device.state, row, length, judgement)
-        if old is not None:
-            shared = self.rows.shared(row)
-            device.share(old, row, shared, length, kept_only=True)
-            self.prompts.restart(row, [], length, room=self.rule.keep)
-            parts = [*rows_of(path), (old, shared, length)]
-            with device.launching():
-                device.ops.copy_judged(device.state, row, parts, length, judgement)
-            self.segments.return_row(old)
-            self.rows.unseal(row)
+        if self._one_tier:
+            self._gather(row, old, length, judgement)
+            self.counts.record(-pages)
+        else:
+            assert old is not None
+            self._copy(row, old, path, length, judgement)
             self.counts.record(int(self.counts.private[row]) - self.copy_pages)
         self.counts.touch(row, decoded=True)
         self._return_slot(row, known)
         known.held, known.at, known.judged = min(self.rule.keep, self.held(row)), length, True
+        known.own = known.held
         self.compressions += 1
         return True
+
+    def _gather(self, row: int, old: int | None, length: int, judgement: Judgement) -> None:
+        """Compress a row in its own pages, and add what stays of the rest (Zipage, 4.4), which goes to row ``old``."""
+        device = self.device
+        with device.launching():
+            device.ops.compact_judged(device.state, row, length, judgement)
+        if old is None:
+            return
+        device.hand_over(row, old)
+        with device.launching():
+            device.ops.copy_judged(device.state, row, [(old, 0, length)], length, judgement)
+        self.segments.return_row(old)
+        self.rows.share(row, 0)
+        self.rows.unseal(row)
+
+    def _copy(self, row: int, old: int, path: Path, length: int, judgement: Judgement) -> None:
+        """Compress a row in new pages; row ``old`` has what is its own until then."""
+        device, shared = self.device, self.rows.shared(row)
+        device.share(old, row, shared, length, kept_only=True)
+        self.prompts.restart(row, [], length, room=self.rule.keep)
+        parts = [*rows_of(path), (old, shared, length)]
+        with device.launching():
+            device.ops.copy_judged(device.state, row, parts, length, judgement)
+        self.segments.return_row(old)
+        self.rows.unseal(row)
 
     # Query slots
 
@@ -207,6 +304,7 @@ class RunningBudgets:
     def _return_slot(self, row: int, known: Budgeted) -> None:
         if known.slot is not None:
             self._free.append(known.slot)
+            self._about.discard(row)
             known.slot = None
             self._set_slot(row, EMPTY)
 
@@ -231,6 +329,7 @@ class RunningBudgets:
         assert all(slot == EMPTY or taken.get(slot) == row for row, slot in enumerate(found)), "a slot's row differs"
         assert all(found[row] == slot for slot, row in taken.items()), "the device does not know of a query slot"
         assert all(row in self.rows for row in self._rows), "a row that was released has a budget"
+        assert self._about == set(taken.values()), "rows with a query slot miscounted"
         tokens = self.device.state.own_tokens
         for row in self._rows:
             if not self.rows.shared(row) and self.rows.sealed(row) is None:

@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.cuts import StepCuts
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
+from sglang_diffkv.kernels.hand_over.reference import hand_over
 from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.reference import put_scores
@@ -194,6 +195,9 @@ class ReferenceOps:
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
+
+    def hand_over(self, state: PageState, row: int, target: int) -> None:
+        hand_over(state, row, target)
 
     def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
         seal(state, rows)

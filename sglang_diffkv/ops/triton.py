@@ -25,6 +25,7 @@ from sglang_diffkv.kernels.decode_attention.triton import (
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
+from sglang_diffkv.kernels.hand_over.triton import hand_over
 from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.parts import Part
@@ -366,6 +367,9 @@ class TritonOps:
 
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
+
+    def hand_over(self, state: PageState, row: int, target: int) -> None:
+        hand_over(state, row, target)
 
     def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
         seal(state, rows)

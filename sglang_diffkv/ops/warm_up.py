@@ -142,6 +142,7 @@ def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: 
         judgement = ops.judge_running(state, 1, window, policy, queries.queries[0], scaling, first=first, most=window)
         if len(state.fmt.tiers) == 1:
             ops.compact_judged(state, 1, window, judgement)
+            ops.hand_over(state, 1, 2)
         ops.copy_judged(state, 2, [(1, 0, window)], window, judgement)
 
 

@@ -200,7 +200,7 @@ class Running:
     A token's score is then the larger of its new one and ``decay`` times the one it had. ``queries``: newest queries
     that judge, each by its attention to the tokens up to its own. The policy's prompt rule says which tokens stay; it
     smooths values the first time only. ``slots``: requests whose queries are kept at the same time, as a share of those
-    that may run; the others wait, and hold more meanwhile.
+    that may run; the others wait, and hold more meanwhile. ``constrained``: no more run than have their queries kept.
     """
 
     limit: int
@@ -208,6 +208,7 @@ class Running:
     queries: int
     decay: float
     slots: float = 1.0
+    constrained: bool = False
 
 
 WholeHead = TopCount | TopMass | LeastMass | Across | AcrossLayers

@@ -12,9 +12,10 @@ What differs from the paper:
 
 - a prompt longer than what is kept is compressed at its end, by its own newest queries, not when its last block is
   full; its scores of then count as a first time;
-- a request whose queries cannot be kept when it reaches its limit (``query_slots``, the paper's M) is not parked: it
-  goes on, holds more meanwhile, and is compressed when the queries of another are no longer needed. So is one whose
-  shared prefix finds no pages for the copy that its first compression makes;
+- a request has a query slot (the paper's M, ``query_slots``) shortly before it reaches its limit only. One that finds
+  none then is not parked, as under the paper's hybrid scheduling (4.3): it goes on, holds more meanwhile, and is
+  compressed when the queries of another are no longer needed. So is one whose shared prefix finds no pages for the copy
+  that its first compression makes. With ``scheduling`` "constrained" no more run than have a slot, so none waits;
 - compression is launched between two steps, on their stream, and delays the next one; all layers at once (the paper:
   beside decoding, 8 layers at a time);
 - blocks are a unit of the budget only: memory is taken and given back in pages;
@@ -32,6 +33,9 @@ from sglang_diffkv.policies.base import Observation, Policy, Redundancy, Running
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.options import PolicyOptions, odd
 
+HYBRID_SLOTS = 0.25
+"""Query slots of those requests that fit with their budget: each needs one in few of its steps only."""
+
 
 @dataclass(frozen=True)
 class ZipagePolicy(Policy):
@@ -45,6 +49,7 @@ class ZipagePolicy(Policy):
     decay: float = 0.8
     redundancy: Redundancy | None = None
     slots: float = 1.0
+    constrained: bool = False
 
     @property
     def observation(self) -> Observation:
@@ -57,7 +62,7 @@ class ZipagePolicy(Policy):
 
     @property
     def running(self) -> Running:
-        return Running(self.limit, self.keep, self.window, self.decay, self.slots)
+        return Running(self.limit, self.keep, self.window, self.decay, self.slots, self.constrained)
 
 
 class ZipagePolicyConfig(PolicyOptions):
@@ -80,8 +85,15 @@ class ZipagePolicyConfig(PolicyOptions):
     high_share: float = Field(
         default=0.5, ge=0, le=1, description="of two tiers, what of the kept stays in the high one"
     )
-    query_slots: float = Field(
-        default=0.25, gt=0, le=1, description="requests whose queries are kept at once, of those that may run"
+    scheduling: Literal["hybrid", "constrained"] = Field(
+        default="hybrid", description="constrained: no more requests run than have a query slot"
+    )
+    query_slots: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="requests whose queries are kept at once, of those that fit with their budget; null: a quarter, "
+        "all where scheduling is constrained",
     )
 
     @field_validator("pool")
@@ -100,6 +112,7 @@ class ZipagePolicyConfig(PolicyOptions):
         within = self.block if self.compare == "block" else 0
         redundancy = Redundancy(self.redundancy, self.temperature, self.threshold, within) if self.redundancy else None
         high = max(round(self.high_share * keep), self.window)
-        return ZipagePolicy(
-            keep, self.max_blocks * self.block, self.window, high, self.pool, self.decay, redundancy, self.query_slots
-        )
+        constrained = self.scheduling == "constrained"
+        slots = self.query_slots or (1.0 if constrained else HYBRID_SLOTS)
+        limit = self.max_blocks * self.block
+        return ZipagePolicy(keep, limit, self.window, high, self.pool, self.decay, redundancy, slots, constrained)

@@ -20,20 +20,24 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
 
     ledger = requests.ledger
     running = [] if self.running_batch is None else self.running_batch.reqs
-    with compat.node_locked(self, req.last_node):
-        admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list])
     chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)
-    if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
-        return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
     result, compacted = AddReqResult.NO_TOKEN, False
     cut = None if chunked else requests.tokens_to_branch(req)
-    with compat.estimated(req, ledger.growth, budget=ledger.manager.running is not None), _ending_within(self, cut):
-        if admission.fits:
-            result = original(self, req, *args, **kwargs)
-        if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
-            compacted = True
-            with ledger.credited(admission.saved):
+    with ledger.judging():
+        with compat.node_locked(self, req.last_node):
+            admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio)
+        if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
+            return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
+        with (
+            compat.estimated(req, admission.growth, budget=requests.joint is not None),
+            _ending_within(self, cut),
+        ):
+            if admission.fits:
                 result = original(self, req, *args, **kwargs)
+            if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
+                compacted = True
+                with ledger.credited(admission.saved):
+                    result = original(self, req, *args, **kwargs)
     if _added(self, req):
         requests.admit(req, admission, compacted=compacted)
         result = self.budget_state() if cut is not None else result
@@ -82,11 +86,16 @@ def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
 
 
 def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, by the growth estimate."""
+    """What a running request is expected to take yet, by the growth estimate; its part of what all take together where
+    they hold budgets."""
     offset, requests = original(self, req), requests_of(self)
     if requests is None:
         return offset
-    return requests.ledger.growth_of(compat.row_of(req), offset)
+    if requests.joint is None:
+        return requests.ledger.growth_of(compat.row_of(req), offset)
+    if not hasattr(self, "diffkv_share"):
+        self.diffkv_share = requests.joint.share(self.running_batch.reqs, self.new_token_ratio)
+    return self.diffkv_share
 
 
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."

@@ -211,19 +211,39 @@ def estimated(req: Any, growth: Growth, *, budget: bool = False) -> Iterator[Non
 
 def tokens_wanted(req: Any, growth: Growth) -> float:
     """What admission asks for a request: its prompt, and the tokens it may generate, as ``estimated``."""
+    rest = min(reply_left(req), _most_expected())
+    return prompt_len(req) - prefix_len(req) + growth(prompt_len(req), rest) + 1
+
+
+def reply_left(req: Any) -> int:
+    """Tokens that the request may still generate."""
+    return max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+
+
+def reply_expected(req: Any, ratio: float) -> int:
+    """Of these, those that SGLang expects if it expects ``ratio`` of all; each of them where their end is ignored."""
+    left = reply_left(req)
+    return left if req.sampling_params.ignore_eos else math.ceil(min(left, _most_expected()) * ratio)
+
+
+@cache
+def _most_expected() -> int:
+    """Tokens of a reply that SGLang looks at when it admits requests."""
     from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
-    rest = min(max(req.sampling_params.max_new_tokens - len(req.output_ids), 0), CLIP_MAX_NEW_TOKENS)
-    return prompt_len(req) - prefix_len(req) + growth(prompt_len(req), rest) + 1
+    return CLIP_MAX_NEW_TOKENS
+
+
+def expected_ratio(scheduler: Any) -> float:
+    """Of the tokens that running requests may still generate, those that SGLang expects."""
+    return scheduler.new_token_ratio_tracker.current
 
 
 def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:
     """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does."""
-    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-
-    ratio = scheduler.new_token_ratio_tracker.current
+    ratio = expected_ratio(scheduler)
     for req in scheduler.running_batch.reqs:
-        rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), _most_expected())
         whole = release() >= (0, 5, 22) and req.sampling_params.ignore_eos
         yield row_of(req), rest * (1.0 if whole else ratio)
 

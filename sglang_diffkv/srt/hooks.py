@@ -231,7 +231,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
         requests.verified(batch.reqs)
     requests.after_step(batch.reqs)
     # SGLang by itself looks at its queue again only when a request ends.
-    if self.running_batch.batch_is_full and requests.ledger.room_for_refused(compat.expected_tokens(self)):
+    if self.running_batch.batch_is_full and requests.room_for_refused(self):
         self.running_batch.batch_is_full = False
     return result
 

@@ -223,6 +223,15 @@ class DiffKVPrefixCache(EvictingTree):
             at = end
         return parts
 
+    def pages_read_alone(self, node: Any) -> int:
+        """Pages of the path to ``node`` that can be evicted when the request that has locked it lets go: those that no
+        other holds."""
+        nodes: dict[Segment, int] = {}
+        for x in self.nodes(node):
+            if x.lock_ref <= 1:
+                nodes[x.segment] = nodes.get(x.segment, 0) + 1
+        return sum(segment.pages for segment, count in nodes.items() if self.locked_nodes[segment] <= count)
+
     # Locks
 
     def inc_lock_ref(self, node: Any, *args: Any, **kwargs: Any) -> Any:

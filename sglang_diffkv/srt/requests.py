@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.joint_admission import JointAdmission
 
 if TYPE_CHECKING:
     from sglang_diffkv.srt.exact_prompts import ExactPrompts
@@ -62,12 +63,14 @@ class Admission:
     """Whether a prompt of ``needed`` tokens behind a matched ``path`` has room.
 
     Attributes:
-        fits: with nothing compressed. fits_compacted: if it is compacted after each chunk of ``chunk`` tokens, by
-            which it is expected to take ``saved`` tokens less; 0 if it may not be.
+        growth: what its generated tokens are expected to take. fits: with nothing compressed. fits_compacted: if it is
+            compacted after each chunk of ``chunk`` tokens, by which it is expected to take ``saved`` tokens less; 0 if
+            it may not be.
     """
 
     path: Path
     needed: int
+    growth: compat.Growth
     fits: bool
     fits_compacted: bool
     chunk: int
@@ -82,6 +85,8 @@ class Requests:
         self.tree: DiffKVPrefixCache | None = None
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
+        budgets = self.manager.running
+        self.joint = None if budgets is None else JointAdmission(self, budgets)
 
     @property
     def exact(self) -> ExactPrompts | None:
@@ -94,23 +99,26 @@ class Requests:
 
     # Admission
 
-    def judge(self, req: Any, chunk: int, running: Iterable[Any]) -> Admission:
+    def judge(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0) -> Admission:
         """Whether a request's prompt has room, evicting what may go. Its matched path must be locked.
 
         Args:
             chunk: tokens of a chunk that a pass has to itself. running: requests that run or are admitted already.
+            ratio: of the tokens that running requests may still generate, those that SGLang expects.
         """
-        ledger, path = self.ledger, self.path(req)
-        ledger.refused = None
+        ledger, path, joint = self.ledger, self.path(req), self.joint
+        self._forget_refused()
         needed = compat.prompt_len(req) - compat.prefix_len(req)
         if self.tree is not None:
             self.tree.evict_table_blocks(path, needed)
             self.tree.evict_kv_slots(needed)
         compacts = chunk < needed and self._may_compact(path, needed, running)
+        growth, fits = (ledger.growth, True) if joint is None else joint.judge(req, needed, running, ratio)
         return Admission(
             path,
             needed,
-            fits=ledger.admits(path, needed),
+            growth,
+            fits=fits and ledger.admits(path, needed),
             fits_compacted=compacts and ledger.admits_compacting(needed, chunk),
             chunk=chunk,
             saved=needed - ledger.compacting_tokens(needed, chunk) if compacts else 0,
@@ -143,7 +151,9 @@ class Requests:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its
         own prefix locks as a whole can make it, and these were evicted."""
         ledger, tree = self.ledger, self.tree
-        ledger.refused = compat.tokens_wanted(req, ledger.growth) - admission.saved
+        ledger.refused = compat.tokens_wanted(req, admission.growth) - admission.saved
+        if self.joint is not None:
+            self.joint.refuse(req, admission.needed)
         if not getattr(req, "diffkv_waited", False):
             req.diffkv_waited = True
             ledger.waited += 1
@@ -156,6 +166,17 @@ class Requests:
         tree.evict_table_blocks([], prompt)
         tree.evict_kv_slots(prompt)
         return True
+
+    def _forget_refused(self) -> None:
+        self.ledger.refused = None
+        if self.joint is not None:
+            self.joint.refused = None
+
+    def room_for_refused(self, scheduler: Any) -> bool:
+        """Whether the last refused request would fit by now."""
+        if self.joint is None:
+            return self.ledger.room_for_refused(compat.expected_tokens(scheduler))
+        return self.joint.room_for_refused(scheduler.running_batch.reqs, compat.expected_ratio(scheduler))
 
     def next_chunk_fits(self, req: Any, chunk: int) -> bool:
         """Whether an admitted prompt's next chunk has room. Always where all of its pages are promised; one that is
@@ -292,10 +313,11 @@ class Requests:
                 continue
             shared, path = manager.rows.shared(row), []
             if not budgets.alone(row):
+                pages = budgets.pages_to_compress(row)
                 with ledger.compressing():
-                    room = ledger.uncommitted_pages() >= budgets.copy_pages
+                    room = ledger.uncommitted_pages() >= pages
                     if tree is not None and not (room and manager.segments.rows_free):
-                        room = tree.make_segment_rows(1) and tree.make_room(budgets.copy_pages)
+                        room = tree.make_segment_rows(1) and tree.make_room(pages)
                 blocks = budgets.copy_blocks(row)
                 if room and tree is not None:
                     tree.make_table_blocks(blocks)

@@ -167,6 +167,7 @@ def call_again(
             ops.copy_judged(state, number + 1, [(number, number, 2 * number)], number + 16, judgement)
             if len(state.fmt.tiers) == 1:
                 ops.compact_judged(state, number, number + 16, judgement)
+                ops.hand_over(state, number, number + 1)
 
 
 def report(config: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:

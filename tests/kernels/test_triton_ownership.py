@@ -7,6 +7,8 @@ import torch
 
 from sglang_diffkv.kernels.attach import reference as attach_reference
 from sglang_diffkv.kernels.attach.triton import attach, seal
+from sglang_diffkv.kernels.hand_over import reference as hand_over_reference
+from sglang_diffkv.kernels.hand_over.triton import hand_over
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.table import max_entries, row_table
@@ -61,3 +63,40 @@ def test_rows_share_and_return_pages(tiers):
         release_reference.release(twin, row)
         assert_same(state, twin)
     assert not state.refcount.any()
+
+
+@pytest.mark.parametrize("shared", [0, 5, 29, 290])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
+def test_a_row_hands_over_what_it_may_not_write(tiers, shared):
+    """Pages of segments and sealed ones go, in order, with their ranges and the references that they had; what the row
+    may write comes first then, and grows on."""
+    manager = make_manager(make_format(tiers, page_tokens=4), pages=1800, layers=2, heads=2)
+    state, generator, spans = manager.state, torch.Generator().manual_seed(5), Spans.create(manager.state, 1)
+    add_prompt(manager, 3, 300, generator)
+    if shared:
+        manager.space.extend(1, manager.space.bound(3))
+        manager.space.flush()
+        attach(state, 1, 3, 0, shared)
+        manager.rows.grow(1, shared, in_prompt=False)
+    add_prompt(manager, 1, shared + 150, generator, compact=False)
+    manager.space.extend(9, manager.space.bound(1))
+    manager.space.flush()
+    twin = clone_state(state)
+    before = row_table(state, torch.tensor([1], device=DEVICE), 0, max_entries(state, torch.tensor([1]), 0))
+    own, entries = state.own_entry[1].clone(), state.entries[1].clone()
+    for run, one in ((hand_over, state), (hand_over_reference.hand_over, twin)):
+        run(one, 1, 9)
+    assert_same(state, twin)
+    assert torch.equal(state.entries[9], own) and torch.equal(state.entries[1], entries - own)
+    assert not state.own_entry[1].any() and (shared > 0) == bool(own.any())
+    for row, last in ((9, own), (1, entries)):
+        found = row_table(state, torch.tensor([row], device=DEVICE), 0, max_entries(state, torch.tensor([row]), 0))
+        for got, expected in zip(found, before, strict=True):
+            for layer in range(2):
+                for head in range(2):
+                    begin = 0 if row == 9 else int(own[layer, head, 0])
+                    end = int(last[layer, head, 0])
+                    assert torch.equal(got[0, layer, head, : end - begin], expected[0, layer, head, begin:end])
+    release(state, 9, spans)
+    release_reference.release(twin, 9)
+    assert_same(state, twin)

@@ -88,7 +88,8 @@ def test_kv_slots_of_admitted_prompts_are_set_aside():
 def requests_of(drafts: int, free: int, tree: Any) -> Requests:
     """A manager's stub, in whose table everybody has room, with ``free`` KV slots."""
     space = SimpleNamespace(refused=lambda rows, step_tokens: {})
-    manager = SimpleNamespace(drafts=drafts, space=space, counts=SimpleNamespace(step_tokens=drafts or 1))
+    counts = SimpleNamespace(step_tokens=drafts or 1)
+    manager = SimpleNamespace(drafts=drafts, space=space, counts=counts, running=None)
     ledger = SimpleNamespace(manager=manager, kv_slots_free=lambda: free, uncommitted_kv_slots=lambda: free)
     requests = Requests(ledger)  # type: ignore[arg-type]
     requests.tree = tree

@@ -52,7 +52,7 @@ class StandIn:
     def __init__(self, prompt: array, row: int | None, match: Match, end: int, *, rid: str, priority: int = 0) -> None:
         self.rid, self.priority, self.extra_key, self.cache_salt = rid, priority, None, None
         self.tokens, self.origin_input_ids, self.output_ids = prompt, prompt[:], array("q")
-        self.sampling_params = SimpleNamespace(max_new_tokens=250)
+        self.sampling_params = SimpleNamespace(max_new_tokens=250, ignore_eos=False)
         self.extend_range = SimpleNamespace(end=end)
         self.prefix_len = len(match)
         self.prefilling, self.ended = True, False

@@ -54,6 +54,13 @@ class PruningMachine(TreeMachine):
                 assert most <= running.held(row), "a row holds more than the host believes"
             if running.held(row) < running.rule.limit and self.manager.rows.shared(row) == 0:
                 assert most < running.rule.limit, "a row holds more than its budget"
+            outlook = running.outlook(row, 10, 10, 0)
+            if outlook is not None and self.manager.rows.shared(row) == 0 and row not in self.manager.prompts.pending:
+                pages = self.manager.device.pages_of(row) / self.manager.geometry.heads
+                assert pages <= outlook.pages + 1, "a row has more pages than admission believes"
+                assert outlook.pages <= pages + 1 + len(state.fmt.tiers), (
+                    "a row has fewer pages than admission believes"
+                )
 
     @precondition(lambda self: any(not r.prefilling for r in self.running))
     @rule()

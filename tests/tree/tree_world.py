@@ -16,6 +16,7 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.compat import prefix_len
@@ -42,10 +43,12 @@ class World:
         share_min: int = 24,
         reaches: tuple[int, ...] = (),
         pool: ReqToTokenPool | None = None,
+        policy: Policy | None = None,
+        tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
     ) -> None:
-        fmt = PageFormat(64, 64, (Tier(8, 4), Tier(4, 2)), page_tokens)
+        fmt = PageFormat(64, 64, tiers, page_tokens)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, reaches)
-        self.manager = PageManager(geometry, DiffKVPolicy(alpha_high, 0.0, 8))
+        self.manager = PageManager(geometry, policy or DiffKVPolicy(alpha_high, 0.0, 8))
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = Requests(ledger)
