@@ -27,7 +27,8 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.
 	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt \
 	tests/servers/test_server_kv_dtype.py \
 	tests/servers/test_backend.py::test_models_that_write_k_and_v_themselves_find_the_pool \
-	tests/servers/test_hybrids.py tests/servers/test_server_hybrids.py::test_lossless_gives_the_tokens_of_transformers
+	tests/servers/test_hybrids.py tests/servers/test_server_hybrids.py::test_lossless_gives_the_tokens_of_transformers \
+	tests/tree/test_kept_states.py tests/servers/test_server_kept_states.py::test_what_is_found
 # How tests are spread over the processes: tests/conftest.py.
 PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadscope --no-loadscope-reorder
 CPU_ENV := SGLANG_USE_CPU_ENGINE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1

@@ -31,7 +31,7 @@ CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
 """Set to k, a server checks ring, tables, counts and tree after every k-th step (slow; for tests and bug reports)."""
 
 UNTRIED_ENV = "SGLANG_DIFFKV_UNTRIED"
-"""If it is set, what was never run on a GPU is not refused there."""
+"""If it is set, what was not seen to be right on a GPU is not refused there."""
 
 
 def _usual_rotation(tiers: Sequence[str]) -> RotateName:

@@ -47,3 +47,9 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
 SERVED: dict[str, DiffKVAllocator] = {}
 """The allocator of this process by its backend's name, once a server has built it, for what SGLang calls without one:
 the decode log line, metrics and the canary."""
+
+
+def requests_of(owner: Any) -> Requests | None:
+    """The requests of SGLang's scheduler, batch or admission; None if another backend serves."""
+    allocator = owner.token_to_kv_pool_allocator
+    return allocator.requests if isinstance(allocator, DiffKVAllocator) else None

@@ -51,10 +51,13 @@ def untested_on_a_gpu() -> str:
 
 
 def untried_on_a_gpu(device: Any, what: str, instead: str) -> list[str]:
-    """What is wrong on a GPU with something that has run on a CPU only, and what to do; nothing to who wants to try."""
+    """What is wrong on a GPU with something that was seen to be right on a CPU only, and what to do; nothing to who
+    wants to try."""
     if not str(device).startswith("cuda") or os.environ.get(UNTRIED_ENV):
         return []
-    return [f"{what} on a GPU, where it was never run: {instead}, or set {UNTRIED_ENV}=1 to try it"]
+    return [
+        f"{what} on a GPU, where it was not seen to be right in all ways: {instead}, or set {UNTRIED_ENV}=1 to try it"
+    ]
 
 
 @cache
@@ -83,7 +86,7 @@ MODEL_ADJUSTMENTS = (
 """What judges arguments by the model's architecture, and what it asks for the backends of prefill and decode."""
 
 
-def _kv_of(req: Any) -> Any:
+def kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv
 
@@ -112,19 +115,9 @@ def planned_request_rows(max_running_requests: int | None, capacity: int, contex
     return max(min(max_running_requests or usual, capacity // 2), 1) + 1
 
 
-def planned_states(hybrid: Any, ranks: int) -> Any:
-    """``mamba2_cache_params`` of a model's configuration, on each of so many ranks, before there are ranks: ``layers``
-    that have states, and ``mamba_cache_per_req``, bytes of a request's."""
-    from sglang.srt.runtime_context import get_parallel
-
-    widths = {"attn_tp_size": ranks, **({} if release() < (0, 5, 22) else {"enable_cp_tp_group_sharing": False})}
-    with get_parallel().override(**widths):
-        return hybrid.mamba2_cache_params
-
-
 def row_of(req: Any) -> int | None:
     """The request's row in ``req_to_token``, None while it has none."""
-    return _kv_of(req).req_pool_idx
+    return kv_of(req).req_pool_idx
 
 
 def allocated_row_of(req: Any) -> int:
@@ -142,7 +135,7 @@ def prefix_len(req: Any) -> int:
 
 def committed_len(req: Any) -> int:
     """Tokens of the request whose keys and values are stored, by the results that SGLang has seen."""
-    return int(_kv_of(req).kv_committed_len)
+    return int(kv_of(req).kv_committed_len)
 
 
 def kv_slots_wanted(req: Any, drafts: int) -> int:
@@ -170,7 +163,7 @@ def longest_len(req: Any) -> int:
 
 def protected_len(req: Any) -> int:
     """Tokens of the request whose KV slots belong to the tree."""
-    return _kv_of(req).cache_protected_len
+    return kv_of(req).cache_protected_len
 
 
 def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
@@ -181,7 +174,7 @@ def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
     if pool is not None:
         pool.kv_slots_changed(rows.req_to_token[row, start : start + len(kv_slots)], kv_slots)
     rows.write((row, slice(start, start + len(kv_slots))), kv_slots)
-    _kv_of(req).cache_protected_len = start
+    kv_of(req).cache_protected_len = start
     if release() >= (0, 5, 22):
         tree.unlock(req.lock)
         req.lock = tree.lock(node)
@@ -362,9 +355,9 @@ def release_request(batch: Any, index: int) -> None:
 
 
 def free_state(rows: Any, req: Any) -> None:
-    """Give back the state slot of a request, if it has one: of a model with linear-attention layers, where the prefix
-    cache keeps no states. ``rows``: SGLang's table of requests."""
-    if getattr(_kv_of(req), "mamba_pool_idx", None) is not None:
+    """Give back the state slot of a request, if it has one: of a model with layers that do not attend. ``rows``:
+    SGLang's table of requests."""
+    if getattr(kv_of(req), "mamba_pool_idx", None) is not None:
         rows.free_mamba_cache(req)
 
 

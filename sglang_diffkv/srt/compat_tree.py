@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from sglang_diffkv.srt.compat import extend_end, free_state, prompt_len, release, row_of
-from sglang_diffkv.srt.hybrids import has_states
+from sglang_diffkv.srt.compat import extend_end, prompt_len, release, row_of
 from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
 
 
@@ -63,24 +60,6 @@ def prefix_cache_class() -> type:
 
         def record_removal(self, leaf: Any) -> None:
             self.kv_events.record_remove(leaf)
-
-        # States: a tree of SGLang's has them, a disabled one too, and gives them back with the row.
-
-        def supports_mamba(self) -> bool:
-            return has_states(self.req_to_token_pool)
-
-        def on_release(self, req: Any, *, checkpointed: bool) -> None:
-            super().on_release(req, checkpointed=checkpointed)
-            free_state(self.req_to_token_pool, req)
-
-        def mamba_evictable_size(self) -> int:
-            return 0
-
-        def mamba_protected_size(self) -> int:
-            return 0
-
-        def all_mamba_values_flatten(self) -> torch.Tensor:
-            return torch.empty(0, dtype=torch.int64)
 
     if release() < (0, 5, 18):
         return V17

@@ -15,7 +15,7 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat, compat_states
 from sglang_diffkv.srt.draft_model import bytes_of_slot
 from sglang_diffkv.srt.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.scaling import configured_reaches, reads_window
@@ -177,10 +177,10 @@ def _model(findings: Findings, args: Any) -> Any:
 
 
 def _states(findings: Findings, configurator: Any) -> Any:
-    """What is compressed of a model with states, and what is not; ``compat.planned_states``, None where only a server
+    """What is compressed of a model with states, and what is not; ``planned_states``, None where only a server
     knows."""
     try:
-        states = compat.planned_states(configurator.mambaish_config, configurator.server_args.tp_size)
+        states = compat_states.planned_states(configurator.mambaish_config, configurator.server_args.tp_size)
     except Exception as error:
         findings.add(
             "states", f"SGLang says what they take in a server only ({error}): the figures here leave them out"
@@ -299,16 +299,18 @@ def _draft_model(findings: Findings, args: Any) -> int:
 
 
 def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple[int, int | None]:
-    """The bytes that SGLang leaves for keys and values, and how many requests have states; None if the model has
-    none."""
+    """The bytes that SGLang leaves for keys and values, and how many requests run at most for want of states; None if
+    the model has none."""
     if configurator.states is None:
         return budget, None
     view, size = configurator.server_args, configurator.states.mamba_cache_per_req
-    ratio = view.mamba_full_memory_ratio
-    slots = view.max_mamba_cache_size or view.max_running_requests or int(budget * ratio / (1 + ratio) / size) - 1
-    taken = (slots + 1) * size
-    findings.add("states", f"{slots:,} requests, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
-    return budget - taken, slots
+    ratio, alone = view.mamba_full_memory_ratio, view.disable_radix_cache
+    asked = view.max_mamba_cache_size or (view.max_running_requests if alone else None)
+    slots = asked or int(budget * ratio / (1 + ratio) / size) - 1
+    taken, most = (slots + 1) * size, slots if alone else slots // compat_states.SLOTS_A_REQUEST
+    owners = f"{slots:,} requests" if alone else f"{slots:,}, of {most:,} requests and of the prefix cache"
+    findings.add("states", f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
+    return budget - taken, most
 
 
 def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool) -> str:

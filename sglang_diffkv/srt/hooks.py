@@ -8,21 +8,15 @@ from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
-from sglang_diffkv.srt import build, compat, draft_model, launch, metrics
-from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
+from sglang_diffkv.srt import build, compat, compat_states, draft_model, launch, metrics
+from sglang_diffkv.srt.admission import ADMISSION_HOOKS
+from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator, requests_of
 from sglang_diffkv.srt.draft_model import DRAFT_HOOKS
 from sglang_diffkv.srt.kv_canary import CANARY_HOOKS
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.refused_requests import refuse_in_decode, tell_refused, undo_prefill
 from sglang_diffkv.srt.requests import BatchRefused, Requests
 from sglang_diffkv.srt.validation import BACKEND, is_selected
-
-
-def requests_of(owner: Any) -> Requests | None:
-    """The requests of SGLang's scheduler, batch or admission; None if another backend serves."""
-    allocator = owner.token_to_kv_pool_allocator
-    return allocator.requests if isinstance(allocator, DiffKVAllocator) else None
-
 
 # Arguments
 
@@ -64,6 +58,8 @@ _asking_for_model = False
 
 def adjust_to_model(original: Any, server_args: Any) -> Any:
     global _asking_for_model
+    if is_selected(server_args):
+        compat_states.keep_without_buffers(server_args)
     _asking_for_model = True
     try:
         return original(server_args)
@@ -76,6 +72,14 @@ def attention_backends(original: Any, args: Any) -> Any:
     This one does, so there it passes for one that has."""
     found = original(args)
     return tuple("triton" if x == BACKEND else x for x in found) if _asking_for_model else found
+
+
+def validate_mamba_no_buffer(original: Any, *args: Any) -> None:
+    """SGLang's own prefix cache cannot keep states under overlap scheduling without buffers; this one copies them
+    behind their pass."""
+    *_, view, _ = args
+    if not is_selected(view):
+        original(*args)
 
 
 # What a server builds
@@ -126,76 +130,6 @@ def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
     return not isinstance(get_token_to_kv_pool(), DiffKVPool) and original(forward_batch)
 
 
-# Admission
-
-
-def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Admit a prompt only if its pages fit, whatever SGLang's token arithmetic says; one that fits only if it is
-    compacted between chunks is."""
-    requests = requests_of(self)
-    if requests is None:
-        return original(self, req, *args, **kwargs)
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    ledger = requests.ledger
-    running = [] if self.running_batch is None else self.running_batch.reqs
-    result, compacted = AddReqResult.NO_TOKEN, False
-    with ledger.judging():
-        with compat.node_locked(self, req.last_node):
-            admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio)
-        with compat.estimated(req, admission.growth, budget=requests.joint is not None):
-            if admission.fits:
-                result = original(self, req, *args, **kwargs)
-            if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
-                compacted = True
-                with ledger.credited(admission.saved):
-                    result = original(self, req, *args, **kwargs)
-    if _added(self, req):
-        requests.admit(req, admission, compacted=compacted)
-        if result == AddReqResult.NO_TOKEN and requests.joint is not None:
-            return AddReqResult.OTHER  # no other is refused yet: SGLang would ask none until a request ends
-    elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
-        return AddReqResult.OTHER
-    return result
-
-
-def _added(adder: Any, req: Any) -> bool:
-    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
-
-
-def _whole_chunk(adder: Any) -> int:
-    """Tokens of a chunk that a pass has to itself."""
-    if not hasattr(adder, "diffkv_chunk"):
-        adder.diffkv_chunk = adder.rem_chunk_tokens or 1 << 62
-    return adder.diffkv_chunk
-
-
-def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
-    """A prompt's next chunk is as long as the pass allows: its pages are promised. One that is compacted between chunks
-    waits where its next chunk does not fit, and running requests are retracted for it."""
-    requests = requests_of(self)
-    if requests is None:
-        return original(self, req)
-    fits = requests.next_chunk_fits(req, _whole_chunk(self))
-    if not fits and self.running_batch is not None and self.running_batch.reqs:
-        return req
-    with requests.ledger.unlimited():
-        return original(self, req)
-
-
-def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
-    """What a running request is expected to take yet, by the growth estimate; its part of what all take together where
-    they hold budgets."""
-    offset, requests = original(self, req), requests_of(self)
-    if requests is None:
-        return offset
-    if requests.joint is None:
-        return requests.ledger.growth_of(compat.row_of(req), offset)
-    if not hasattr(self, "diffkv_share"):
-        self.diffkv_share = requests.joint.share(self.running_batch.reqs, self.new_token_ratio)
-    return self.diffkv_share
-
-
 # Batches
 
 
@@ -206,11 +140,20 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         return original(self, *args, **kwargs)
     try:
         with requests.refusing(self.reqs), requests.ledger.prefilling():
+            requests.begin_states(self.reqs)
             result = original(self, *args, **kwargs)
         requests.plan_prefill(self.reqs)
     except BatchRefused as refused:
         refused.batch = self
         raise
+    return result
+
+
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pass is launched: states that it leaves are copied before the next one changes them."""
+    result = original(self, *args, **kwargs)
+    if BACKEND in SERVED:
+        SERVED[BACKEND].requests.pass_launched()
     return result
 
 
@@ -336,6 +279,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
         report["prompts"] = metrics.prompt_outcomes(requests)
+        if requests.tree is not None and requests.tree.states is not None:
+            report["states"] = requests.tree.states.report()
         result.internal_state["diffkv"] = report
     return result
 
@@ -362,7 +307,6 @@ def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 SRT = "sglang.srt."
 ARGUMENTS = SRT + "server_args.ServerArgs."
 CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
-ADDER = SRT + "managers.schedule_policy.PrefillAdder."
 BATCH = SRT + "managers.schedule_batch.ScheduleBatch."
 SCHEDULER = SRT + "managers.scheduler.Scheduler."
 COMPONENTS = SRT + "managers.scheduler_components."
@@ -371,6 +315,7 @@ HOOKS = {
     ARGUMENTS + "add_cli_args": add_cli_args,
     ARGUMENTS + "from_cli_args": from_cli_args,
     ARGUMENTS + "check_server_args": check_server_args,
+    compat_states.WITHOUT_BUFFERS: validate_mamba_no_buffer,
     SRT + "utils.common.support_triton": support_triton,
     SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype": configure_kv_cache_dtype,
     SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
@@ -379,10 +324,8 @@ HOOKS = {
     CONFIGURATOR + "_build_mha_kv_pool": build_kv_pool,
     CONFIGURATOR + "_build_hybrid_linear_kv_pool": build_kv_pool,
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_token_to_kv_pool_allocator,
-    ADDER + "add_one_req": add_one_req,
-    ADDER + "add_chunked_req": add_chunked_req,
-    ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
     BATCH + "prepare_for_extend": prepare_for_extend,
+    SRT + "model_executor.model_runner.ModelRunner.forward": forward,
     BATCH + "prepare_for_decode": prepare_for_decode,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
@@ -392,6 +335,7 @@ HOOKS = {
     COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": get_total_uncached_sizes,
     COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
     SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,
+    **ADMISSION_HOOKS,
     **CANARY_HOOKS,
     **DRAFT_HOOKS,
 }

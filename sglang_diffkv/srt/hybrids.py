@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.speculation import drafts_of
@@ -26,15 +27,20 @@ def paged_layers(configurator: Any) -> tuple[int, ...]:
 
 def hybrid_problems(configurator: Any) -> Iterator[str]:
     """What of a model with states cannot be served, by ``mambaish_config`` of SGLang's KVCacheConfigurator."""
-    hybrid = configurator.mambaish_config
+    hybrid, args = configurator.mambaish_config, compat.resolved(configurator.server_args)
     if not hybrid.full_attention_layer_ids:
         yield "states alone and no layer with keys and values to compress"
-    if not compat.resolved(configurator.server_args).disable_radix_cache:
+    if not args.disable_radix_cache and (args.chunked_prefill_size or 0) <= 0:
         yield (
-            "state-space or linear-attention layers, of whose states the prefix cache would have to keep one beside "
-            "the pages of each prefix; start with --disable-radix-cache"
+            "layers with states and prompts that are never cut, of which the prefix cache would find next to nothing; "
+            "drop --chunked-prefill-size -1, or add --disable-radix-cache"
         )
-    if drafts_of(compat.resolved(configurator.server_args)):
+    if not args.disable_radix_cache and load_config().prefix_fidelity == "exact":
+        yield (
+            "layers with states, beside which the prefix cache keeps compressed prompts only; start with "
+            '"prefix_fidelity": "compressed" in --diffkv-config, or with --disable-radix-cache'
+        )
+    if drafts_of(args):
         yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
     if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
         yield "sparse attention with an index of its own"
@@ -63,8 +69,10 @@ def describe_layers(configurator: Any, states: Any) -> str:
     ``mamba2_cache_params``."""
     every, paged = configurator.layer_info.num_effective_layers, paged_layers(configurator)
     listed = ", ".join(map(str, paged)) if len(paged) < every else "all"
+    alone = compat.resolved(configurator.server_args).disable_radix_cache
+    shared = "Prefixes are not shared between requests" if alone else "Prefixes are shared up to where a state is kept"
+    size = f"{states.mamba_cache_per_req / MIB:.2f} MiB"
     return (
         f"{len(paged)} of {every} layers have keys and values, which are compressed ({listed}); {len(states.layers)} "
-        f"have states, {states.mamba_cache_per_req / MIB:.2f} MiB a request in SGLang's own pool, which are not. "
-        "Prefixes are not shared between requests"
+        f"have states, {size} a request in SGLang's own pool, which are not. {shared}"
     )

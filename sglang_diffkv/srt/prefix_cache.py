@@ -4,19 +4,26 @@ With ``compressed`` fidelity a prompt is compacted before it joins the tree; wit
 and its request runs on a compressed copy (``Prompts``). A node refers to the segment that stores its tokens; a
 request that matches a path takes references to the pages of the path's segments, limited to the matched
 positions, so a node splits without moving a byte, and what a path takes of a row does not depend on it. A path of many
-small segments is joined to one (``PathJoiner``). Sizes are pages, in SGLang's unit (see ``PageLedger``).
+small segments is joined to one (``PathJoiner``). Of a model with states a match ends where one is kept
+(``KeptStates``). Sizes are pages, in SGLang's unit (see ``PageLedger``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
-from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
+import torch
+
+from sglang_diffkv.config import CHECK_ENV
+from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.reach import served_end
 from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.exact_prompts import ExactPrompts
+from sglang_diffkv.srt.hybrids import has_states
+from sglang_diffkv.srt.kept_states import KeptStates
 from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
 from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.tree_eviction import WORTH_WAITING, EvictingTree
@@ -26,6 +33,10 @@ class DiffKVPrefixCache(EvictingTree):
     """The parts that do not depend on the SGLang version; ``compat_tree.prefix_cache_class`` adds the rest."""
 
     inserting_row: int | None
+    inserted: tuple[int, Any]
+    """Length of the longest key that the running insertion has put in, and the node where it ends."""
+    states: KeptStates | None = None
+    """Of a model that has states; None of others, and while nothing is kept."""
 
     def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
         self.requests: Requests = params.token_to_kv_pool_allocator.requests
@@ -41,6 +52,8 @@ class DiffKVPrefixCache(EvictingTree):
         self.is_eagle = False  # a node's tokens are those that its segment holds, and no pairs of them
         self.manager.counts.on_counted = self._count
         self.joiner = PathJoiner(self)
+        if not self.disable and has_states(self.req_to_token_pool):
+            self.states = KeptStates(self, share_min_tokens)
         self.exact: ExactPrompts | None = None
         if self.manager.running is not None and not self.disable:
             self.manager.running.copies, self.manager.running.exact_prefixes = True, exact
@@ -50,7 +63,10 @@ class DiffKVPrefixCache(EvictingTree):
             self.manager.prompts.share_min_tokens = share_min_tokens
 
     def reset(self) -> None:
+        if self.states is not None:
+            self.states.clear()
         super().reset()
+        self.inserted = (0, self.root_node)
         self.manager.segments.release_all()
         self.locked_nodes.clear()
         self.ledger.tree_pages = self.ledger.evictable_pages = 0
@@ -109,6 +125,7 @@ class DiffKVPrefixCache(EvictingTree):
     def _insert(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
         length = len(key)
         matched, leaf = super()._insert_helper(node, key, value, *args)
+        self.inserted = max(self.inserted, (length, leaf), key=lambda found: found[0])
         if matched < length:
             if self.inserting_row is None:
                 raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
@@ -136,12 +153,22 @@ class DiffKVPrefixCache(EvictingTree):
         result = super().match_prefix(params)
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing
-        fitting = self._made_to_fit(result.last_device_node)
-        path = self.path(result.last_device_node) if fitting is None else fitting
-        end = served_end(path, self.manager.geometry.reaches)
-        if fitting is None and end == path_end(path):
+        node, found = result.last_device_node, self.depth(result.last_device_node)
+        if self.states is not None:
+            node = self.states.last(node)
+        while (end := self._served(node)) < self.depth(node) and self.states is not None:
+            node = self.states.last(self._node_within(node, end))
+        if self.states is not None:
+            self.states.matched(params.req, node, end, found, len(params.key))
+        if end == found:
             return result
         return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))
+
+    def _served(self, node: Any) -> int:
+        """Position up to which a row may read the path to ``node``: it has room for that, and sliding layers find all
+        that they see."""
+        fitting = self._made_to_fit(node)
+        return served_end(self.path(node) if fitting is None else fitting, self.manager.geometry.reaches)
 
     def _made_to_fit(self, node: Any) -> Path | None:
         """None if a row has room for the path to ``node``, at the latest when its pages are counted, or small parts of
@@ -164,6 +191,26 @@ class DiffKVPrefixCache(EvictingTree):
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+    def depth(self, node: Any) -> int:
+        """Position where a node ends."""
+        return sum(len(x.key) for x in self.nodes(node))
+
+    def _node_within(self, node: Any, end: int) -> Any:
+        """The last node of the path to ``node`` that ends at ``end`` or before."""
+        while self.depth(node) > end:
+            node = node.parent
+        return node
+
+    def node_ending(self, leaf: Any, position: int) -> Any:
+        """The node of the path to ``leaf`` that ends at ``position``, which is above 0 and within the path: one that
+        goes further is split."""
+        at = 0
+        for node in self.nodes(leaf):
+            start, at = at, at + len(node.key)
+            if at >= position:
+                return node if at == position else self._split_node(node.key, node, position - start)
+        raise ValueError(f"a path of {at} tokens does not reach position {position}")
 
     def path(self, node: Any) -> Path:
         """Segments from the root to ``node``; however often a segment's nodes were split, it is one part."""
@@ -220,6 +267,8 @@ class DiffKVPrefixCache(EvictingTree):
     # Eviction, see ``EvictingTree``
 
     def _delete_leaf(self, node: Any) -> None:
+        if self.states is not None:
+            self.states.drop(node)
         super()._delete_leaf(node)
         segment = node.segment
         if segment.row in self.manager.counts.uncounted:
@@ -244,15 +293,44 @@ class DiffKVPrefixCache(EvictingTree):
         if not self.locked_nodes[segment]:
             self.ledger.evictable_pages += segment.pages
 
+    # States, see ``KeptStates``; the methods are those by which SGLang asks a prefix cache
+
+    def supports_mamba(self) -> bool:
+        return has_states(self.req_to_token_pool)
+
+    def give_up_states(self, req: Any, row: int) -> None:
+        """The request leaves its row."""
+        if self.states is not None:
+            self.states.leave(req, row)
+        elif self.supports_mamba():
+            compat.free_state(self.req_to_token_pool, req)
+
+    def mamba_evictable_size(self) -> int:
+        return 0 if self.states is None else len(self.states.of_nodes)
+
+    def mamba_protected_size(self) -> int:
+        return 0
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        kept = [] if self.states is None else list(self.states.of_nodes.values())
+        return torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
+
     # Checks
 
+    def sanity_check(self) -> None:
+        """SGLang asks at idle, on 0.5.17 again and again for models with states."""
+        if os.environ.get(CHECK_ENV):
+            self.check_integrity()
+
     def check_integrity(self) -> None:
-        """Raise AssertionError unless nodes, segments and page totals agree."""
+        """Raise AssertionError unless nodes, segments, states and page totals agree."""
+        every: set[Any] = set()
         nodes: dict[Segment, list[Any]] = {}
         left: list[Segment] = []  # once for each locked node that names it
         stack = list(self.root_node.children.values())
         while stack:
             node = stack.pop()
+            every.add(node)
             nodes.setdefault(node.segment, []).append(node)
             assert node.lock_ref > 0 or not node.left_by_readers, "a node without readers names what they left"
             left.extend(self._read_through(node)[1:])
@@ -270,3 +348,5 @@ class DiffKVPrefixCache(EvictingTree):
                 assert segment.pages == ordered, "a segment as computed has pages that are not in order"
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"
+        if self.states is not None:
+            self.states.check_integrity(every)

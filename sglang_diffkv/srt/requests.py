@@ -192,7 +192,23 @@ class Requests:
                 self.tree.evict_uncovered()
         return ledger.uncommitted_pages() >= 0
 
+    def tokens_to_branch(self, req: Any) -> int | None:
+        """Tokens that the request's next chunk has at most, to end where its prompt branches off from others; None if
+        that does not matter."""
+        left = getattr(req, "diffkv_branch", 0) - compat.prefix_len(req)
+        return left if left > 0 else None
+
     # Steps
+
+    def begin_states(self, reqs: list[Any]) -> None:
+        """A prefill of ``reqs`` is about to be prepared: those that go on from a prefix get its state."""
+        if self.tree is not None and self.tree.states is not None:
+            self.tree.states.begin(reqs)
+
+    def pass_launched(self) -> None:
+        """The planned pass is on the stream, and no other behind it."""
+        if self.tree is not None and self.tree.states is not None:
+            self.tree.states.copy_due()
 
     def plan_prefill(self, reqs: list[Any]) -> PlannedStep:
         """The next pass computes the requests' next chunks: attach the prefixes they have matched, and make room.
@@ -217,6 +233,9 @@ class Requests:
             prompts.append(prompt)
         with self.refusing(reqs):
             step = self.manager.plan_step(rows, counts, starts, prompts=prompts, ending=ending, compacting=compacting)
+        if self.tree is not None and self.tree.states is not None:
+            for row, req in zip(rows, reqs, strict=True):
+                self.tree.states.plan(req, row, compat.extend_end(req), shared=self.manager.rows.shared(row))
         if self.exact is not None:
             for row, req in zip(rows, reqs, strict=True):
                 if row in step.ending:
@@ -328,11 +347,14 @@ class Requests:
             return False
         if not tree.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
             return False
-        tree.inserting_row = row
+        tree.inserting_row, tree.inserted = row, (0, tree.root_node)
         try:
             insertion()
         finally:
             tree.inserting_row = None
+        if tree.states is not None and tree.inserted[0]:
+            length, leaf = tree.inserted
+            tree.states.inserted(req, row, leaf, length, ended=not running)
         return True
 
     def _joins(self, row: int, running: bool) -> bool:
@@ -361,6 +383,8 @@ class Requests:
                 self.tree.pack_replies()
         if self.exact is not None:
             self.exact.forget(row)
+        if self.tree is not None:
+            self.tree.give_up_states(req, row)
 
     # Errors
 

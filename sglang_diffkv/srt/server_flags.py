@@ -97,6 +97,11 @@ def _trees_of_a_model(value: Any, args: Any) -> bool:
     return drafts_by_model(args) and value not in (None, 1)
 
 
+def _with_kept_states(*values: Any) -> Predicate:
+    """Other values than these, where the prefix cache may keep states of layers that do not attend."""
+    return lambda value, args: value not in values and not args.disable_radix_cache
+
+
 def _prefill_graphs(value: Any, args: Any) -> bool:
     return args.device == "cuda" and prefill_graphs_wanted(args)
 
@@ -221,6 +226,25 @@ REFUSED: dict[str, Refused] = {
         "--radix-eviction-policy {value}: use another policy (it keeps its account in a tree that diffkv replaces)",
         lambda value, args: value == "tlru",
         "tests/tree/test_tree_eviction.py::test_every_eviction_policy_chooses_by_its_rule",
+    ),
+    "mamba_radix_cache_strategy": Refused(
+        "--mamba-radix-cache-strategy {value}: drop it, states are copied behind the pass that makes them and take no "
+        "buffers of a request",
+        _with_kept_states(None, "auto", "no_buffer"),
+        "tests/servers/test_server_kept_states.py::test_lossless_gives_the_tokens_of_a_server_without_a_prefix_cache",
+    ),
+    "mamba_max_states_per_path": Refused(
+        "--mamba-max-states-per-path {value}: drop it, what was not used for longest goes first",
+        _with_kept_states(None, -1),
+    ),
+    "enable_int8_mamba_checkpoint": Refused(
+        "states kept in 8 bits: drop --enable-int8-mamba-checkpoint, or add --disable-radix-cache",
+        _with_kept_states(None, False),
+    ),
+    "enable_linear_replayssm": Refused(
+        "states that fall behind their tokens, beside which the prefix cache cannot keep one: drop "
+        "--enable-linear-replayssm, or add --disable-radix-cache",
+        _with_kept_states(None, False),
     ),
     "device": Refused("device {value}: use cuda or cpu", _not(None, "", "cuda", "cpu"), "all server tests"),
     "enable_deterministic_inference": Refused(

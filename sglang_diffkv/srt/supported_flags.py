@@ -61,7 +61,7 @@ ORTHOGONAL: dict[str, str] = {
     ),
     "states of layers that do not attend, and what computes them, are SGLang's; their bytes are not the pool's": (
         "mamba_backend mamba_ssm_dtype enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds "
-        "linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend enable_linear_replayssm "
+        "linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend "
         "linear_replayssm_cache_len enable_scattered_sconv"
     ),
     "decode steps are one graph for each batch size, as SGLang captures them; seen on H200s": (
@@ -82,6 +82,9 @@ ORTHOGONAL: dict[str, str] = {
 """Why they work -> fields that touch admission, sizes or scheduling and that no test sets."""
 
 NO_BEARING: dict[str, str] = {
+    "SGLang's own prefix cache of states, in place of which the plugin's keeps them": (
+        "uses_mamba_radix_cache mamba_track_interval"
+    ),
     "SGLang's pools for sliding windows, which the plugin switches off": (
         "swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set disable_hybrid_swa_memory swa_prefix_tails "
         "enable_encoder_swa_bounded_replay enable_decoder_swa_bounded_replay"
@@ -243,9 +246,7 @@ ONLY_WITH: dict[str, str] = {
         "dsa_paged_mqa_logits_backend dsa_topk_backend dsa_triton_union enable_dsa_fused_indexer qsa_indexer_dtype "
         "dsv4_attn_backend dsv4_prefill_backend enable_deepseek_v4_fp4_indexer c128_page_size"
     ),
-    "models with states in the prefix cache or under drafts": (
-        "mamba_max_states_per_path mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval "
-        "enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_verify_backend enable_linear_replayssm_spec"
-    ),
+    "models with states under drafts": "linear_attn_verify_backend enable_linear_replayssm_spec",
+    "enable_int8_mamba_checkpoint": "int8_mamba_ckpt_size",
 }
 """What is refused, an option's field or a kind of model -> fields that are read only with it."""

@@ -19,6 +19,7 @@ from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.reach import whole_tokens
+from sglang_diffkv.srt.kept_states import KeptStates
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -30,6 +31,7 @@ class EvictingTree(RadixCache):
 
     ledger: PageLedger
     manager: PageManager
+    states: KeptStates | None
     least_kept: int
     """A leaf is cut only if this many of its tokens stay."""
     least_kept_waiting: int
@@ -107,7 +109,7 @@ class EvictingTree(RadixCache):
         heap: list[tuple[Any, Any]] | None = None
         while (pages := missing()) > 0:
             if heap is None:
-                heap = [(self.eviction_strategy.get_priority(n), n) for n in self.evictable_leaves]
+                heap = [(self._priority(n), n) for n in self.evictable_leaves]
                 heapq.heapify(heap)
             if not heap:
                 return
@@ -115,10 +117,12 @@ class EvictingTree(RadixCache):
             self._evict_node(self._cut(leaf, pages))
             parent = leaf.parent
             if not parent.children and parent.lock_ref == 0:
-                heapq.heappush(heap, (self.eviction_strategy.get_priority(parent), parent))
+                heapq.heappush(heap, (self._priority(parent), parent))
 
     def _cut(self, leaf: Any, pages: float) -> Any:
         """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
+        if self.states is not None and leaf in self.states.of_nodes:
+            return leaf  # no match would end in what stays
         tokens, least_kept = self.manager.segments.tokens_for(leaf.segment, pages), self.least_kept
         if not leaf.segment.as_computed:
             reaches = self.manager.geometry.reaches
@@ -135,8 +139,14 @@ class EvictingTree(RadixCache):
     def _evict_leaf(self) -> bool:
         if not self.evictable_leaves:
             return False
-        self._evict_node(min(self.evictable_leaves, key=self.eviction_strategy.get_priority))
+        self._evict_node(min(self.evictable_leaves, key=self._priority))
         return True
+
+    def _priority(self, leaf: Any) -> Any:
+        """What SGLang's eviction policy says; where states are kept, leaves without one, of which no request can go on,
+        come first."""
+        priority = self.eviction_strategy.get_priority(leaf)
+        return priority if self.states is None else (leaf in self.states.of_nodes, priority)
 
     def _evict_node(self, leaf: Any) -> None:
         self.token_to_kv_pool_allocator.free(leaf.value)

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.findings import Findings
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat, compat_states
 from sglang_diffkv.srt.doctor import _without_states
 from sglang_diffkv.srt.hybrids import check_paged_layers, describe_layers, paged_layers
 
@@ -23,7 +23,8 @@ def _hybrid(layers: int = 8, **more: Any) -> Any:
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4}
     config = Qwen3NextConfig(num_hidden_layers=layers, **{**sizes, **heads, **more})
     info = SimpleNamespace(start_layer=0, num_effective_layers=layers)
-    return SimpleNamespace(mambaish_config=config, layer_info=info)
+    args = SimpleNamespace(disable_radix_cache=True)
+    return SimpleNamespace(mambaish_config=config, layer_info=info, server_args=args)
 
 
 def test_layers_that_attend_have_pages() -> None:
@@ -45,12 +46,14 @@ def test_pages_and_attention_are_in_the_same_layers() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_states_take_what_sglang_says(ranks: int) -> None:
     hybrid = _hybrid()
-    states = compat.planned_states(hybrid.mambaish_config, ranks)
+    states = compat_states.planned_states(hybrid.mambaish_config, ranks)
     size = 6 * (8 * 64 * 64 * 4 + (2 * 4 * 64 + 8 * 64) * 3 * 2) // ranks
     assert (list(states.layers), states.mamba_cache_per_req) == ([0, 1, 2, 4, 5, 6], size)
     told = describe_layers(hybrid, states)
     assert "2 of 8 layers have keys and values, which are compressed (3, 7); 6 have states" in told
-    assert f"{size / MIB:.2f} MiB a request" in told
+    assert f"{size / MIB:.2f} MiB a request" in told and "Prefixes are not shared" in told
+    hybrid.server_args.disable_radix_cache = False
+    assert "Prefixes are shared up to where a state is kept" in describe_layers(hybrid, states)
 
 
 @pytest.mark.parametrize("slot", [None, 5])
@@ -73,10 +76,13 @@ def test_the_plan_leaves_room_for_states() -> None:
     hybrid = _hybrid()
     hybrid.states = states = SimpleNamespace(mamba_cache_per_req=MIB)
     asked = {"max_mamba_cache_size": None, "max_running_requests": None, "mamba_full_memory_ratio": 0.5}
-    for changes, slots in (({}, 99), ({"max_running_requests": 7}, 7), ({"max_mamba_cache_size": 9}, 9)):
-        hybrid.server_args = SimpleNamespace(**{**asked, **changes})
-        findings = Findings()
-        assert _without_states(findings, hybrid, 300 * MIB) == (300 * MIB - (slots + 1) * MIB, slots)
-        assert findings.items[0].value == (slots + 1) * states.mamba_cache_per_req
+    of_alone = ((99, 99, {}), (7, 7, {"max_running_requests": 7}), (9, 9, {"max_mamba_cache_size": 9}))
+    of_shared = ((99, 33, {}), (99, 33, {"max_running_requests": 7}), (9, 3, {"max_mamba_cache_size": 9}))
+    for alone, cases in ((True, of_alone), (False, of_shared)):
+        for slots, most, changes in cases:
+            hybrid.server_args = SimpleNamespace(disable_radix_cache=alone, **{**asked, **changes})
+            findings = Findings()
+            assert _without_states(findings, hybrid, 300 * MIB) == (300 * MIB - (slots + 1) * MIB, most)
+            assert findings.items[0].value == (slots + 1) * states.mamba_cache_per_req
     hybrid.states = None
     assert _without_states(Findings(), hybrid, 300) == (300, None)

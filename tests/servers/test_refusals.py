@@ -22,6 +22,7 @@ from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.compat import release
+from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.speculation import check_drafts
 from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
 
@@ -171,15 +172,14 @@ HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
         ),
         ({"mambaish_config": SimpleNamespace(full_attention_layer_ids=[])}, "no layer with keys and values"),
         (
-            {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=False)},
-            "state-space or linear-attention layers.*--disable-radix-cache",
-        ),
-        (
             {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=True, speculative_algorithm="NGRAM")},
             "drop --speculative-algorithm",
         ),
         ({**HYBRID, "model_config": SimpleNamespace(hf_text_config=SimpleNamespace(indexer_n_heads=4))}, "sparse"),
-        ({**HYBRID, "device": "cuda"}, "layers with states on a GPU, where it was never run: .*UNTRIED"),
+        (
+            {**HYBRID, "device": "cuda"},
+            "layers with states on a GPU, where it was not seen to be right in all ways: .*UNTRIED",
+        ),
         ({"kv_cache_dtype": torch.float32}, "float32"),
     ],
 )
@@ -198,6 +198,28 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
     check_model(SimpleNamespace(**{**good, **HYBRID}))
     with pytest.raises(UnsupportedError, match=name):
         check_model(SimpleNamespace(**{**good, **changes}))
+
+
+@pytest.mark.parametrize(("fidelity", "alone"), [("exact", False), ("exact", True), ("compressed", False)])
+def test_states_are_kept_beside_compressed_prompts_only(
+    fidelity: str, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", f'{{"prefix_fidelity": "{fidelity}"}}')
+    args = SimpleNamespace(disable_radix_cache=alone, chunked_prefill_size=4096)
+    model = SimpleNamespace(hf_config=None, hf_text_config=None)
+    problems = list(hybrid_problems(SimpleNamespace(**HYBRID, server_args=args, model_config=model, device="cpu")))
+    if fidelity == "exact" and not alone:
+        assert '"prefix_fidelity": "compressed"' in problems[0] and "--disable-radix-cache" in problems[0]
+    else:
+        assert not problems
+
+
+@pytest.mark.parametrize(("size", "alone"), [(-1, False), (-1, True), (64, False)])
+def test_states_are_kept_where_prompts_are_cut(size: int, alone: bool) -> None:
+    args = SimpleNamespace(disable_radix_cache=alone, chunked_prefill_size=size)
+    model = SimpleNamespace(hf_config=None, hf_text_config=None)
+    problems = list(hybrid_problems(SimpleNamespace(**HYBRID, server_args=args, model_config=model, device="cpu")))
+    assert [("--chunked-prefill-size -1" in x) for x in problems] == [True] * (size < 0 and not alone)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,8 @@ REFUSED_VALUES: dict[str, Any] = {
     "ep_join_mode": "scale",
     "dllm_algorithm": "LowConfidence",
     "radix_eviction_policy": "tlru",
+    "mamba_radix_cache_strategy": "extra_buffer",
+    "mamba_max_states_per_path": 4,
     "device": "xpu",
     "rl_on_policy_target": "fsdp",
     "cuda_graph_backend_decode": "breakable",
@@ -138,6 +140,12 @@ def test_each_refusal_says_what_to_do(name, monkeypatch):
 @pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16"])
 def test_a_cache_of_the_model_s_numbers_may_be_asked_for(dtype):
     check_server_args(_args(kv_cache_dtype=dtype))
+
+
+def test_states_may_be_kept_otherwise_where_the_prefix_cache_keeps_none():
+    otherwise = {"mamba_max_states_per_path": 4, "enable_int8_mamba_checkpoint": True, "enable_linear_replayssm": True}
+    check_server_args(_args(disable_radix_cache=True, mamba_radix_cache_strategy="extra_buffer", **otherwise))
+    check_server_args(_args(mamba_radix_cache_strategy="no_buffer"))
 
 
 def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(monkeypatch):

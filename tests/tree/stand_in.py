@@ -22,10 +22,14 @@ class Match:
     Attributes:
         node: where it ends.
         kv_slots: [length] int32, of its tokens.
+        diffkv_branch: where its prompt branches off from others, as the tree says of a request.
     """
 
-    def __init__(self, tree: Any, prompt: array) -> None:
-        found = tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None)))
+    diffkv_branch = 0
+
+    def __init__(self, tree: Any, prompt: array, *, new_tokens: int = 250) -> None:
+        self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens)
+        found = tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None), req=self))
         self.node = found.last_device_node
         indices = tree.path_device_indices(self.node) if V23 else found.device_indices
         self.kv_slots: torch.Tensor = indices.int()
@@ -52,6 +56,7 @@ class StandIn:
         self.extend_range = SimpleNamespace(end=end)
         self.prefix_len = len(match)
         self.prefilling, self.ended = True, False
+        self.diffkv_branch = match.diffkv_branch
         self.last_node, self.lock, self.prefix_indices = match.node, match.lock, match.kv_slots.long()
         self.kv: Any = self if V17 else SimpleNamespace(cache_inserted_len=0, swa_evict_floor=0)
         self.kv.req_pool_idx, self.kv.cache_protected_len = row, len(match)

@@ -15,7 +15,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from sglang_diffkv.srt import compat, hooks
+from sglang_diffkv.srt import admission, compat, hooks
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.requests import Requests
 from tests.dense import Session
@@ -159,17 +159,17 @@ def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
         taken.append(ledger.available())
 
     adder, req = chunked(ledger, running=1)
-    hooks.add_chunked_req(original, adder, req)
+    admission.add_chunked_req(original, adder, req)
     assert taken.pop() > 10**9, "a chunk whose pages are promised is not cut short"
     ledger.chunks["r"] = 50
-    hooks.add_chunked_req(original, adder, req)
+    admission.add_chunked_req(original, adder, req)
     assert taken and ledger.chunks["r"] == 100 and ledger.promised["r"].pages == ledger.prompt_pages(100)
     taken.clear()
     ledger.promised["other"] = Promise(session.manager.geometry.num_pages - ledger.prompt_pages(60), 0, 0)
-    assert hooks.add_chunked_req(original, adder, req) is req and not taken
+    assert admission.add_chunked_req(original, adder, req) is req and not taken
     assert ledger.uncommitted_pages() < 0, "so the next decode step retracts"
     adder, req = chunked(ledger, running=0)
-    hooks.add_chunked_req(original, adder, req)
+    admission.add_chunked_req(original, adder, req)
     assert taken, "nobody would make room"
 
 

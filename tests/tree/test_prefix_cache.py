@@ -64,7 +64,7 @@ class TreeMachine(RuleBasedStateMachine):
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.reaches)
         self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS)
-        self.pool = ReqToTokenPool(ROWS, 300, "cpu", False)
+        self.pool = self.make_pool()
         self.requests = Requests(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
@@ -76,6 +76,10 @@ class TreeMachine(RuleBasedStateMachine):
         self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)
         self.ids = itertools.count()
         self.meter = UsageMeter(self.manager)
+
+    def make_pool(self) -> ReqToTokenPool:
+        """SGLang's table of requests."""
+        return ReqToTokenPool(ROWS, 300, "cpu", False)
 
     def _write(self, req: Any, start: int, end: int) -> None:
         rows = torch.full((end - start,), req.kv.req_pool_idx)
@@ -114,11 +118,16 @@ class TreeMachine(RuleBasedStateMachine):
             return
         self.requests.admit(req, admission)
         assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
-        row = req.kv.req_pool_idx = take_row(self.pool)
+        row = self.take_row(req)
         if len(match):
             self.requests.begin_prompt(req)
         self.pool.write((row, slice(0, len(match))), match.kv_slots)
         self.running.append(req)
+
+    def take_row(self, req: Any) -> int:
+        """A row for a new request."""
+        req.kv.req_pool_idx = take_row(self.pool)
+        return int(req.kv.req_pool_idx)
 
     @rule(seed=st.integers(0, 2), length=st.integers(20, 70), tail=st.integers(0, 3))
     def read(self, seed: int, length: int, tail: int) -> None:
@@ -132,7 +141,7 @@ class TreeMachine(RuleBasedStateMachine):
     def extend(self, chunk: int) -> None:
         req = next(r for r in self.running if r.prefilling)
         start, row = req.extend_range.end, req.kv.req_pool_idx
-        end = min(start + chunk, len(req.tokens))
+        end = min(start + self.longest_chunk(req, chunk), len(req.tokens))
         self.pool.write((row, slice(start, end)), self.allocator.alloc(end - start).int())
         last = end == len(req.tokens)
         req.extend_range.end = end
@@ -143,6 +152,7 @@ class TreeMachine(RuleBasedStateMachine):
         step = self.manager.launch_step()
         self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([end - start]), end - start)
         self._write(req, start, end)
+        self.launched(req, start, end)
         self._judge(row)
         if row in self.manager.prompts.judged:
             self.manager.prompts.judged[row].uniform_(0, 0.05, generator=self.scores)
@@ -175,6 +185,7 @@ class TreeMachine(RuleBasedStateMachine):
             begin_step(self.manager, rows, [1] * len(rows), starts)
             for req, start in zip(batch, starts, strict=True):
                 self._write(req, start, start + 1)
+                self.launched(req, start, start + 1)
             index, lens = torch.tensor(rows), torch.tensor(starts) + 1
             scores = new_scores(self.manager, len(rows))
             for layer in range(LAYERS):
@@ -188,6 +199,13 @@ class TreeMachine(RuleBasedStateMachine):
             self.requests.after_step(batch)
             assert not faults(self.manager, rows), "the ledger let the ring run empty"
             self.check_step(batch)
+
+    def longest_chunk(self, req: Any, chunk: int) -> int:
+        """Tokens that a request's chunk has at most, where ``chunk`` would fit."""
+        return chunk
+
+    def launched(self, req: Any, start: int, end: int) -> None:
+        """A pass has computed tokens [start, end) of a request."""
 
     def check_step(self, batch: list[Any]) -> None:
         """Behind a decode step of ``batch``."""

@@ -19,6 +19,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.compat import prefix_len
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step
@@ -41,13 +42,14 @@ class World:
         segments: int = 40,
         share_min: int = 24,
         reaches: tuple[int, ...] = (),
+        pool: ReqToTokenPool | None = None,
         policy: Policy | None = None,
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
     ) -> None:
         fmt = PageFormat(64, 64, tiers, page_tokens)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, reaches)
         self.manager = PageManager(geometry, policy or DiffKVPolicy(alpha_high, 0.0, 8))
-        self.pool = ReqToTokenPool(rows, longest, "cpu", False)
+        self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = Requests(ledger)
         self.allocator = DiffKVAllocator(
@@ -87,8 +89,8 @@ class World:
         self.requests.plan_prefill([req])
 
     def launch(self, req: Any) -> None:
-        row, prefix = req.kv.req_pool_idx, req.kv.cache_protected_len
-        count = len(req.tokens) - prefix
+        row, prefix = req.kv.req_pool_idx, prefix_len(req)
+        count = req.extend_end - prefix
         step = self.manager.launch_step()
         self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([count]), count)
         self._write(row, prefix, count)
