@@ -182,7 +182,8 @@ def _abort_some(server: Server) -> None:
             next(response.iter_lines())
 
 
-@pytest.mark.parametrize("config", [LOSSLESS, pytest.param(TIERS, marks=pytest.mark.full)], ids=["lossless", "tiers"])
+@pytest.mark.full
+@pytest.mark.parametrize("config", [LOSSLESS, TIERS], ids=["lossless", "tiers"])
 def test_a_full_pool_of_pages_retracts_and_loses_no_state(
     config: dict[str, Any], hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]
 ) -> None:

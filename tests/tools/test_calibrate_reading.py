@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.quality.random_windows import WINDOW, make_gemma2, make_gemma3, make_gpt_oss
 from sglang_diffkv.calibrate import means, reading
 from sglang_diffkv.calibrate.layers import cli as layers
 from sglang_diffkv.calibrate.reading import Sight, causal, load
 from sglang_diffkv.key_means import read_key_means
-from tests.servers.windows import WINDOW, make_gemma2, make_gemma3, make_gpt_oss
 
 TEXT = "The quick brown fox jumps over the lazy dog. 12 + 30 = 42; sorted: 1 2 3 5 8.\n" * 12
 
