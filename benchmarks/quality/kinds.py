@@ -37,6 +37,8 @@ DEFAULT = '{"prefill": "triton"}'
 CHECKED = {"SGLANG_DIFFKV_CHECK_INTEGRITY": "8"}
 CHUNKS = ("--chunked-prefill-size", "64")
 STATES = ("--disable-radix-cache", "--max-mamba-cache-size", "64")
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+"""On a CPU SGLang's kernels for states run so."""
 BATCH = 8
 GPU_ARGS = (
     "--max-total-tokens", "60000", "--max-running-requests", "16", "--mem-fraction-static", "0.9",
@@ -109,8 +111,9 @@ def _checkpoint(kind: str) -> Callable[[Path], object]:
 
 def _with_states(kind: str, about: str, *, gpu: bool = False, backend: str = "") -> Kind:
     def servers(folder: Path) -> list[Asked]:
-        found = _pair(*STATES, backend=backend)
-        return [*found, *(_chunked(*STATES)[2:]), _ours("default tiers", *STATES, config=DEFAULT, env=CHECKED)]
+        found = [*_pair(*STATES, backend=backend), *_chunked(*STATES)[2:]]
+        found += [_ours("default tiers", *STATES, config=DEFAULT, env=CHECKED)]
+        return [replace(x, env={**x.env, **({} if has_gpu() else INTERPRETED)}) for x in found]
 
     def make(folder: Path) -> None:
         random_hybrids.KINDS[kind](folder, large=has_gpu())
@@ -141,9 +144,9 @@ KINDS = {
         "MiMo's prediction layer", lambda folder: _drafted("NEXTN", folder), random_drafts.make_mimo, random=True
     ),
     "qwen3_next": _with_states("qwen3_next", "Qwen3-Next: linear attention, experts"),
-    "qwen3_5": _with_states("qwen3_5", "Qwen3.5's language part"),
+    "qwen3_5": _with_states("qwen3_5", "Qwen3.5's language part", gpu=True),
     "falcon_h1": _with_states("falcon_h1", "Falcon-H1: a state space", gpu=True),
-    "lfm2": _with_states("lfm2", "LFM2: short convolutions", backend="flashinfer" if has_gpu() else ""),
+    "lfm2": _with_states("lfm2", "LFM2: short convolutions", gpu=True, backend="flashinfer" if has_gpu() else ""),
 }
 DRAFTS_ON_NANO = {"eagle3"}
 """Kinds whose checkpoint is a draft model."""
