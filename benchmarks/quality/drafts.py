@@ -10,12 +10,14 @@ verification, of DiffKV and of stock with the same drafts. Where a stage fails t
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 import traceback
 from collections.abc import Sequence
 
 from benchmarks.paths import NANO
 from benchmarks.quality import identity
+from benchmarks.quality.random_drafts import model_drafts
 from sglang_diffkv.srt.speculation import CHAIN, OF_A_MODEL
 
 STAGES = {
@@ -32,10 +34,7 @@ def draft_args(algorithm: str, draft_model: str, steps: int) -> str:
     """Arguments of speculative decoding with chains of ``steps`` drafts."""
     if algorithm == "NGRAM":
         return f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {steps + 1} {CHAIN}"
-    return (
-        f"--speculative-algorithm {algorithm} --speculative-draft-model-path {draft_model} --speculative-eagle-topk 1 "
-        f"--speculative-num-steps {steps} --speculative-num-draft-tokens {steps + 1}"
-    )
+    return shlex.join(model_drafts(algorithm, draft_model, steps))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -173,6 +173,18 @@ def largest_shift(reference: Sequence[client.Record], replies: Sequence[client.R
     return shift
 
 
+CELLS = ("identical", "rounding ties", "other", "cached tokens", "largest shift")
+
+
+def cells(
+    found: Sequence[Difference], reference: Sequence[client.Record], replies: Sequence[client.Record]
+) -> list[str]:
+    """What the table says of replies that differ from the reference's as ``found``, in the order of ``CELLS``."""
+    ties = sum(difference.tie for difference in found)
+    counts = (len(replies) - len(found), ties, len(found) - ties, sum(record.cached_tokens for record in replies))
+    return [*map(str, counts), f"{largest_shift(reference, replies):.3f}"]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table and the differences; 1 if any of the tested server's is no rounding tie."""
     args = parse_args(argv)
@@ -193,12 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for variant, replies in variants.items():
             found = compare(name, variant, items, reference, replies, args.tie)
             differences += found
-            cached = sum(record.cached_tokens for record in replies)
-            shift = largest_shift(reference, replies)
-            ties = sum(difference.tie for difference in found)
-            counts = (len(items) - len(found), ties, len(found) - ties, cached)
-            rows.append([name, variant, *map(str, counts), f"{shift:.3f}"])
-    header = ["server", "variant", "identical", "rounding ties", "other", "cached tokens", "largest shift"]
+            rows.append([name, variant, *cells(found, reference, replies)])
+    header = ["server", "variant", *CELLS]
     print(f"{len(items)} questions, at most {args.max_new_tokens} new tokens each\n")
     print(report.markdown(header, rows))
     print_differences(differences)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,8 @@ from typing import Any
 
 from benchmarks.paths import NANO
 from benchmarks.quality import identity, make_checkpoints, random_drafts, random_hybrids, random_windows
-from benchmarks.quality.drafts import OFTEN, draft_args
+from benchmarks.quality.drafts import OFTEN, STAGES, draft_args
+from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.evaluate import client, report
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_backend
@@ -34,7 +36,7 @@ from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_ba
 LOSSLESS = '{"tiers": ["BF16"], "prefill": "triton"}'
 """Without FlashInfer's kernels for new tokens, which some head sizes have to compile first."""
 DEFAULT = '{"prefill": "triton"}'
-CHECKED = {"SGLANG_DIFFKV_CHECK_INTEGRITY": "8"}
+CHECKED = {CHECK_ENV: "8"}
 CHUNKS = ("--chunked-prefill-size", "64")
 STATES = ("--disable-radix-cache", "--max-mamba-cache-size", "64")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -97,11 +99,11 @@ def _chunked(*args: str) -> list[Asked]:
 
 def _drafted(algorithm: str, model: Path = NANO) -> list[Asked]:
     """Stock without drafts and, on a GPU, with them; the ways in which drafting servers of DiffKV's run."""
-    drafts = (*draft_args(algorithm, str(model), 3).split(), *OFTEN.split())
+    drafts = tuple(shlex.split(f"{draft_args(algorithm, str(model), 3)} {OFTEN}"))
     found = [_stock(sizes=(1, BATCH)), _ours("diffkv", *drafts)]
     if has_gpu():  # stock cannot verify on a CPU, which has neither graphs nor overlap scheduling under drafts
-        found += [_stock("stock, drafts", *drafts), _ours("no overlap", *drafts, "--disable-overlap-schedule")]
-        found += [_ours("eager", *drafts, "--disable-overlap-schedule", "--disable-cuda-graph")]
+        found += [_stock("stock, drafts", *drafts)]
+        found += [_ours(stage, *drafts, *args.split()) for stage, args in STAGES.items() if args]
     return [*found, _ours("default tiers", *drafts, config=DEFAULT, env=CHECKED)]
 
 
@@ -241,15 +243,13 @@ class Run:
                 if (server, size, hits) == (STOCK, 1, False) or beside not in reference:
                     continue
                 differ = identity.compare(server, "", self.items, reference[beside], got, self.args.tie)
-                ties = sum(x.tie for x in differ)
                 variant = f"batch {size}" + (", hits" if hits else "")
-                cells = (len(self.items) - len(differ), ties, len(differ) - ties, sum(x.cached_tokens for x in got))
-                shift = identity.largest_shift(reference[beside], got)
-                self.rows.append([kind, server, variant, f"batch {beside[0]}", *map(str, cells), f"{shift:.3f}"])
+                cells = identity.cells(differ, reference[beside], got)
+                self.rows.append([kind, server, variant, f"batch {beside[0]}", *cells])
                 lossless = server != "default tiers" and not server.startswith(STOCK)
-                if lossless and not random and len(differ) > ties:
-                    gaps = ", ".join(f"{x.reference_gap:.2f}" for x in differ if not x.tie)
-                    self._fail(kind, server, f"{variant}: {len(differ) - ties} replies are not stock's (gaps {gaps})")
+                if lossless and not random and (others := [x for x in differ if not x.tie]):
+                    gaps = ", ".join(f"{x.reference_gap:.2f}" for x in others)
+                    self._fail(kind, server, f"{variant}: {len(others)} replies are not stock's (gaps {gaps})")
         for server, mine in told.items():
             if server == STOCK or STOCK not in told:
                 continue
@@ -261,7 +261,7 @@ class Run:
                 self._fail(kind, server, f"log-probabilities of prompt tokens moved by {mean:.4f} on average")
 
 
-HEADER = ["kind", "server", "variant", "beside stock's", "identical", "ties", "other", "cached tokens", "largest shift"]
+HEADER = ["kind", "server", "variant", "beside stock's", *identity.CELLS]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

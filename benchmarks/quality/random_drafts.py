@@ -18,7 +18,7 @@ NOISE = 0.02
 """Scale of random weights."""
 
 
-def model_drafts(algorithm: str, model: Path, steps: int = 3) -> tuple[str, ...]:
+def model_drafts(algorithm: str, model: Path | str, steps: int = 3) -> tuple[str, ...]:
     """Arguments of a server whose chains ``model`` proposes."""
     return (
         "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model), "--speculative-eagle-topk",

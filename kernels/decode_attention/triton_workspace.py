@@ -122,13 +122,10 @@ reserves for it."""
 
 def resident_programs(state: PageState, config: DecodeConfig) -> int:
     """Programs of the first pass, of one warp, that registers and shared memory of a GPU hold at once."""
-    fmt = state.fmt
-    tiles = [
-        tile_tokens(x, config.tile) * (fmt.head_dim * x.tier.k_bits + fmt.v_head_dim * x.tier.v_bits) // 8
-        for x in fmt.layouts
-    ]
-    fitting = shared_memory_of(state.device) // (max(tiles) + TILE_SPACE)
-    return processors_of(state.device) * max(min(12 if fmt.head_dim <= 128 else 8, fitting), 1)
+    layouts = state.fmt.layouts
+    largest = max(tile_tokens(x, config.tile) * (x.key_bytes + x.value_bytes) for x in layouts)
+    fitting = shared_memory_of(state.device) // (largest + TILE_SPACE)
+    return processors_of(state.device) * max(min(12 if state.fmt.head_dim <= 128 else 8, fitting), 1)
 
 
 MAX_SCORE_PARTS = 8

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.attach.triton import ENTRIES
+from sglang_diffkv.kernels.decode_attention.triton_tiles import tile_page
 from sglang_diffkv.kernels.triton_table import table_column, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
@@ -24,11 +25,9 @@ def hand_over_kernel(
         for begin in range(0, count, E):
             entry = begin + tl.arange(0, E)
             live = entry < count
-            column = table_column(entry, tier, MAX_BLOCKS)
-            at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
-            page = tl.load(page_table + at, mask=live, other=0)
-            lo = tl.load(range_lo + at, mask=live, other=0)
-            hi = tl.load(range_hi + at, mask=live, other=0)
+            page, lo, hi = tile_page(
+                entry, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, tier, 1, MAX_BLOCKS, L, H
+            )
             tl.debug_barrier()
             given, left = live & (entry < own), live & (entry >= own)
             to = table_column(tl.where(given, entry, 0), tier, MAX_BLOCKS)

@@ -148,7 +148,7 @@ def _row_blocks(of_tiers: Sequence[list[int]], width: int) -> list[int]:
 
 def decision_digest(requests: Any) -> int:
     """A number of all that schedulers decide on (their ``Requests``), which has to be equal on all ranks."""
-    ledger, exact, tree = requests.ledger, requests.exact, requests.tree
+    ledger, exact = requests.ledger, requests.exact
     manager = ledger.manager
     counts, space = manager.counts, manager.space
     parts = (
@@ -161,6 +161,6 @@ def decision_digest(requests: Any) -> int:
         requests.joint and requests.joint.refused, ledger.available(), ledger.kv_slots_free(),
         manager.prompts.plans.keys(), manager.prompts.pending.keys(),
         exact and (exact.outcomes, exact.ends.keys(), exact.detaching),
-        tree and tree.states and tree.states.digest(),
+        requests.states and requests.states.digest(),
     )  # fmt: skip
     return zlib.crc32(repr(parts).encode())

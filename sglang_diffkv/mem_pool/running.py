@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
@@ -216,7 +217,8 @@ class RunningBudgets:
     @property
     def near_copy_pages(self) -> int:
         """Pages, at most, that one of the rows that are about to be compressed takes for it."""
-        return max((self.pages_to_compress(row) for row in self._about), default=0)
+        rows = self._about if self._one_tier else islice(self._about, 1)  # of two tiers every row takes the same
+        return max(map(self.pages_to_compress, rows), default=0)
 
     @property
     def copy_pages(self) -> int:

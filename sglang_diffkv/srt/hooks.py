@@ -279,8 +279,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
         report["prompts"] = metrics.prompt_outcomes(requests)
-        if requests.tree is not None and requests.tree.states is not None:
-            report["states"] = requests.tree.states.report()
+        if requests.states is not None:
+            report["states"] = requests.states.report()
         result.internal_state["diffkv"] = report
     return result
 

@@ -154,11 +154,12 @@ class DiffKVPrefixCache(EvictingTree):
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing
         node, found = result.last_device_node, self.depth(result.last_device_node)
-        if self.states is not None:
+        if self.states is None:
+            end = self._served(node)
+        else:
             node = self.states.last(node)
-        while (end := self._served(node)) < self.depth(node) and self.states is not None:
-            node = self.states.last(self._node_within(node, end))
-        if self.states is not None:
+            while (end := self._served(node)) < self.depth(node):
+                node = self.states.last(self._node_within(node, end))
             self.states.matched(params.req, node, end, found, len(params.key))
         if end == found:
             return result

@@ -38,6 +38,7 @@ from sglang_diffkv.srt.joint_admission import JointAdmission
 
 if TYPE_CHECKING:
     from sglang_diffkv.srt.exact_prompts import ExactPrompts
+    from sglang_diffkv.srt.kept_states import KeptStates
     from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,11 @@ class Requests:
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
         budgets = self.manager.running
         self.joint = None if budgets is None else JointAdmission(self, budgets)
+
+    @property
+    def states(self) -> KeptStates | None:
+        """States that the prefix cache keeps; None of a model without, or with the prefix cache off."""
+        return None if self.tree is None else self.tree.states
 
     @property
     def exact(self) -> ExactPrompts | None:
@@ -202,13 +208,13 @@ class Requests:
 
     def begin_states(self, reqs: list[Any]) -> None:
         """A prefill of ``reqs`` is about to be prepared: those that go on from a prefix get its state."""
-        if self.tree is not None and self.tree.states is not None:
-            self.tree.states.begin(reqs)
+        if self.states is not None:
+            self.states.begin(reqs)
 
     def pass_launched(self) -> None:
         """The planned pass is on the stream, and no other behind it."""
-        if self.tree is not None and self.tree.states is not None:
-            self.tree.states.copy_due()
+        if self.states is not None:
+            self.states.copy_due()
 
     def plan_prefill(self, reqs: list[Any]) -> PlannedStep:
         """The next pass computes the requests' next chunks: attach the prefixes they have matched, and make room.
@@ -233,9 +239,9 @@ class Requests:
             prompts.append(prompt)
         with self.refusing(reqs):
             step = self.manager.plan_step(rows, counts, starts, prompts=prompts, ending=ending, compacting=compacting)
-        if self.tree is not None and self.tree.states is not None:
+        if self.states is not None:
             for row, req in zip(rows, reqs, strict=True):
-                self.tree.states.plan(req, row, compat.extend_end(req), shared=self.manager.rows.shared(row))
+                self.states.plan(req, row, compat.extend_end(req), shared=self.manager.rows.shared(row))
         if self.exact is not None:
             for row, req in zip(rows, reqs, strict=True):
                 if row in step.ending:
@@ -352,9 +358,9 @@ class Requests:
             insertion()
         finally:
             tree.inserting_row = None
-        if tree.states is not None and tree.inserted[0]:
+        if self.states is not None and tree.inserted[0]:
             length, leaf = tree.inserted
-            tree.states.inserted(req, row, leaf, length, ended=not running)
+            self.states.inserted(req, row, leaf, length, ended=not running)
         return True
 
     def _joins(self, row: int, running: bool) -> bool:

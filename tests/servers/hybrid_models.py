@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from benchmarks.quality.random_hybrids import make_lfm2, make_qwen3_5, make_qwen3_next
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.second_plugin import install
 from tests.servers.shared import EVERY_STEP
@@ -70,3 +76,26 @@ def _lfm2(folder: Path) -> Hybrid:
 
 
 KINDS = {"qwen3_next": _qwen3_next, "qwen3_5": _qwen3_5, "lfm2": _lfm2}
+
+
+def load(server: Server, prompts: Sequence[list[int]], replies: Sequence[int]) -> list[Record]:
+    """All prompts, a tenth of a second apart, for replies of so many tokens."""
+
+    def ask(index: int) -> Record:
+        time.sleep(0.1 * index)
+        return client.ask(server.url, prompts[index], replies[index], top_logprobs=2)
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(ask, range(len(prompts))))
+
+
+def abort_some(server: Server, prompts: Sequence[list[int]]) -> None:
+    """Requests that are left in the middle of their prompt or reply."""
+    for prompt in prompts:
+        with requests.post(
+            f"{server.url}/generate",
+            json={"input_ids": prompt, "sampling_params": {"max_new_tokens": 160, "ignore_eos": True}, "stream": True},
+            stream=True,
+            timeout=60.0,
+        ) as response:
+            next(response.iter_lines())

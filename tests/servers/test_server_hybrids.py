@@ -6,23 +6,20 @@ they hold less, and nothing is lost: pages, or state slots, of which there is on
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
-from tests.servers.hybrid_models import KINDS, Hybrid
+from tests.servers.hybrid_models import KINDS, Hybrid, abort_some, load
 from tests.servers.identity import check_tokens, first_difference
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
 
@@ -149,27 +146,6 @@ REPLIES = [160] * 8
 """Short prompts, all of which are let in, and replies for which there is no room together."""
 
 
-def _load(server: Server) -> list[Record]:
-    def ask(index: int) -> Record:
-        time.sleep(0.1 * index)
-        return client.ask(server.url, MANY[index], REPLIES[index], top_logprobs=2)
-
-    with ThreadPoolExecutor(len(MANY)) as threads:
-        return list(threads.map(ask, range(len(MANY))))
-
-
-def _abort_some(server: Server) -> None:
-    """More requests than there are state slots, each left in the middle of its prompt or reply."""
-    for i in range(2 * SLOTS):
-        with requests.post(
-            f"{server.url}/generate",
-            json={"input_ids": MANY[i], "sampling_params": {"max_new_tokens": 160, "ignore_eos": True}, "stream": True},
-            stream=True,
-            timeout=60.0,
-        ) as response:
-            next(response.iter_lines())
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("config", [{"tiers": ["BF16"]}, {"policy": {"name": "diffkv", "window": 256}}], ids=str)
 def test_a_full_pool_retracts_and_loses_no_state(
@@ -182,13 +158,13 @@ def test_a_full_pool_retracts_and_loses_no_state(
     hybrid, stock = hybrid_of("qwen3_5"), []
     if lossless := "tiers" in config:
         args = (*ARGS, *hybrid.args)
-        stock = _load(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env))
+        stock = load(shared_server.get(stock_backend(), args, model=hybrid.model, env=hybrid.stock_env), MANY, REPLIES)
     server = hybrid.serve(server_of, TIGHT, config)
-    found = _load(server)
+    found = load(server, MANY, REPLIES)
     assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
     if lossless:
         check_tokens([x.output_ids for x in found], stock, "retracted", equal=0.5)
     assert [x.completion_tokens for x in found] == REPLIES
-    _abort_some(server)
-    assert [x.completion_tokens for x in _load(server)] == REPLIES
+    abort_some(server, [MANY[i] for i in range(2 * SLOTS)])  # more than there are state slots
+    assert [x.completion_tokens for x in load(server, MANY, REPLIES)] == REPLIES
     check_idle(server)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -20,7 +18,7 @@ import requests
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
-from tests.servers.hybrid_models import KINDS, Hybrid
+from tests.servers.hybrid_models import KINDS, Hybrid, abort_some, load
 from tests.servers.identity import check_tokens
 from tests.servers.shared import SharedServer, check_idle, stats_of, tokens
 
@@ -161,27 +159,6 @@ MANY = [tokens(40 + 10 * i, 100 + i) for i in range(4)] * 2
 REPLIES = [160] * len(MANY)
 
 
-def _load(server: Server) -> list[Record]:
-    def ask(index: int) -> Record:
-        time.sleep(0.1 * index)
-        return client.ask(server.url, MANY[index], REPLIES[index], top_logprobs=2)
-
-    with ThreadPoolExecutor(len(MANY)) as threads:
-        return list(threads.map(ask, range(len(MANY))))
-
-
-def _abort_some(server: Server) -> None:
-    """Requests that are left in the middle of a prompt or reply."""
-    for prompt in [*MANY, *PROMPTS[:8]]:
-        with requests.post(
-            f"{server.url}/generate",
-            json={"input_ids": prompt, "sampling_params": {"max_new_tokens": 160, "ignore_eos": True}, "stream": True},
-            stream=True,
-            timeout=60.0,
-        ) as response:
-            next(response.iter_lines())
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("config", [LOSSLESS, TIERS], ids=["lossless", "tiers"])
 def test_a_full_pool_of_pages_retracts_and_loses_no_state(
@@ -189,15 +166,15 @@ def test_a_full_pool_of_pages_retracts_and_loses_no_state(
 ) -> None:
     hybrid, alone = hybrid_of("qwen3_next"), []
     if config is LOSSLESS:
-        alone = _load(hybrid.serve(server_of, ALONE, LOSSLESS))
+        alone = load(hybrid.serve(server_of, ALONE, LOSSLESS), MANY, REPLIES)
     tight = ("--schedule-conservativeness", "0.1", "--max-total-tokens", "500")
     server = hybrid.serve(server_of, (*SHARED, *tight), config)
-    found = _load(server)
+    found = load(server, MANY, REPLIES)
     if config is LOSSLESS:
         assert "Retract requests" in server.log_text(), "the load did not exercise retraction"
         check_tokens([x.output_ids for x in found], alone, "retracted", equal=0.5)
-    _abort_some(server)
-    assert [x.completion_tokens for x in _load(server)] == [x.completion_tokens for x in found]
+    abort_some(server, [*MANY, *PROMPTS[:8]])
+    assert [x.completion_tokens for x in load(server, MANY, REPLIES)] == [x.completion_tokens for x in found]
     check_idle(server)
 
 
