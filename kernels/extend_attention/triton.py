@@ -15,7 +15,6 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
 from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.extend_attention.triton_paged import (
     merge_kernel,
-    merge_many_kernel,
     paged_kernel,
     ragged_kernel,
 )
@@ -127,48 +126,32 @@ def extend_attention(
     assert sink_logits is None or sink_logits.shape == (q_heads,)
     assert stored or not update_scores
     group = q_heads // heads
-    if attended:
-        assert new_part is not None
+    common = {"G": group, "HAS_CAP": logit_cap > 0, "SLIDES": reach > 0}
+    if new_part is not None:
         out, lse = new_part
     else:
-        splits = 1 if stored else _splits(triton.cdiv(max_extend * group, PAGED_ROWS) * heads * batch, q.device)
-        parts = 1 + len(fmt.tiers) * splits if max_prefix else 1
-        outs = torch.empty(parts, tokens, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
-        lses = torch.empty(parts, tokens, q_heads, device=q.device)
-        out, lse = outs[0], lses[0]
+        # What is still to be joined with the attention to pages is not rounded before.
+        kind = torch.float32 if max_prefix else q.dtype
+        out = torch.empty(tokens, q_heads, fmt.v_head_dim, dtype=kind, device=q.device)
+        lse = torch.empty(tokens, q_heads, device=q.device)
     if not tokens:
-        return out, lse
-    common = {"G": group, "HAS_CAP": logit_cap > 0, "SLIDES": reach > 0}
+        return out.to(q.dtype), lse
     if new_part is None:
         ragged_kernel[(batch * heads * triton.cdiv(max_extend * group, ROWS),)](
             q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), out, lse, starts,
             extend_lens, batch, sm_scale, logit_cap, reach, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS,
             N=32 if dim > 128 else 64, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
         )  # fmt: skip
-    elif max_prefix:
-        out.copy_(new_part[0])
-        lse.copy_(new_part[1])
-    tables = (
-        state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
-        state.write_slot,
-    )  # fmt: skip
     if max_prefix:
-        count = tokens * q_heads
-        for tier in _constants(*_shape(state)):
-            at = 1 + tier["TIER"] * splits
-            paged_kernel[(triton.cdiv(max_extend * group, PAGED_ROWS), heads * splits, batch)](
-                q, outs[at], lses[at], starts, extend_lens, prefix_lens, rows, state.pages, *tables, layer, sm_scale,
-                logit_cap, reach, splits, count, DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, **tier, **common,
-                num_warps=1, num_stages=2,
-            )  # fmt: skip
-        if stored:
-            merge_kernel[(triton.cdiv(count, 16),)](
-                out, lse, outs, lses, count, PARTS=parts, DV=fmt.v_head_dim, R=16, num_warps=4
-            )
-        else:
-            merge_many_kernel[(triton.cdiv(count, 4),)](
-                out, lse, outs, lses, count, parts, DV=fmt.v_head_dim, R=4, num_warps=4
-            )
+        tables = (
+            state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
+            state.write_slot,
+        )  # fmt: skip
+        given = (starts, extend_lens, prefix_lens, rows, state.pages, *tables, layer, sm_scale, logit_cap, reach)
+        common.update(DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, num_warps=1, num_stages=2)
+        tiles = triton.cdiv(max_extend * group, PAGED_ROWS)
+        joined = _stored_too if stored else _earlier_too
+        out, lse = joined(state, q, out, lse, given, common, (tiles, heads, batch))
     if sink_logits is not None:
         _add_sinks(out, lse, sink_logits)
     if update_scores:
@@ -177,6 +160,47 @@ def extend_attention(
             logit_cap, judged or {}, observe_from, observe_every, reduce,
         )  # fmt: skip
     return out, lse
+
+
+def _stored_too(
+    state: PageState, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, given: tuple[Any, ...],
+    common: dict[str, Any], grid: tuple[int, int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Join the attention to new tokens, which lie in the pages, with that to the earlier ones, tier by tier."""
+    *upper, last = _constants(*_shape(state))
+    lse_of_all = torch.empty_like(lse)
+    for tier in upper:
+        target = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        paged_kernel[grid](q, target, lse_of_all, out, lse, *given, 1, 0, **tier, **common)
+        out, lse = target, lse_of_all
+    rounded = torch.empty_like(out, dtype=q.dtype)
+    paged_kernel[grid](q, rounded, lse_of_all, out, lse, *given, 1, 0, **last, **common)
+    return rounded, lse_of_all
+
+
+def _earlier_too(
+    state: PageState, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, given: tuple[Any, ...],
+    common: dict[str, Any], grid: tuple[int, int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Join the attention to new tokens, which lie in no page, with that to the pages, whose tiles several programs
+    share."""
+    tiers = _constants(*_shape(state))
+    (tiles, heads, batch), count = grid, out.shape[0] * out.shape[1]
+    splits = _splits(tiles * heads * batch, q.device)
+    outs = torch.empty(1 + len(tiers) * splits, *out.shape, device=q.device)
+    lses = torch.empty(outs.shape[:3], device=q.device)
+    outs[0].copy_(out)
+    lses[0].copy_(lse)
+    for tier in tiers:
+        at = 1 + tier["TIER"] * splits
+        paged_kernel[(tiles, heads * splits, batch)](
+            q, outs[at], lses[at], outs, lses, *given, splits, count, **tier, **common
+        )
+    rounded = torch.empty_like(out, dtype=q.dtype)
+    merge_kernel[(triton.cdiv(count, 4),)](
+        rounded, lse, outs, lses, count, len(outs), DV=state.fmt.v_head_dim, R=4, num_warps=4
+    )
+    return rounded, lse
 
 
 def _splits(programs: int, device: torch.device) -> int:

@@ -44,10 +44,10 @@ def largest_of(q, vector, live, D: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["layer", "reach", "splits", "part"],
-    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows"],
+    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows", "before_lse"],
 )
 def paged_kernel(
-    q, out, lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
+    q, out, lse, before, before_lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, write_slot, layer, sm_scale, logit_cap, reach, splits, part,
     TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
@@ -57,7 +57,8 @@ def paged_kernel(
     SLIDES: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(longest extend * G / M), H, B); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2. With
-    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included. ``STORED``: new tokens are in the pages. If
+    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included. ``STORED``: new tokens are in the pages, and
+    what is written is joined with ``before`` and ``before_lse``, the attention to others, which may be out and lse. If
     not, the grid is (.., H * splits, B): so many programs share a head's pages, and each writes a part of out [splits,
     tokens, Hq, DV] and lse, whose parts are ``part`` vectors long."""
     b = tl.program_id(2)
@@ -186,7 +187,18 @@ def paged_kernel(
         )  # fmt: skip
 
     inverse = tl.where(norm > 0, 1.0 / norm, 0.0)
-    tl.store(lse + vector, m + tl.log2(norm), mask=live_row)
+    if STORED:
+        others = tl.load(before_lse + vector, mask=live_row, other=0.0)  # finite: a token sees itself
+        mine = m + tl.log2(norm)
+        highest = tl.maximum(others, mine)
+        of_others = tl.exp2(others - highest)
+        of_mine = tl.exp2(mine - highest)
+        both = 1.0 / (of_others + of_mine)
+        of_others *= both
+        inverse *= of_mine * both
+        tl.store(lse + vector, highest - tl.log2(both), mask=live_row)
+    else:
+        tl.store(lse + vector, m + tl.log2(norm), mask=live_row)
     for plane in tl.static_range(VPARTS):
         o = accs[plane]
         if plane // BYTES == LAST_V:
@@ -195,7 +207,10 @@ def paged_kernel(
         o = (o * (1.0 / (1 << (plane // BYTES * VB))) + z[:, None]) * inverse[:, None]
         at = vcol * BYTES + plane // BYTES * (VW * BYTES) + plane % BYTES
         inside = live_row[:, None] & (vcol[None, :] < VW)
-        tl.store(out + vector[:, None] * DV + at[None, :], o.to(out.dtype.element_ty), mask=inside)
+        where = vector[:, None] * DV + at[None, :]
+        if STORED:
+            o += tl.load(before + where, mask=inside, other=0.0).to(tl.float32) * of_others[:, None]
+        tl.store(out + where, o.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["batch", "reach"], do_not_specialize_on_alignment=["starts", "extend_lens"])
@@ -259,33 +274,9 @@ def ragged_kernel(
     tl.store(out + vector[:, None] * DV + dv[None, :], o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def merge_kernel(out, lse, parts_out, parts_lse, count, PARTS: tl.constexpr, DV: tl.constexpr, R: tl.constexpr):
-    """Grid (ceil(count / R)): join [PARTS, count, DV] by base-2 lse [PARTS, count]; lse is left in base 2."""
-    r = tl.program_id(0) * R + tl.arange(0, R)
-    d = tl.arange(0, padded(DV))
-    live = r < count
-    wide = r.to(tl.int64)
-    top = tl.full([R], float("-inf"), tl.float32)
-    for part in tl.static_range(PARTS):
-        top = tl.maximum(top, tl.load(parts_lse + part * count + wide, mask=live, other=float("-inf")))
-    top = tl.where(top == float("-inf"), 0.0, top)
-    norm = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, padded(DV)], tl.float32)
-    inside = live[:, None] & (d[None, :] < DV)
-    for part in tl.static_range(PARTS):
-        weight = tl.exp2(tl.load(parts_lse + part * count + wide, mask=live, other=float("-inf")) - top)
-        x = tl.load(parts_out + (part * count + wide[:, None]) * DV + d[None, :], mask=inside, other=0.0)
-        norm += weight
-        acc += weight[:, None] * x.to(tl.float32)
-    acc = acc * tl.where(norm > 0, 1.0 / norm, 0.0)[:, None]
-    tl.store(out + wide[:, None] * DV + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + wide, top + tl.log2(norm), mask=live)
-
-
 @triton.jit(do_not_specialize=["count", "parts"])
-def merge_many_kernel(out, lse, parts_out, parts_lse, count, parts, DV: tl.constexpr, R: tl.constexpr):
-    """As ``merge_kernel``, of any number of parts."""
+def merge_kernel(out, lse, parts_out, parts_lse, count, parts, DV: tl.constexpr, R: tl.constexpr):
+    """Grid (ceil(count / R)): join [parts, count, DV] by base-2 lse [parts, count]; lse is left in base 2."""
     r = tl.program_id(0) * R + tl.arange(0, R)
     d = tl.arange(0, padded(DV))
     live = r < count

@@ -48,6 +48,6 @@ def test_long_prompts(monkeypatch, dim, group, prefix):
     assert {"rotate_kernel", "append_kernel", "turned_append_kernel", "ragged_kernel", "new_scores_kernel"} <= set(
         grids
     )
-    assert ({"paged_kernel", "merge_kernel", "page_scores_kernel"} <= set(grids)) == (prefix > 0)
+    assert ({"paged_kernel", "page_scores_kernel"} <= set(grids)) == (prefix > 0)
     for name, grid in grids.items():
         assert all(0 < n <= limit for n, limit in zip(grid, LIMITS, strict=False)), (name, grid)
