@@ -102,7 +102,7 @@ def _drafted(algorithm: str, model: Path = NANO) -> list[Asked]:
     drafts = tuple(shlex.split(f"{draft_args(algorithm, str(model), 3)} {OFTEN}"))
     found = [_stock(sizes=(1, BATCH)), _ours("diffkv", *drafts)]
     if has_gpu():  # stock cannot verify on a CPU, which has neither graphs nor overlap scheduling under drafts
-        found += [_stock("stock, drafts", *drafts)]
+        found += [_stock("stock, drafts", *drafts), _stock("stock, graphs", *drafts, *STAGES["graphs"].split())]
         found += [_ours(stage, *drafts, *args.split()) for stage, args in STAGES.items() if args]
     return [*found, _ours("default tiers", *drafts, config=DEFAULT, env=CHECKED)]
 
@@ -114,7 +114,7 @@ def _checkpoint(kind: str) -> Callable[[Path], object]:
 def _with_states(kind: str, about: str, *, gpu: bool = False, backend: str = "") -> Kind:
     def servers(folder: Path) -> list[Asked]:
         found = [*_pair(*STATES, backend=backend), *_chunked(*STATES)[2:]]
-        found += [_ours("default tiers", *STATES, config=DEFAULT, env=CHECKED)]
+        found += [_ours("prefix cache", *STATES[1:]), _ours("default tiers", *STATES, config=DEFAULT, env=CHECKED)]
         return [replace(x, env={**x.env, **({} if has_gpu() else INTERPRETED)}) for x in found]
 
     def make(folder: Path) -> None:
@@ -248,8 +248,8 @@ class Run:
                 self.rows.append([kind, server, variant, f"batch {beside[0]}", *cells])
                 lossless = server != "default tiers" and not server.startswith(STOCK)
                 if lossless and not random and (others := [x for x in differ if not x.tie]):
-                    gaps = ", ".join(f"{x.reference_gap:.2f}" for x in others)
-                    self._fail(kind, server, f"{variant}: {len(others)} replies are not stock's (gaps {gaps})")
+                    where = ", ".join(f"{x.id} from token {x.position} (gap {x.reference_gap:.2f})" for x in others)
+                    self._fail(kind, server, f"{variant}: {len(others)} replies are not stock's: {where}")
         for server, mine in told.items():
             if server == STOCK or STOCK not in told:
                 continue
