@@ -205,6 +205,14 @@ class Run:
                 if kind.random:
                     told = dict(zip(servers, pool.map(self._tell, servers.values())))
         self._compare(name, replies, told, random=kind.random)
+        self.write()
+
+    def write(self) -> None:
+        """What is known so far, into the output folder."""
+        rows = sorted(self.rows, key=lambda row: list(KINDS).index(row[0]))
+        data = {"environment": report.environment(), "rows": rows, "failures": self.failures}
+        (self.args.output / "kinds.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+        (self.args.output / "kinds.md").write_text(report.markdown(HEADER, rows) + "\n", encoding="utf-8")
 
     def _ask(self, server: Server, asked: Asked) -> dict[tuple[int, bool], list[client.Record]] | str:
         """Replies by batch size and whether the prefix cache had the prompts; what went wrong instead."""
@@ -302,9 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = report.markdown(HEADER, run.rows)
     print(f"{len(run.items)} questions, at most {args.max_new_tokens} new tokens each\n\n{table}\n", flush=True)
     print("\n".join(run.failures) or "nothing is wrong")
-    data = {"environment": report.environment(), "rows": run.rows, "failures": run.failures}
-    (args.output / "kinds.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-    (args.output / "kinds.md").write_text(table + "\n", encoding="utf-8")
+    run.write()
     return len(run.failures)
 
 
