@@ -14,7 +14,7 @@ from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.compat import GPU_VERSIONS, resolved, sglang_version, untested_on_a_gpu, untried_on_a_gpu
 from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.server_flags import BACKEND, refusals
-from sglang_diffkv.srt.speculation import algorithm_of, drafts_by_model
+from sglang_diffkv.srt.speculation import DRAFTS_GPU_VERSIONS, SEEN_ON_A_GPU, algorithm_of, drafts_by_model
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16)
 """What a raw tier can hold."""
@@ -51,10 +51,24 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
         "y",
     ):
         problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
-    if algorithm_of(args):
-        problems += untried_on_a_gpu(device, "speculative decoding", "drop --speculative-algorithm")
+    problems += _drafts_on_a_gpu(args, device)
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
+
+
+def _drafts_on_a_gpu(args: Any, device: str) -> list[str]:
+    """What is wrong on a GPU with the way in which a server is to draft."""
+    algorithm = algorithm_of(args)
+    if not algorithm:
+        return []
+    if algorithm not in SEEN_ON_A_GPU or sglang_version() not in DRAFTS_GPU_VERSIONS:
+        what = f"--speculative-algorithm {algorithm} of SGLang {sglang_version()}"
+        return untried_on_a_gpu(device, what, "drop --speculative-algorithm")
+    between = getattr(args, "disable_overlap_schedule", False) and not getattr(args, "disable_cuda_graph", False)
+    if drafts_by_model(args) and between:
+        what = "a draft model in CUDA graphs with --disable-overlap-schedule (SGLang's own server fails so, too)"
+        return untried_on_a_gpu(device, what, "drop --disable-overlap-schedule, or add --disable-cuda-graph")
+    return []
 
 
 def check_model(configurator: Any) -> None:

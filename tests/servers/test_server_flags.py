@@ -148,15 +148,40 @@ def test_states_may_be_kept_otherwise_where_the_prefix_cache_keeps_none():
     check_server_args(_args(mamba_radix_cache_strategy="no_buffer"))
 
 
-def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(monkeypatch):
-    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
+CHAIN = {"speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+N_GRAMS = {"speculative_ngram_min_bfs_breadth": 1, "speculative_ngram_max_bfs_breadth": 1}
+
+
+@pytest.fixture
+def drafts_on_a_gpu(monkeypatch):
+    """The installed SGLang is one with which drafts ran on a GPU."""
     monkeypatch.delenv(UNTRIED_ENV, raising=False)
-    chain = {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-    check_server_args(_args(device="cpu", **chain))
-    with pytest.raises(UnsupportedError, match=f"drop --speculative-algorithm, or set {UNTRIED_ENV}=1"):
-        check_server_args(_args(device="cuda", **chain))
+    for name in ("GPU_VERSIONS", "DRAFTS_GPU_VERSIONS"):
+        monkeypatch.setattr(f"sglang_diffkv.srt.validation.{name}", TESTED_VERSIONS)
+
+
+def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, monkeypatch):
+    check_server_args(_args(device="cuda", speculative_algorithm="NGRAM", **N_GRAMS))
+    check_server_args(_args(device="cuda", speculative_algorithm="STANDALONE", **CHAIN))
+    heads = {"speculative_algorithm": "EAGLE", **CHAIN}
+    check_server_args(_args(device="cpu", **heads))
+    with pytest.raises(UnsupportedError, match=f"EAGLE .*drop --speculative-algorithm, or set {UNTRIED_ENV}=1"):
+        check_server_args(_args(device="cuda", **heads))
+    monkeypatch.setattr("sglang_diffkv.srt.validation.DRAFTS_GPU_VERSIONS", ("0.1",))
+    with pytest.raises(UnsupportedError, match="STANDALONE of SGLang .*drop --speculative-algorithm"):
+        check_server_args(_args(device="cuda", speculative_algorithm="STANDALONE", **CHAIN))
     monkeypatch.setenv(UNTRIED_ENV, "1")
-    check_server_args(_args(device="cuda", **chain))
+    check_server_args(_args(device="cuda", **heads))
+
+
+def test_a_draft_model_in_graphs_runs_under_overlap_scheduling(drafts_on_a_gpu):
+    """SGLang's own servers end with an assertion without it."""
+    model = {"device": "cuda", "speculative_algorithm": "STANDALONE", **CHAIN, "disable_overlap_schedule": True}
+    check_server_args(_args(**model, disable_cuda_graph=True))
+    with pytest.raises(UnsupportedError, match="drop --disable-overlap-schedule, or add --disable-cuda-graph"):
+        check_server_args(_args(**model))
+    n_grams = {"speculative_algorithm": "NGRAM", **N_GRAMS}
+    check_server_args(_args(device="cuda", disable_overlap_schedule=True, **n_grams))
 
 
 def test_what_hides_steps_from_the_backend_is_refused_on_a_gpu(monkeypatch):
