@@ -47,8 +47,8 @@ def largest_of(q, vector, live, D: tl.constexpr):
     do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows", "before_lse"],
 )
 def paged_kernel(
-    q, out, lse, before, before_lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, write_slot, layer, sm_scale, logit_cap, reach, splits, part,
+    q, out, lse, before, before_lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi,
+    row_blocks, entries, own_entry, write_slot, layer, sm_scale, logit_cap, reach, splits, part,
     TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
