@@ -41,6 +41,14 @@ EVERY = 4
 """Of the others each so-manieth observes where nothing is said."""
 
 
+def filling_window(window: int, sinks: int, page_tokens: int) -> int:
+    """The largest window, at most ``window``, with which what stays in the high tier in any case fills its pages: of a
+    prompt the newest tokens and the sinks, of a reply the newest tokens and the one that is being stored. ``window``
+    itself where that is less than a page."""
+    beside = max(sinks, 1)
+    return max((window + beside) // page_tokens * page_tokens - beside, 0) or window
+
+
 @dataclass(frozen=True)
 class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
@@ -54,7 +62,7 @@ class DiffKVPolicy(Policy):
 
     alpha_high: float = 1.0
     alpha_low: float = 0.0
-    window: int = 256
+    window: int = 252
     sinks: int = 0
     horizon: int = 0
     head_scale: HeadValues | None = field(default=None, repr=False)
@@ -74,6 +82,19 @@ class DiffKVPolicy(Policy):
     def generation(self) -> Pointwise:
         """Algorithm 1."""
         return self.prompt
+
+    def window_hint(self, tiers: int, page_tokens: int) -> str:
+        """What a slightly smaller window would save, for the log; empty if nothing."""
+        over, better = (
+            (self.window + max(self.sinks, 1)) % page_tokens,
+            filling_window(self.window, self.sinks, page_tokens),
+        )
+        if tiers == 1 or not 0 < over <= page_tokens // 2 or better == self.window:
+            return ""
+        return (
+            f"window {self.window} and {self.sinks} sinks leave {page_tokens - over} of {page_tokens} places of a page "
+            f"empty in each head, of prompts and of replies; window {better} fills its pages"
+        )
 
     def of_rank(self, rank: int, ranks: int, heads: int) -> DiffKVPolicy:
         """With the factors of the rank's heads; of more ranks than heads several have the same one, as SGLang deals
@@ -101,7 +122,7 @@ class DiffKVPolicyConfig(PolicyOptions):
         "second tier; below that, at or above the next, in the third",
     )
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
-    window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    window: int = Field(default=252, ge=1, le=4096, description="newest tokens that always stay in the high tier")
     sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
     observe_every: int | None = Field(

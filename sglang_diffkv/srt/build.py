@@ -18,6 +18,7 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.policies.base import AcrossLayers
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
@@ -158,6 +159,10 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     )
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
+    if isinstance(policy, DiffKVPolicy) and (
+        hint := policy.window_hint(len(geometry.fmt.tiers), geometry.fmt.page_tokens)
+    ):
+        logger.info("DiffKV: %s", hint)
     if configurator.mambaish_config is not None:
         logger.info("DiffKV: %s", describe_layers(configurator, configurator.mambaish_config.mamba2_cache_params))
     if any(geometry.reaches):

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.compact_step.reference import StepMoves, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy, filling_window
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.deciding import classify_prompt as classify
 from tests.deciding import moves_of, step_moves
@@ -205,3 +206,29 @@ def test_a_step_moves_one_token_and_no_other_byte():
         assert lows == [[1], [1], [1], [1], [2]][step]
         assert len(visible(manager.state, 2).position) <= len(seen.position)
         manager.state.hole[2] = -1
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+@pytest.mark.parametrize("page_tokens", [16, 32])
+def test_a_window_that_fills_its_pages(sinks: int, page_tokens: int) -> None:
+    for window in range(1, 300):
+        found = filling_window(window, sinks, page_tokens)
+        pages = [-(-n // page_tokens) for n in (found + sinks, found + 1)]  # of a prompt, of a reply
+        if found < window:
+            assert max(found + sinks, found + 1) % page_tokens == 0 and window - found < page_tokens
+            assert sum(pages) <= sum(-(-n // page_tokens) for n in (window + sinks, window + 1))
+        else:
+            assert found == window and (
+                window + max(sinks, 1) < page_tokens or not (window + max(sinks, 1)) % page_tokens
+            )
+    usual = DiffKVConfig().build_policy()
+    assert filling_window(usual.window, usual.sinks, DiffKVConfig().page_tokens) == usual.window
+
+
+def test_a_window_that_leaves_a_page_nearly_empty_is_told() -> None:
+    def hint(window: int, sinks: int, tiers: int = 2) -> str:
+        return DiffKVPolicy(window=window, sinks=sinks).window_hint(tiers, 32)
+
+    assert "window 252 fills its pages" in hint(256, 4) and "leave 28 of 32 places" in hint(256, 4)
+    assert "window 63 fills" in hint(64, 0)
+    assert hint(252, 4) == hint(280, 4) == hint(256, 4, tiers=1) == hint(20, 4) == ""
