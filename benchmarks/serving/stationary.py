@@ -35,6 +35,7 @@ from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.log import mean, parse_log
 from benchmarks.serving.session import OK, Record, Setup
 from benchmarks.serving.step_profile import breakdown, next_steps
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
@@ -258,10 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data: dict[str, Any] = {"kind": "stationary", "name": name, "load": load}
     title = f"Long replies, some always waiting, {model_name(args)}"
     status = measure_each(args, data, title, partial(measure, args=args), table)
-    try:
-        draw(data["records"], args.output / f"{name}.svg")
-    except ImportError:
-        print("no chart without matplotlib")
+    drawn(lambda: draw(data["records"], args.output / f"{name}.svg"))
     return status
 
 
