@@ -143,12 +143,15 @@ class Maker:
         return record
 
     def _run(self, asked: Command, log: IO[str], table: Path | None) -> int:
-        """The command's exit status; what it prints goes to the log, or to ``table`` once it ended well."""
+        """The command's exit status; what it prints goes to the log, or to ``table`` once it ended well.
+
+        In a session of its own: a command that Ctrl-C and then SIGTERM end would be interrupted as it stops servers.
+        """
         argv = [sys.executable, "-m", *asked]
         pipe = subprocess.PIPE if table else log
         process = subprocess.Popen(
             argv, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=pipe, stderr=log if table else subprocess.STDOUT,
-            text=True,
+            text=True, start_new_session=True,
         )  # fmt: skip
         try:
             said, _ = process.communicate()
