@@ -265,8 +265,8 @@ class Run:
         except Exception as error:
             return repr(error)[:300]
         found = [x for text in told for x in text]
-        if not found or None in found:  # as JSON has what is no number
-            return f"{found.count(None)} of {len(found)} log-probabilities are no numbers"
+        if wrong := sum(x is None for x in found):  # as JSON has what is no number
+            return f"{wrong} of {len(found)} log-probabilities are no numbers"
         return found
 
     def _fail(self, kind: str, server: str, what: str) -> None:
@@ -354,8 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(args.together) as pool:
         kinds = [pool.submit(run.kind, name) for name in args.kinds]
         try:
-            for kind in kinds:
-                kind.result()
+            for begun in kinds:
+                begun.result()
         except BaseException:
             run.break_off(kinds)
             raise
