@@ -45,6 +45,7 @@ from benchmarks.paths import DATA, NANO
 from benchmarks.provenance import headline, provenance
 from benchmarks.splits import SPLITS
 from sglang_diffkv.calibration import CalibrationError
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
 from sglang_diffkv.evaluate.client import RequestError
@@ -154,14 +155,16 @@ def write(data: Any, folder: Path) -> list[Path]:
     text = f"# {data.figure}, {data.model}\n\n{headline(data.about)}\n\n```\n{data.about['command']}\n```\n\n"
     rows = OFFLINE[data.figure].table(data) if data.figure in OFFLINE else table.of_points(data)
     path.with_suffix(".md").write_text(f"{text}{rows}\n", encoding="utf-8")
-    return [path, path.with_suffix(".md"), draw(data, path.with_suffix(".png"))]
+    written, image = [path, path.with_suffix(".md")], path.with_suffix(".png")
+    return (
+        [*written, image] if drawn(lambda: draw(data, image), f"python -m benchmarks.redraw {path.name}") else written
+    )
 
 
-def draw(data: Any, path: Path) -> Path:
+def draw(data: Any, path: Path) -> None:
     """Write the PNG."""
     figure: Offline | Figure = OFFLINE[data.figure] if data.figure in OFFLINE else SERVED[data.figure]
     figure.draw(data, path)
-    return path
 
 
 def redraw(path: Path) -> None:

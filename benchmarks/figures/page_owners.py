@@ -20,6 +20,7 @@ from benchmarks import splits
 from benchmarks.paths import NANO
 from benchmarks.provenance import headline, provenance
 from benchmarks.quality.sharing import chats
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = [record(parse_configuration(text), args) for text in args.config]
     result = {"provenance": provenance("page_owners", argv), "runs": runs}
     args.output.write_text(json.dumps(result))
-    draw(result, args.output.with_suffix(".png"))
+    drawn(lambda: draw(result, args.output.with_suffix(".png")))
     return 0
 
 

@@ -25,6 +25,7 @@ from benchmarks.kernels.prompts import prompt_rows
 from benchmarks.kernels.report import write_charts, write_tables
 from benchmarks.kernels.timing import read_bandwidth
 from benchmarks.provenance import provenance
+from sglang_diffkv.drawing import drawn
 
 GUESSES = {"attention": 20.0, "management": 30.0, "prompts": 30.0}
 PARTS = ("management", "prompts", "attention")
@@ -96,10 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prompt_rows(args.step_batches, args.step_length, budget, lambda row: keep("prompts", row))
     if "attention" in args.parts:
         attention_rows(args.cases, data["read_gb_s"], budget, lambda row: keep("attention", row), baselines)
-    try:
-        write_charts(data, args.out)
-    except ImportError:
-        print("no charts without matplotlib; where it is installed: python -m benchmarks.redraw kernels.json")
+    drawn(lambda: write_charts(data, args.out), "python -m benchmarks.redraw kernels.json")
     measured = [row for table in PARTS for row in data[table] if "skipped" not in row]
     return int(not measured)
 

@@ -111,7 +111,7 @@ def write_tables(data: dict[str, Any], folder: Path) -> None:
 
 
 def write_charts(data: dict[str, Any], folder: Path) -> None:
-    """A chart of each table. Raises ImportError without matplotlib."""
+    """A chart of each table."""
     gpu = data["provenance"]["gpus"][0]
     rows = [row for row in data["attention"] if "skipped" not in row]
     kernel_charts.bars(rows, gpu, folder / "kernels.png")

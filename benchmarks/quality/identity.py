@@ -174,6 +174,7 @@ def largest_shift(reference: Sequence[client.Record], replies: Sequence[client.R
 
 
 CELLS = ("identical", "rounding ties", "other", "cached tokens", "largest shift")
+HEADER = ("server", "variant", *CELLS)
 
 
 def cells(
@@ -192,34 +193,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = load_tokenizer(args.model)
     prompts = [chat_ids(tokenizer, item.prompt) for item in items]
     config = args.diffkv_config if args.backend == "diffkv" else None
-    servers = {
-        "stock": collect(args, args.stock, None, prompts),
-        **{f"stock, {name}": collect(args, name, None, prompts) for name in args.controls},
-        args.backend: collect(args, args.backend, config, prompts, args.draft_args),
-    }
-    if args.draft_args and has_gpu():
-        servers["stock, drafts"] = collect(args, stock_backend(), None, prompts, args.draft_args)
-    reference = servers["stock"].get("batch 1") or next(iter(servers["stock"].values()))
-    rows, differences = [], []
-    for name, variants in servers.items():
+    stock = collect(args, args.stock, None, prompts)
+    reference = stock.get("batch 1") or next(iter(stock.values()))
+    rows: list[list[str]] = []
+    differences: list[Difference] = []
+
+    def take(name: str, variants: dict[str, list[client.Record]]) -> None:
         for variant, replies in variants.items():
             found = compare(name, variant, items, reference, replies, args.tie)
-            differences += found
+            differences.extend(found)
             rows.append([name, variant, *cells(found, reference, replies)])
-    header = ["server", "variant", *CELLS]
-    print(f"{len(items)} questions, at most {args.max_new_tokens} new tokens each\n")
-    print(report.markdown(header, rows))
-    print_differences(differences)
+        _keep(args, rows, differences)
+
+    try:
+        take("stock", stock)
+        for name in args.controls:
+            take(f"stock, {name}", collect(args, name, None, prompts))
+        take(args.backend, collect(args, args.backend, config, prompts, args.draft_args))
+        if args.draft_args and has_gpu():
+            take("stock, drafts", collect(args, stock_backend(), None, prompts, args.draft_args))
+    finally:
+        print(f"{len(items)} questions, at most {args.max_new_tokens} new tokens each\n")
+        print(report.markdown(HEADER, rows))
+        print_differences(differences)
+    return int(any(d.server == args.backend and not d.tie for d in differences))
+
+
+def _keep(args: argparse.Namespace, rows: Sequence[Sequence[str]], differences: Sequence[Difference]) -> None:
+    """What is known so far, into ``--output``."""
     if args.output:
         setup = {key: value for key, value in vars(args).items() if key != "output"}
         data: dict[str, Any] = {
             "environment": report.environment(),
             "setup": setup,
-            "table": [dict(zip(header, row)) for row in rows],
+            "table": [dict(zip(HEADER, row)) for row in rows],
             "differences": [asdict(difference) for difference in differences],
         }
         args.output.write_text(json.dumps(data, indent=1), encoding="utf-8")
-    return int(any(d.server == args.backend and not d.tie for d in differences))
 
 
 def print_differences(differences: Sequence[Difference]) -> None:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 from benchmarks.paths import NANO
@@ -31,7 +31,7 @@ from benchmarks.quality.drafts import OFTEN, STAGES, draft_args
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.evaluate import client, report
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
-from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_backend
+from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_backend, stop_servers_on_sigterm
 
 LOSSLESS = '{"tiers": ["BF16"], "prefill": "triton"}'
 """Without FlashInfer's kernels for new tokens, which some head sizes have to compile first."""
@@ -48,6 +48,8 @@ GPU_ARGS = (
 )  # fmt: skip
 CPU_ARGS = ("--max-total-tokens", "20000")
 STOCK = "stock"
+MOST_STATUS = 100
+"""Of 256 failures the exit status would be 0."""
 
 
 @dataclass(frozen=True)
@@ -166,37 +168,52 @@ class Run:
         self.texts = [ids[:600] for ids in joined if len(ids) >= 200]
         self.rows: list[list[str]] = []
         self.failures: list[str] = []
-        self._compiled = Event()
+        self._compiled, self._broken_off, self._writing = Event(), Event(), Lock()
+        self._begun: list[Server] = []
 
     def kind(self, name: str) -> None:
-        """Start, ask and compare the servers of one kind."""
+        """Start, ask and compare the servers of one kind; an error is one of its failures, and other kinds go on."""
+        try:
+            self._kind(name)
+        except Exception as error:
+            self._fail(name, "all servers", repr(error)[:300])
+        self.write()
+
+    def _kind(self, name: str) -> None:
         kind, folder = KINDS[name], self.args.output / "models" / name
         if kind.make is not None and not folder.exists():
-            kind.make(folder)
+            made = folder.with_name(f"{name}.part")
+            shutil.rmtree(made, ignore_errors=True)
+            kind.make(made)
+            made.rename(folder)
+        if kind.random and not self.texts:
+            raise ValueError("no texts for log-probabilities: ask more questions (--n)")
         model = folder if kind.make is not None and name not in DRAFTS_ON_NANO else NANO
-        with ExitStack() as stack:
-            servers: dict[str, Server] = {}
+        servers: dict[str, Server] = {}
 
-            def start(asked: Asked, log: Path) -> None:
-                if asked.backend == "diffkv" and asked.name != "diffkv":
-                    self._compiled.wait(self.args.timeout / 2)
-                server = Server(
-                    model, asked.backend, [*(GPU_ARGS if has_gpu() else CPU_ARGS), *asked.args],
-                    diffkv_config=asked.config, env=asked.env, timeout=self.args.timeout, log_path=log,
-                )  # fmt: skip
-                try:
-                    server.start()
-                except ServerError as error:
-                    self._fail(name, asked.name, str(error).splitlines()[0] + f"; its log: {log}")
-                else:
-                    stack.callback(server.stop)
-                    servers[asked.name] = server
-                finally:
-                    if asked.backend == "diffkv":
-                        self._compiled.set()
+        def start(asked: Asked, log: Path) -> None:
+            if asked.backend == "diffkv" and asked.name != "diffkv":
+                self._compiled.wait(self.args.timeout / 2)
+            server = Server(
+                model, asked.backend, [*(GPU_ARGS if has_gpu() else CPU_ARGS), *asked.args],
+                diffkv_config=asked.config, env=asked.env, timeout=self.args.timeout, log_path=log,
+            )  # fmt: skip
+            self._begun.append(server)
+            if self._broken_off.is_set():
+                return
+            try:
+                server.start()
+            except ServerError as error:
+                self._fail(name, asked.name, str(error).splitlines()[0] + f"; its log: {log}")
+            else:
+                servers[asked.name] = server
+            finally:
+                if asked.backend == "diffkv":
+                    self._compiled.set()
 
-            asked_of = kind.servers(folder)
-            logs = [self.args.output / f"{name}_{x.name.replace(', ', '_').replace(' ', '_')}.log" for x in asked_of]
+        asked_of = kind.servers(folder)
+        logs = [self.args.output / f"{name}_{x.name.replace(', ', '_').replace(' ', '_')}.log" for x in asked_of]
+        try:
             with ThreadPoolExecutor(len(asked_of)) as pool:
                 list(pool.map(start, asked_of, logs))
                 ready = [x for x in asked_of if x.name in servers]
@@ -204,15 +221,29 @@ class Run:
                 told = {}
                 if kind.random:
                     told = dict(zip(servers, pool.map(self._tell, servers.values())))
-        self._compare(name, replies, told, random=kind.random)
-        self.write()
+            if not self._broken_off.is_set():
+                self._compare(name, replies, told, random=kind.random)
+                self.write()
+        finally:
+            _stop(servers.values())
+
+    def break_off(self, kinds: Sequence[Future[None]]) -> None:
+        """Stop all servers, until the ``kinds`` that have begun are at their end; no other begins."""
+        self._broken_off.set()
+        self._compiled.set()
+        for kind in kinds:
+            kind.cancel()
+        while not all(kind.done() for kind in kinds):
+            _stop(list(self._begun))
+            time.sleep(0.1)
 
     def write(self) -> None:
         """What is known so far, into the output folder."""
-        rows = sorted(self.rows, key=lambda row: list(KINDS).index(row[0]))
-        data = {"environment": report.environment(), "rows": rows, "failures": self.failures}
-        (self.args.output / "kinds.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-        (self.args.output / "kinds.md").write_text(report.markdown(HEADER, rows) + "\n", encoding="utf-8")
+        with self._writing:
+            rows = sorted(self.rows, key=lambda row: list(KINDS).index(row[0]))
+            data = {"environment": report.environment(), "rows": rows, "failures": self.failures}
+            (self.args.output / "kinds.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+            (self.args.output / "kinds.md").write_text(report.markdown(HEADER, rows) + "\n", encoding="utf-8")
 
     def _ask(self, server: Server, asked: Asked) -> dict[tuple[int, bool], list[client.Record]] | str:
         """Replies by batch size and whether the prefix cache had the prompts; what went wrong instead."""
@@ -226,21 +257,28 @@ class Run:
             return repr(error)[:300]
         return found
 
-    def _tell(self, server: Server) -> list[float]:
-        """Log-probabilities of the texts' tokens."""
-        server.flush_cache()
-        told = [client.score(server.url, ids, 0).input_logprobs for ids in self.texts]
-        return [x for text in told for x in text]
+    def _tell(self, server: Server) -> list[float] | str:
+        """Log-probabilities of the texts' tokens; what went wrong instead."""
+        try:
+            server.flush_cache()
+            told = [client.score(server.url, ids, 0).input_logprobs for ids in self.texts]
+        except Exception as error:
+            return repr(error)[:300]
+        found = [x for text in told for x in text]
+        if wrong := sum(x is None for x in found):  # as JSON has what is no number
+            return f"{wrong} of {len(found)} log-probabilities are no numbers"
+        return found
 
     def _fail(self, kind: str, server: str, what: str) -> None:
         self.failures.append(f"{kind}, {server}: {what}")
         print(f"[{time.strftime('%H:%M:%S')}] {self.failures[-1]}", flush=True)
 
-    def _compare(self, kind: str, replies: dict[str, Any], told: dict[str, list[float]], *, random: bool) -> None:
-        for server, found in replies.items():
+    def _compare(self, kind: str, replies: dict[str, Any], told: dict[str, Any], *, random: bool) -> None:
+        for server, found in (*replies.items(), *told.items()):
             if isinstance(found, str):
                 self._fail(kind, server, found)
         replies = {server: found for server, found in replies.items() if not isinstance(found, str)}
+        told = {server: found for server, found in told.items() if not isinstance(found, str)}
         reference = replies.get(STOCK)
         if reference is None:
             self._fail(kind, STOCK, "no reference")
@@ -265,8 +303,15 @@ class Run:
             mean = sum(moved) / len(moved)
             numbers = [f"mean {mean:.4f}", f"largest {max(moved):.3f}"]
             self.rows.append([kind, server, f"{len(moved)} prompt tokens", "log-probabilities", *numbers, "", "", ""])
-            if server != "default tiers" and mean > self.args.moved:
+            if server != "default tiers" and not mean <= self.args.moved:
                 self._fail(kind, server, f"log-probabilities of prompt tokens moved by {mean:.4f} on average")
+
+
+def _stop(servers: Iterable[Server]) -> None:
+    """All at once: each takes seconds."""
+    if held := list(servers):
+        with ThreadPoolExecutor(len(held)) as pool:
+            list(pool.map(lambda server: server.stop(), held))
 
 
 HEADER = ["kind", "server", "variant", "beside stock's", *identity.CELLS]
@@ -297,21 +342,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and what was wrong; the number of failures."""
+    """Print the table and what was wrong; the number of failures, as far as an exit status holds it."""
     args = parse_args(argv)
     if args.list:
         for name, kind in KINDS.items():
             print(f"{name:12} {kind.about}{' (on a GPU)' if kind.gpu else ''}")
         return 0
     args.output.mkdir(parents=True, exist_ok=True)
+    stop_servers_on_sigterm()
     run = Run(args)
     with ThreadPoolExecutor(args.together) as pool:
-        list(pool.map(run.kind, args.kinds))
+        kinds = [pool.submit(run.kind, name) for name in args.kinds]
+        try:
+            for begun in kinds:
+                begun.result()
+        except BaseException:
+            run.break_off(kinds)
+            raise
     table = report.markdown(HEADER, run.rows)
     print(f"{len(run.items)} questions, at most {args.max_new_tokens} new tokens each\n\n{table}\n", flush=True)
     print("\n".join(run.failures) or "nothing is wrong")
     run.write()
-    return len(run.failures)
+    return min(len(run.failures), MOST_STATUS)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from sglang_diffkv.calibrate import cli as calibrate
 from sglang_diffkv.calibrate.arguments import parse_args as parse_calibration
 from sglang_diffkv.calibrate.leankv import LeanPoint, LeanProvenance, LeanSetting
 from sglang_diffkv.calibration import model_name
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.tasks import LOADERS
@@ -148,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     (args.output / "table1.md").write_text(text, encoding="utf-8")
     content = {name: x.model_dump(mode="json") for name, x in found.items()}
     (args.output / "table1.json").write_text(json.dumps({"about": about, "found": content}, indent=1) + "\n")
-    print(text)
-    pareto.draw(figure(model, found, about), args.output / "table1.png")
+    print(text, flush=True)
+    drawn(lambda: pareto.draw(figure(model, found, about), args.output / "table1.png"))
     return 0
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.figures import style
 from benchmarks.provenance import headline, provenance
 from benchmarks.quality.tables import SHOWN, Measured, cell, measure, write
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate import cli
 from sglang_diffkv.evaluate.configuration import STOCK
 from sglang_diffkv.evaluate.prompts import load_tokenizer
@@ -194,8 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     source = f"{headline(about)}\n\n```\n{about['command']}\n```"
     text = "\n\n".join([features(), said, *(scores(models, ratio) for ratio in args.ratios), source]) + "\n"
     write(args.output, "xkv", text, models, about)
-    draw(models, args.ratios, args.output / "xkv.png")
-    print(text)
+    print(text, flush=True)
+    drawn(lambda: draw(models, args.ratios, args.output / "xkv.png"))
     return 0
 
 

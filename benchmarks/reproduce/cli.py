@@ -172,7 +172,8 @@ def reproduce(maker: Maker, about: dict[str, Any], lacking: dict[Part, list[str]
         else:
             _say(f"{place}: {part.shows} ...")
             records[part] = record = maker.make(part)
-            _say(f"{place}: {'FAILED: ' + record.reason if record.reason else 'made'}, {record.seconds:.0f} s")
+            how = f"made without {', '.join(record.no_chart)}" if record.no_chart else "made"
+            _say(f"{place}: {'FAILED: ' + record.reason if record.reason else how}, {record.seconds:.0f} s")
             bad += record.status == "failed"
         index.write(maker.given, about, records, lacking)
     made = sum(x is not None and x.status == "done" for x in records.values())

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.provenance import headline
 from benchmarks.reproduce.given import Given
 from benchmarks.reproduce.parts import Part
-from benchmarks.reproduce.run import FOLDER, Record
+from benchmarks.reproduce.run import FOLDER, IMAGE, Record
 from sglang_diffkv.evaluate.report import markdown
 
 NAME = "README.md"
@@ -57,11 +57,13 @@ def _section(given: Given, part: Part, record: Record) -> list[str]:
     commands = "\n".join(record.commands)
     if record.status == "failed":
         return [*out, f"**Failed**: {record.reason} ([log]({FOLDER}/{part.name}.log))", f"```\n{commands}\n```"]
-    files = part.written(given)
-    images = [x for x in files if x.suffix == ".png"]
+    files = [x for x in part.written(given) if x.name not in record.no_chart]
+    images = [x for x in files if x.suffix == IMAGE]
     out += [f"![{part.shows}]({x.as_posix()})" for x in images]
     out += [] if images else [_inlined(given.output / x) for x in files if x.suffix == ".md"]
     links = ", ".join(f"[{x.name}]({x.as_posix()})" for x in files if x.suffix != ".png")
+    if record.no_chart:
+        out.append(f"No chart could be drawn of it ([log]({FOLDER}/{part.name}.log)).")
     return [*out, f"{links}; {record.about}", f"```\n{commands}\n```"]
 
 

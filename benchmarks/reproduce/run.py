@@ -25,6 +25,7 @@ FOLDER = "parts"
 """Of the output folder, with a record and a log of each part."""
 NO_MATTER = ("--jobs",)
 """Arguments, with a value each, that change no result."""
+IMAGE = ".png"
 PATIENCE = 60.0
 """Seconds that a command has to stop its servers."""
 
@@ -34,6 +35,7 @@ class Record(BaseModel):
 
     Attributes:
         settings: a hash of commands, model, task files and text; a result of others is made again.
+        no_chart: names of images that could not be drawn of its numbers.
         commands: as a user would type them. about: hardware, versions and commit. reason: why it failed.
     """
 
@@ -47,6 +49,7 @@ class Record(BaseModel):
     finished: str
     seconds: float
     reason: str = ""
+    no_chart: tuple[str, ...] = ()
 
 
 def typed(asked: Command) -> str:
@@ -97,7 +100,7 @@ class Maker:
         record = self.record(part)
         if record is None or record.status != "done":
             return False
-        files = all((self.given.output / x).exists() for x in part.written(self.given))
+        files = all((self.given.output / x).exists() for x in part.written(self.given) if x.name not in record.no_chart)
         return files and record.settings == settings(part.commands(self.given), self._inputs)
 
     def make(self, part: Part) -> Record:
@@ -105,6 +108,8 @@ class Maker:
         for folder in {self.folder, *((self.given.output / x).parent for x in part.written(self.given))}:
             folder.mkdir(parents=True, exist_ok=True)
         commands, begin = part.commands(self.given), time.monotonic()
+        written = {x: self.given.output / x for x in part.written(self.given)}
+        before = {x: _changed(path) for x, path in written.items()}
         reason, log = "", self.folder / f"{part.name}.log"
         with log.open("w", encoding="utf-8") as file:
             for number, asked in enumerate(commands, 1):
@@ -114,9 +119,13 @@ class Maker:
                 if status := self._run(asked, file, table):
                     reason = f"{asked[0]} ended with status {status}"
                     break
-        lost = [str(x) for x in part.written(self.given) if not (self.given.output / x).exists()]
-        if not reason and lost:
-            reason = f"{', '.join(lost)} was not written"
+        lost = [x for x, path in written.items() if _changed(path) in (None, before[x])]
+        images = [x for x in lost if x.suffix == IMAGE]
+        if not reason and len(lost) > len(images):
+            reason = f"{', '.join(str(x) for x in lost if x not in images)} was not written"
+        if not reason:
+            for image in images:
+                written[image].unlink(missing_ok=True)  # of other numbers
         if reason and (said := last_words(log)):
             reason += f": {said}"
         record = Record(
@@ -128,17 +137,21 @@ class Maker:
             finished=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             seconds=round(time.monotonic() - begin, 1),
             reason=reason,
+            no_chart=() if reason else tuple(x.name for x in images),
         )
         (self.folder / f"{part.name}.json").write_text(record.model_dump_json(indent=1) + "\n", encoding="utf-8")
         return record
 
     def _run(self, asked: Command, log: IO[str], table: Path | None) -> int:
-        """The command's exit status; what it prints goes to the log, or to ``table`` once it ended well."""
+        """The command's exit status; what it prints goes to the log, or to ``table`` once it ended well.
+
+        In a session of its own: a command that Ctrl-C and then SIGTERM end would be interrupted as it stops servers.
+        """
         argv = [sys.executable, "-m", *asked]
         pipe = subprocess.PIPE if table else log
         process = subprocess.Popen(
             argv, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=pipe, stderr=log if table else subprocess.STDOUT,
-            text=True,
+            text=True, start_new_session=True,
         )  # fmt: skip
         try:
             said, _ = process.communicate()
@@ -154,6 +167,11 @@ class Maker:
         elif table:
             log.write(said)
         return process.returncode
+
+
+def _changed(path: Path) -> int | None:
+    """When a file was written last; None if it is not there."""
+    return path.stat().st_mtime_ns if path.exists() else None
 
 
 def last_words(log: Path, most: int = 400) -> str:

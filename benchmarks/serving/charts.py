@@ -9,7 +9,7 @@ from benchmarks.serving.session import OK, Record
 
 
 def charts(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
-    """Write a chart of each load that has a successful record. Raises ImportError without matplotlib."""
+    """Write a chart of each load that has a successful record. Raises what matplotlib does."""
     written = []
     for load, about in data["loads"].items():
         records = [x for x in data["records"] if x["load"] == load and x["status"] == OK]
@@ -64,8 +64,8 @@ def _series(records: list[Record], x_label: str, title: str, path: Path) -> None
 
 
 def breakdown(data: dict[str, Any], path: Path) -> None:
-    """A step profile: of each backend, the share of the kernels' time by part (DiffKV's figure 14). Raises ImportError
-    without matplotlib."""
+    """A step profile: of each backend, the share of the kernels' time by part (DiffKV's figure 14). Raises what
+    matplotlib does."""
     from matplotlib.figure import Figure
 
     records = [x for x in data["records"] if x["status"] == OK]

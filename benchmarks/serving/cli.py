@@ -38,6 +38,7 @@ from benchmarks.serving.loads import LOADS, parse_load
 from benchmarks.serving.memory import GIB, KVShape
 from benchmarks.serving.report import document, tables, with_ratios
 from benchmarks.serving.session import FAILED, GUESSES, OK, Record, Setup, run_backend, run_together
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.server import has_gpu
 
 
@@ -159,14 +160,6 @@ def write(data: dict[str, Any], folder: Path) -> None:
     (folder / f"{data['name']}.md").write_text(document(data), encoding="utf-8")
 
 
-def draw(data: dict[str, Any], folder: Path) -> None:
-    """The charts, or the command that makes them elsewhere."""
-    try:
-        charts(data, folder, data["name"])
-    except ImportError:
-        print(f"no charts without matplotlib; where it is installed: python -m benchmarks.redraw {data['name']}.json")
-
-
 def status(records: Sequence[Record]) -> int:
     """Exit code: 1 if a run failed or none succeeded."""
     failed = any(x["status"] == FAILED for x in records)
@@ -197,8 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             for backend in args.candidates:
                 run_backend(backend, points, setup, budget, keep)
-    draw(data, args.output)
-    print(f"\n{tables(data)}")
+    print(f"\n{tables(data)}", flush=True)
+    drawn(lambda: charts(data, args.output, data["name"]), f"python -m benchmarks.redraw {data['name']}.json")
     return status(records)
 
 

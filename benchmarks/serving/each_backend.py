@@ -68,9 +68,10 @@ def measure_each(
         except (ServerError, BenchmarkError, ValueError, requests.RequestException) as error:
             record |= {"status": FAILED, "error": short(error)}
         records.append(record)
+        path = args.output / data["name"]
+        path.with_name(f"{path.name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         parts = [f"# {title}", headline(source), f"`{source['command']}`", table(records)]
-        for suffix, text in ((".json", json.dumps(data, indent=1)), (".md", "\n\n".join(parts))):
-            (args.output / f"{data['name']}{suffix}").write_text(text + "\n", encoding="utf-8")
+        path.with_name(f"{path.name}.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
     args.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="model-") as folder:

@@ -95,13 +95,13 @@ def all_running(
 ) -> Iterator[list[Future[tuple[Server, Record]]]]:
     """``running`` for all backends, started at once: what each would yield or raise."""
     stop_servers_on_sigterm()
-    contexts = [running(backend, setup, budget) for backend in backends]
-    with ThreadPoolExecutor(len(contexts)) as pool:
-        started = [pool.submit(context.__enter__) for context in contexts]
     with ExitStack() as stack:
-        for context, start in zip(contexts, started, strict=True):
-            if start.exception() is None:
-                stack.push(context)
+
+        def start(backend: Backend) -> tuple[Server, Record]:
+            return stack.enter_context(running(backend, setup, budget))
+
+        with ThreadPoolExecutor(len(backends)) as pool:  # what interrupts it stops those that have started
+            started = [pool.submit(start, backend) for backend in backends]
         yield started
 
 

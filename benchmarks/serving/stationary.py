@@ -35,12 +35,15 @@ from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.log import mean, parse_log
 from benchmarks.serving.session import OK, Record, Setup
 from benchmarks.serving.step_profile import breakdown, next_steps
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
 COUNT = re.compile(rb'"completion_tokens": ?(\d+)')
 FULL_AFTER = 4.0
 """Seconds without a first token after which the server counts as full."""
+END_WITHIN = 30.0
+"""Seconds for aborted requests to end."""
 GOLDEN = 0.6180339887
 """Multiples of it, less their whole part, are spread evenly however many there are."""
 
@@ -86,9 +89,18 @@ class Crowd:
                 await watching
                 return begin, end
             finally:
-                async with session.post(f"{self.url}/abort_request", json={"abort_all": True}) as reply:
-                    await reply.read()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._end(session)
+
+    async def _end(self, session: aiohttp.ClientSession) -> None:
+        """Abort all requests. A server that does not answer any more is no error here: why it does not is told."""
+        limit = aiohttp.ClientTimeout(total=END_WITHIN)
+        try:
+            async with session.post(f"{self.url}/abort_request", json={"abort_all": True}, timeout=limit) as reply:
+                await reply.read()
+            await asyncio.wait_for(asyncio.gather(*self._tasks, return_exceptions=True), END_WITHIN)
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            for task in self._tasks:
+                task.cancel()
 
     async def _fill(self, session: aiohttp.ClientSession, most: int) -> None:
         """Requests as they stand in a long queue's midst, until one has to wait."""
@@ -162,6 +174,8 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     log = server.log_text()[start:]
     running = running_over_time(crowd.streams, first, end)
     counted = [n for at, n in running if at >= begin - first]
+    if not generated or not counted:
+        raise BenchmarkError(f"no token came, or no whole second was counted, in {end - begin:.1f} s")
     stats = server.stats() or {}
     server.flush_cache()
     return {
@@ -258,10 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data: dict[str, Any] = {"kind": "stationary", "name": name, "load": load}
     title = f"Long replies, some always waiting, {model_name(args)}"
     status = measure_each(args, data, title, partial(measure, args=args), table)
-    try:
-        draw(data["records"], args.output / f"{name}.svg")
-    except ImportError:
-        print("no chart without matplotlib")
+    drawn(lambda: draw(data["records"], args.output / f"{name}.svg"))
     return status
 
 

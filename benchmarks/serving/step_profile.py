@@ -39,6 +39,7 @@ from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
 from benchmarks.serving.each_backend import add_arguments, measure_each
 from benchmarks.serving.session import OK, Record, Setup
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.evaluate.server import Server
 
@@ -239,10 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.prompts:
         title = f"A pass over a prompt of {args.length} tokens, {model}"
     status = measure_each(args, data, title, partial(measure, args=args), table)
-    try:
-        breakdown_chart(data, args.output / f"{data['name']}.png")
-    except ImportError:
-        print(f"no chart without matplotlib; where it is installed: python -m benchmarks.redraw {data['name']}.json")
+    drawn(
+        lambda: breakdown_chart(data, args.output / f"{data['name']}.png"),
+        f"python -m benchmarks.redraw {data['name']}.json",
+    )
     return status
 
 

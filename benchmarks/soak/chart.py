@@ -11,7 +11,7 @@ from benchmarks.soak.client import ENDS
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the chart as a PNG. Raises ImportError without matplotlib."""
+    """Write the chart as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

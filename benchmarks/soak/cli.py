@@ -32,6 +32,7 @@ from benchmarks.soak.load import Limits, Load, choose
 from benchmarks.soak.report import accuracy, problems
 from benchmarks.soak.run import Plan, Soak
 from benchmarks.soak.watch import growth, wrong_lines
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
 from sglang_diffkv.evaluate.tasks.generation import Example
@@ -151,10 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             soak.failures.append("the server died")
     result = describe(args, soak, argv)
     args.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
-    try:
-        draw(result, args.output.with_suffix(".png"))
-    except ImportError:
-        print("no chart without matplotlib")
+    drawn(lambda: draw(result, args.output.with_suffix(".png")))
     shown = ("load", "accuracy", "rss_growth", "log", "requests_per_second", "output_tokens_per_second")
     print(json.dumps({name: result[name] for name in shown}, indent=1))
     for problem in result["problems"]:

@@ -147,10 +147,9 @@ def run(
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(limits)} values of max_new_tokens")
-    with ThreadPoolExecutor(concurrency) as pool:
-        futures = [pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs) for ids, limit in zip(prompts, limits)]
-        try:
-            return [future.result() for future in futures]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(concurrency)
+    futures = [pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs) for ids, limit in zip(prompts, limits)]
+    try:
+        return [future.result() for future in futures]
+    finally:  # without waiting: what is under way ends with the server, which the caller stops
+        pool.shutdown(wait=False, cancel_futures=True)

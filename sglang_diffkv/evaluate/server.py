@@ -45,12 +45,18 @@ def stock_backend() -> str:
 
 
 def stop_servers_on_sigterm() -> None:
-    """From now on SIGTERM ends this program as Ctrl-C does, so that its servers are stopped too.
+    """From now on SIGTERM ends this program as Ctrl-C does, so that its servers are stopped too. ``timeout`` sends it
+    twice, to the program and to its group: the second is not to interrupt the stopping.
 
     No effect outside of the main thread, or where the program handles the signal itself.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, frame: object) -> None:
+    signal.signal(number, lambda *_: None)
+    raise KeyboardInterrupt
 
 
 def flush_cache(url: str) -> None:
@@ -154,19 +160,24 @@ class Server:
         return ServerError(f"the server {what}\n$ {shlex.join(self.command)}\n{tail}")
 
     def stop(self, grace: float = 15.0) -> None:
-        """End the server and all its processes: SIGTERM, then SIGKILL for what is left after ``grace`` s."""
+        """End the server and all its processes: SIGTERM, then SIGKILL for what is left after ``grace`` s, or at once
+        when this is interrupted."""
         process, self._process = self._process, None
         if process is None:
             return
-        for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
-            if not _signal_group(process.pid, number):
-                break
-            deadline = time.monotonic() + patience
-            while time.monotonic() < deadline:
-                process.poll()
-                if not _signal_group(process.pid, 0):
+        try:
+            for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+                if not _signal_group(process.pid, number):
                     break
-                time.sleep(0.1)
+                deadline = time.monotonic() + patience
+                while time.monotonic() < deadline:
+                    process.poll()
+                    if not _signal_group(process.pid, 0):
+                        break
+                    time.sleep(0.1)
+        except BaseException:
+            _signal_group(process.pid, signal.SIGKILL)
+            raise
         process.wait(timeout=5.0)
         if not self._keep_log:
             self._last_log = self.log_text()

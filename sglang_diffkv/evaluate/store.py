@@ -97,7 +97,8 @@ class Store:
         whole = text[: text.rfind("\n") + 1]
         if len(whole) < len(text):
             self._file.truncate(len(whole.encode()))
-        for number, line in enumerate(whole.splitlines(), 1):
+        # By "\n" alone: replies may have other characters that end a line.
+        for number, line in enumerate(whole.split("\n")[:-1], 1):
             try:
                 self._take(_RECORD.validate_json(line))
             except ValidationError as error:

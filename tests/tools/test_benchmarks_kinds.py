@@ -1,6 +1,7 @@
 """Token identity of kinds of models, without servers: what is started, compared and called wrong."""
 
 import json
+from threading import Barrier, Event
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ def record(ids, gap=1.0):
 @pytest.fixture
 def servers(monkeypatch):
     """Servers by name that answer 1, 2, 3 unless ``wrong`` has another reply of theirs; ``broken`` do not start."""
-    seen = SimpleNamespace(started=[], stopped=[], wrong={}, broken=set(), moved={})
+    seen = SimpleNamespace(started=[], stopped=[], wrong={}, broken=set(), moved={}, stopping=lambda server: None)
 
     class Fake:
         def __init__(self, model, backend, args, *, diffkv_config, env, timeout, log_path):
@@ -32,6 +33,7 @@ def servers(monkeypatch):
             seen.started.append(self)
 
         def stop(self):
+            seen.stopping(self)
             seen.stopped.append(self)
 
         def flush_cache(self):
@@ -102,6 +104,75 @@ def test_servers_that_fail(servers, tmp_path):
     servers.wrong = {"nano_stock": client.RequestError("aborted")}
     failed, data = run(tmp_path, "nano")
     assert failed == 2 and data["rows"] == []
+
+
+def test_what_is_known_is_kept_before_servers_stop_and_these_stop_at_once(servers, tmp_path):
+    together, seen = Barrier(5, timeout=20), []
+
+    def stopping(server):
+        seen.append(len(json.loads((tmp_path / "kinds.json").read_text())["rows"]))
+        together.wait()
+
+    servers.stopping = stopping
+    _, data = run(tmp_path, "nano")
+    assert seen == [len(data["rows"])] * 5 and seen[0] > 0
+
+
+def test_an_error_in_one_kind_leaves_the_others(servers, tmp_path, monkeypatch):
+    def make(folder):
+        folder.mkdir(parents=True)
+        raise OSError("no space left")
+
+    monkeypatch.setitem(kinds.KINDS, "gemma3", kinds._sliding(make, "windows"))
+    for _ in range(2):
+        failed, data = run(tmp_path, "gemma3", "nano")
+        assert failed == 1 and "gemma3, all servers: OSError('no space left')" in data["failures"][0]
+        assert {row[0] for row in data["rows"]} == {"nano"}, "a model made by half is made again"
+
+
+def test_numbers_that_are_none_are_failures(servers, tmp_path, monkeypatch):
+    monkeypatch.setitem(kinds.KINDS, "gemma3", kinds._sliding(lambda folder: folder.mkdir(parents=True), "windows"))
+    servers.moved["gemma3_diffkv"] = None
+    failed, data = run(tmp_path, "gemma3", n=12)
+    assert failed == 1 and data["failures"][0].startswith("gemma3, diffkv: ") and "no numbers" in data["failures"][0]
+    monkeypatch.setattr(kinds, "chat_ids", lambda tokenizer, prompt: [5, 6])
+    failed, data = run(tmp_path, "gemma3", n=12)
+    assert failed == 1 and "ask more questions" in data["failures"][0], "nothing else would judge random weights"
+
+
+def test_what_is_broken_off_stops_its_servers_and_keeps_the_kinds_before(servers, tmp_path, monkeypatch):
+    """A request is under way, as it would be for minutes, until its server is stopped."""
+    asked, gone, ask = Event(), Event(), identity.ask
+
+    def hang(server, *args):
+        if not server.name.startswith("compile"):
+            return ask(server, *args)
+        asked.set()
+        assert gone.wait(20)
+        raise client.RequestError("the server is gone")
+
+    monkeypatch.setattr(identity, "ask", hang)
+
+    class Pool(kinds.ThreadPoolExecutor):
+        """Whose second kind is waited for until Ctrl-C."""
+
+        def submit(self, call, *args):
+            found = super().submit(call, *args)
+            if args == ("compile",):
+                found.result = interrupt
+            return found
+
+    def interrupt():
+        assert asked.wait(20)
+        servers.stopping = lambda server: gone.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kinds, "ThreadPoolExecutor", Pool)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, "nano", "compile", "gptq")
+    assert {row[0] for row in json.loads((tmp_path / "kinds.json").read_text())["rows"]} == {"nano"}
+    assert not [x for x in servers.started if x.name.startswith("gptq")]
+    assert {id(x) for x in servers.started} <= {id(x) for x in servers.stopped}
 
 
 def test_random_weights_are_judged_by_log_probabilities(servers, tmp_path, monkeypatch):

@@ -116,6 +116,25 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(run, tmp_path, capsy
     assert "**Failed**" not in (tmp_path / "README.md").read_text()
 
 
+def test_a_chart_that_is_not_drawn_loses_no_numbers(run, tmp_path, capsys):
+    """Nor does one of other numbers stand for it, or a table of an earlier run for one that was not written."""
+    assert run([part("one")]) == 0 and (tmp_path / "one" / "one.png").exists()
+    drawing = part("one")
+
+    def commands(given):
+        return [["tests.tools.reproduced", "0", "again", str(given.output / "one" / "one.md")]]
+
+    bare = replace(drawing, commands=commands)
+    assert run([bare]) == 0 and "one: made without one.png" in capsys.readouterr().out
+    assert not (tmp_path / "one" / "one.png").exists()
+    page = (tmp_path / "README.md").read_text()
+    assert "No chart could be drawn of it ([log](parts/one.log))." in page and "one.png" not in page
+    assert "#### again" in page, "its table is shown instead"
+    assert run([bare]) == 0 and "one: is there" in capsys.readouterr().out
+    empty = replace(drawing, commands=lambda given: [["tests.tools.reproduced", "0", "never"]])
+    assert run([empty]) == 1 and "one/one.md was not written" in capsys.readouterr().out
+
+
 def test_what_was_named_and_cannot_be_made_fails(run):
     parts = [part("one"), part("two", 0, NEVER)]
     assert run(parts, "--parts", "two") == 1

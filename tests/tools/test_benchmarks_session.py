@@ -143,6 +143,19 @@ def test_servers_that_start_together(setup, monkeypatch):
     assert serving_session.Server.stopped == 2
 
 
+def test_servers_that_start_together_are_stopped_when_that_is_interrupted(setup, monkeypatch):
+    class Pool(serving_session.ThreadPoolExecutor):
+        def __exit__(self, *args):
+            super().__exit__(*args)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving_session, "ThreadPoolExecutor", Pool)
+    backends = [parse_backend(f"{name}:bf16") for name in ("triton", "fa3")]
+    with pytest.raises(KeyboardInterrupt) as held:
+        serving_session.run_together(backends, (POINT,), setup, Budget(None), [].append)
+    assert serving_session.Server.stopped == 2 and held
+
+
 def test_a_server_that_does_not_start(setup):
     serving_session.Server.fails = True
     records = records_of(setup)

@@ -6,12 +6,14 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
-from benchmarks.serving import stationary
+from benchmarks.serving import each_backend, stationary
 from benchmarks.serving.client import BenchmarkError
 from benchmarks.serving.stationary import Crowd, Stream, running_over_time, table, tokens_between
 
@@ -101,6 +103,34 @@ def test_a_full_server_is_counted_while_some_always_wait(monkeypatch):
 def test_a_refused_request_ends_it():
     with pytest.raises(BenchmarkError, match="refused by name"):
         asyncio.run(against(13))
+
+
+def test_a_server_that_dies_is_one_backends_failure(tmp_path, monkeypatch):
+    """Its requests are told as such, though nothing answers the abort; the others are measured."""
+
+    @contextmanager
+    def started(backend, setup, budget):
+        yield SimpleNamespace(url="http://127.0.0.1:9", log_text=str), {"capacity_tokens": 9}
+
+    monkeypatch.setattr(each_backend, "running", started)
+    monkeypatch.setattr(stationary, "warm_up", lambda *args: None)
+    given = ["--geometry", "llama3-8b", "--backends", "triton:bf16", "torch_native:bf16", "--output", str(tmp_path)]
+    assert stationary.main(given) == 1
+    records = json.loads((tmp_path / "stationary_llama3-8b.json").read_text())["records"]
+    assert [x["status"] for x in records] == ["failed", "failed"]
+    assert all("requests failed: Cannot connect" in x["error"] for x in records)
+
+
+def test_a_server_without_tokens_is_no_result(monkeypatch):
+    async def nothing(*args):
+        return time.perf_counter() - 2.0, time.perf_counter()
+
+    monkeypatch.setattr(Crowd, "run", nothing)
+    monkeypatch.setattr(stationary, "warm_up", lambda *args: None)
+    args = stationary.parse_args(["--backends", "triton:bf16"])
+    setup = SimpleNamespace(shape=SimpleNamespace(vocab=100), seed=0, max_running=4)
+    with pytest.raises(BenchmarkError, match="no token came"):
+        stationary.measure(SimpleNamespace(url="", log_text=str), setup, args)  # type: ignore[arg-type]
 
 
 def test_tokens_are_counted_between_two_moments():

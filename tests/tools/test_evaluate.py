@@ -112,6 +112,15 @@ def test_another_task_file_by_the_same_name_is_refused(tmp_path, capsys):
     assert "sha256 was" in message and "max_new_tokens was 4096, is 5" in message
 
 
+def test_replies_may_have_any_line_end(tmp_path):
+    text = "one\u2028two\x85three\x0b\x0c\x1c\r\nfour"
+    outcome = Outcome(3, text=text, right=True)
+    with Store(tmp_path) as store:
+        store.add(Answer(configuration="a", suite="b", id="1", task="t", outcome=outcome))
+    with Store(tmp_path) as store:
+        assert store.answers["a", "b"]["1"].outcome.text == text
+
+
 def test_one_process_writes_a_folder(tmp_path):
     with Store(tmp_path), pytest.raises(EvaluationError, match="another process"):
         Store(tmp_path)

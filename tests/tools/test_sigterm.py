@@ -9,12 +9,16 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import sys
 from sglang_diffkv.evaluate.server import Server
 
 server = Server("a model")
-server.command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(120)"]
+stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+server.command = [sys.executable, "-c", stubborn + "print(os.getpid(), flush=True); time.sleep(120)"]
+Server.stop.__defaults__ = (float(sys.argv[1]),)
 print(server.log_path, flush=True)
 server.start()
 """
@@ -28,8 +32,17 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_sigterm_stops_the_server_too() -> None:
-    command = [sys.executable, "-c", PROGRAM]
+@pytest.mark.parametrize(
+    ("numbers", "grace"),
+    [
+        ([signal.SIGTERM], 1),
+        ([signal.SIGTERM, signal.SIGTERM, signal.SIGTERM], 1),
+        ([signal.SIGINT, signal.SIGINT], 60),
+    ],
+)
+def test_signals_stop_the_server_too(numbers: list[int], grace: float) -> None:
+    """Though it does not end by SIGTERM itself. A second Ctrl-C waits for nothing, a second SIGTERM changes nothing."""
+    command = [sys.executable, "-c", PROGRAM, str(grace)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
         assert run.stdout is not None
         log = Path(run.stdout.readline().strip())
@@ -38,8 +51,10 @@ def test_sigterm_stops_the_server_too() -> None:
             time.sleep(0.1)
         pid = int(text)
         assert alive(pid)
-        run.send_signal(signal.SIGTERM)
-        run.wait(timeout=60)
+        for number in numbers:
+            run.send_signal(number)
+            time.sleep(0.3)
+        run.wait(timeout=30)
     assert run.returncode != 0
     deadline = time.monotonic() + 10
     while alive(pid) and time.monotonic() < deadline:

@@ -29,6 +29,7 @@ from sglang_diffkv.calibrate.layers.measure import SHARES, Rule, collect
 from sglang_diffkv.calibrate.layers.result import LayerFractions, LayerProvenance
 from sglang_diffkv.calibration import CalibratedPolicy, CalibrationFile, ModelGeometry, measured_policy, model_name
 from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.drawing import drawn
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
@@ -174,12 +175,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         content = measure(args)
         file = CalibrationFile(entries=(entry(args, content),))
         args.output.write_text(file.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        image = args.figure or args.output.with_suffix(".png")
-        draw(content, image)
     except (ConfigError, TaskFileError, EvaluationError, OSError) as error:
         print(f"sglang_diffkv.calibrate.layers: {error}", file=sys.stderr)
         return 1
     print(table(content))
-    print(f"\n{summary(content)}\nwritten to {args.output} and {image}; no accuracy was measured. To serve with it:")
+    image = args.figure or args.output.with_suffix(".png")
+    written = f"{args.output} and {image}" if drawn(lambda: draw(content, image)) else str(args.output)
+    print(f"\n{summary(content)}\nwritten to {written}; no accuracy was measured. To serve with it:")
     print(f"--diffkv-config '{json.dumps({'thresholds': str(args.output)})}'")
     return 0

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from sglang_diffkv.calibrate.layers.result import LayerFractions
 
 MARKS = "osD^vPX*"
@@ -14,6 +11,9 @@ MARKS = "osD^vPX*"
 
 def draw(content: LayerFractions, path: Path) -> None:
     """Write a PNG: retention by layer at several sizes, and the share of the tokens that each layer keeps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     found = content.provenance
     layers = range(len(content.layer_fractions))
     figure = Figure(figsize=(max(9.0, 0.36 * len(layers) + 4.0), 4.2), dpi=150, layout="constrained")
