@@ -4,7 +4,7 @@ They have the real architectures' layers, in few and small ones; with ``--large`
 real models take. For checks of servers, such as token identity:
 
     python -m benchmarks.quality.random_hybrids hybrid --kind qwen3_next --large
-    python -m benchmarks.quality.identity --model hybrid --server-args "--disable-radix-cache"
+    python -m benchmarks.quality.identity --model hybrid --server-args=--disable-radix-cache
 """
 
 from __future__ import annotations

@@ -49,3 +49,11 @@ def test_what_is_released_names_one_version() -> None:
     assert found("CITATION.cff", r"^version: (.*)$") == [__version__]
     (date,) = found("CITATION.cff", r'^date-released: "(.*)"$')
     assert found("CHANGELOG.md", r"^## \[(\d.*)$")[0] == f"{__version__}] - {date}"
+
+
+def test_an_option_in_an_option_follows_an_equals_sign() -> None:
+    """``--server-args "--one"`` is refused: argparse takes a value that begins so, without a space, for an option."""
+    kinds = ("*.md", "benchmarks/**/*.md", "docs/**/*.md", "benchmarks/**/*.py", "sglang_diffkv/**/*.py")
+    pages = [page for kind in kinds for page in REPOSITORY.glob(kind)]
+    shown = [(x.name, *re.findall(r"-args (['\"]--[\w-]+['\"])", x.read_text(encoding="utf-8"))) for x in pages]
+    assert pages and [x for x in shown if len(x) > 1] == []
