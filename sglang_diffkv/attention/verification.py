@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, Wrapper
 from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops.base import Scaling, Step
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -129,14 +130,16 @@ class VerifyWrapper(Wrapper):
         """A graph holds the pass that is to be committed, of so many requests with padding."""
         self._room, self._requests, self._ran = self._room_for(requests, drafts), requests, self.state.num_layers
 
-    def commit(self, accepted: torch.Tensor) -> None:
+    def commit(self, accepted: torch.Tensor, left: Sequence[int] = ()) -> None:
         """Store the first ``accepted`` ([B] integers, on the device) tokens of each chain; requests past these are
-        padding."""
+        padding. Of requests that ``left`` (their places in the batch) after the pass was planned nothing is stored."""
         room, requests, given = self._room, self._requests, accepted.shape[0]
         assert room is not None and given <= requests, "plan comes first"
         assert self._ran == self.state.num_layers, "every layer has run"
         room.accepted[:given].copy_(accepted)
         room.accepted[given:requests].zero_()
+        if left:
+            room.accepted[to_device(left, room.accepted.device)] = 0
         recorded = room.commits.get(requests)
         if recorded is None:
             self._store(room, requests)

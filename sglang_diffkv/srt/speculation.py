@@ -15,6 +15,7 @@ import numpy as np
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.policies.base import prunes
+from sglang_diffkv.srt import compat
 
 CHAIN = "--speculative-ngram-min-bfs-breadth 1 --speculative-ngram-max-bfs-breadth 1"
 MODEL_CHAIN = "--speculative-eagle-topk 1 --speculative-num-steps 3 --speculative-num-draft-tokens 4"
@@ -91,7 +92,10 @@ def chain_worker(worker: type, *, ngram: bool) -> type:
             verifies = batch.forward_mode.is_decode()
             result = super().forward_batch_generation(batch, *args, **kwargs)
             if verifies and result.accept_lens is not None:
-                self.target_worker.model_runner.attn_backend.verify.commit(result.accept_lens)
+                # Grammars under overlap scheduling: SGLang looks at the last results between a pass's plan and its
+                # launch, and of a request that ended with them the row is released already.
+                left = [index for index, req in enumerate(batch.reqs) if compat.row_of(req) is None]
+                self.target_worker.model_runner.attn_backend.verify.commit(result.accept_lens, left)
             return result
 
     class NgramWorker(ChainWorker):

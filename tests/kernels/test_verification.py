@@ -198,3 +198,27 @@ def test_what_a_graph_would_replay_reads_what_its_tensors_hold_then(tiers, polic
     check_same(drafted, plain, but="fault")
     for (layer, request, number), out in outs.items():
         assert close(got[layer][request * DRAFTS + number], out) < (2e-2 if policy is RAW else 0.25)
+
+
+@pytest.mark.parametrize("kind", ["reference", "triton"])
+def test_nothing_is_stored_of_a_request_that_left_before_the_pass(kind):
+    """Its row is released between the plan and the launch; those of the others get what they would get alone."""
+    plain, decode, _ = make("K8V4 K4V2", kind)
+    drafted, _, verify = make("K8V4 K4V2", kind)
+    layers = drawn(plain, torch.Generator().manual_seed(7))
+    rows, lengths, accepted = [2, 3, 1], [9, 17, 20], [2, 0, 3]
+    for manager in (plain, drafted):
+        room(manager, rows, DRAFTS)
+        manager.release(3)
+        manager.space.flush()
+    decode_steps(plain, decode, rows, lengths, accepted, layers)
+    verify.plan(torch.tensor(rows, device=DEVICE), torch.tensor(lengths, device=DEVICE), DRAFTS)
+    verify.begin()
+    for layer, tensors in enumerate(layers):
+        verify.run(layer, *tensors, SCALING)
+    verify.commit(torch.tensor([2, 3, 3], device=DEVICE), left=[1])
+    for manager in (plain, drafted):
+        for row, length, count in ((2, 9, 2), (1, 20, 3)):
+            manager.rows.accepted(row, length + count)
+        check_integrity(manager)
+    check_same(drafted, plain, but="fault")
