@@ -44,16 +44,20 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
         problems.append("--kv-canary with a draft model, whose cache it does not know: drop --kv-canary")
     if device == "cuda" and sglang_version() not in GPU_VERSIONS:
         problems.append(untested_on_a_gpu())
-    if device == "cuda" and os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "").lower() in (
-        "1",
-        "true",
-        "yes",
-        "y",
-    ):
+    if device == "cuda" and _switched_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
+    if device == "cuda" and algorithm_of(args) and _switched_on("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
+        problems.append(
+            "SGLANG_ENABLE_OVERLAP_PLAN_STREAM, by which table blocks would change under the pass that runs: unset it"
+        )
     problems += _drafts_on_a_gpu(args, device)
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
+
+
+def _switched_on(variable: str) -> bool:
+    """As SGLang reads a variable of the environment."""
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
 
 
 def _drafts_on_a_gpu(args: Any, device: str) -> list[str]:

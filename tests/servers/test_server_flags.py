@@ -184,6 +184,13 @@ def test_a_draft_model_in_graphs_runs_under_overlap_scheduling(drafts_on_a_gpu):
     check_server_args(_args(device="cuda", disable_overlap_schedule=True, **n_grams))
 
 
+def test_drafts_are_planned_on_the_stream_of_the_passes(drafts_on_a_gpu, monkeypatch):
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    check_server_args(_args(device="cuda"))
+    with pytest.raises(UnsupportedError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
+        check_server_args(_args(device="cuda", speculative_algorithm="NGRAM", **N_GRAMS))
+
+
 def test_what_hides_steps_from_the_backend_is_refused_on_a_gpu(monkeypatch):
     """SGLang's graphs of what is prepared outside of a pass's graph: the host would not be asked before a replay."""
     monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
