@@ -177,7 +177,7 @@ class Run:
             self._kind(name)
         except Exception as error:
             self._fail(name, "all servers", repr(error)[:300])
-        self.write()
+            self.write()
 
     def _kind(self, name: str) -> None:
         kind, folder = KINDS[name], self.args.output / "models" / name

@@ -13,11 +13,7 @@ import triton
 
 from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
 from sglang_diffkv.kernels.device import processors_of
-from sglang_diffkv.kernels.extend_attention.triton_paged import (
-    merge_kernel,
-    paged_kernel,
-    ragged_kernel,
-)
+from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
 from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
 from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
 from sglang_diffkv.mem_pool.page_format import PageFormat
@@ -124,16 +120,20 @@ def extend_attention(
     assert starts.shape == extend_lens.shape == prefix_lens.shape == (batch,)
     assert not reach or (new_part is None and not update_scores)
     assert sink_logits is None or sink_logits.shape == (q_heads,)
-    assert stored or not update_scores
+    assert stored or (new_part is None and not update_scores)
     group = q_heads // heads
     common = {"G": group, "HAS_CAP": logit_cap > 0, "SLIDES": reach > 0}
+    grid = (triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)
+    splits = 1 if stored else _splits(grid, q.device)
     if new_part is not None:
         out, lse = new_part
     else:
         # What is still to be joined with the attention to pages is not rounded before.
         kind = torch.float32 if max_prefix else q.dtype
-        out = torch.empty(tokens, q_heads, fmt.v_head_dim, dtype=kind, device=q.device)
-        lse = torch.empty(tokens, q_heads, device=q.device)
+        parts = 1 if stored or not max_prefix else 1 + len(fmt.tiers) * splits
+        outs = torch.empty(parts, tokens, q_heads, fmt.v_head_dim, dtype=kind, device=q.device)
+        lses = torch.empty(parts, tokens, q_heads, device=q.device)
+        out, lse = outs[0], lses[0]
     if not tokens:
         return out.to(q.dtype), lse
     if new_part is None:
@@ -149,9 +149,10 @@ def extend_attention(
         )  # fmt: skip
         given = (starts, extend_lens, prefix_lens, rows, state.pages, *tables, layer, sm_scale, logit_cap, reach)
         common.update(DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, num_warps=1, num_stages=2)
-        tiles = triton.cdiv(max_extend * group, PAGED_ROWS)
-        joined = _stored_too if stored else _earlier_too
-        out, lse = joined(state, q, out, lse, given, common, (tiles, heads, batch))
+        if stored:
+            out, lse = _join_tiers(state, q, out, lse, given, common, grid)
+        else:
+            out, lse = _join_parts(state, q, outs, lses, given, common, grid, splits)
     if sink_logits is not None:
         _add_sinks(out, lse, sink_logits)
     if update_scores:
@@ -162,11 +163,11 @@ def extend_attention(
     return out, lse
 
 
-def _stored_too(
+def _join_tiers(
     state: PageState, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, given: tuple[Any, ...],
     common: dict[str, Any], grid: tuple[int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Join the attention to new tokens, which lie in the pages, with that to the earlier ones, tier by tier."""
+    """The attention to new tokens, which lie in the pages too, joined with that to the earlier ones, tier by tier."""
     *upper, last = _constants(*_shape(state))
     lse_of_all = torch.empty_like(lse)
     for tier in upper:
@@ -178,35 +179,29 @@ def _stored_too(
     return rounded, lse_of_all
 
 
-def _earlier_too(
-    state: PageState, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, given: tuple[Any, ...],
-    common: dict[str, Any], grid: tuple[int, int, int],
+def _join_parts(
+    state: PageState, q: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor, given: tuple[Any, ...],
+    common: dict[str, Any], grid: tuple[int, int, int], splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Join the attention to new tokens, which lie in no page, with that to the pages, whose tiles several programs
-    share."""
-    tiers = _constants(*_shape(state))
-    (tiles, heads, batch), count = grid, out.shape[0] * out.shape[1]
-    splits = _splits(tiles * heads * batch, q.device)
-    outs = torch.empty(1 + len(tiers) * splits, *out.shape, device=q.device)
-    lses = torch.empty(outs.shape[:3], device=q.device)
-    outs[0].copy_(out)
-    lses[0].copy_(lse)
-    for tier in tiers:
+    """The attention to new tokens, which lie in no page and are the first of the parts, joined with that to the pages,
+    whose tiles ``splits`` programs share."""
+    (tiles, heads, batch), count = grid, lses[0].numel()
+    for tier in _constants(*_shape(state)):
         at = 1 + tier["TIER"] * splits
         paged_kernel[(tiles, heads * splits, batch)](
             q, outs[at], lses[at], outs, lses, *given, splits, count, **tier, **common
         )
-    rounded = torch.empty_like(out, dtype=q.dtype)
+    rounded = torch.empty_like(outs[0], dtype=q.dtype)
     merge_kernel[(triton.cdiv(count, 4),)](
-        rounded, lse, outs, lses, count, len(outs), DV=state.fmt.v_head_dim, R=4, num_warps=4
+        rounded, lses[0], outs, lses, count, len(outs), DV=state.fmt.v_head_dim, R=4, num_warps=4
     )
-    return rounded, lse
+    return rounded, lses[0]
 
 
-def _splits(programs: int, device: torch.device) -> int:
-    """Programs that share a head's pages, for a pass of a few new tokens a request: ``programs`` would leave most of
-    the device idle."""
-    return max(1, min(MOST_SPLITS, 4 * processors_of(device) // programs))
+def _splits(grid: tuple[int, int, int], device: torch.device) -> int:
+    """Programs that share a head's pages, for a pass of a few new tokens a request: the ``grid`` alone would leave most
+    of the device idle."""
+    return max(1, min(MOST_SPLITS, 4 * processors_of(device) // math.prod(grid)))
 
 
 def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> None:

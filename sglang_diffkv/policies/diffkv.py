@@ -45,8 +45,8 @@ def filling_window(window: int, sinks: int, page_tokens: int) -> int:
     """The largest window, at most ``window``, with which what stays in the high tier in any case fills its pages: of a
     prompt the newest tokens and the sinks, of a reply the newest tokens and the one that is being stored. ``window``
     itself where that is less than a page."""
-    beside = max(sinks, 1)
-    return max((window + beside) // page_tokens * page_tokens - beside, 0) or window
+    over = (window + max(sinks, 1)) % page_tokens
+    return window - over if over < window else window
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,13 @@ class DiffKVPolicy(Policy):
 
     def window_hint(self, tiers: int, page_tokens: int) -> str:
         """What a slightly smaller window would save, for the log; empty if nothing."""
-        over, better = (
-            (self.window + max(self.sinks, 1)) % page_tokens,
-            filling_window(self.window, self.sinks, page_tokens),
-        )
-        if tiers == 1 or not 0 < over <= page_tokens // 2 or better == self.window:
+        better = filling_window(self.window, self.sinks, page_tokens)
+        over = self.window - better
+        if tiers == 1 or not 0 < over <= page_tokens // 2:
             return ""
         return (
             f"window {self.window} and {self.sinks} sinks leave {page_tokens - over} of {page_tokens} places of a page "
-            f"empty in each head, of prompts and of replies; window {better} fills its pages"
+            f"empty in each head; window {better} fills its pages"
         )
 
     def of_rank(self, rank: int, ranks: int, heads: int) -> DiffKVPolicy:

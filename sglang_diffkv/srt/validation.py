@@ -46,10 +46,6 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
         problems.append(untested_on_a_gpu())
     if device == "cuda" and _switched_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
-    if device == "cuda" and algorithm_of(args) and _switched_on("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
-        problems.append(
-            "SGLANG_ENABLE_OVERLAP_PLAN_STREAM, by which table blocks would change under the pass that runs: unset it"
-        )
     problems += _drafts_on_a_gpu(args, device)
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
@@ -62,17 +58,21 @@ def _switched_on(variable: str) -> bool:
 
 def _drafts_on_a_gpu(args: Any, device: str) -> list[str]:
     """What is wrong on a GPU with the way in which a server is to draft."""
-    algorithm = algorithm_of(args)
-    if not algorithm:
+    algorithm, problems = algorithm_of(args), []
+    if not algorithm or device != "cuda":
         return []
+    if _switched_on("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
+        problems.append(
+            "SGLANG_ENABLE_OVERLAP_PLAN_STREAM, by which table blocks would change under the pass that runs: unset it"
+        )
+    eager, overlap = getattr(args, "disable_cuda_graph", False), not getattr(args, "disable_overlap_schedule", False)
     if algorithm not in SEEN_ON_A_GPU or sglang_version() not in DRAFTS_GPU_VERSIONS:
         what = f"--speculative-algorithm {algorithm} of SGLang {sglang_version()}"
-        return untried_on_a_gpu(device, what, "drop --speculative-algorithm")
-    between = getattr(args, "disable_overlap_schedule", False) and not getattr(args, "disable_cuda_graph", False)
-    if drafts_by_model(args) and between:
+        problems += untried_on_a_gpu(device, what, "drop --speculative-algorithm")
+    elif drafts_by_model(args) and not (eager or overlap):
         what = "a draft model in CUDA graphs with --disable-overlap-schedule (SGLang's own server fails so, too)"
-        return untried_on_a_gpu(device, what, "drop --disable-overlap-schedule, or add --disable-cuda-graph")
-    return []
+        problems += untried_on_a_gpu(device, what, "drop --disable-overlap-schedule, or add --disable-cuda-graph")
+    return problems
 
 
 def check_model(configurator: Any) -> None:
