@@ -62,7 +62,7 @@ class DiffKVPolicy(Policy):
 
     alpha_high: float = 1.0
     alpha_low: float = 0.0
-    window: int = 252
+    window: int = 256
     sinks: int = 0
     horizon: int = 0
     head_scale: HeadValues | None = field(default=None, repr=False)
@@ -84,10 +84,11 @@ class DiffKVPolicy(Policy):
         return self.prompt
 
     def window_hint(self, tiers: int, page_tokens: int) -> str:
-        """What a slightly smaller window would save, for the log; empty if nothing."""
+        """What a slightly smaller window would save, for the log; empty if nothing, or if scores keep other tokens high
+        too, of which a head's last page is filled by chance."""
         better = filling_window(self.window, self.sinks, page_tokens)
         over = self.window - better
-        if tiers == 1 or not 0 < over <= page_tokens // 2:
+        if tiers == 1 or self.scores_prompts or not 0 < over <= page_tokens // 2:
             return ""
         return (
             f"window {self.window} and {self.sinks} sinks leave {page_tokens - over} of {page_tokens} places of a page "
@@ -120,7 +121,7 @@ class DiffKVPolicyConfig(PolicyOptions):
         "second tier; below that, at or above the next, in the third",
     )
     alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
-    window: int = Field(default=252, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
     sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that always stay in the high tier")
     horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
     observe_every: int | None = Field(

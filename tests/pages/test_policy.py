@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.compact_step.reference import StepMoves, compact_step
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
@@ -221,14 +220,13 @@ def test_a_window_that_fills_its_pages(sinks: int, page_tokens: int) -> None:
             assert found == window and (
                 window + max(sinks, 1) < page_tokens or not (window + max(sinks, 1)) % page_tokens
             )
-    usual = DiffKVConfig().build_policy()
-    assert filling_window(usual.window, usual.sinks, DiffKVConfig().page_tokens) == usual.window
 
 
 def test_a_window_that_leaves_a_page_nearly_empty_is_told() -> None:
-    def hint(window: int, sinks: int, tiers: int = 2) -> str:
-        return DiffKVPolicy(window=window, sinks=sinks).window_hint(tiers, 32)
+    def hint(window: int, sinks: int, tiers: int = 2, alpha_high: float = 1e9) -> str:
+        return DiffKVPolicy(alpha_high, window=window, sinks=sinks).window_hint(tiers, 32)
 
     assert "window 252 fills its pages" in hint(256, 4) and "leave 28 of 32 places" in hint(256, 4)
     assert "window 63 fills" in hint(64, 0)
     assert hint(252, 4) == hint(280, 4) == hint(256, 4, tiers=1) == hint(20, 4) == ""
+    assert hint(256, 4, alpha_high=3.0) == "", "scores fill the last page by chance"

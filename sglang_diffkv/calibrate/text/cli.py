@@ -23,7 +23,7 @@ from pathlib import Path
 import requests
 
 from sglang_diffkv.calibrate.arguments import tier_names
-from sglang_diffkv.calibrate.search import WINDOW, Setting
+from sglang_diffkv.calibrate.search import Setting
 from sglang_diffkv.calibrate.text.parts import parts
 from sglang_diffkv.calibrate.text.search import Measurements, best, loss, settings, within
 from sglang_diffkv.calibration import (
@@ -52,7 +52,7 @@ from sglang_diffkv.evaluate.tasks.wikitext import PerplexityTask
 
 HIGHS = (1.0, 3.0, 10.0, 1e9)
 """The last one: no token is high behind the window."""
-WINDOWS = (60, 124, WINDOW)
+WINDOWS = (60, 124, 252)
 """With the default's sinks each fills its pages."""
 
 
