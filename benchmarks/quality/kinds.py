@@ -3,7 +3,7 @@
 A kind is a model with the servers that run it: stock's, DiffKV's with the lossless tier, in chunks, with drafts, under
 the default tiers. Replies are compared with stock's of the same batch and of batch 1, as ``identity.py`` does. Random
 weights choose among tokens whose logits are a rounding apart, so of those the log-probabilities of prompt tokens are
-compared, beside what stock's own chunks do to them. Servers compile kernels at their start, those of a GPU for a minute
+compared, beside what stock's own chunks, and on a GPU another of stock's attention backends, do to them. Servers compile kernels at their start, those of a GPU for a minute
 or two: the first of DiffKV's begins alone, and the others find its kernels.
 
     python -m benchmarks.quality.kinds --list
@@ -93,19 +93,34 @@ def _compiled() -> list[Asked]:
     return [replace(x, env={"SGLANG_TORCH_COMPILE_MODE": "default"}) for x in pair]
 
 
-def _chunked(*args: str) -> list[Asked]:
+def _chunked(*args: str, backend: str = "") -> list[Asked]:
     """The pair and both in chunks."""
     chunks = (*args, *CHUNKS)
-    return [*_pair(*args), _stock("stock, chunks", *chunks), _ours("diffkv, chunks", *chunks)]
+    return [
+        *_pair(*args, backend=backend),
+        _stock("stock, chunks", *chunks, backend=backend),
+        _ours("diffkv, chunks", *chunks),
+    ]
+
+
+def _control(backend: str, *args: str) -> list[Asked]:
+    """Stock once more, on another of its attention backends: what a rounding of attention does to random weights."""
+    return [_stock(f"stock, {backend}", *args, backend=backend)] if has_gpu() else []
 
 
 def _drafted(algorithm: str, model: Path = NANO) -> list[Asked]:
     """Stock without drafts and, on a GPU, with them; the ways in which drafting servers of DiffKV's run."""
     drafts = tuple(shlex.split(f"{draft_args(algorithm, str(model), 3)} {OFTEN}"))
     found = [_stock(sizes=(1, BATCH)), _ours("diffkv", *drafts)]
-    if has_gpu():  # stock cannot verify on a CPU, which has neither graphs nor overlap scheduling under drafts
-        found += [_stock("stock, drafts", *drafts), _stock("stock, graphs", *drafts, *STAGES["graphs"].split())]
-        found += [_ours(stage, *drafts, *args.split()) for stage, args in STAGES.items() if args]
+    # Stock cannot verify on a CPU, which has neither graphs nor overlap scheduling under drafts.
+    stages = {stage: args for stage, args in STAGES.items() if args and has_gpu()}
+    if algorithm == "STANDALONE":
+        stages.pop("graphs", None)  # which ends stock's servers too
+    if has_gpu():
+        found.append(_stock("stock, drafts", *drafts))
+    if "graphs" in stages:
+        found.append(_stock("stock, graphs", *drafts, *stages["graphs"].split()))
+    found += [_ours(stage, *drafts, *args.split()) for stage, args in stages.items()]
     return [*found, _ours("default tiers", *drafts, config=DEFAULT, env=CHECKED)]
 
 
@@ -113,9 +128,9 @@ def _checkpoint(kind: str) -> Callable[[Path], object]:
     return lambda folder: make_checkpoints.main([str(folder), "--kind", kind])
 
 
-def _with_states(kind: str, about: str, *, gpu: bool = False, backend: str = "") -> Kind:
+def _with_states(kind: str, about: str, *, gpu: bool = False, backend: str = "", control: str = "fa3") -> Kind:
     def servers(folder: Path) -> list[Asked]:
-        found = [*_pair(*STATES, backend=backend), *_chunked(*STATES)[2:]]
+        found = [*_chunked(*STATES, backend=backend), *_control(control, *STATES)]
         found += [_ours("prefix cache", *STATES[1:]), _ours("default tiers", *STATES, config=DEFAULT, env=CHECKED)]
         return [replace(x, env={**x.env, **({} if has_gpu() else INTERPRETED)}) for x in found]
 
@@ -126,7 +141,7 @@ def _with_states(kind: str, about: str, *, gpu: bool = False, backend: str = "")
 
 
 def _sliding(make: Callable[[Path], None], about: str, *, gpu: bool = False) -> Kind:
-    return Kind(about, lambda folder: _chunked(), make, random=True, gpu=gpu)
+    return Kind(about, lambda folder: [*_chunked(), *_control("fa3")], make, random=True, gpu=gpu)
 
 
 KINDS = {
@@ -145,10 +160,13 @@ KINDS = {
     "standalone": Kind("drafts by the model itself", lambda folder: _drafted("STANDALONE")),
     "eagle3": Kind("a random EAGLE-3 head", lambda folder: _drafted("EAGLE3", folder), random_drafts.make_eagle3),
     "mimo": Kind(
-        "MiMo's prediction layer", lambda folder: _drafted("NEXTN", folder), random_drafts.make_mimo, random=True
+        "MiMo's prediction layer",
+        lambda folder: [*_drafted("NEXTN", folder), *_control("fa3")],
+        random_drafts.make_mimo,
+        random=True,
     ),
-    "qwen3_next": _with_states("qwen3_next", "Qwen3-Next: linear attention, experts"),
-    "qwen3_5": _with_states("qwen3_5", "Qwen3.5's language part", gpu=True),
+    "qwen3_next": _with_states("qwen3_next", "Qwen3-Next: linear attention, experts", control="flashinfer"),
+    "qwen3_5": _with_states("qwen3_5", "Qwen3.5's language part", gpu=True, control="flashinfer"),
     "falcon_h1": _with_states("falcon_h1", "Falcon-H1: a state space", gpu=True),
     "lfm2": _with_states("lfm2", "LFM2: short convolutions", gpu=True, backend="flashinfer" if has_gpu() else ""),
 }

@@ -128,8 +128,8 @@ def extend_attention(
     if new_part is not None:
         out, lse = new_part
     else:
-        # What is still to be joined with the attention to pages is not rounded before.
-        kind = torch.float32 if max_prefix else q.dtype
+        # What is still to be joined with the attention to pages, or with sinks, is not rounded before.
+        kind = torch.float32 if max_prefix or sink_logits is not None else q.dtype
         parts = 1 if stored or not max_prefix else 1 + len(fmt.tiers) * splits
         outs = torch.empty(parts, tokens, q_heads, fmt.v_head_dim, dtype=kind, device=q.device)
         lses = torch.empty(parts, tokens, q_heads, device=q.device)
@@ -149,12 +149,14 @@ def extend_attention(
         )  # fmt: skip
         given = (starts, extend_lens, prefix_lens, rows, state.pages, *tables, layer, sm_scale, logit_cap, reach)
         common.update(DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, num_warps=1, num_stages=2)
+        kind = q.dtype if sink_logits is None else torch.float32
         if stored:
-            out, lse = _join_tiers(state, q, out, lse, given, common, grid)
+            out, lse = _join_tiers(state, q, out, lse, given, common, grid, kind)
         else:
-            out, lse = _join_parts(state, q, outs, lses, given, common, grid, splits)
+            out, lse = _join_parts(state, q, outs, lses, given, common, grid, splits, kind)
     if sink_logits is not None:
-        _add_sinks(out, lse, sink_logits)
+        out, lse = _with_sinks(out, lse, sink_logits)
+        out = out.to(q.dtype)
     if update_scores:
         _update_scores(
             state, layer, q, key, lse, rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
@@ -165,37 +167,38 @@ def extend_attention(
 
 def _join_tiers(
     state: PageState, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, given: tuple[Any, ...],
-    common: dict[str, Any], grid: tuple[int, int, int],
+    common: dict[str, Any], grid: tuple[int, int, int], kind: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The attention to new tokens, which lie in the pages too, joined with that to the earlier ones, tier by tier."""
+    """The attention to new tokens, which lie in the pages too, joined with that to the earlier ones, tier by tier;
+    the output is a tensor of ``kind``."""
     *upper, last = _constants(*_shape(state))
     lse_of_all = torch.empty_like(lse)
     for tier in upper:
         target = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         paged_kernel[grid](q, target, lse_of_all, out, lse, *given, 1, 0, **tier, **common)
         out, lse = target, lse_of_all
-    rounded = torch.empty_like(out, dtype=q.dtype)
-    paged_kernel[grid](q, rounded, lse_of_all, out, lse, *given, 1, 0, **last, **common)
-    return rounded, lse_of_all
+    joined = torch.empty_like(out, dtype=kind)
+    paged_kernel[grid](q, joined, lse_of_all, out, lse, *given, 1, 0, **last, **common)
+    return joined, lse_of_all
 
 
 def _join_parts(
     state: PageState, q: torch.Tensor, outs: torch.Tensor, lses: torch.Tensor, given: tuple[Any, ...],
-    common: dict[str, Any], grid: tuple[int, int, int], splits: int,
+    common: dict[str, Any], grid: tuple[int, int, int], splits: int, kind: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The attention to new tokens, which lie in no page and are the first of the parts, joined with that to the pages,
-    whose tiles ``splits`` programs share."""
+    whose tiles ``splits`` programs share; the output is a tensor of ``kind``."""
     (tiles, heads, batch), count = grid, lses[0].numel()
     for tier in _constants(*_shape(state)):
         at = 1 + tier["TIER"] * splits
         paged_kernel[(tiles, heads * splits, batch)](
             q, outs[at], lses[at], outs, lses, *given, splits, count, **tier, **common
         )
-    rounded = torch.empty_like(outs[0], dtype=q.dtype)
+    joined = torch.empty_like(outs[0], dtype=kind)
     merge_kernel[(triton.cdiv(count, 4),)](
-        rounded, lses[0], outs, lses, count, len(outs), DV=state.fmt.v_head_dim, R=4, num_warps=4
+        joined, lses[0], outs, lses, count, len(outs), DV=state.fmt.v_head_dim, R=4, num_warps=4
     )
-    return rounded, lses[0]
+    return joined, lses[0]
 
 
 def _splits(grid: tuple[int, int, int], device: torch.device) -> int:
@@ -204,11 +207,12 @@ def _splits(grid: tuple[int, int, int], device: torch.device) -> int:
     return max(1, min(MOST_SPLITS, 4 * processors_of(device) // math.prod(grid)))
 
 
-def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> None:
-    """A logit more in each query head's softmax, which has no value; in place."""
+def _with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp with a logit more in each query head's softmax, which has no value."""
     with_sinks = torch.logaddexp2(lse, sink_logits.float() * math.log2(math.e))
-    out.mul_((lse - with_sinks).exp2_().unsqueeze(2))
-    lse.copy_(with_sinks)
+    return out * (lse - with_sinks).exp2_().unsqueeze(2), with_sinks
 
 
 def _update_scores(
