@@ -32,7 +32,7 @@ def held_tokens(
 
     Args:
         judged: [L, H, n] float32, scores by position for positions below n where they are numbers; elsewhere the
-            pages' own scores count.
+            pages' own scores count, 0 where the tier has none.
         own: only tokens in pages that the row owns.
     """
     source, lo, hi = part
@@ -46,7 +46,7 @@ def held_tokens(
     if own:
         entry = torch.arange(width, device=page.device)
         held &= (entry >= state.own_entry[source, :, :, tier].unsqueeze(2)).unsqueeze(3)
-    return Held(part, tier, page, position, held, _scores(view.scores[page], position, held, judged))
+    return Held(part, tier, page, position, held, _scores(view.scores_of(page), position, held, judged))
 
 
 def _scores(

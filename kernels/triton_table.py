@@ -112,14 +112,62 @@ def ceil_div(a, b):
     return -(-a // b)
 
 
+@triton.constexpr_function
+def field_offset(field):
+    """Offset of a field that ``field_of`` describes."""
+    return field // 8
+
+
+@triton.constexpr_function
+def field_bytes(field):
+    """Bytes of a number of a field that ``field_of`` describes."""
+    return field % 8
+
+
+@triton.jit
+def positions_at(page, POSITIONS: tl.constexpr, slot):
+    """Pointers to the positions of slots of pages, which broadcast; ``POSITIONS`` as ``field_of`` has it."""
+    if field_bytes(POSITIONS) == 2:
+        at = (page + field_offset(POSITIONS)).to(tl.pointer_type(tl.uint16)) + slot
+    else:
+        at = (page + field_offset(POSITIONS)).to(tl.pointer_type(tl.int32)) + slot
+    return at
+
+
+@triton.jit
+def load_positions(page, POSITIONS: tl.constexpr, slot, mask):
+    """Positions of slots of pages, int32; -1 in empty slots and without ``mask``."""
+    at = positions_at(page, POSITIONS, slot)
+    if field_bytes(POSITIONS) == 2:
+        word = tl.load(at, mask=mask, other=0xFFFF).to(tl.int32)
+        position = tl.where(word == 0xFFFF, -1, word)
+    else:
+        position = tl.load(at, mask=mask, other=-1)
+    return position
+
+
+@triton.jit
+def store_positions(page, POSITIONS: tl.constexpr, slot, position, mask):
+    """Write int32 positions, -1 for none, to slots of pages."""
+    at = positions_at(page, POSITIONS, slot)
+    tl.store(at, position.to(at.dtype.element_ty), mask=mask)
+
+
 I_KB, I_VB, I_TOKENS, I_KEYS, I_KMETA, I_VALUES, I_VMETA, I_SCORES, I_POSITIONS = (tl.constexpr(i) for i in range(9))
-"""Places of the numbers that ``layout_numbers`` gives of a tier: bits of keys and values, tokens of a page, offsets."""
+"""Places of the numbers that ``layout_numbers`` gives of a tier: bits of keys and values, tokens of a page, offsets; of
+scores ``NO_SCORES`` where there are none, of positions what ``field_of`` makes of offset and bytes."""
+NO_SCORES = tl.constexpr(-1)
 
 
 @triton.constexpr_function
 def layout_of(layouts, tier):
     """A tier's numbers, for a function that takes one ``LAYOUT``."""
     return layouts[tier]
+
+
+def field_of(offset: int, size: int) -> int:
+    """A field's offset and the bytes of one of its numbers, as one compile-time constant."""
+    return offset * 8 + size
 
 
 @cache
@@ -139,8 +187,8 @@ def layout_constants(layout: TierLayout) -> Mapping[str, int]:
         "KMETA": layout.key_meta_offset,
         "VALUES": layout.value_offset,
         "VMETA": layout.value_meta_offset,
-        "SCORES": layout.score_offset,
-        "POSITIONS": layout.position_offset,
+        "SCORES": NO_SCORES.value if layout.score_offset is None else layout.score_offset,
+        "POSITIONS": field_of(layout.position_offset, layout.position_bytes),
     }
     return MappingProxyType(names)
 

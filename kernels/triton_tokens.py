@@ -19,8 +19,11 @@ from sglang_diffkv.kernels.triton_table import (
     I_VALUES,
     I_VB,
     I_VMETA,
+    NO_SCORES,
     dot_padded,
+    load_positions,
     padded,
+    store_positions,
     table_column,
     table_index,
 )
@@ -47,6 +50,15 @@ def lasting_of(window, sinks, lasting, layer):
 def number_at(page, OFFSET: tl.constexpr, slot):
     """Pointers to the int32 numbers of a field."""
     return (page + OFFSET).to(tl.pointer_type(tl.int32)) + slot
+
+
+@triton.jit
+def load_scores(page, SCORES: tl.constexpr, slot, mask):
+    """Score words of slots of a page, int32; 0 without ``mask``, and where pages have no scores."""
+    word = tl.zeros(slot.shape, tl.int32)
+    if SCORES != NO_SCORES:
+        word = tl.load(number_at(page, SCORES, slot), mask=mask, other=0)
+    return word
 
 
 @triton.jit
@@ -111,9 +123,9 @@ def held_page(
     last = tl.minimum(tl.load(range_hi + at), hi)
     slot = tl.arange(0, padded(TOKENS))
     live = slot < TOKENS
-    position = tl.load(number_at(page, POSITIONS, slot), mask=live, other=-1)
+    position = load_positions(page, POSITIONS, slot, live)
     held = live & (position >= first) & (position < last)
-    score = tl.load(number_at(page, SCORES, slot), mask=held, other=0).to(tl.float32, bitcast=True)
+    score = load_scores(page, SCORES, slot, held).to(tl.float32, bitcast=True)
     known = held & (position < judged_len)
     own = tl.load(judged + tl.where(known, position, 0), mask=known, other=0.0)
     return page, tl.where(known & (own == own), own, score), position, held
@@ -187,9 +199,10 @@ def store_codes(
 
 @triton.jit
 def store_numbers(page, slot, chosen, score, position, SCORES: tl.constexpr, POSITIONS: tl.constexpr):
-    """Write scores, as int32 words [T], and positions [T] to slots [T] of pages [T]."""
-    tl.store(number_at(page, SCORES, slot), score, mask=chosen)
-    tl.store(number_at(page, POSITIONS, slot), position, mask=chosen)
+    """Write scores, as int32 words [T], where pages have them, and positions [T] to slots [T] of pages [T]."""
+    if SCORES != NO_SCORES:
+        tl.store(number_at(page, SCORES, slot), score, mask=chosen)
+    store_positions(page, POSITIONS, slot, position, chosen)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier
+from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
@@ -136,10 +136,13 @@ class DiffKVConfig(Strict):
         if self.policy is not None and (problem := self.policy.obstacle(layers, kv_heads)):
             raise ConfigError(problem)
 
-    def page_format(self, head_dim: int, v_head_dim: int) -> PageFormat:
-        """The page format for a model's head sizes. Raises ConfigError for sizes that are not supported."""
+    def page_format(self, head_dim: int, v_head_dim: int, max_tokens: int) -> PageFormat:
+        """The page format for a model's head sizes and sequences of up to ``max_tokens``: with scores that the policy
+        reads and no others. Raises ConfigError for sizes that are not supported."""
+        scored = self.build_policy().scored_tiers(len(self.tiers))
+        sizes = (self.page_tokens, scored, position_bytes_for(max_tokens))
         try:
-            return PageFormat(head_dim, v_head_dim, self.parsed_tiers, self.page_tokens)
+            return PageFormat(head_dim, v_head_dim, self.parsed_tiers, *sizes)
         except ValueError as error:
             raise ConfigError(f"diffkv cannot serve this model: {error}") from None
 

@@ -43,16 +43,17 @@ class MemoryPlan:
         configurator: Any,
         config: DiffKVConfig,
         num_layers: int,
+        max_tokens: int,
         reaches: tuple[int, ...] = (),
         draft_bytes: int = 0,
     ) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
-        ``reaches``: as of ``Geometry``.
+        ``max_tokens``, ``reaches``: as of ``Geometry``.
 
         Raises ConfigError for unsupported head sizes, and for a method or key means that cannot serve this model.
         """
         model, ranks = configurator.model_config, configurator.server_args.tp_size
-        fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim)
+        fmt = config.page_format(model.head_dim, model.v_head_dim or model.head_dim, max_tokens)
         config.check_heads(num_layers, model.get_total_num_kv_heads())
         if config.key_means is not None:
             read_key_means(config.key_means, num_layers, model.get_total_num_kv_heads(), model.head_dim)
@@ -133,8 +134,7 @@ class MemoryPlan:
         """One line for the log: tiers, bytes a token, pages, capacity against bf16."""
         fmt, config = self.fmt, self.config
         tiers = ", ".join(
-            f"{x.tier.name} {x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim)} B/token/head, {x.tokens} tokens/page"
-            for x in fmt.layouts
+            f"{x.tier.name} {x.token_bytes} B/token/head, {x.tokens} tokens/page" for x in fmt.layouts
         )
         pool = geometry.num_pages * fmt.page_bytes
         bf16 = pool // (fmt.bf16_token_bytes * self.heads)

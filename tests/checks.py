@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def check_scores(session: Session, rows: list[int]) -> None:
-    """Stored scores of own tokens are the dense means; those of shared tokens are what they were. The low tier's are
-    compared where the policy judges it."""
-    judges_low = session.manager.policy.judges_low
+    """Stored scores of own tokens are the dense means; those of shared tokens are what they were. Lower tiers' are
+    compared where the policy's steps judge them."""
+    kept = session.fmt.scored if session.manager.policy.judges_low else min(session.fmt.scored, 1)
     for row in rows:
         seen = visible(session.state, row)
-        mine = seen.pick(seen.own & ((seen.tier == 0) | judges_low))
+        mine = seen.pick(seen.own & (seen.tier < kept))
         total = session.dense[row].received.numpy()[mine.position, mine.layer, mine.head]
         judged = np.maximum(len(session.dense[row].received) - 1 - mine.position, 1)
         np.testing.assert_allclose(mine.score, total / judged, rtol=1e-3, atol=2e-6)
@@ -31,6 +31,7 @@ def check_scores(session: Session, rows: list[int]) -> None:
 def check_searches(session: Session, rows: list[int], found: StepScores) -> None:
     """Candidate and least significant token of each head are those that a scan of the pages finds."""
     policy = session.manager.policy
+    kept = policy.step_tiers(len(session.fmt.tiers))
     for b, row in enumerate(rows):
         seen = visible(session.state, row)
         leaving = session.manager.rows.length(row) - 1 - policy.window
@@ -41,11 +42,11 @@ def check_searches(session: Session, rows: list[int], found: StepScores) -> None
             slot = int(found.candidate_slot[b, layer, head])
             assert slot == (int(here.own_slot[at[0]]) if len(at) else -1)
             if len(at):
-                assert float(found.candidate_score[b, layer, head]) == here.score[at[0]]
+                assert float(found.candidate_score[b, layer, head]) == (here.score[at[0]] if kept else 0)
             for tier in range(len(session.state.tiers)):
                 of_tier = here.pick(here.tier == tier)
                 slot = int(found.least_slot[b, layer, head, tier])
-                if not len(of_tier.score) or (tier and not policy.judges_low):
+                if not len(of_tier.score) or tier >= kept:
                     assert slot == -1
                     continue
                 assert of_tier.score[of_tier.own_slot == slot].item() == of_tier.score.min()

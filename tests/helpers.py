@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.steps import LaunchedStep
@@ -25,10 +25,16 @@ fp16, bf16 and fp32, and as a huge position that is nevertheless below the range
 
 
 def make_format(
-    tiers: tuple[str, ...] = PAIR, head_dim: int = 64, v_head_dim: int = 64, page_tokens: int = 8
+    tiers: tuple[str, ...] = PAIR,
+    head_dim: int = 64,
+    v_head_dim: int = 64,
+    page_tokens: int = 8,
+    scored: int = MOST_TIERS,
+    position_bytes: int = 2,
 ) -> PageFormat:
-    """A page format from tier names."""
-    return PageFormat(head_dim, v_head_dim, tuple(Tier.parse(t) for t in tiers), page_tokens)
+    """A page format from tier names, for sequences as tests have them."""
+    parsed = tuple(Tier.parse(t) for t in tiers)
+    return PageFormat(head_dim, v_head_dim, parsed, page_tokens, scored, position_bytes)
 
 
 class LooseBoundsManager(PageManager):
@@ -65,12 +71,16 @@ def make_manager(
     loose_bounds: bool = False,
     blocks: int = 0,
     make_ops: OpsOf | None = None,
+    all_scores: bool = False,
 ) -> PageManager:
-    """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table."""
-    sizes = (fmt or make_format(), layers, heads, pages, rows, segments, max_tokens)
+    """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table. Pages have
+    the scores that the policy reads, and no others without ``all_scores``."""
+    fmt, policy = fmt or make_format(), policy or DiffKVPolicy(1.0, 0.1, window=8)
+    fmt = replace(fmt, scored=MOST_TIERS if all_scores else policy.scored_tiers(len(fmt.tiers)))
+    sizes = (fmt, layers, heads, pages, rows, segments, max_tokens)
     geometry = ShortTableGeometry(*sizes, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager
-    manager = kind(geometry, policy or DiffKVPolicy(1.0, 0.1, window=8), dtype=dtype, make_ops=make_ops)
+    manager = kind(geometry, policy, dtype=dtype, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(POISONS[poison])
     return manager
 
@@ -119,7 +129,7 @@ def visible(state: PageState, row: int) -> Visible:
         used = entry < state.entries[row, :, :, tier].cpu().numpy()[:, :, None]
         layer, head, entry = used.nonzero()
         page, lo, hi = (x[layer, head, entry] for x in (page, lo, hi))
-        position = view.positions.cpu().numpy()[page]  # [entries, tokens]
+        position = view.positions[:].cpu().numpy()[page]  # [entries, tokens]
         first = state.own_entry[row, :, :, tier].cpu().numpy()[layer, head]
         index, slot = ((position >= lo[:, None]) & (position < hi[:, None])).nonzero()
         parts.append(
@@ -132,7 +142,7 @@ def visible(state: PageState, row: int) -> Visible:
                 slot,
                 (entry >= first)[index],
                 (entry - first)[index] * view.layout.tokens + slot,
-                view.scores.cpu().numpy()[page[index], slot],
+                view.scores_of(torch.from_numpy(page[index]).long(), torch.from_numpy(slot)).cpu().numpy(),
             )
         )
     return Visible(*(np.concatenate(column) for column in zip(*parts)))
@@ -185,7 +195,7 @@ def faults(manager: PageManager, rows: list[int]) -> list[int]:
 
 def new_scores(manager: PageManager, batch: int) -> Any:
     """Buffers for a decode step's searches; None if the policy never asks."""
-    return manager.ops.new_found(manager.state, batch, manager.policy) if manager.policy.scores_steps else None
+    return manager.ops.new_found(manager.state, batch, manager.policy) if manager.policy.searches_steps else None
 
 
 def page_bytes(state: PageState, pages: list[int]) -> bytes:

@@ -20,6 +20,7 @@ import torch
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.provenance import provenance
 from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.zipage import ZipagePolicyConfig
@@ -46,10 +47,10 @@ def compressions(
     tier: str, tokens: int, way: str, repeats: int, layers: int = LAYERS, device: str = "cuda", clock: Clock = gpu_clock
 ) -> dict[str, float]:
     """Milliseconds to judge a row and to move what it keeps, medians over ``repeats`` rows."""
-    case = Case(repeats, Q_HEADS, KV_HEADS, HEAD_DIM, tokens, tier, 1.0)
+    case = Case(repeats, Q_HEADS, KV_HEADS, HEAD_DIM, tokens, tier, 1.0, longest=tokens * STRETCH)
     state = build_state(case, layers, device=device)
     positions = state.tiers[0].positions
-    positions.copy_(torch.where(positions < 0, positions, positions * STRETCH))
+    positions[:] = torch.where(positions[:] < 0, EMPTY, positions[:] * STRETCH)
     options: dict[str, Any] = {"max_blocks": tokens // BLOCK, "block": BLOCK, **WAYS[way]}
     policy = ZipagePolicyConfig(**options).build()
     length = tokens * STRETCH

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.kernels.timing import layers_for
 from sglang_diffkv.kernels.table import table_column
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_format import SCORE_BYTES, PageFormat, Tier, TierLayout, position_bytes_for
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 
@@ -24,6 +24,8 @@ class Case:
     length: int
     tiers: str
     high: float
+    longest: int = 0  # the longest sequence that pages have room for, if it is longer
+    scored: int = 1  # tiers whose tokens have scores: as DiffKV without pruning
 
     @property
     def name(self) -> str:
@@ -32,7 +34,9 @@ class Case:
 
     @property
     def fmt(self) -> PageFormat:
-        return PageFormat(self.head_dim, self.head_dim, tuple(Tier.parse(t) for t in self.tiers.split()))
+        tiers = tuple(Tier.parse(t) for t in self.tiers.split())
+        position_bytes = position_bytes_for(max(self.length, self.longest))
+        return PageFormat(self.head_dim, self.head_dim, tiers, scored=self.scored, position_bytes=position_bytes)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -54,7 +58,7 @@ class Case:
     def layers(self) -> int:
         """Layers to cycle through, the same for all mixes of the tiers."""
         fmt = self.fmt
-        least = fmt.layouts[-1].tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4
+        least = _read_bytes(fmt.low)
         return layers_for(self.batch * self.kv_heads * self.length * least)
 
     def state_bytes(self, layers: int, free_pages: int = 0) -> int:
@@ -70,8 +74,13 @@ class Case:
     def kv_bytes(self) -> int:
         """Bytes that attention must read: tokens' codes, metadata and positions (not scores)."""
         fmt = self.fmt
-        per = [x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) - 4 for x in fmt.layouts]
+        per = map(_read_bytes, fmt.layouts)
         return self.batch * self.kv_heads * sum(n * b for n, b in zip(self.tokens, per))
+
+
+def _read_bytes(layout: TierLayout) -> int:
+    """Of a token, what attention reads."""
+    return layout.token_bytes - (0 if layout.score_offset is None else SCORE_BYTES)
 
 
 def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cuda") -> PageState:
@@ -125,7 +134,8 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
         position = torch.where(number < case.tokens[tier], number + first, -1)
         position = position.view(1, count, 1, 1, tokens).expand(case.batch, count, layers, case.kv_heads, tokens)
         view.positions[flat] = position.reshape(-1, tokens).int()
-        view.scores[flat] = torch.rand(tokens, device=device) / case.length
+        if view.scores is not None:
+            view.scores[flat] = torch.rand(tokens, device=device) / case.length
     return state
 
 

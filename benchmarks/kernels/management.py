@@ -40,7 +40,7 @@ Step = tuple[Callable[[], None], Callable[[], None]]
 
 def held_case(batch: int) -> Case:
     """The state whose pages are managed."""
-    return Case(batch, Q_HEADS, KV_HEADS, HEAD_DIM, HELD, "K8V4 K4V2", 0.5)
+    return Case(batch, Q_HEADS, KV_HEADS, HEAD_DIM, HELD, "K8V4 K4V2", 0.5, scored=2)
 
 
 def attended_case(batch: int, length: int) -> Case:

@@ -77,6 +77,7 @@ def fill(state: PageState, case: Case) -> None:
     held = torch.where(position < case.length, position, -1).int()
     shape = (*page.shape, tokens)
     view.positions[page] = held.view(1, count, 1, 1, tokens).expand(shape)
+    assert view.scores is not None
     view.scores[page] = score.view(1, count, 1, 1, tokens).expand(shape)
 
 

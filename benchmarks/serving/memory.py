@@ -72,7 +72,7 @@ def diffkv_footprint(tokens: int, shape: KVShape, config: DiffKVConfig, max_runn
 
 def diffkv_plan(shape: KVShape, config: DiffKVConfig) -> MemoryPlan:
     """Its plan, for one rank."""
-    fmt = config.page_format(shape.head_dim, shape.head_dim)
+    fmt = config.page_format(shape.head_dim, shape.head_dim, shape.context + CONTEXT_SLACK)
     return MemoryPlan(config, fmt, shape.layers, shape.kv_heads, shape.q_heads, gpu=has_gpu())
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.prefix_sum.triton import take_spans
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, NO_LIMIT, Spans, record_demand
-from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, padded, table_column
+from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, layout_constants, padded, store_positions, table_column
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -58,12 +58,9 @@ def grant_kernel(
             tl.store(range_hi + at, tl.where(granted, NO_LIMIT, 0), mask=due)
             tl.store(refcount + page, tl.full([R], 1, tl.int32), mask=granted)
             tl.store(fault + row, tl.full([R], 1, tl.int32), mask=due & (place >= limit))
-            numbers = (pages + page.to(tl.int64) * PAGE_BYTES + POSITIONS).to(tl.pointer_type(tl.int32))
-            tl.store(
-                numbers[:, None] + token[None, :],
-                tl.full([R, padded(TOKENS)], EMPTY, tl.int32),
-                mask=due[:, None] & (token[None, :] < TOKENS),
-            )
+            target = (pages + page.to(tl.int64) * PAGE_BYTES)[:, None]
+            empty = tl.full([R, padded(TOKENS)], EMPTY, tl.int32)
+            store_positions(target, POSITIONS, token[None, :], empty, due[:, None] & (token[None, :] < TOKENS))
 
 
 def grant_pages(
@@ -77,12 +74,12 @@ def grant_pages(
     """
     assert demand.dtype == torch.int32 and demand.is_contiguous() and demand.shape[0] >= heads
     assert places.dtype == torch.int64 and places.is_contiguous() and places.shape[0] * HEADS >= heads
-    layout = state.fmt.layouts[tier]
+    layout = layout_constants(state.fmt.layouts[tier])
     grant_kernel[(triton.cdiv(heads, HEADS),)](
         rows, heads, demand, places, state.entries, state.pages, state.ring, state.counters, state.refcount,
         state.row_blocks, state.page_table, state.range_lo, state.range_hi, state.fault, state.num_pages,
-        ONE_ROW=isinstance(rows, int), TIER=tier, TIERS=len(state.fmt.tiers), TOKENS=layout.tokens,
-        POSITIONS=layout.position_offset, PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1],
+        ONE_ROW=isinstance(rows, int), TIER=tier, TIERS=len(state.fmt.tiers), TOKENS=layout["TOKENS"],
+        POSITIONS=layout["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1],
         L=state.num_layers, H=state.num_heads, R=HEADS, num_warps=4,
     )  # fmt: skip
 

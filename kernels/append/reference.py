@@ -23,7 +23,8 @@ def write_tokens(
     position: torch.Tensor,
     source: Tier = RAW,
 ) -> None:
-    """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim] of tier ``source``."""
+    """Quantise and store tokens at (page, slot), each [N]; key [N, dim], value [N, v_dim] of tier ``source``. The score
+    goes nowhere where the tier has none."""
     tier = view.layout.tier
     if view.key_meta is None or view.value_meta is None:
         view.keys[page, slot] = key.to(view.keys.dtype)
@@ -31,7 +32,8 @@ def write_tokens(
     else:
         view.keys[page, slot], view.key_meta[page, slot] = quantize(key, tier.k_bits, source.k_bits)
         view.values[page, slot], view.value_meta[page, slot] = quantize(value, tier.v_bits, source.v_bits)
-    view.scores[page, slot] = score.float()
+    if view.scores is not None:
+        view.scores[page, slot] = score.float()
     view.positions[page, slot] = position.int()
 
 
@@ -58,7 +60,7 @@ def append(
     rotation: Rotation = NO_ROTATION,
     key_means: torch.Tensor | None = None,
 ) -> None:
-    """Store one layer's new tokens in the high tier, with score 0.
+    """Store one layer's new tokens in the high tier, with score 0 where the tier has scores.
 
     Args:
         key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].

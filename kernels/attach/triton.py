@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.attach.reference import keep, seal
-from sglang_diffkv.kernels.triton_table import layout_constants, padded, table_column, table_index
+from sglang_diffkv.kernels.triton_table import layout_constants, load_positions, padded, table_column, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 __all__ = ["attach", "keep", "seal"]
@@ -19,9 +19,8 @@ ENTRIES = 32
 def holds(page, lo, hi, live, pages, POSITIONS: tl.constexpr, TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr):
     """Whether each of [E] pages has a token with position in [lo, hi)."""
     token = tl.arange(0, padded(TOKENS))
-    numbers = (pages + page.to(tl.int64) * PAGE_BYTES + POSITIONS).to(tl.pointer_type(tl.int32))
     inside = live[:, None] & (token[None, :] < TOKENS)
-    position = tl.load(numbers[:, None] + token[None, :], mask=inside, other=-1)
+    position = load_positions((pages + page.to(tl.int64) * PAGE_BYTES)[:, None], POSITIONS, token[None, :], inside)
     seen = inside & (position >= lo[:, None]) & (position < hi[:, None])
     return tl.max(seen.to(tl.int32), 1) > 0
 

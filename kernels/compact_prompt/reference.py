@@ -38,14 +38,14 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None
     page, place = (x[0] for x in own_slot_location(state, rows, 0, own_slot))  # [L, H, N]
     stored = present & (page != state.scratch_page)
     position = torch.where(stored, view.positions[page, place], EMPTY)
-    tier_of = prompt_tiers(cuts, view.scores[page, place], position, seq_len, tiers)
+    tier_of = prompt_tiers(cuts, view.scores_of(page, place), position, seq_len, tiers)
     tier_of = torch.where(position >= 0, tier_of, tiers)
     kept = (tier_of == 0).sum(2)  # [L, H]
     if bool((kept == used).all()):
         return
 
     demoted = [tier_of == tier for tier in range(1, tiers)]
-    lowered = [(*read_tokens(view, page[x], place[x]), view.scores[page[x], place[x]], position[x]) for x in demoted]
+    lowered = [(*read_tokens(view, page[x], place[x]), view.scores_of(page[x], place[x]), position[x]) for x in demoted]
     _close_ranks(view, page, place, tier_of == 0, present)
     _return_pages(state, row, kept, tokens)
     state.own_tokens[row, :, :, 0] = kept.int()

@@ -16,15 +16,17 @@ from sglang_diffkv.kernels.triton_table import (
     I_SCORES,
     I_TOKENS,
     layout_of,
+    load_positions,
     padded,
+    store_positions,
     table_column,
     table_index,
 )
 from sglang_diffkv.kernels.triton_tokens import (
     lasting_of,
     load_cuts,
+    load_scores,
     load_tokens,
-    number_at,
     prompt_decision,
     requantized_tokens,
     store_tokens,
@@ -44,8 +46,8 @@ def kept_pages(tokens, TOKENS: tl.constexpr):
 def open_page(page, pages, PAGE_BYTES: tl.constexpr, POSITIONS: tl.constexpr, TOKENS: tl.constexpr):
     """Mark all slots of a page empty."""
     token = tl.arange(0, padded(TOKENS))
-    target = number_at(pages + page.to(tl.int64) * PAGE_BYTES, POSITIONS, token)
-    tl.store(target, tl.full([padded(TOKENS)], EMPTY, tl.int32), mask=token < TOKENS)
+    empty = tl.full([padded(TOKENS)], EMPTY, tl.int32)
+    store_positions(pages + page.to(tl.int64) * PAGE_BYTES, POSITIONS, token, empty, token < TOKENS)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -208,8 +210,8 @@ def compact_kernel(
         at = table_index(row_blocks, row, layer, head, first + number, True, MAX_BLOCKS, L, H)
         source = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
         live = (slot < TOKENS) & (number * TOKENS + slot < used)
-        position = tl.load(number_at(source, HIGH[I_POSITIONS], slot), mask=live, other=-1)
-        word = tl.load(number_at(source, HIGH[I_SCORES], slot), mask=live, other=0)
+        position = load_positions(source, HIGH[I_POSITIONS], slot, live)
+        word = load_scores(source, HIGH[I_SCORES], slot, live)
         score = word.to(tl.float32, bitcast=True)
         live = live & (position >= 0)
         chosen = prompt_decision(

@@ -111,7 +111,7 @@ def _demote(state: PageState, rows: torch.Tensor, moves: StepMoves, tier: int) -
         low_slot.squeeze(3)[moving],
         key,
         value,
-        high.scores[page, slot],
+        high.scores_of(page, slot),
         high.positions[page, slot],
         high.layout.tier,
     )

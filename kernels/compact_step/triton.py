@@ -22,10 +22,12 @@ from sglang_diffkv.kernels.triton_table import (
     format_constants,
     layout_numbers,
     layout_of,
+    load_positions,
+    store_positions,
     table_column,
     table_index,
 )
-from sglang_diffkv.kernels.triton_tokens import number_at, requantized_tokens, store_tokens
+from sglang_diffkv.kernels.triton_tokens import load_scores, requantized_tokens, store_tokens
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -63,10 +65,10 @@ def move_kernel(
         low_slot = number % LAYOUTS[tier][I_TOKENS] + one
         keep = demoted & (one == 0)
         codes = requantized_tokens(source, slot, keep, raw_like.dtype, HIGH, layout_of(LAYOUTS, tier), D, DV)
-        score = tl.load(number_at(source, HIGH[I_SCORES], slot))
-        position = tl.load(number_at(source, HIGH[I_POSITIONS], slot))
+        score = load_scores(source, HIGH[I_SCORES], slot, keep)
+        position = load_positions(source, HIGH[I_POSITIONS], slot, keep)
         store_tokens(target, low_slot, keep, codes, score, position, layout_of(LAYOUTS, tier), D, DV)
-    tl.store(number_at(source, HIGH[I_POSITIONS], slot), one + EMPTY)
+    store_positions(source, HIGH[I_POSITIONS], slot, one + EMPTY, one == 0)
     tl.store(hole + at, leave)
 
 

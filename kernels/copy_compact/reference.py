@@ -75,7 +75,8 @@ def _append(
         for field in (view.keys, view.key_meta, view.values, view.value_meta):
             if field is not None:
                 field[to_page, to_slot] = field[from_page, from_slot]
-        view.scores[to_page, to_slot] = score[chosen]
+        if view.scores is not None:
+            view.scores[to_page, to_slot] = score[chosen]
         view.positions[to_page, to_slot] = position
     else:
         key, value = read_tokens(origin, from_page, from_slot)

@@ -23,7 +23,8 @@ class StepScores:
 
     Slots are own slots (see ``PageState``), -1 where there is none. Scores are means of the attention
     received from later tokens, maximum or mean over the query heads of a KV head. Without ``judge_low`` tokens of the
-    low tier keep the scores they have, and none of them is searched for.
+    low tier keep the scores they have, and none of them is searched for. Without ``scored`` no score is updated or read,
+    only the token that leaves the window is searched for, and its score is 0.
     """
 
     candidate_slot: torch.Tensor  # [B, L, H] int64, high tier: the token that leaves the window
@@ -31,9 +32,10 @@ class StepScores:
     least_slot: torch.Tensor  # [B, L, H, T] int64, the tier's least significant token outside the window
     least_score: torch.Tensor  # [B, L, H, T] float32
     judge_low: bool = True
+    scored: bool = True
 
     @classmethod
-    def create(cls, state: PageState, batch: int, judge_low: bool = True) -> StepScores:
+    def create(cls, state: PageState, batch: int, judge_low: bool = True, scored: bool = True) -> StepScores:
         heads, device = (batch, state.num_layers, state.num_heads), state.device
         tiers = (*heads, len(state.tiers))
         return cls(
@@ -41,7 +43,8 @@ class StepScores:
             torch.zeros(heads, device=device),
             torch.full(tiers, EMPTY, dtype=torch.int64, device=device),
             torch.zeros(tiers, device=device),
-            judge_low,
+            judge_low and scored,
+            scored,
         )
 
 
@@ -109,7 +112,7 @@ def decode_attention(
     Args:
         q: [B, Hq, head_dim]. Query head ``h`` belongs to KV head ``h // (Hq / H)``.
         rows: [B] int64. seq_lens: [B] int64, the new token included.
-        scores: where given, own tokens' scores are updated and the policy's searches are filled in.
+        scores: where given, own tokens' scores are updated and the policy's searches are filled in, as far as it says.
         window, sinks: newest and first tokens that the policy must not touch.
         horizon: where given, a token with more later tokens than this has an exponential mean of the attention
             received, of weight ``1 / horizon`` for the newest, and not the mean over all of them.
@@ -132,7 +135,7 @@ def decode_attention(
     gathered = [_gather(state, tier, table[0]) for tier, table in enumerate(tables)]
     logits, positions, valids = [], [], []
     for view, (page, lo, hi) in zip(gathered, tables, strict=True):
-        position = view.positions.reshape(*page.shape, view.layout.tokens)  # [B, H, E, tokens]
+        position = view.positions[:].reshape(*page.shape, view.layout.tokens)  # [B, H, E, tokens]
         valid = ((position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))).flatten(2)
         if reach:
             valid &= position.flatten(2) >= (seq_lens - reach).view(-1, 1, 1)
@@ -154,7 +157,7 @@ def decode_attention(
     if scores is not None:
         judged = len(tables) if scores.judge_low else 1
         for tier, (p, position, valid) in enumerate(zip(probs[:judged], positions, valids, strict=False)):
-            page, old = tables[tier][0], gathered[tier].scores
+            page, old = tables[tier][0], gathered[tier].scores if scores.scored else None
             received = p.amax(2) if reduce == "max" else p.mean(2)
             _update_scores(
                 state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks, horizon
@@ -170,7 +173,7 @@ def _update_scores(
     page: torch.Tensor,  # [B, H, E]
     position: torch.Tensor,  # [B, H, N]
     valid: torch.Tensor,  # [B, H, N]
-    old: torch.Tensor,  # [B * H * E, tokens], scores before this step
+    old: torch.Tensor | None,  # [B * H * E, tokens], scores before this step; None: none are kept
     received: torch.Tensor,  # [B, H, N]
     seq_lens: torch.Tensor,
     scores: StepScores,
@@ -186,11 +189,14 @@ def _update_scores(
     entry = torch.arange(page.shape[2], device=page.device).expand_as(page)
     own = (entry >= first) & (entry < state.entries[rows, layer, :, tier].unsqueeze(2))
     own_token = own.repeat_interleave(tokens, dim=2) & valid
-    count = (newest - position).clamp(min=1, max=horizon or None)
-    old = old.reshape(position.shape)
-    new = torch.where(position < newest, old + (received - old) / count, old)
-    target = torch.where(own, page, state.scratch_page)
-    view.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
+    new = torch.zeros_like(received)
+    if old is not None:
+        assert view.scores is not None, "steps update no scores of a tier that has none"
+        count = (newest - position).clamp(min=1, max=horizon or None)
+        old = old.reshape(position.shape)
+        new = torch.where(position < newest, old + (received - old) / count, old)
+        target = torch.where(own, page, state.scratch_page)
+        view.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
 
     slot = torch.arange(position.shape[2], device=page.device) - first * tokens  # [B, H, N]
     movable = own_token & (position >= sinks)
@@ -200,6 +206,8 @@ def _update_scores(
         at = leaving.int().argmax(2, keepdim=True)
         scores.candidate_slot[:, layer] = torch.where(found, slot.gather(2, at).squeeze(2), EMPTY)
         scores.candidate_score[:, layer] = new.gather(2, at).squeeze(2)
+    if old is None:
+        return
     outside = movable & (position <= newest - window)
     ranked = new.masked_fill(~outside, float("inf"))
     if ranked.shape[2]:

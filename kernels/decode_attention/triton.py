@@ -39,10 +39,17 @@ class FoundTokens:
 
     packed: torch.Tensor  # [B, L, H, T + 1, most parts] int64
     judge_low: bool = True
+    scored: bool = True
 
     @classmethod
     def create(
-        cls, state: PageState, batch: int, config: DecodeConfig | None = None, *, judge_low: bool = True
+        cls,
+        state: PageState,
+        batch: int,
+        config: DecodeConfig | None = None,
+        *,
+        judge_low: bool = True,
+        scored: bool = True,
     ) -> FoundTokens:
         shape = (
             batch,
@@ -51,17 +58,17 @@ class FoundTokens:
             len(state.fmt.tiers) + 1,
             (config or DecodeConfig()).score_parts or MAX_SCORE_PARTS,
         )
-        return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device), judge_low)
+        return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device), judge_low and scored, scored)
 
     def unpack(self) -> StepScores:
         best = self.packed.amin(4)  # [B, L, H, T + 1]
         slot = torch.where(best == NOTHING, -1, best & 0xFFFFFFFF)
         score = (best >> 32).int().view(torch.float32)
         score = torch.where(best == NOTHING, float("inf"), score)
-        return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:], self.judge_low)
+        return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:], self.judge_low, self.scored)
 
     def of_requests(self, which: slice) -> FoundTokens:
-        return FoundTokens(self.packed[which], self.judge_low)
+        return FoundTokens(self.packed[which], self.judge_low, self.scored)
 
 
 @dataclass
@@ -71,6 +78,7 @@ class SearchRoom:
 
     memory: torch.Tensor  # int64
     judge_low: bool
+    scored: bool
     config: DecodeConfig
 
     @staticmethod
@@ -83,17 +91,17 @@ class SearchRoom:
         """For a step of ``batch`` requests."""
         parts = score_programs(state, batch, self.config)[0]
         shape = (batch, state.num_layers, state.num_heads, len(state.fmt.tiers) + 1, parts)
-        return FoundTokens(self.memory[: math.prod(shape)].view(shape), self.judge_low)
+        return FoundTokens(self.memory[: math.prod(shape)].view(shape), self.judge_low, self.scored)
 
 
 def join_plan(
-    state: PageState, batch: int, group: int, config: DecodeConfig, *, scored: bool
+    state: PageState, batch: int, group: int, config: DecodeConfig, *, searched: bool
 ) -> tuple[int, dict[str, int]]:
     """Programs that share a head's scores in the second pass at most, and its constants that follow the batch's size.
 
-    ``scored``: whether scores are kept."""
+    ``searched``: whether tokens are searched for."""
     parts, joiners = score_programs(state, batch, config)
-    if not scored:
+    if not searched:
         parts, joiners = 0, max(joiners, 1)
     slice_of_head = triton.next_power_of_2(group) * triton.next_power_of_2(state.fmt.v_head_dim) // max(joiners, 1)
     at_once = max(1, min(MOST_AT_ONCE, config.score_warps * JOINED_BY_WARP // slice_of_head))
@@ -101,12 +109,12 @@ def join_plan(
 
 
 def batches_of_each_variant(
-    state: PageState, most: int, group: int, config: DecodeConfig, *, scored: bool
+    state: PageState, most: int, group: int, config: DecodeConfig, *, searched: bool
 ) -> list[int]:
     """Sizes of batches up to ``most`` that between them need every kernel that any of them needs."""
     first: dict[tuple[int, ...], int] = {}
     for batch in range(1, most + 1):
-        _, joining = join_plan(state, batch, group, config, scored=scored)
+        _, joining = join_plan(state, batch, group, config, searched=searched)
         first.setdefault(tuple(joining.values()), batch)
     return list(first.values())
 
@@ -139,8 +147,8 @@ def decode_attention(
         workspace: for at least B requests; ``workspace.plan`` was called for this step.
         num_valid: [1] int32, requests that are not padding; the others get zeros.
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
-        found: where given, own tokens' scores are updated and the searches are filled in, by as many programs a head as
-            it has room for, at most.
+        found: where given, own tokens' scores are updated and the searches are filled in, as far as it says, by as many
+            programs a head as it has room for, at most.
         window, sinks: newest and first tokens that the searches pass over. horizon, reduce, reach: as for the
             reference.
         sink_logits: [Hq] of any float type, contiguous.
@@ -166,14 +174,17 @@ def decode_attention(
         lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
     assert out.is_contiguous() and lse.is_contiguous()
     config, group = workspace.config, q_heads // heads
-    parts, joining = join_plan(state, batch, group, config, scored=found is not None)
+    parts, joining = join_plan(state, batch, group, config, searched=found is not None)
     max_parts = 1
     if found is not None:
-        assert workspace.room > 0, "scores are wanted: create the workspace with max_tokens"
+        assert workspace.room > 0 or not found.scored, "scores are wanted: create the workspace with max_tokens"
+        wanted = (len(fmt.tiers) if found.judge_low else 1) if found.scored else 0
+        assert fmt.scored >= wanted, "steps update no scores of a tier that has none"
         max_parts = found.packed.shape[4]
         parts = min(parts, max_parts)
         assert found.packed.shape[0] >= batch and found.packed.is_contiguous()
-    judge_low = found is not None and found.judge_low
+    scored = found is not None and found.scored
+    judge_low = scored and found is not None and found.judge_low
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": heads, "G": group}
     shape["ROOM_FOR"] = workspace.offsets.shape[2]
@@ -186,7 +197,7 @@ def decode_attention(
         state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
         seq_lens, reach,
         **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs, AHEAD=config.ahead,
-        HAS_CAP=logit_cap > 0, KEEP=found is not None, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
+        HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
         SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
     )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
@@ -197,7 +208,7 @@ def decode_attention(
         state.entries, state.own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT,
         workspace.room, sink_logits,
         **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
-        SIZE=config.score_tokens, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
+        SIZE=config.score_tokens, SCORED=scored, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
         HAS_SINK=sink_logits is not None, num_warps=config.score_warps, **overlap,
     )  # fmt: skip
     return out, lse

@@ -4,6 +4,9 @@ The first pass cannot know a head's final normaliser; this one reads it, turns t
 attention, folds that into each own token's running mean and finds the token that leaves the window and the
 least significant token of each tier. Only logits, scores and positions are read again. A token
 found is named by its own slot: ``TOKENS`` of each page.
+
+Where no decision asks for scores, positions alone find the token that leaves the window, and the first
+pass keeps no logits.
 """
 
 import triton
@@ -15,7 +18,9 @@ from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_SCORES,
     I_TOKENS,
+    NO_SCORES,
     ceil_div,
+    load_positions,
     padded,
     table_column,
     table_index,
@@ -23,6 +28,8 @@ from sglang_diffkv.kernels.triton_table import (
 
 NOTHING = tl.constexpr(2**63 - 1)
 """Search result of a program that found no token; above every (score bits, slot) pair."""
+MOST_TILES = tl.constexpr(1 << 30)
+"""More than any head has of a tier."""
 
 
 @triton.jit
@@ -74,12 +81,15 @@ def page_numbers(
     page, tiles, stop, pages,
     TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, N: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Positions, -1 where there is no token, and scores, [T, N], of ``tiles`` [T] before ``stop`` on ``page`` [T]."""
+    """Positions, -1 where there is no token, and scores, [T, N], of ``tiles`` [T] before ``stop`` on ``page`` [T]. Without
+    scores these are 0."""
     slot = (tiles % ceil_div(TOKENS, N))[:, None] * N + tl.arange(0, N)[None, :]
     inside = (tiles < stop)[:, None] & (slot < TOKENS)
-    words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.int32))[:, None] + slot
-    score = tl.load((words + SCORES // 4).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
-    return tl.load(words + POSITIONS // 4, mask=inside, other=-1), score
+    source = (pages + page * PAGE_BYTES)[:, None]
+    score = tl.zeros([tiles.shape[0], N], tl.float32)
+    if SCORES != NO_SCORES:
+        score = tl.load((source + SCORES).to(tl.pointer_type(tl.float32)) + slot, mask=inside, other=0.0)
+    return load_positions(source, POSITIONS, slot, inside), score
 
 
 @triton.jit
@@ -122,6 +132,7 @@ def score_tier(
     token, int64 each.
 
     ``lse`` [GP] is the head's base-2 normaliser. Page ids are read two iterations ahead, positions and scores one.
+    With ``SCORES`` ``NO_SCORES`` nothing is scored: only a candidate is found, and its score is 0.
     """
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     T: tl.constexpr = max(SIZE // N, 1)
@@ -129,7 +140,8 @@ def score_tier(
     least = tl.full([T, N], NOTHING, tl.int64)
     for base in range(start, stop, T):
         tiles = base + tl.arange(0, T)
-        power, total = attention_received(logits_ptr, tile_max_ptr, lse, tiles, tiles < stop, N, G, GP, MEAN)
+        if SCORES != NO_SCORES:
+            power, total = attention_received(logits_ptr, tile_max_ptr, lse, tiles, tiles < stop, N, G, GP, MEAN)
         next_position, next_old = page_numbers(
             page_ahead, tiles + T, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES
         )
@@ -138,19 +150,25 @@ def score_tier(
             ahead, ahead < stop, row_blocks, page_table, row, layer, head, own_first, TIER, CHUNKS, MAX_BLOCKS, L, H
         )
         slot = (tiles % CHUNKS)[:, None] * N + tl.arange(0, N)[None, :]
-        own = (tiles < stop)[:, None] & (slot < TOKENS) & (power > float("-inf"))
-        age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
-        received = total / G if MEAN else tl.exp2(power)
-        new = tl.where(position < newest, old + (received - old) / age, old)
-        words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.float32))[:, None] + slot
-        tl.store(words + SCORES // 4, new, mask=own)
         number = (tiles // CHUNKS * TOKENS)[:, None] + slot
-        bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        packed = (bits.to(tl.int64) << 32) | number.to(tl.int64)
+        packed = number.to(tl.int64)
+        own = (tiles < stop)[:, None] & (slot < TOKENS)
+        if SCORES == NO_SCORES:
+            own = own & (position >= 0)
+        else:
+            own = own & (power > float("-inf"))
+            age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
+            received = total / G if MEAN else tl.exp2(power)
+            new = tl.where(position < newest, old + (received - old) / age, old)
+            words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.float32))[:, None] + slot
+            tl.store(words + SCORES // 4, new, mask=own)
+            bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            packed = (bits.to(tl.int64) << 32) | packed
+            outside = own & (position <= newest - window) & (position >= sinks)
+            least = tl.minimum(least, tl.where(outside, packed, NOTHING))
         if TIER == 0:
             leaving = own & (position == newest - window) & (position >= sinks)
             candidate = tl.minimum(candidate, tl.where(leaving, packed, NOTHING))
-        least = tl.minimum(least, tl.where(own & (position <= newest - window) & (position >= sinks), packed, NOTHING))
         page, page_ahead = page_ahead, page_after
         position, old = next_position, next_old
     return tl.min(tl.min(candidate, 1), 0), tl.min(tl.min(least, 1), 0)
@@ -205,14 +223,15 @@ def finish_kernel(
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
-    JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
+    SCORED: tl.constexpr, JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
     JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
     HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
     scores, as many of them as ``parts_of`` says. With 0, the first of the latter joins before.
-    ``found`` has room for ``max_parts``. ``EARLY``: the launch may begin while the first pass ends, and waits for it
+    ``found`` has room for ``max_parts``. Without ``SCORED`` there are no logits, and the programs of a head share its
+    tokens evenly. ``EARLY``: the launch may begin while the first pass ends, and waits for it
     here. With ``HAS_SINK`` ``sink_logits`` [Hq] join the softmax."""
     bh = tl.program_id(0)
     part, parts = tl.program_id(1) - JOINERS, tl.num_programs(1) - JOINERS
@@ -241,7 +260,9 @@ def finish_kernel(
     row = tl.load(rows + b).to(tl.int64)
     newest = tl.load(seq_lens + b).to(tl.int32) - 1
     counts = ((row * L + layer) * H + head) * TIERS
-    scoring = tl.minimum(tl.load(parts_of + (layer * H + head) * ROOM_FOR + b), tl.maximum(parts, 1))
+    scoring = tl.maximum(parts, 1)
+    if SCORED:
+        scoring = tl.minimum(tl.load(parts_of + (layer * H + head) * ROOM_FOR + b), scoring)
     if part >= scoring and not joins:
         for k in tl.static_range(TIERS + 1):
             store_found(found_ptr + k * max_parts, tl.full([], NOTHING, tl.int64), part, parts, max_parts)
@@ -254,12 +275,15 @@ def finish_kernel(
     own_high = tl.load(own_entry + counts)
     tiles_before = (tier_entries[0] - own_high) * ceil_div(LAYOUTS[0][I_TOKENS], TILES[0])  # of the tiers so far
     tokens_before = tiles_before * TILES[0]
-    kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
-    room_high = (room - kept_from) // TILES[0]
+    kept_from = 0
+    room_high = MOST_TILES
+    if SCORED:
+        kept_from = kept_slots(offsets, b, layer, head, room, H, ROOM_FOR)
+        room_high = (room - kept_from) // TILES[0]
+    SCORES: tl.constexpr = LAYOUTS[0][I_SCORES] if SCORED else NO_SCORES
     start, stop, page, page_ahead, position, old = first_tokens(
         tl.maximum(part, 0), scoring, tl.where(part >= 0, room_high, 0), pages, page_table, row_blocks,
-        row, layer, head, tier_entries[0], own_high, 0, LAYOUTS[0][I_TOKENS], LAYOUTS[0][I_SCORES],
-        LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
+        row, layer, head, tier_entries[0], own_high, 0, LAYOUTS[0][I_TOKENS], SCORES, LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -298,7 +322,7 @@ def finish_kernel(
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
         start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
-        pages, page_table, row_blocks, row, layer, head, own_high, 0, LAYOUTS[0][I_TOKENS], LAYOUTS[0][I_SCORES],
+        pages, page_table, row_blocks, row, layer, head, own_high, 0, LAYOUTS[0][I_TOKENS], SCORES,
         LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
     )  # fmt: skip
     store_found(found_ptr, candidate, part, parts, max_parts)

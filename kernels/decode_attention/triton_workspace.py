@@ -56,18 +56,17 @@ def tile_tokens(layout: TierLayout, limit: int) -> int:
     return min(sizes, key=lambda n: (-(-layout.tokens // n) * (n + 16), -n))
 
 
-def tile_cost(layout: TierLayout, tile: int, token_bytes: int) -> int:
+def tile_cost(layout: TierLayout, tile: int) -> int:
     """Of one of the tiles of a page, in ``COST_BYTES``: the bytes of its tokens and the work of its slots."""
     tiles = -(-layout.tokens // tile)
-    return max(round((layout.tokens * token_bytes / tiles + SLOT_BYTES * (tile + 16)) / COST_BYTES), 1)
+    return max(round((layout.tokens * layout.token_bytes / tiles + SLOT_BYTES * (tile + 16)) / COST_BYTES), 1)
 
 
 def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, Any]:
     """Tokens and cost of a tile of each tier, in units of which the layer's line fits in int32; and the cost of turning
     to a tier of a head."""
     sizes = tuple(tile_tokens(layout, config.tile) for layout in fmt.layouts)
-    per_token = [x.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) for x in fmt.layouts]
-    cost = tuple(map(tile_cost, fmt.layouts, sizes, per_token))
+    cost = tuple(map(tile_cost, fmt.layouts, sizes))
     return {"TILES": sizes, "WEIGHTS": cost, "TURN": TURN_TILES * max(cost)}
 
 

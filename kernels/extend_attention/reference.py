@@ -64,7 +64,8 @@ def extend_attention(
         value: [tokens, H, v_head_dim]. rows, extend_lens, prefix_lens: [B] int64; new token ``j`` of
             request ``b`` is at position ``prefix_lens[b] + j``.
         update_scores: record how much attention each own token received from the new tokens
-            (column sums without the token's own query, of the query heads of a KV head what ``reduce`` says).
+            (column sums without the token's own query, of the query heads of a KV head what ``reduce`` says), in the
+            tiers that have scores; the high one does.
         judged: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens of the
             request, which it shares: their mean scores go there and not into the pages.
         observe_from: [B] int64: queries at such positions and later ones count, in this call and as the observers of
@@ -191,7 +192,7 @@ def _record(
     before, after = observers.before(torch.tensor([prefix, prefix + count], device=state.device))
     for tier, view in enumerate(state.tiers):
         width = received[tier].shape[1] // view.layout.tokens
-        if not width:
+        if not width or view.scores is None:
             continue
         page = layer_table(state, rows, tier, layer, width)[0][0]  # [H, E]
         position = view.positions[page]  # [H, E, tokens]
@@ -206,6 +207,7 @@ def _record(
         slot = torch.arange(view.layout.tokens, device=page.device).expand(position.shape)[earlier]
         view.scores[target, slot] = mean[earlier]
     view = state.tiers[0]
+    assert view.scores is not None, "the high tier has no scores to update"
     tokens = view.layout.tokens
     offset = torch.arange(count, device=state.device)
     slot = state.write_slot[row, layer].long().unsqueeze(1) + offset  # [H, n]
@@ -231,7 +233,7 @@ def _judge(
     at_shared, before, after = observers.before(ends)
     for tier, view in enumerate(state.tiers):
         width = received[tier].shape[1] // view.layout.tokens
-        if not width:
+        if not width or view.scores is None:
             continue
         page, lo, hi = (x[0] for x in layer_table(state, rows, tier, layer, width))  # [H, E]
         position = view.positions[page]  # [H, E, tokens]

@@ -97,7 +97,8 @@ def extend_attention(
         rows, starts, extend_lens, prefix_lens: [B] integers on the device: owner, first token in q, new tokens, and
             tokens before them.
         max_extend, max_prefix: host-known maxima; without a prefix no page is read.
-        update_scores: record the attention that own tokens received from the new ones.
+        update_scores: record the attention that own tokens received from the new ones, in the tiers that have scores;
+            the high one does.
         new_part: output [tokens, Hq, v_head_dim] and lse [tokens, Hq] float32, base 2, of the new tokens' causal
             attention among themselves, where another kernel computed it. Without a prefix they are the result.
         judged: as for the reference; tensors [L, H, n] float32, contiguous.
@@ -119,6 +120,7 @@ def extend_attention(
     assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
     assert starts.shape == extend_lens.shape == prefix_lens.shape == (batch,)
     assert not reach or (new_part is None and not update_scores)
+    assert fmt.scored or not update_scores, "the high tier has no scores to update"
     assert sink_logits is None or sink_logits.shape == (q_heads,)
     assert stored or (new_part is None and not update_scores)
     group = q_heads // heads
@@ -234,13 +236,13 @@ def _update_scores(
     observe_every: int,
     reduce: str,
 ) -> None:
-    group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
+    fmt, group, heads, batch = state.fmt, q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
     since = extend_lens if observe_from is None else observe_from
     assert since.shape == (batch,) and (not observe_every or observe_from is not None)
     observed = {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
     common = {"G": group, "HAS_CAP": logit_cap > 0, **observed}
     if max_prefix:
-        for tier in _constants(*_shape(state)):
+        for tier in _constants(*_shape(state))[: fmt.scored]:
             programs = min(64, triton.cdiv(max_prefix, tier["N"]))
             for number, scores in [(None, lse), *judged.items()]:
                 page_scores_kernel[(batch if number is None else 1, heads, programs)](

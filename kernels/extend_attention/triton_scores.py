@@ -10,7 +10,14 @@ import triton.language as tl
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
 from sglang_diffkv.kernels.extend_attention import reference
 from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
-from sglang_diffkv.kernels.triton_table import ceil_div, dot_padded, earlier_entries, request_head_tile, table_index
+from sglang_diffkv.kernels.triton_table import (
+    ceil_div,
+    dot_padded,
+    earlier_entries,
+    load_positions,
+    request_head_tile,
+    table_index,
+)
 
 OBSERVED = tl.constexpr(reference.OBSERVED)
 
@@ -225,7 +232,7 @@ def page_scores_kernel(
         page_at = page.to(tl.int64) * PAGE_BYTES
         numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
         words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
-        position = tl.load(numbers + POSITIONS // 4, mask=live, other=-1)
+        position = load_positions(pages + page_at, POSITIONS, slot, live)
         judge = live & (position >= lo) & (position < tl.minimum(hi, most))
         kmask = live[:, None] & (kcol[None, :] < KW)
         k = tl.load(words + KEYS // 2 + slot[:, None] * KW + kcol[None, :], mask=kmask, other=0)  # [N, KWP]

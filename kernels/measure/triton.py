@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.triton_ring import NO_LIMIT
-from sglang_diffkv.kernels.triton_table import I_POSITIONS, I_TOKENS, layout_numbers, padded, table_column, table_index
+from sglang_diffkv.kernels.triton_table import (
+    I_POSITIONS,
+    I_TOKENS,
+    layout_numbers,
+    load_positions,
+    padded,
+    table_column,
+    table_index,
+)
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 
 ENTRIES = 16
@@ -39,9 +47,9 @@ def count_held(
         end = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
         live = live & (first < end)  # never the scratch page
         page = tl.load(page_table + at, mask=live, other=0)
-        numbers = (pages + page.to(tl.int64) * PAGE_BYTES + POSITIONS).to(tl.pointer_type(tl.int32))
+        source = (pages + page.to(tl.int64) * PAGE_BYTES)[:, None]
         inside = live[:, None] & (token[None, :] < TOKENS)
-        position = tl.load(numbers[:, None] + token[None, :], mask=inside, other=-1)  # [E, padded tokens]
+        position = load_positions(source, POSITIONS, token[None, :], inside)  # [E, padded tokens]
         held = inside & (position >= first[:, None]) & (position < end[:, None])
         found = tl.sum(held.to(tl.int32), 1)
         tokens += found

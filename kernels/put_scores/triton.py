@@ -41,6 +41,8 @@ def put_scores(state: PageState, row: int, values: torch.Tensor) -> None:
     assert values.shape[:2] == (layers, heads) and values.dtype == torch.float32 and values.is_contiguous()
     names = ("TOKENS", "SCORES", "POSITIONS")
     for tier, layout in enumerate(fmt.layouts):
+        if layout.score_offset is None:
+            continue
         every = layout_constants(layout)
         put_kernel[(layers * heads, PROGRAMS)](
             row, values, values.shape[2], state.pages, state.page_table, state.range_lo, state.range_hi,

@@ -20,7 +20,7 @@ def _gather(state: PageState, layer: int, row: int, length: int) -> tuple[torch.
     rows = torch.tensor([row], device=state.device)
     page, lo, hi = (x[0] for x in layer_table(state, rows, 0, layer, max_entries(state, rows, 0, layer)))
     view = TierView.of(state.pages.index_select(0, page.flatten()), layout, state.dtype)
-    position = view.positions.reshape(*page.shape, layout.tokens)  # [H, E, tokens]
+    position = view.positions[:].reshape(*page.shape, layout.tokens)  # [H, E, tokens]
     valid = (position >= lo.unsqueeze(2)) & (position < hi.unsqueeze(2)) & (position < length)
     head, entry, slot = valid.nonzero(as_tuple=True)
     at = position[valid].long()

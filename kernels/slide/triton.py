@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.triton_ring import EMPTY
-from sglang_diffkv.kernels.triton_table import check_rows, layout_constants, padded, table_index
+from sglang_diffkv.kernels.triton_table import (
+    check_rows,
+    layout_constants,
+    load_positions,
+    padded,
+    store_positions,
+    table_index,
+)
 from sglang_diffkv.mem_pool.state import PageState
 
 ENTRIES = 8
@@ -41,10 +48,9 @@ def slide_kernel(
         index = table_index(row_blocks, row, layer, head, entry, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + index, mask=live, other=0)
         inside = (live & (page != scratch_page))[:, None] & (slot < TOKENS)[None, :]
-        numbers = (pages + page.to(tl.int64) * PAGE_BYTES + POSITIONS).to(tl.pointer_type(tl.int32))
-        target = numbers[:, None] + slot[None, :]
-        gone = inside & (tl.load(target, mask=inside, other=EMPTY) == leaving)
-        tl.store(target, tl.full([E, padded(TOKENS)], EMPTY, tl.int32), mask=gone)
+        source = (pages + page.to(tl.int64) * PAGE_BYTES)[:, None]
+        gone = inside & (load_positions(source, POSITIONS, slot[None, :], inside) == leaving)
+        store_positions(source, POSITIONS, slot[None, :], tl.full([E, padded(TOKENS)], EMPTY, tl.int32), gone)
         found = tl.maximum(found, tl.where(gone, ((entry - first) * TOKENS)[:, None] + slot[None, :], EMPTY))
     place = tl.max(tl.max(found, 1), 0)
     tl.store(hole + at, place, mask=place >= 0)

@@ -22,5 +22,5 @@ def sum_scores(state: PageState, rows: torch.Tensor) -> torch.Tensor:
         page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))  # [B, L, H, E]
         position = view.positions[page]  # [B, L, H, E, tokens]
         held = (position >= lo.unsqueeze(4)) & (position < hi.unsqueeze(4))
-        total += torch.where(held, view.scores[page], 0.0).sum((3, 4))
+        total += torch.where(held, view.scores_of(page), 0.0).sum((3, 4))
     return total

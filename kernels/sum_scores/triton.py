@@ -10,8 +10,10 @@ from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_SCORES,
     I_TOKENS,
+    NO_SCORES,
     check_rows,
     layout_numbers,
+    load_positions,
     padded,
     table_column,
     table_index,
@@ -40,10 +42,12 @@ def tier_sum(
         end = tl.load(range_hi + at, mask=live, other=0)
         page = tl.load(page_table + at, mask=live, other=0)
         inside = (live & (first < end))[:, None] & (token[None, :] < TOKENS)  # never the scratch page
-        words = (pages + page.to(tl.int64) * PAGE_BYTES).to(tl.pointer_type(tl.int32))[:, None] + token[None, :]
-        position = tl.load(words + POSITIONS // 4, mask=inside, other=-1)  # [E, padded tokens]
+        source = (pages + page.to(tl.int64) * PAGE_BYTES)[:, None]
+        position = load_positions(source, POSITIONS, token[None, :], inside)  # [E, padded tokens]
         held = inside & (position >= first[:, None]) & (position < end[:, None])
-        total += tl.load((words + SCORES // 4).to(tl.pointer_type(tl.float32)), mask=held, other=0.0)
+        if SCORES != NO_SCORES:
+            score_ptr = (source + SCORES).to(tl.pointer_type(tl.float32)) + token[None, :]
+            total += tl.load(score_ptr, mask=held, other=0.0)
     return tl.sum(tl.sum(total, 1), 0)
 
 

@@ -27,15 +27,15 @@ class ChainRoom:
     rows: torch.Tensor  # [requests] int64
     stored: torch.Tensor  # [requests] int64, tokens before the chain
     accepted: torch.Tensor  # [requests] int64, tokens of the chain that are stored
-    q: torch.Tensor  # [L, requests * drafts, Hq, head_dim], as it attends to what is stored; L is 0 without scores
+    q: torch.Tensor  # [L, requests * drafts, Hq, head_dim], as it attends to what is stored; L is 0 without searches
     key: torch.Tensor  # [L, requests * drafts, H, head_dim]
     value: torch.Tensor  # [L, requests * drafts, H, v_head_dim]
     layers: list[tuple[Scaling, torch.Tensor | None]]  # scaling and sink logits of each
     commits: dict[int, Callable[[], None]] = field(default_factory=dict)  # by requests, where it was recorded
 
     @classmethod
-    def create(cls, state: PageState, requests: int, drafts: int, q_heads: int, *, scored: bool) -> ChainRoom:
-        """``scored``: whether decode steps keep scores, for which queries are needed."""
+    def create(cls, state: PageState, requests: int, drafts: int, q_heads: int, *, searched: bool) -> ChainRoom:
+        """``searched``: whether decode steps look for tokens to move, for which their queries attend once more."""
         layers, tokens, fmt = state.num_layers, requests * drafts, state.fmt
 
         def numbers(count: int, heads: int, dim: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ class ChainRoom:
             integers(),
             integers(),
             integers(),
-            numbers(layers if scored else 0, q_heads, fmt.head_dim),
+            numbers(layers if searched else 0, q_heads, fmt.head_dim),
             numbers(layers, state.num_heads, fmt.head_dim),
             numbers(layers, state.num_heads, fmt.v_head_dim),
             [(Scaling(1.0), None)] * layers,
@@ -62,7 +62,7 @@ class VerifyWrapper(Wrapper):
 
     A draft touches no page before it is accepted, so there is nothing to roll back. ``commit`` then takes the accepted
     tokens as the decode steps that they stand for, one after the other: slots, scores and compaction are those of
-    decode without drafts. Where the policy keeps no scores of decode steps, only keys and values are stored.
+    decode without drafts. Where the policy looks for nothing in decode steps, only keys and values are stored.
 
     ``begin`` and ``run`` launch kernels only, so that a CUDA graph can hold them after ``prepare_graphs``; replays read
     the tensors that were given to ``plan`` when it was captured, and ``replayed`` says that there was one. ``record``
@@ -88,7 +88,7 @@ class VerifyWrapper(Wrapper):
         """Room for passes of up to so many requests."""
         if self._room_for(requests, drafts) is None:
             sizes = (requests, drafts, self.q_heads)
-            self._rooms.append(ChainRoom.create(self.state, *sizes, scored=self.policy.scores_steps))
+            self._rooms.append(ChainRoom.create(self.state, *sizes, searched=self.policy.searches_steps))
 
     def _room_for(self, requests: int, drafts: int) -> ChainRoom | None:
         """The same for the same numbers, once there is one."""

@@ -100,7 +100,7 @@ class Geometry:
     """Sizes of a page manager.
 
     Attributes:
-        max_tokens: longest sequence of a request.
+        max_tokens: longest sequence of a request; the page format holds positions of one so long.
         reaches: of each layer, how many tokens a query may see, itself included, 0 for all; empty if all see all.
         num_rows: rows of requests, row 0 (padding) included.
         num_segments: rows of tree segments.
@@ -115,6 +115,11 @@ class Geometry:
     num_segments: int
     max_tokens: int
     reaches: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.max_tokens <= self.fmt.max_tokens, (
+            f"positions of {self.fmt.position_bytes} bytes are too short for sequences of {self.max_tokens} tokens"
+        )
 
     @property
     def heads(self) -> int:

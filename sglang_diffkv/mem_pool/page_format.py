@@ -1,9 +1,13 @@
 """The one description of what a page holds: every offset, size and capacity comes from here.
 
 A page is ``page_bytes`` of one uint8 buffer and stores tokens of one tier, one KV head, one
-layer and one owner, in six fields: quantised keys, key metadata, quantised values, value
+layer and one owner, in up to six fields: quantised keys, key metadata, quantised values, value
 metadata, scores, positions (DiffKV, section 5.2, "unified pages"). Token order inside a page is
 free; an empty slot has position -1.
+
+A page holds what somebody reads. Tiers whose scores no decision of the policy asks for have none
+(``Policy.scored_tiers``), the raw tier has no metadata, and positions take 16 bits where the longest
+sequence allows it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,17 @@ QUANTISED_BITS = (8, 4, 2, 1)
 META_BYTES = 4  # scale and zero point, two fp16 numbers a vector
 SCORE_BYTES = 4  # float32
 POSITION_BYTES = 4  # int32
+SHORT_POSITION_BYTES = 2
+"""Of the lower 16 bits of a position. All ones, which is ``EMPTY``, is no position."""
+SHORT_TOKENS = 65535
+"""Longest sequence whose positions take 16 bits."""
 FIELD_ALIGN = 16
+PADDING_STEPS = 2
+"""Steps of ``FIELD_ALIGN`` bytes that a page may be larger than its high-tier tokens need, if lower tiers fill it
+better."""
+HIGH_SHARE = 0.25
+"""Share of tokens in the high tier that this is judged for; lower tiers have equal parts of the rest. Measured where a
+question is answered with the default configuration: 0.24."""
 EMPTY = -1
 """Position of an empty slot, and page id of an unused table entry."""
 
@@ -60,11 +74,18 @@ class Tier:
             raise ValueError(f"impossible tier {name!r}: write K<bits>V<bits>, for example K8V4, or BF16")
         return cls(int(found[1]), int(found[2]))
 
-    def token_bytes(self, head_dim: int, v_head_dim: int) -> int:
-        """Bytes of one token of one KV head, score and position included."""
+    def token_bytes(
+        self, head_dim: int, v_head_dim: int, score_bytes: int = SCORE_BYTES, position_bytes: int = POSITION_BYTES
+    ) -> int:
+        """Bytes of one token of one KV head; by default with a score and a position of full width."""
         meta = 0 if self.is_raw else 2 * META_BYTES
         payload = head_dim * self.k_bits // 8 + v_head_dim * self.v_bits // 8
-        return payload + meta + SCORE_BYTES + POSITION_BYTES
+        return payload + meta + score_bytes + position_bytes
+
+
+def position_bytes_for(max_tokens: int) -> int:
+    """Bytes of a position where the longest sequence has ``max_tokens``."""
+    return SHORT_POSITION_BYTES if max_tokens <= SHORT_TOKENS else POSITION_BYTES
 
 
 def _align(n: int) -> int:
@@ -73,22 +94,33 @@ def _align(n: int) -> int:
 
 @dataclass(frozen=True)
 class TierLayout:
-    """Offsets in bytes from the start of a page that holds ``tokens`` tokens of ``tier``."""
+    """Offsets in bytes from the start of a page that holds ``tokens`` tokens of ``tier``. ``score_offset`` is None where
+    tokens have no score."""
 
     tier: Tier
     tokens: int
     key_bytes: int
     value_bytes: int
+    position_bytes: int
     key_offset: int
     key_meta_offset: int
     value_offset: int
     value_meta_offset: int
-    score_offset: int
+    score_offset: int | None
     position_offset: int
     end: int
 
     @classmethod
-    def build(cls, tier: Tier, tokens: int, head_dim: int, v_head_dim: int) -> TierLayout:
+    def build(
+        cls,
+        tier: Tier,
+        tokens: int,
+        head_dim: int,
+        v_head_dim: int,
+        *,
+        scored: bool = True,
+        position_bytes: int = POSITION_BYTES,
+    ) -> TierLayout:
         key_bytes, value_bytes = head_dim * tier.k_bits // 8, v_head_dim * tier.v_bits // 8
         meta = 0 if tier.is_raw else META_BYTES
         key = 0
@@ -96,23 +128,42 @@ class TierLayout:
         key_meta = _align(value + tokens * value_bytes)
         value_meta = key_meta + tokens * meta
         score = value_meta + tokens * meta
-        position = score + tokens * SCORE_BYTES
-        end = position + tokens * POSITION_BYTES
-        return cls(tier, tokens, key_bytes, value_bytes, key, key_meta, value, value_meta, score, position, end)
+        position = score + tokens * SCORE_BYTES * scored
+        end = position + tokens * position_bytes
+        return cls(
+            tier, tokens, key_bytes, value_bytes, position_bytes, key, key_meta, value, value_meta,
+            score if scored else None, position, end,
+        )  # fmt: skip
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, without what its page leaves over."""
+        meta = 0 if self.tier.is_raw else 2 * META_BYTES
+        score = 0 if self.score_offset is None else SCORE_BYTES
+        return self.key_bytes + self.value_bytes + meta + score + self.position_bytes
 
 
 @dataclass(frozen=True)
 class PageFormat:
     """Layout of a page for each tier, high tier first.
 
-    ``page_tokens`` is the number of high-tier tokens of a page; a lower tier fits as many tokens as
-    the same bytes hold. Raises ValueError for geometries and tiers that cannot be stored.
+    ``page_tokens`` is the number of high-tier tokens of a page; a lower tier fits as many tokens as the same bytes
+    hold, but
+
+    - never so many that kernels, whose tiles are powers of two, would take a larger tile than with all fields there;
+    - with positions of 16 bits an even number, so that a thread of the attention kernels reads two of them at once,
+      if that is not below ``page_tokens``.
+
+    ``scored``: of the first so many tiers tokens have a score. ``position_bytes``: 2 for sequences of up to
+    ``SHORT_TOKENS``, else 4. Raises ValueError for geometries and tiers that cannot be stored.
     """
 
     head_dim: int
     v_head_dim: int
     tiers: tuple[Tier, ...]
     page_tokens: int = 32
+    scored: int = MOST_TIERS
+    position_bytes: int = POSITION_BYTES
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "v_head_dim"):
@@ -122,26 +173,54 @@ class PageFormat:
             raise ValueError(f"{len(self.tiers)} tiers given: two bidirectional page tables hold one to {MOST_TIERS}")
         if not 4 <= self.page_tokens <= 256:
             raise ValueError(f"page_tokens {self.page_tokens} is not between 4 and 256")
+        if not 0 <= self.scored <= MOST_TIERS:
+            raise ValueError(f"scored {self.scored} is not between 0 and {MOST_TIERS}")
+        if self.position_bytes not in (SHORT_POSITION_BYTES, POSITION_BYTES):
+            raise ValueError(f"position_bytes {self.position_bytes} is neither {SHORT_POSITION_BYTES} nor {POSITION_BYTES}")
         sizes = [t.token_bytes(self.head_dim, self.v_head_dim) for t in self.tiers]
         if sizes != sorted(sizes, reverse=True) or len(set(sizes)) != len(sizes):
             raise ValueError(f"tiers {[t.name for t in self.tiers]} must take ever fewer bytes a token")
 
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence whose positions can be stored."""
+        return SHORT_TOKENS if self.position_bytes == SHORT_POSITION_BYTES else 2**31 - 1
+
     @cached_property
     def page_bytes(self) -> int:
-        high = TierLayout.build(self.tiers[0], self.page_tokens, self.head_dim, self.v_head_dim)
-        return _align(high.end)
+        least = _align(self._layout(0, self.page_tokens).end)
+        lower = range(1, len(self.tiers))
+        if not lower:
+            return least
+
+        def cost(page_bytes: int) -> float:
+            """Mean bytes of a token."""
+            low = sum(1 / self._fit(tier, page_bytes).tokens for tier in lower) / len(lower)
+            return page_bytes * (HIGH_SHARE / self.page_tokens + (1 - HIGH_SHARE) * low)
+
+        return min((least + step * FIELD_ALIGN for step in range(PADDING_STEPS + 1)), key=cost)
 
     @cached_property
     def layouts(self) -> tuple[TierLayout, ...]:
-        return tuple(self._fit(tier) for tier in self.tiers)
+        lower = (self._fit(tier, self.page_bytes) for tier in range(1, len(self.tiers)))
+        return self._layout(0, self.page_tokens), *lower
 
-    def _fit(self, tier: Tier) -> TierLayout:
-        tokens = self.page_bytes // tier.token_bytes(self.head_dim, self.v_head_dim)
-        while True:
-            layout = TierLayout.build(tier, tokens, self.head_dim, self.v_head_dim)
-            if layout.end <= self.page_bytes:
-                return layout
-            tokens -= 1
+    def _layout(self, tier: int, tokens: int) -> TierLayout:
+        scored, position_bytes = tier < self.scored, self.position_bytes
+        sizes = (self.head_dim, self.v_head_dim)
+        return TierLayout.build(self.tiers[tier], tokens, *sizes, scored=scored, position_bytes=position_bytes)
+
+    def _fit(self, tier: int, page_bytes: int) -> TierLayout:
+        step = 2 if self.position_bytes == SHORT_POSITION_BYTES else 1
+        tokens = min(page_bytes // self._layout(tier, 1).token_bytes, self._most(tier)) // step * step
+        while tokens > self.page_tokens and self._layout(tier, tokens).end > page_bytes:
+            tokens -= step
+        return self._layout(tier, max(tokens, self.page_tokens))
+
+    def _most(self, tier: int) -> int:
+        """The power of two that holds the tokens of a page if none of the fields is left out."""
+        first, own = (self.tiers[x].token_bytes(self.head_dim, self.v_head_dim) for x in (0, tier))
+        return 1 << (self.page_tokens * first // own - 1).bit_length()
 
     @property
     def high(self) -> TierLayout:

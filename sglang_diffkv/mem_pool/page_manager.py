@@ -57,6 +57,7 @@ class PageManager:
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
+        assert self.fmt.scored >= policy.scored_tiers(len(self.fmt.tiers)), "pages lack scores that the policy reads"
         state = PageState.of(geometry, dtype=dtype, device=device)
         lossless = geometry.fmt.high.tier.is_raw and not policy.compresses
         self.device = PageDevice(geometry, state, make_ops(state) if make_ops else ReferenceOps(lossless))

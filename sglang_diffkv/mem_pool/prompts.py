@@ -123,7 +123,7 @@ class Prompts:
         """From now on, the row's passes judge the shared tokens for its copy, if there is room for their scores and
         they matter. Otherwise the copy goes by what is known of them."""
         geometry, shared = self.device.geometry, self.rows.shared(row)
-        if not self.policy.scores_prompts:
+        if not self.policy.scored_tiers(len(self.device.fmt.tiers)):
             return
         if sum(x.shape[2] for x in self.judged.values()) + shared > geometry.judged_tokens:
             return

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -26,12 +27,29 @@ NO_LIMIT = 2**31 - 1
 """Upper end of the position range of a page that its owner wrote itself."""
 
 
+class Positions:
+    """The positions [P + 1, tokens] of a tier's pages: indexed, they are int32 and ``EMPTY`` where a slot is empty,
+    whatever they take in the pages."""
+
+    def __init__(self, stored: torch.Tensor):
+        """``stored``: int32, or int16 for the lower 16 bits."""
+        self.stored = stored
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found = self.stored[index]
+        return found if found.dtype == torch.int32 else ((found.int() + 1) & 0xFFFF) - 1
+
+    def __setitem__(self, index: Any, position: torch.Tensor | int) -> None:
+        self.stored[index] = torch.as_tensor(position, device=self.stored.device).to(self.stored.dtype)
+
+
 @dataclass(frozen=True)
 class TierView:
     """Views into the page buffer for the pages of one tier; all share its memory.
 
     ``keys``/``values`` are [P + 1, tokens, bytes] uint8 codes, or [P + 1, tokens, dim] in the model's
-    dtype for the raw tier; the metadata is [P + 1, tokens, 2] fp16 (scale, zero point) or None.
+    dtype for the raw tier; the metadata is [P + 1, tokens, 2] fp16 (scale, zero point) or None. Scores are None where
+    the tier has none.
     """
 
     layout: TierLayout
@@ -39,8 +57,8 @@ class TierView:
     key_meta: torch.Tensor | None
     values: torch.Tensor
     value_meta: torch.Tensor | None
-    scores: torch.Tensor  # [P + 1, tokens] float32
-    positions: torch.Tensor  # [P + 1, tokens] int32
+    scores: torch.Tensor | None  # [P + 1, tokens] float32
+    positions: Positions
 
     @classmethod
     def of(cls, pages: torch.Tensor, layout: TierLayout, dtype: torch.dtype) -> TierView:
@@ -52,15 +70,22 @@ class TierView:
 
         raw = layout.tier.is_raw
         payload = dtype if raw else torch.uint8
+        position = {2: torch.int16, 4: torch.int32}[layout.position_bytes]
         return cls(
             layout,
             cut(layout.key_offset, layout.key_bytes, payload),
             None if raw else cut(layout.key_meta_offset, 4, torch.float16),
             cut(layout.value_offset, layout.value_bytes, payload),
             None if raw else cut(layout.value_meta_offset, 4, torch.float16),
-            cut(layout.score_offset, 4, torch.float32).squeeze(2),
-            cut(layout.position_offset, 4, torch.int32).squeeze(2),
+            None if layout.score_offset is None else cut(layout.score_offset, 4, torch.float32).squeeze(2),
+            Positions(cut(layout.position_offset, layout.position_bytes, position).squeeze(2)),
         )
+
+    def scores_of(self, *index: torch.Tensor) -> torch.Tensor:
+        """Scores at an index of [P + 1, tokens]; 0 where the tier has none."""
+        if self.scores is not None:
+            return self.scores[index]
+        return torch.zeros_like(self.positions[index], dtype=torch.float32)
 
 
 def tensor_bytes(thing: object) -> int:

@@ -132,7 +132,7 @@ class UsageMeter:
         fmt = self.manager.fmt
         *held, pages = counts
         total = tokens * self.manager.geometry.heads
-        sizes = [x.token_bytes(fmt.head_dim, fmt.v_head_dim) for x in fmt.tiers]
+        sizes = [x.token_bytes for x in fmt.layouts]
         return Usage(
             tokens=tokens,
             page_bytes=pages * fmt.page_bytes,

@@ -46,22 +46,23 @@ class DecodeBuffers:
         def full(value: int) -> torch.Tensor:
             return torch.full((max_batch,), value, dtype=torch.int64, device=state.device)
 
-        search_bytes = SearchRoom.nbytes(state, max_batch, config) if policy.scores_steps else 0
+        kept = policy.step_tiers(len(state.fmt.tiers))
+        search_bytes = SearchRoom.nbytes(state, max_batch, config) if policy.searches_steps else 0
         scratch = DecodeScratch.create(
             state,
             max_batch,
             q_heads,
-            max_tokens=max_tokens if policy.scores_steps else 0,
-            densest=DENSEST if policy.judges_low else 0.0,
+            max_tokens=max_tokens if kept else 0,
+            densest=DENSEST if kept and policy.judges_low else 0.0,
             least_bytes=least_scratch,
             layer_bytes=CompactWorkspace.nbytes(state, max_batch),
             rest_bytes=search_bytes,
-            judge_low=policy.judges_low,
+            judge_low=kept > 1,
             config=config,
         )
         searches = None
-        if policy.scores_steps:
-            searches = SearchRoom(scratch.rest[:search_bytes].view(torch.int64), policy.judges_low, config)
+        if policy.searches_steps:
+            searches = SearchRoom(scratch.rest[:search_bytes].view(torch.int64), kept > 1, kept > 0, config)
         firsts = torch.arange(0, max_batch, config.requests, dtype=torch.int32, device=state.device)
         return cls(
             max_batch,

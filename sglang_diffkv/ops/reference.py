@@ -57,7 +57,7 @@ class ReferenceOps:
         rows, seq_lens, batch = rows.long(), seq_lens.long(), rows.shape[0]
         ones, count = torch.ones_like(rows), torch.full((1,), batch, dtype=torch.int32, device=rows.device)
         step = Step(rows, seq_lens, seq_lens - 1, ones, rows, torch.zeros_like(rows), seq_lens - 1, count, count)
-        step.found = self.new_found(state, batch, policy) if policy.scores_steps else None
+        step.found = self.new_found(state, batch, policy) if policy.searches_steps else None
         return step
 
     def begin(self, state: PageState, step: Step, decode: bool) -> None:
@@ -78,7 +78,8 @@ class ReferenceOps:
         return rotate(query)[0] if query is not None and rotation.keys else query
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> StepScores:
-        return StepScores.create(state, batch, policy.judges_low)
+        kept = policy.step_tiers(len(state.fmt.tiers))
+        return StepScores.create(state, batch, kept > 1, kept > 0)
 
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
@@ -110,8 +111,9 @@ class ReferenceOps:
         lens, reach = (step.rows, step.extend_lens, step.prefix_lens), state.reach(layer)
         if self.lossless and not cap and sink_logits is None:
             return raw_attention(state, layer, q, *lens, scale, reach)
+        scored = policy.scored_tiers(len(state.fmt.tiers)) > 0
         return extend_attention(
-            state, layer, q, key, value, *lens, scale, update_scores=policy.scores_prompts and not reach, logit_cap=cap,
+            state, layer, q, key, value, *lens, scale, update_scores=scored and not reach, logit_cap=cap,
             judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
             reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
         )  # fmt: skip

@@ -133,8 +133,8 @@ class TritonOps:
     def decode_batches(self, state: PageState, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
         group, found = self.q_heads // state.num_heads, []
-        for scored in {self.policy.scores_steps, self.policy.scores_steps and not state.slides}:
-            found += batches_of_each_variant(state, most, group, self.config, scored=scored)
+        for searched in {self.policy.searches_steps, self.policy.searches_steps and not state.slides}:
+            found += batches_of_each_variant(state, most, group, self.config, searched=searched)
         return sorted(set(found))
 
     def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
@@ -195,7 +195,8 @@ class TritonOps:
         )  # fmt: skip
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> FoundTokens:
-        return FoundTokens.create(state, batch, self.config, judge_low=policy.judges_low)
+        kept = policy.step_tiers(len(state.fmt.tiers))
+        return FoundTokens.create(state, batch, self.config, judge_low=kept > 1, scored=kept > 0)
 
     def decode(
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
@@ -265,7 +266,7 @@ class TritonOps:
             step.max_extend,
             step.max_prefix,
             scale,
-            update_scores=policy.scores_prompts and not reach,
+            update_scores=policy.scored_tiers(len(state.fmt.tiers)) > 0 and not reach,
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,

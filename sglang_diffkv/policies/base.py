@@ -65,12 +65,19 @@ class Pointwise:
     def prunes(self) -> bool:
         return max(_each(self.low)) > 0
 
-    @property
-    def reads_scores(self) -> bool:
-        """False if no score could change a decision: thresholds are 0, which any reaches, or beyond ``NEVER``."""
+    def scored_tiers(self, tiers: int) -> int:
+        """Of so many tiers, the first ones whose tokens' scores could change a decision. A token of a tier is compared
+        with the thresholds from its own tier's on, and none of 0, which any score reaches, or beyond ``NEVER`` asks
+        for the score."""
         least = min(_each(self.scale or 1.0))
-        thresholds = [*_each(self.high), *self.between, *_each(self.low)]
-        return any(0 < x * least < NEVER for x in thresholds)
+
+        def asks(threshold: float | HeadValues) -> bool:
+            return any(0 < x * least < NEVER for x in _each(threshold))
+
+        if asks(self.low):
+            return tiers
+        upper = [self.high, *self.between[: max(tiers - 2, 0)]] if tiers > 1 else []
+        return max((tier for tier, threshold in enumerate(upper, 1) if asks(threshold)), default=0)
 
 
 def _each(value: float | HeadValues) -> list[float]:
@@ -95,6 +102,10 @@ class _Ranked:
     @property
     def prunes(self) -> bool:
         return True
+
+    def scored_tiers(self, tiers: int) -> int:
+        """As of ``Pointwise``: all, since the tokens of a head are ranked together."""
+        return tiers
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,10 @@ class Share:
     def prunes(self) -> bool:
         return self.low > 0
 
+    def scored_tiers(self, tiers: int) -> int:
+        """As of ``Pointwise``: all, since they are in the sum."""
+        return tiers
+
 
 @dataclass(frozen=True)
 class Count:
@@ -190,6 +205,10 @@ class Count:
     @property
     def prunes(self) -> bool:
         return True
+
+    def scored_tiers(self, tiers: int) -> int:
+        """As of ``Pointwise``: all."""
+        return tiers
 
 
 @dataclass(frozen=True)
@@ -245,16 +264,22 @@ class Policy:
         """When a running request is judged again; None: never. Generation steps then keep no scores up."""
         return None
 
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether a prompt's tokens are scored: not where no decision depends on it, as with a window alone."""
-        rules = (self.prompt, self.generation)
-        return any(rule is not None and not (isinstance(rule, Pointwise) and not rule.reads_scores) for rule in rules)
+    def scored_tiers(self, tiers: int) -> int:
+        """Of so many tiers, the first ones whose tokens' scores some decision reads, in prompts, copies or generation
+        steps: 0 with a window alone. Tokens of the other tiers have no score, and what passes learn of it is not
+        recorded."""
+        return max((rule.scored_tiers(tiers) for rule in (self.prompt, self.generation) if rule is not None), default=0)
 
     @property
-    def scores_steps(self) -> bool:
-        """Whether generation steps keep scores up."""
+    def searches_steps(self) -> bool:
+        """Whether generation steps look for tokens to move, and keep scores up where there are any."""
         return self.compresses and self.running is None
+
+    def step_tiers(self, tiers: int) -> int:
+        """Of so many tiers, the first ones whose tokens' scores generation steps keep up."""
+        if not self.searches_steps:
+            return 0
+        return min(self.scored_tiers(tiers), tiers if self.judges_low else 1)
 
     @property
     def compresses(self) -> bool:
@@ -263,7 +288,7 @@ class Policy:
 
     @property
     def judges_low(self) -> bool:
-        """False if no decision reads scores of low-tier tokens, which are then not kept up."""
+        """False if no decision of a generation step reads scores of lower tiers, which are then not kept up there."""
         return self.prunes or isinstance(self.generation, Share)
 
     @property

@@ -88,7 +88,7 @@ class DiffKVPolicy(Policy):
         too, of which a head's last page is filled by chance."""
         better = filling_window(self.window, self.sinks, page_tokens)
         over = self.window - better
-        if tiers == 1 or self.scores_prompts or not 0 < over <= page_tokens // 2:
+        if tiers == 1 or self.scored_tiers(tiers) or not 0 < over <= page_tokens // 2:
             return ""
         return (
             f"window {self.window} and {self.sinks} sinks leave {page_tokens - over} of {page_tokens} places of a page "

@@ -29,7 +29,7 @@ from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.scaling import layer_reaches, layer_scalings, sinks_of
-from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of
+from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.validation import (
     BACKEND,
     PAGE_DTYPES,
@@ -68,7 +68,9 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     config, layers = load_config(), paged_layers(configurator)
     reaches = layer_reaches(configurator.model, layers)
     check_policy(config, reaches)
-    return MemoryPlan.of(configurator, config, len(layers), reaches, bytes_of_slot(configurator.server_args))
+    longest = longest_row(configurator.model_config.context_len, compat.resolved(configurator.server_args))
+    draft_bytes = bytes_of_slot(configurator.server_args)
+    return MemoryPlan.of(configurator, config, len(layers), longest, reaches, draft_bytes)
 
 
 class PoolConfigurator(MemoryPoolConfigurator):

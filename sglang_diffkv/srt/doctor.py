@@ -19,7 +19,7 @@ from sglang_diffkv.srt import compat, compat_states
 from sglang_diffkv.srt.draft_model import bytes_of_slot
 from sglang_diffkv.srt.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.scaling import configured_reaches, reads_window
-from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of
+from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of, longest_row
 
 GIB = 1 << 30
 BACKEND_OPTION = "--attention-backend"
@@ -253,7 +253,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         draft_bytes = _draft_model(findings, configurator.arguments)
         if drafts_of(view):
             check_drafts(config, reaches, by_model=draft_bytes > 0)
-        plan = MemoryPlan.of(configurator, config, len(paged_layers(configurator)), reaches, draft_bytes)
+        layers, longest = len(paged_layers(configurator)), longest_row(context, view)
+        plan = MemoryPlan.of(configurator, config, layers, longest, reaches, draft_bytes)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
         budget, slots = _without_states(findings, configurator, int(gib * GIB))
         most = min(filter(None, (view.max_running_requests, slots)), default=None)
@@ -268,7 +269,7 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     fmt, stock = plan.fmt, plan.fmt.bf16_token_bytes * plan.heads
     findings.add("bytes a token", f"bf16 {stock:,}" + (" on each rank" if view.tp_size > 1 else ""), stock)
     for layout in fmt.layouts:
-        size = layout.tier.token_bytes(fmt.head_dim, fmt.v_head_dim) * plan.heads
+        size = layout.token_bytes * plan.heads
         findings.add(f"  {layout.tier.name}", f"{size:,}, {size / stock:.3f} of bf16", size)
     where = f"{gib:g} GiB" + (" of each GPU" if view.tp_size > 1 else "")
     if budget <= 0:
@@ -321,7 +322,7 @@ def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bo
         return "plain PyTorch (gpu_ops)"
     from sglang_diffkv.ops.gpu import prefill_obstacle
 
-    fmt, reaches = (plan.fmt, plan.reaches) if plan is not None else (config.page_format(128, 128), ())
+    fmt, reaches = (plan.fmt, plan.reaches) if plan is not None else (config.page_format(128, 128, 0), ())
     obstacle = prefill_obstacle(fmt, config.prefill, (), reaches)
     if config.prefill == "triton" or obstacle:
         reason = f" ({obstacle})" if config.prefill == "auto" else ""

@@ -55,6 +55,12 @@ def draft_room(args: Any) -> int:
     return 2 * drafts_of(args)
 
 
+def longest_row(context: int, args: Any) -> int:
+    """Tokens of a row at most, for a model of this context length: SGLang's table of requests has room for a pass's
+    drafts too."""
+    return context + compat.CONTEXT_SLACK + drafts_of(args) + draft_room(args)
+
+
 def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = (), *, by_model: bool = False) -> None:
     """Refuse what is not served with drafts: of a configuration, or a model with layers of these ``reaches``.
     ``by_model``: a model makes the drafts."""

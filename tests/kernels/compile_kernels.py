@@ -24,7 +24,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels import device
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.triton import TritonOps
@@ -32,7 +32,7 @@ from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.kernels.kernel_configs import CONFIGS, METHODS, REACHES, SCALINGS, SINKS
+from tests.kernels.kernel_configs import CONFIGS, LONGEST, METHODS, REACHES, SCALINGS, SINKS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -69,14 +69,16 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
 
 def start(
     tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = "",
-    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None,
+    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096,
 ) -> tuple[PageManager, TritonOps, dict[str, Any]]:  # fmt: skip
     """What a server calls at its start, before it captures graphs. The last: in which form tokens are stored."""
-    fmt = PageFormat(head_dim, head_dim, tuple(Tier.parse(x) for x in tiers.split()))
-    between = (0.7, 0.4)[: max(len(fmt.tiers) - 2, 0)]
-    policy: Policy = DiffKVPolicy(1.0, 0.0, 64, alpha_between=between) if len(fmt.tiers) > 1 else UniformPolicy()
+    parsed = tuple(Tier.parse(x) for x in tiers.split())
+    between = (0.7, 0.4)[: max(len(parsed) - 2, 0)]
+    policy: Policy = DiffKVPolicy(1.0, 0.0, 64, alpha_between=between) if len(parsed) > 1 else UniformPolicy()
     if method:
         policy = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method)).build_policy()
+    scored, position_bytes = policy.scored_tiers(len(parsed)), position_bytes_for(longest)
+    fmt = PageFormat(head_dim, head_dim, parsed, scored=scored, position_bytes=position_bytes)
     compresses = policy.compresses or any(reaches)
     geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096, reaches=reaches)
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=8 * group)
@@ -192,7 +194,7 @@ def main() -> None:
         scalings = [Scaling(*x) for x in SCALINGS.get(config, ())]
         sinks = torch.zeros(8 * CONFIGS[config][2] + 1, dtype=torch.bfloat16)[1:] if config in SINKS else None
         more = (METHODS.get(config, ""), REACHES.get(config, ()), None if sinks is None else sinks.dtype)
-        served = start(*CONFIGS[config], scalings, *more)
+        served = start(*CONFIGS[config], scalings, *more, LONGEST.get(config, 4096))
         at_start = set(found)
         for batch in (1, 3, 16, 64):
             for scaling in scalings or [Scaling(0.1)]:

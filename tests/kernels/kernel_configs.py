@@ -13,6 +13,7 @@ CONFIGS = {
     "three tiers": ("BF16 K8V4 K4V2", 128, 4),
     "four tiers": ("K8V8 K8V4 K4V4 K4V2", 64, 7),
     "sampled queries": ("K8V4 K4V2", 128, 4),
+    "window alone": ("K8V4 K4V2", 128, 4),
     "xkv": ("K8V4 K4V2", 128, 4),
     "xkv by retention": ("BF16", 64, 7),
     "zipage": ("BF16", 128, 4),
@@ -27,6 +28,7 @@ METHODS = {
     "h2o": '{"name": "h2o", "fraction": 0.5, "window": 16}',
     "leankv": '{"name": "leankv", "mass_high": 0.1, "mass_low": 0.001}',
     "sampled queries": '{"name": "diffkv", "observe_every": 4}',
+    "window alone": '{"name": "diffkv", "alpha_high": 1e9}',
     "xkv": '{"name": "xkv", "keep": 0.3, "high": 0.5}',
     "xkv by retention": '{"name": "xkv", "min_retention": 0.8}',
     "zipage": '{"name": "zipage", "max_blocks": 3}',
@@ -36,6 +38,9 @@ METHODS = {
 
 REACHES = {"sliding": (512, 0), "sliding, lossless, with sinks": (128, 0)}
 """Name -> of the two layers, how many tokens a query sees, where it does not see all."""
+
+LONGEST = {"wide": 131072, "h2o": 131072}
+"""Name -> longest sequence that pages have room for, where it is not 4096."""
 
 SINKS = {"sliding, lossless, with sinks"}
 """Whose layers have attention sinks."""

@@ -95,7 +95,7 @@ def test_chunks_give_what_one_extend_gives(cuts):
     """With a raw tier nothing is lost between chunks: outputs agree, and scores do for one query head."""
     outputs, scores = [], []
     for chunks in ([40], cuts):
-        manager = make_manager(make_format(("BF16",)), policy=DiffKVPolicy(1.0, 0.0, 8))
+        manager = make_manager(make_format(("BF16",)), policy=DiffKVPolicy(1.0, 0.1, 8))
         session = Session(manager, group=1)
         random = torch.Generator().manual_seed(5)
         q, k, v = (torch.randn(40, 2, 64, generator=random).bfloat16().float() for _ in range(3))

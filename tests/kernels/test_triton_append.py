@@ -128,7 +128,7 @@ def test_behind_pages_that_the_row_shares(rotation):
     arguments = (1, key[few], value[few], rows[few], index[few], 5 + index[few])
     append(state, *arguments, valid, rotation=rotation)
     reference(twin, *arguments, rotation=rotation)
-    view, ref, old = (x.tiers[0].positions for x in (state, twin, before))
+    view, ref, old = (x.tiers[0].positions[:] for x in (state, twin, before))
     assert torch.equal(view, ref) and not torch.equal(view, old)
     homeless = clone_state(before)
     homeless.page_table.fill_(-1)

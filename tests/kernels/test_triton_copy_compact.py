@@ -21,14 +21,14 @@ TARGET = 5
 
 
 def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
-    """What a row's table lists in a tier, page ids aside, in order: positions, scores, codes and metadata."""
+    """What a row's table lists in a tier, page ids aside, in order: positions, codes, scores and metadata."""
     rows = torch.tensor([row], device=DEVICE)
     page, lo, hi = row_table(state, rows, tier, max_entries(state, rows, tier))
     view = state.tiers[tier]
     position = view.positions[page]
     live = (position >= lo.unsqueeze(4)) & (position < hi.unsqueeze(4))
-    fields = [position, view.scores[page], view.keys[page], view.values[page]]
-    fields += [x[page] for x in (view.key_meta, view.value_meta) if x is not None]
+    fields = [position, view.keys[page], view.values[page]]
+    fields += [x[page] for x in (view.scores, view.key_meta, view.value_meta) if x is not None]
     return [x[live] for x in fields]
 
 

@@ -322,7 +322,7 @@ def test_scores_are_summed_over_all_tokens_that_a_head_holds(tiers: str) -> None
     random = torch.Generator().manual_seed(2)
     for view in state.tiers:
         drawn = torch.rand(view.scores.shape, generator=random).to(DEVICE)
-        drawn[view.positions < 0] = float("nan")
+        drawn[view.positions[:] < 0] = float("nan")
         view.scores.copy_(drawn)
     rows = torch.arange(8, device=DEVICE)
     valid = torch.tensor([7], dtype=torch.int32, device=DEVICE)

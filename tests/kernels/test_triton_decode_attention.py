@@ -126,9 +126,9 @@ def check_against_reference(results, state, twin, found, expected):
             assert (lse[b] - ref_lse[b]).abs().max() < 5e-3
     rows = torch.tensor([2, 3], device=DEVICE)
     for tier, (view, ref) in enumerate(zip(state.tiers, twin.tiers)):
-        held = torch.zeros_like(ref.positions, dtype=torch.bool)
+        held = torch.zeros_like(ref.positions[:], dtype=torch.bool)
         held[held_pages(twin, rows, tier)] = True
-        held &= ref.positions >= 0
+        held &= ref.positions[:] >= 0
         assert torch.equal(view.positions[held], ref.positions[held])
         assert close(view.scores[held], ref.scores[held]) < 2e-2
         torch.testing.assert_close(view.scores[held], ref.scores[held], rtol=5e-2, atol=1e-4)
@@ -219,7 +219,7 @@ def test_more_results_than_are_joined_at_once(monkeypatch, joiners, dim, group):
     q = torch.randn(2, group, dim, generator=generator).to(DEVICE, BF16)
     valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     workspace.plan(state, rows, valid)
-    at_once = join_plan(state, 2, group, config, scored=False)[1]
+    at_once = join_plan(state, 2, group, config, searched=False)[1]
     assert workspace.ranges[0, 1] // workspace.ranges[0, 0] > (16 if joiners <= 1 else at_once["AT_ONCE"])
     out, lse = decode_attention(state, 0, q, rows, lengths, 0.1, workspace, valid)
     expected, expected_lse = reference(state, 0, q, rows, lengths, 0.1)
@@ -383,17 +383,17 @@ def test_tiers_are_weighed_as_they_were_timed():
     assert max(pages) < 1.4 * min(pages)  # a page is a page, whatever its tier
 
 
-@pytest.mark.parametrize("scored", [True, False])
-def test_a_few_batches_need_every_kernel(monkeypatch, scored):
+@pytest.mark.parametrize("searched", [True, False])
+def test_a_few_batches_need_every_kernel(monkeypatch, searched):
     """The first batch of each variant of the second pass: warm-up runs these and no others."""
     state = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8)).state
     monkeypatch.setattr("sglang_diffkv.kernels.decode_attention.triton_workspace.processors_of", lambda device: 132)
     config = DecodeConfig()
 
     def variant(batch: int) -> tuple[int, ...]:
-        return tuple(join_plan(state, batch, 4, config, scored=scored)[1].values())
+        return tuple(join_plan(state, batch, 4, config, searched=searched)[1].values())
 
-    chosen = batches_of_each_variant(state, 2000, 4, config, scored=scored)
+    chosen = batches_of_each_variant(state, 2000, 4, config, searched=searched)
     assert chosen[0] == 1 and {variant(b) for b in chosen} == {variant(b) for b in range(1, 2001)}
     assert 1 < len(chosen) == len({variant(b) for b in chosen}) < 5
 

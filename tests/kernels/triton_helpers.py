@@ -13,10 +13,11 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang_diffkv.kernels.append.reference import append  # noqa: E402
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig  # noqa: E402
 from sglang_diffkv.kernels.table import max_entries, row_table  # noqa: E402
 from sglang_diffkv.mem_pool.device import OpsOf  # noqa: E402
 from sglang_diffkv.mem_pool.geometry import Geometry  # noqa: E402
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier  # noqa: E402
+from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier  # noqa: E402
 from sglang_diffkv.mem_pool.page_manager import PageManager  # noqa: E402
 from sglang_diffkv.mem_pool.state import PageState  # noqa: E402
 from sglang_diffkv.policies.base import Policy  # noqa: E402
@@ -27,10 +28,13 @@ BF16 = torch.bfloat16
 THREE, FOUR = "BF16 K8V4 K4V2", "K8V8 K8V4 K4V4 K4V2"
 
 
-def make_format(tiers: str, head_dim: int = 64, v_head_dim: int = 0, page_tokens: int = 8) -> PageFormat:
-    """``make_format("K8V4 K4V2")``."""
+def make_format(
+    tiers: str, head_dim: int = 64, v_head_dim: int = 0, page_tokens: int = 8, scored: int = MOST_TIERS,
+    position_bytes: int = 2,
+) -> PageFormat:  # fmt: skip
+    """``make_format("K8V4 K4V2")``, for sequences as tests have them."""
     parsed = tuple(Tier.parse(name) for name in tiers.split())
-    return PageFormat(head_dim, v_head_dim or head_dim, parsed, page_tokens)
+    return PageFormat(head_dim, v_head_dim or head_dim, parsed, page_tokens, scored, position_bytes)
 
 
 def with_between(policy: DiffKVPolicy, tiers: int) -> DiffKVPolicy:
@@ -43,9 +47,11 @@ def make_manager(
     fmt: PageFormat, *, layers: int = 2, heads: int = 2, pages: int = 400, window: int = 8, dtype=BF16,
     policy: Policy | None = None, make_ops: OpsOf | None = None,
 ) -> PageManager:  # fmt: skip
-    """An empty manager whose page memory is all NaN, and whose positions look like real ones."""
-    geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)
+    """An empty manager whose page memory is all NaN, and whose positions look like real ones. Pages have the scores that
+    the policy reads, and no others."""
     rule = policy or with_between(DiffKVPolicy(1.0, 0.2, window), len(fmt.tiers))
+    fmt = replace(fmt, scored=rule.scored_tiers(len(fmt.tiers)))
+    geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)
     manager = PageManager(geometry, rule, dtype=dtype, device=DEVICE, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
     return manager
@@ -78,11 +84,12 @@ def add_prompt(manager: PageManager, row: int, count: int, generator: torch.Gene
     for layer in range(state.num_layers):
         append(state, layer, *vectors(state, count, generator), rows, index, start + index)
     view = state.tiers[0]
-    fresh = torch.zeros_like(view.scores, dtype=torch.bool)
-    fresh[held_pages(state, rows[:1], 0)] = True
-    fresh &= (view.positions >= start) & (view.positions < start + count)
-    noise = torch.rand(view.scores.shape, generator=generator).to(DEVICE) * 2.0
-    view.scores[fresh] = (noise**2 / (view.positions + 1).float())[fresh]
+    if view.scores is not None:
+        position, fresh = view.positions[:], torch.zeros_like(view.scores, dtype=torch.bool)
+        fresh[held_pages(state, rows[:1], 0)] = True
+        fresh &= (position >= start) & (position < start + count)
+        noise = torch.rand(view.scores.shape, generator=generator).to(DEVICE) * 2.0
+        view.scores[fresh] = (noise**2 / (position + 1).float())[fresh]
     if compact:
         manager.prompts.end(row)
 

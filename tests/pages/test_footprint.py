@@ -51,7 +51,7 @@ def storages(thing: Any, seen: dict[int, int]) -> int:
 
 def plan_of(text: str, *, layers: int = 2, kv_heads: int = 2, q_heads: int = 4, dim: int = 64) -> MemoryPlan:
     config: DiffKVConfig = load_config(text)
-    return MemoryPlan(config, config.page_format(dim, dim), layers, kv_heads, q_heads, gpu=True)
+    return MemoryPlan(config, config.page_format(dim, dim, 131072), layers, kv_heads, q_heads, gpu=True)
 
 
 SLIDING = [(CONFIGS[0], 1, (5, 0)), ('{"tiers": ["BF16"]}', 1, (5, 0))]

@@ -115,7 +115,7 @@ def test_plan_at_the_thresholds(candidate, least, worst, expected):
 
 
 def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int = 2) -> PageManager:
-    """A manager whose one row has ``length`` tokens with random scores, not yet compacted."""
+    """A manager whose one row has ``length`` tokens with random scores, if any, not yet compacted."""
     manager = make_manager(make_format(tiers, 64, 96), policy=policy)
     begin_step(manager, [row], [length], [0])
     generator = torch.Generator().manual_seed(length)
@@ -125,7 +125,9 @@ def filled(policy: DiffKVPolicy, tiers: tuple[str, ...], length: int, row: int =
         append(manager.state, layer, key, value, torch.full((length,), row), at, at)
     seen = visible(manager.state, row)
     scores = torch.rand(len(seen.page), generator=generator) ** 3 * 0.2
-    manager.state.tiers[0].scores[torch.tensor(seen.page).long(), torch.tensor(seen.slot)] = scores
+    view = manager.state.tiers[0]
+    if view.scores is not None:
+        view.scores[torch.tensor(seen.page).long(), torch.tensor(seen.slot)] = scores
     return manager
 
 

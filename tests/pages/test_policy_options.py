@@ -56,7 +56,7 @@ def test_a_horizon_forgets():
     """Past the horizon the newest token's attention weighs ``1 / horizon``, before it as in the mean."""
     before, after = [], []
     for horizon in (0, 16, 100):
-        session = session_of(DiffKVPolicy(0.0, 0.0, 5, horizon=horizon))
+        session = session_of(DiffKVPolicy(1e-9, 0.0, 5, horizon=horizon))
         before.append(scores_of(session, 1, 42))
         session.step([1])
         after.append(scores_of(session, 1, 42))

@@ -47,7 +47,6 @@ def test_triton_cuts_prompts_and_copies():
     ops = TritonOps(manager.state, policy, 4, 400)
     manager.space.extend(2, (40,))
     with manager.launching():
-        manager.state.tiers[0].scores.fill_(1.0)  # as large as scores get
         ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
         ops.compact_prompts(manager.state, [(1, 40)], policy)
     for row in (1, 2):

@@ -40,7 +40,7 @@ def test_blocks_are_tokens():
     chosen = ZipagePolicyConfig(max_blocks=9).build()
     assert (chosen.keep, chosen.limit, chosen.window) == (2048, 2304, 16)
     assert chosen.redundancy == Redundancy(0.2, 0.4, 0.5, 256) and chosen.running.decay == 0.8
-    assert chosen.prunes and not chosen.scores_steps and chosen.observation.queries == 16
+    assert chosen.prunes and not chosen.searches_steps and chosen.observation.queries == 16
     assert ZipagePolicyConfig(max_blocks=3, redundancy=0).build().redundancy is None
     assert ZipagePolicyConfig(max_blocks=3, compare="all").build().redundancy.block == 0  # type: ignore[union-attr]
     one = DiffKVConfig.model_validate({"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 4, "block": 64}})

@@ -81,7 +81,7 @@ def test_curves_are_those_of_attention_over_what_the_tiers_keep():
             score = float(queries.sum(1).max() / max(1, last - j)) if queries.numel() else 0.0
             mean = 1 / (j + 1 if j < prompt - 8 else j + 9)
             tier.append(0 if j < 2 or score >= 1.1 * mean else 1 if score >= 0.7 * mean else 2)
-        table = [*(t.token_bytes(DIM, DIM) for t in PAIR), 0]
+        table = [*(t.token_bytes(DIM, DIM, position_bytes=2) for t in PAIR), 0]
         assert size[head, 1] == sum(table[0 if j >= COUNT - 8 else t] for j, t in enumerate(tier))
         assert {0, 1, 2} == set(tier), "all cases are met"
         total = 0.0

@@ -27,7 +27,8 @@ from sglang_diffkv.calibrate.heads.capture import LayerPass
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
 from sglang_diffkv.kernels.rotate.reference import Rotation, rotate
-from sglang_diffkv.mem_pool.page_format import RAW_BITS, Tier
+from sglang_diffkv.mem_pool.page_format import RAW_BITS, SCORE_BYTES, SHORT_POSITION_BYTES, Tier
+from sglang_diffkv.policies.base import Pointwise
 
 QUERY_BLOCK = 256
 PRUNED = 2
@@ -140,9 +141,15 @@ def _gram(out_weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _bytes(tiers: torch.Tensor, rule: Rule, dim: int, v_dim: int) -> torch.Tensor:
-    """[H, factors] float64: bytes of a head's tokens, scores and positions included, without free slots of pages."""
+    """[H, factors] float64: bytes of a head's tokens, positions of 16 bits and scores that are read included, without
+    free slots of pages."""
     count = tiers.shape[2]
     window = torch.arange(count, device=tiers.device) >= count - rule.window
-    sizes = [*(tier.token_bytes(dim, v_dim) for tier in rule.tiers), 0]
+    scored = Pointwise(rule.alpha_high, rule.alpha_low).scored_tiers(len(rule.tiers))
+    sizes = [
+        tier.token_bytes(dim, v_dim, SCORE_BYTES if number < scored else 0, SHORT_POSITION_BYTES)
+        for number, tier in enumerate(rule.tiers)
+    ]
+    sizes.append(0)
     table = torch.tensor(sizes, dtype=torch.float64, device=tiers.device)
     return table[tiers.masked_fill(window, 0)].sum(2).T
