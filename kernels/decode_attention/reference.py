@@ -106,6 +106,7 @@ def decode_attention(
     reduce: str = "max",
     reach: int = 0,
     sink_logits: torch.Tensor | None = None,
+    known_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
 
@@ -121,6 +122,7 @@ def decode_attention(
         reach: newest tokens, the new one included, that are seen; 0 for all. Searches are for layers that see all.
         sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
             value.
+        known_lse: [B, Hq] float32: attention is relative to this, and not to the log-sum-exp of what is stored.
 
     Returns:
         out [B, Hq, v_head_dim] in q's dtype, lse [B, Hq] float32 (natural logarithm, of a sink too). A head that sees
@@ -149,6 +151,8 @@ def decode_attention(
     lse = joined.logsumexp(3)  # [B, H, G]
     if sink_logits is not None:
         lse = torch.logaddexp(lse, sink_logits.float().view(1, *lse.shape[1:]))
+    if known_lse is not None:
+        lse = known_lse.view(lse.shape)
     prob = (joined - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(3)).exp()
     probs = prob.split([x.shape[3] for x in logits], dim=3)
     out = torch.zeros((), device=q.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,7 @@ def extend_attention(
     reduce: str = "max",
     reach: int = 0,
     sink_logits: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of each request's new tokens, which are already appended to its pages, or will be later where no
     scores are updated.
@@ -75,6 +77,7 @@ def extend_attention(
         reach: newest tokens, its own included, that a query sees; 0 for all. Scores are for layers that see all.
         sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
             value.
+        lse: [tokens, Hq] float32, where given: gets the log-sum-exp of each query's logits, base 2.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
@@ -86,7 +89,7 @@ def extend_attention(
     lens = zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), watch, strict=True)
     for number, (row, count, prefix, observers) in enumerate(lens):
         end = start + count
-        out, received = _attend(
+        out, found, received = _attend(
             state,
             layer,
             q[start:end],
@@ -102,6 +105,8 @@ def extend_attention(
             sink_logits,
         )
         outs.append(out)
+        if lse is not None:
+            lse[start:end] = found / math.log(2)
         if update_scores:
             _record(state, layer, row, prefix, count, received, observers)
             if judged and number in judged:
@@ -124,8 +129,8 @@ def _attend(
     reduce: str,
     reach: int,
     sink_logits: torch.Tensor | None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One request: out [n, Hq, v_dim]; received attention of [each tier's page slots..., new tokens], [H, .]."""
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """One request: out [n, Hq, v_dim]; lse [n, Hq]; received attention of [each tier's page slots..., new tokens], [H, .]."""
     count, q_heads, dim = q.shape
     rows = torch.tensor([row], device=q.device)
     keys, values, valid, positions = [], [], [], []
@@ -151,7 +156,7 @@ def _attend(
     grouped = q.float().view(count, state.num_heads, -1, dim).permute(1, 2, 0, 3) * sm_scale  # [H, G, n, D]
     column = torch.arange(count, device=q.device)
     received = torch.zeros(*grouped.shape[:2], sum(sizes), device=q.device)
-    outs = []
+    outs, norms = [], []
     for first in range(0, count, QUERY_BLOCK):
         block = grouped[:, :, first : first + QUERY_BLOCK]
         query = first + torch.arange(block.shape[2], device=q.device)
@@ -169,6 +174,7 @@ def _attend(
         if sink_logits is not None:
             sink = sink_logits.float().view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
             logits = torch.cat([logits, sink], 3)
+        norms.append(logits.logsumexp(3))
         prob = logits.softmax(3)[..., : shown.shape[2]]
         outs.append(prob @ all_values)
         own = prob[..., paged.shape[1] :]
@@ -180,8 +186,9 @@ def _attend(
         received += prob.sum(2)
         received[..., paged.shape[1] + query] -= diagonal
     out = torch.cat(outs, 2).permute(2, 0, 1, 3).reshape(count, q_heads, -1).to(q.dtype)
+    lse = torch.cat(norms, 2).permute(2, 0, 1).reshape(count, q_heads)
     received = received.amax(1) if reduce == "max" else received.mean(1)
-    return out, list(received.split(sizes, 1))
+    return out, lse, list(received.split(sizes, 1))
 
 
 def _record(

@@ -209,9 +209,7 @@ def _splits(grid: tuple[int, int, int], device: torch.device) -> int:
     return max(1, min(MOST_SPLITS, 4 * processors_of(device) // math.prod(grid)))
 
 
-def _with_sinks(
-    out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp with a logit more in each query head's softmax, which has no value."""
     with_sinks = torch.logaddexp2(lse, sink_logits.float() * math.log2(math.e))
     return out * (lse - with_sinks).exp2_().unsqueeze(2), with_sinks

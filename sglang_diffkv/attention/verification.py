@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,16 +28,18 @@ class ChainRoom:
     rows: torch.Tensor  # [requests] int64
     stored: torch.Tensor  # [requests] int64, tokens before the chain
     accepted: torch.Tensor  # [requests] int64, tokens of the chain that are stored
-    q: torch.Tensor  # [L, requests * drafts, Hq, head_dim], as it attends to what is stored; L is 0 without searches
+    q: torch.Tensor  # [L, requests * drafts, Hq, head_dim], as it attends to what is stored; L is 0 without scores
+    lse: torch.Tensor  # [L, requests * drafts, Hq] float32, base 2, of what each attended to; L as of q
     key: torch.Tensor  # [L, requests * drafts, H, head_dim]
     value: torch.Tensor  # [L, requests * drafts, H, v_head_dim]
-    layers: list[tuple[Scaling, torch.Tensor | None]]  # scaling and sink logits of each
+    scalings: list[Scaling]  # of each layer
     commits: dict[int, Callable[[], None]] = field(default_factory=dict)  # by requests, where it was recorded
 
     @classmethod
-    def create(cls, state: PageState, requests: int, drafts: int, q_heads: int, *, searched: bool) -> ChainRoom:
-        """``searched``: whether decode steps look for tokens to move, for which their queries attend once more."""
+    def create(cls, state: PageState, requests: int, drafts: int, q_heads: int, *, scored: bool) -> ChainRoom:
+        """``scored``: whether decode steps keep scores, for which queries are needed."""
         layers, tokens, fmt = state.num_layers, requests * drafts, state.fmt
+        queried = layers if scored else 0
 
         def numbers(count: int, heads: int, dim: int) -> torch.Tensor:
             return torch.zeros(count, tokens, heads, dim, dtype=state.dtype, device=state.device)
@@ -50,10 +53,11 @@ class ChainRoom:
             integers(),
             integers(),
             integers(),
-            numbers(layers if searched else 0, q_heads, fmt.head_dim),
+            numbers(queried, q_heads, fmt.head_dim),
+            torch.zeros(queried, tokens, q_heads, device=state.device),
             numbers(layers, state.num_heads, fmt.head_dim),
             numbers(layers, state.num_heads, fmt.v_head_dim),
-            [(Scaling(1.0), None)] * layers,
+            [Scaling(1.0)] * layers,
         )
 
 
@@ -61,8 +65,10 @@ class VerifyWrapper(Wrapper):
     """Verification of drafts: a chain of tokens of each request attends, and those that are accepted are stored.
 
     A draft touches no page before it is accepted, so there is nothing to roll back. ``commit`` then takes the accepted
-    tokens as the decode steps that they stand for, one after the other: slots, scores and compaction are those of
-    decode without drafts. Where the policy looks for nothing in decode steps, only keys and values are stored.
+    tokens as the decode steps that they stand for, one after the other: slots, searches and compaction are those of
+    decode without drafts. Scores count the attention that the verification gave, in which the chain's own tokens were
+    not quantised yet; so they need no values, and all layers take one launch. Where the policy looks for nothing in
+    decode steps, only keys and values are stored.
 
     ``begin`` and ``run`` launch kernels only, so that a CUDA graph can hold them after ``prepare_graphs``; replays read
     the tensors that were given to ``plan`` when it was captured, and ``replayed`` says that there was one. ``record``
@@ -88,7 +94,8 @@ class VerifyWrapper(Wrapper):
         """Room for passes of up to so many requests."""
         if self._room_for(requests, drafts) is None:
             sizes = (requests, drafts, self.q_heads)
-            self._rooms.append(ChainRoom.create(self.state, *sizes, searched=self.policy.searches_steps))
+            scored = self.policy.step_tiers(len(self.state.fmt.tiers)) > 0
+            self._rooms.append(ChainRoom.create(self.state, *sizes, scored=scored))
 
     def _room_for(self, requests: int, drafts: int) -> ChainRoom | None:
         """The same for the same numbers, once there is one."""
@@ -120,11 +127,13 @@ class VerifyWrapper(Wrapper):
         form = self._as_stored(layer, q, key, value)
         room.key[layer, :tokens].copy_(key)
         room.value[layer, :tokens].copy_(value)
+        lse = None
         if len(room.q):
             room.q[layer, :tokens].copy_(form[0])
-        room.layers[layer] = (scaling, sink_logits)
+            lse = room.lse[layer, :tokens]
+        room.scalings[layer] = scaling
         self._ran += 1
-        return self._turned_back(self.ops.verify(self.state, layer, *form, step, *scaling, sink_logits))
+        return self._turned_back(self.ops.verify(self.state, layer, *form, step, *scaling, sink_logits, lse))
 
     def replayed(self, requests: int, drafts: int) -> None:
         """A graph holds the pass that is to be committed, of so many requests with padding."""
@@ -171,11 +180,23 @@ class VerifyWrapper(Wrapper):
         """A decode step of the chains' tokens ``chosen``, whose attention is known: [B] of each."""
         decode = self._decode
         decode.plan(rows, seq_lens)
-        decode.begin()
-        assert decode.step is not None
-        for layer, ((scale, cap), sink_logits) in enumerate(room.layers):
-            self._append(decode.step, layer, room.key[layer, chosen], room.value[layer, chosen])
-            if decode.step.found is not None and not self.state.reach(layer):
-                q = room.q[layer, chosen]
-                self.ops.decode(self.state, layer, q, decode.step, scale, self.policy, cap, sink_logits)
+        step = decode.step
+        assert step is not None
+        self.ops.begin(self.state, step, True, attends=False)
+        keys, values = (x.index_select(1, chosen) for x in (room.key, room.value))
+        for layer in range(self.state.num_layers):
+            self._append(step, layer, keys[layer], values[layer])
+        if step.found is not None:
+            for layers, scaling in self._searched(room):
+                self.ops.score_step(self.state, layers, room.q, room.lse, chosen, step, scaling, self.policy)
         decode.end()
+
+    def _searched(self, room: ChainRoom) -> Iterator[tuple[range, Scaling]]:
+        """Layers that follow one another, see all tokens and have the same scaling."""
+        state = self.state
+        for (slides, scaling), layers in groupby(
+            range(state.num_layers), lambda layer: (state.reach(layer) > 0, room.scalings[layer])
+        ):
+            found = list(layers)
+            if not slides:
+                yield range(found[0], found[-1] + 1), scaling

@@ -147,8 +147,9 @@ class Ops(Protocol):
         """A decode step over rows and seq_lens, [B] integers, whose values ``begin`` reads."""
         ...
 
-    def begin(self, state: PageState, step: Step, decode: bool) -> None:
-        """Slots and pages for the step's new tokens in all layers; for decode a graph may hold it."""
+    def begin(self, state: PageState, step: Step, decode: bool, *, attends: bool = True) -> None:
+        """Slots and pages for the step's new tokens in all layers; for decode a graph may hold it. ``attends``: whether
+        ``decode`` follows in its layers."""
         ...
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None: ...
@@ -194,10 +195,20 @@ class Ops(Protocol):
 
     def verify(
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-        scale: float, cap: float, sink_logits: torch.Tensor | None = None,
+        scale: float, cap: float, sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of chains of new tokens (``Step.chains``), which are not stored, to themselves and to what their
-        rows hold. Nothing changes, scores neither."""
+        rows hold. Nothing changes, scores neither. ``lse``: [tokens, Hq] float32, gets each query's log-sum-exp, base
+        2."""
+        ...
+
+    def score_step(
+        self, state: PageState, layers: range, q: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, step: Step,
+        scaling: Scaling, policy: Policy,
+    ) -> None:  # fmt: skip
+        """What ``decode`` does for the policy, in several layers at once, where the attention of the step's tokens is
+        known: of the tokens of ``q`` [L, tokens, Hq, head_dim] and ``lse`` [L, tokens, Hq] they are the ``chosen`` [B].
+        Both are empty where no scores are kept."""
         ...
 
     def slide(

@@ -27,6 +27,7 @@ from sglang_diffkv.kernels.raw_attention.reference import raw_attention, raw_ver
 from sglang_diffkv.kernels.release.reference import release, trim
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.kernels.slide.reference import slide
+from sglang_diffkv.kernels.step_scores.reference import step_scores
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
@@ -60,7 +61,7 @@ class ReferenceOps:
         step.found = self.new_found(state, batch, policy) if policy.searches_steps else None
         return step
 
-    def begin(self, state: PageState, step: Step, decode: bool) -> None:
+    def begin(self, state: PageState, step: Step, decode: bool, *, attends: bool = True) -> None:
         reserve(state, step.rows, step.extend_lens, step.max_extend)
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
@@ -120,14 +121,25 @@ class ReferenceOps:
 
     def verify(
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-        scale: float, cap: float, sink_logits: torch.Tensor | None = None,
+        scale: float, cap: float, sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         lens, reach = (step.rows, step.extend_lens, step.prefix_lens), state.reach(layer)
         if self.lossless and not cap and sink_logits is None:
+            assert lse is None, "nothing is scored"
             return raw_verification(state, layer, q, key, value, *lens, scale, reach)
         return extend_attention(
-            state, layer, q, key, value, *lens, scale, logit_cap=cap, reach=reach, sink_logits=sink_logits
+            state, layer, q, key, value, *lens, scale, logit_cap=cap, reach=reach, sink_logits=sink_logits, lse=lse
         )
+
+    def score_step(
+        self, state: PageState, layers: range, q: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, step: Step,
+        scaling: Scaling, policy: Policy,
+    ) -> None:  # fmt: skip
+        scale, cap = scaling
+        step_scores(
+            state, layers, q, lse, chosen, step.rows, step.seq_lens, scale, step.found, window=policy.window,
+            sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap, reduce=policy.observation.reduce,
+        )  # fmt: skip
 
     def slide(
         self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None

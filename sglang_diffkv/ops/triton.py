@@ -37,6 +37,7 @@ from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.kernels.select.triton import count_above, select_count, select_least, select_mass
 from sglang_diffkv.kernels.slide.triton import slide
+from sglang_diffkv.kernels.step_scores.triton import step_scores
 from sglang_diffkv.kernels.sum_scores.triton import sum_scores
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.window_scores.triton import window_scores
@@ -160,19 +161,19 @@ class TritonOps:
         valid = step.num_valid if len(workspaces) == 1 else buffers.valid_of[number, :1]
         return slice(number * self.config.requests, (number + 1) * self.config.requests), valid
 
-    def begin(self, state: PageState, step: Step, decode: bool) -> None:
+    def begin(self, state: PageState, step: Step, decode: bool, *, attends: bool = True) -> None:
         if decode:
             torch.sub(step.seq_lens, 1, out=step.prefix_lens)
             step.num_valid.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
-        if decode:
+        if decode and state.slides and step.found is not None:  # nothing is searched in sliding layers
+            step.found.packed.fill_(NOTHING)
+        if decode and attends:
             buffers, workspaces = step.scratch
             if len(workspaces) > 1:
                 buffers.share_out(step.num_valid)
-            if state.slides and step.found is not None:  # nothing is searched in sliding layers
-                step.found.packed.fill_(NOTHING)
             judge_low = step.found is not None and step.found.judge_low
             for number, workspace in enumerate(workspaces):
                 part, valid = self._slice(step, number)
@@ -279,13 +280,27 @@ class TritonOps:
 
     def verify(
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-        scale: float, cap: float, sink_logits: torch.Tensor | None = None,
+        scale: float, cap: float, sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens, step.max_extend, step.max_prefix)
-        return extend_attention(
+        out, norm = extend_attention(
             state, layer, q.contiguous(), key, value, *lens, scale,
             logit_cap=cap, reach=state.reach(layer), sink_logits=sink_logits, stored=False,
-        )[0]  # fmt: skip
+        )  # fmt: skip
+        if lse is not None:
+            lse.copy_(norm)
+        return out
+
+    def score_step(
+        self, state: PageState, layers: range, q: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, step: Step,
+        scaling: Scaling, policy: Policy,
+    ) -> None:  # fmt: skip
+        scale, cap = scaling
+        step_scores(
+            state, layers, q, lse, chosen, step.rows, step.seq_lens, scale, step.found, step.num_valid, self.config,
+            q_heads=self.q_heads, window=policy.window, sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap,
+            reduce=policy.observation.reduce,
+        )  # fmt: skip
 
     def slide(
         self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None

@@ -99,6 +99,7 @@ def warm_up(
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, drafts, 1, (drafts,))
         for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
             ops.verify(state, layer, q[:1], key[:1], value[:1], step, scale, cap, sink)
+        _warm_up_scores(ops, state, policy, q[:1], scalings)
     append(state, 0, key, value, none, none, none, no_rows, **form)
     _warm_up_decode(ops, state, policy, dtype, scalings, sinks, form)
     for tier_kept in (False, True):
@@ -116,6 +117,20 @@ def warm_up(
     if queries is not None:
         _warm_up_running(ops, state, policy, queries, scalings[0])
     ops.copy_compact(state, 2, [(1, 0, 0)], 0, KEEP, None)  # the prefix cache joins segments whatever the policy
+
+
+def _warm_up_scores(
+    ops: TritonOps, state: PageState, policy: Policy, q: torch.Tensor, scalings: Sequence[Scaling]
+) -> None:  # fmt: skip
+    """Of a step whose attention is known, of padding alone. ``q``: [1, Hq, head_dim]."""
+    rows = torch.zeros(1, dtype=torch.int64, device=state.device)
+    step = ops.decode_step(state, rows, torch.ones_like(rows), policy)
+    if step.found is None:
+        return
+    ops.begin(state, step, decode=True, attends=False)
+    queries = q.expand(state.num_layers, *q.shape).contiguous()
+    for scaling in set(scalings):
+        ops.score_step(state, range(state.num_layers), queries, queries[..., 0].float(), rows, step, scaling, policy)
 
 
 def _kinds_of_layers(

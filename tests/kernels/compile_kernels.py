@@ -156,6 +156,11 @@ def call_again(
     ops.append(state, 0, key[:batch], value[:batch], step, **form, query=wide[:batch, heads:])
     for layer in range(2):
         ops.decode(state, layer, q[:batch], step, scaling.scale, policy, scaling.cap, sinks)
+    if manager.running is None and step.found is not None:
+        chain_q = torch.zeros(2, batch, ops.q_heads, dim, dtype=torch.bfloat16)
+        chosen = torch.arange(batch + 1)[1:]
+        for first in range(2):
+            ops.score_step(state, range(first, 2), chain_q, chain_q[..., 0].float(), chosen, step, scaling, policy)
     ops.slide(state, rows, lengths)
     if step.found is not None:
         ops.compact_step(state, rows, lengths, step.found, policy)
