@@ -14,6 +14,8 @@ from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.speculation import drafts_of
 
 MIB = 1 << 20
+STATES_GPU_VERSIONS = ("0.5.17",)
+"""Versions of SGLang with which such models gave stock's tokens on a GPU, but for roundings."""
 
 
 def paged_layers(configurator: Any) -> tuple[int, ...]:
@@ -44,7 +46,9 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
         yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
     if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
         yield "sparse attention with an index of its own"
-    yield from compat.untried_on_a_gpu(configurator.device, "layers with states", "use another --attention-backend")
+    if compat.sglang_version() not in STATES_GPU_VERSIONS:
+        what = f"layers with states, of SGLang {compat.sglang_version()},"
+        yield from compat.untried_on_a_gpu(configurator.device, what, "use another --attention-backend")
 
 
 def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> None:

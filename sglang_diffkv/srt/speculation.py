@@ -22,7 +22,7 @@ MODEL_CHAIN = "--speculative-eagle-topk 1 --speculative-num-steps 3 --speculativ
 NGRAM = "NGRAM"
 OF_A_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms whose drafts a model makes, which has a KV cache of its own."""
-SEEN_ON_A_GPU = ("NGRAM", "STANDALONE")
+SEEN_ON_A_GPU = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Algorithms that gave stock's tokens on a GPU, in CUDA graphs and under overlap scheduling."""
 DRAFTS_GPU_VERSIONS = ("0.5.17",)
 """Versions of SGLang with which they did."""

@@ -21,7 +21,7 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt.compat import release
+from sglang_diffkv.srt.compat import TESTED_VERSIONS, release
 from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.speculation import check_drafts
 from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
@@ -178,7 +178,7 @@ HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
         ({**HYBRID, "model_config": SimpleNamespace(hf_text_config=SimpleNamespace(indexer_n_heads=4))}, "sparse"),
         (
             {**HYBRID, "device": "cuda"},
-            "layers with states on a GPU, where it was not seen to be right in all ways: .*UNTRIED",
+            "layers with states, of SGLang .*, on a GPU, where it was not seen to be right in all ways: .*UNTRIED",
         ),
         ({"kv_cache_dtype": torch.float32}, "float32"),
     ],
@@ -198,6 +198,20 @@ def test_models_are_refused_by_name(changes: dict[str, object], name: str) -> No
     check_model(SimpleNamespace(**{**good, **HYBRID}))
     with pytest.raises(UnsupportedError, match=name):
         check_model(SimpleNamespace(**{**good, **changes}))
+
+
+def test_models_with_states_are_served_on_a_gpu_by_versions_that_were_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {
+        "model_config": SimpleNamespace(hf_config=None, hf_text_config=None),
+        "server_args": SimpleNamespace(disable_radix_cache=True),
+        "use_mla_backend": False,
+        "is_hybrid_swa": False,
+        "device": "cuda",
+        "kv_cache_dtype": torch.bfloat16,
+        **HYBRID,
+    }
+    monkeypatch.setattr("sglang_diffkv.srt.hybrids.STATES_GPU_VERSIONS", TESTED_VERSIONS)
+    check_model(SimpleNamespace(**model))
 
 
 @pytest.mark.parametrize(("fidelity", "alone"), [("exact", False), ("exact", True), ("compressed", False)])

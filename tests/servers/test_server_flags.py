@@ -165,9 +165,10 @@ def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, 
     check_server_args(_args(device="cuda", speculative_algorithm="STANDALONE", **CHAIN))
     heads = {"speculative_algorithm": "EAGLE", **CHAIN}
     check_server_args(_args(device="cpu", **heads))
+    check_server_args(_args(device="cuda", **heads))
+    monkeypatch.setattr("sglang_diffkv.srt.validation.DRAFTS_GPU_VERSIONS", ("0.1",))
     with pytest.raises(UnsupportedError, match=rf"EAGLE .*drop --speculative-algorithm, or set {UNTRIED_ENV}=1"):
         check_server_args(_args(device="cuda", **heads))
-    monkeypatch.setattr("sglang_diffkv.srt.validation.DRAFTS_GPU_VERSIONS", ("0.1",))
     with pytest.raises(UnsupportedError, match=r"STANDALONE of SGLang .*drop --speculative-algorithm"):
         check_server_args(_args(device="cuda", speculative_algorithm="STANDALONE", **CHAIN))
     monkeypatch.setenv(UNTRIED_ENV, "1")
