@@ -3,8 +3,9 @@
 A kind is a model with the servers that run it: stock's, DiffKV's with the lossless tier, in chunks, with drafts, under
 the default tiers. Replies are compared with stock's of the same batch and of batch 1, as ``identity.py`` does. Random
 weights choose among tokens whose logits are a rounding apart, so of those the log-probabilities of prompt tokens are
-compared, beside what stock's own chunks, and on a GPU another of stock's attention backends, do to them. Servers compile kernels at their start, those of a GPU for a minute
-or two: the first of DiffKV's begins alone, and the others find its kernels.
+compared, beside what stock's own chunks, and on a GPU another of stock's attention backends, do to them
+(``rounding.py``). Servers compile kernels at their start, those of a GPU for a minute or two: the first of DiffKV's
+begins alone, and the others find its kernels.
 
     python -m benchmarks.quality.kinds --list
     python -m benchmarks.quality.kinds --kinds nano gptq gemma3 --output DIR
@@ -55,7 +56,7 @@ MOST_STATUS = 100
 
 @dataclass(frozen=True)
 class Asked:
-    """A server and the batch sizes in which it is asked. ``askings``: of each prompt, behind which it has prefix hits."""
+    """A server and the batch sizes in which it is asked. ``askings``: of a prompt, behind which it has prefix hits."""
 
     name: str
     backend: str

@@ -1,5 +1,5 @@
 """What a rounding of attention does to a model of random weights: log-probabilities of prompt tokens, with attention's
-outputs as they are and multiplied by 1 plus a little noise, in plain transformers on a CPU, without any of this package.
+outputs as they are and times 1 plus a little noise, in plain transformers on a CPU, without any of this package.
 
 Random weights choose among tokens whose logits are nearly equal, and experts among experts, so servers that only round
 differently are told apart by them. This says by how much, for the models that ``kinds.py`` asks on a GPU.
