@@ -147,6 +147,20 @@ def load_positions(page, POSITIONS: tl.constexpr, slot, mask):
 
 
 @triton.jit
+def load_positions_ahead(page, POSITIONS: tl.constexpr, slot, mask, TOKENS: tl.constexpr):
+    """``load_positions`` of consecutive slots [N] of pages of ``TOKENS``, in a loop of one warp whose loads are to be
+    copied while the iteration before computes: the GPU copies so what a thread reads 4 bytes of. Where a thread has one
+    slot, or pairs of slots do not end with a page, it reads the pair that its slot is of."""
+    if field_bytes(POSITIONS) == 2 and (slot.shape[0] <= 32 or TOKENS % 2 == 1):
+        pairs = (page + field_offset(POSITIONS)).to(tl.pointer_type(tl.int32))
+        word = (tl.load(pairs + slot // 2, mask=mask, other=-1) >> (slot % 2 * 16)) & 0xFFFF
+        position = tl.where(word == 0xFFFF, -1, word)
+    else:
+        position = load_positions(page, POSITIONS, slot, mask)
+    return position
+
+
+@triton.jit
 def store_positions(page, POSITIONS: tl.constexpr, slot, position, mask):
     """Write int32 positions, -1 for none, to slots of pages."""
     at = positions_at(page, POSITIONS, slot)

@@ -133,9 +133,7 @@ class MemoryPlan:
     def describe(self, geometry: Geometry, capacity: int) -> str:
         """One line for the log: tiers, bytes a token, pages, capacity against bf16."""
         fmt, config = self.fmt, self.config
-        tiers = ", ".join(
-            f"{x.tier.name} {x.token_bytes} B/token/head, {x.tokens} tokens/page" for x in fmt.layouts
-        )
+        tiers = ", ".join(f"{x.tier.name} {x.token_bytes} B/token/head, {x.tokens} tokens/page" for x in fmt.layouts)
         pool = geometry.num_pages * fmt.page_bytes
         bf16 = pool // (fmt.bf16_token_bytes * self.heads)
         return (

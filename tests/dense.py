@@ -118,7 +118,8 @@ class Session:
             lens, prefix = torch.tensor(list(counts.values())), torch.tensor(start)
             out = extend_attention(
                 self.state, layer, q, key, value, torch.tensor(rows), lens, prefix, self.sm_scale,
-                update_scores=scores and self.fmt.scored > 0, logit_cap=self.logit_cap, reduce=self.manager.policy.observation.reduce,
+                update_scores=scores and self.fmt.scored > 0, logit_cap=self.logit_cap,
+                reduce=self.manager.policy.observation.reduce,
             )  # fmt: skip
             assert out.isfinite().all()
             if check:

@@ -10,7 +10,14 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.prefix_sum.triton import take_spans
 from sglang_diffkv.kernels.triton_ring import EMPTY, HEADS, NO_LIMIT, Spans, record_demand
-from sglang_diffkv.kernels.triton_table import BLOCK, check_rows, layout_constants, padded, store_positions, table_column
+from sglang_diffkv.kernels.triton_table import (
+    BLOCK,
+    check_rows,
+    layout_constants,
+    padded,
+    store_positions,
+    table_column,
+)
 from sglang_diffkv.mem_pool.state import PageState
 
 

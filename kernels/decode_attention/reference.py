@@ -23,8 +23,8 @@ class StepScores:
 
     Slots are own slots (see ``PageState``), -1 where there is none. Scores are means of the attention
     received from later tokens, maximum or mean over the query heads of a KV head. Without ``judge_low`` tokens of the
-    low tier keep the scores they have, and none of them is searched for. Without ``scored`` no score is updated or read,
-    only the token that leaves the window is searched for, and its score is 0.
+    low tier keep the scores they have, and none of them is searched for. Without ``scored`` no score is updated or
+    read, only the token that leaves the window is searched for, and its score is 0.
     """
 
     candidate_slot: torch.Tensor  # [B, L, H] int64, high tier: the token that leaves the window

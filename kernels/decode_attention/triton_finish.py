@@ -81,8 +81,8 @@ def page_numbers(
     page, tiles, stop, pages,
     TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr, N: tl.constexpr, PAGE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Positions, -1 where there is no token, and scores, [T, N], of ``tiles`` [T] before ``stop`` on ``page`` [T]. Without
-    scores these are 0."""
+    """Positions, -1 where there is no token, and scores, [T, N], of ``tiles`` [T] before ``stop`` on ``page`` [T].
+    Without scores these are 0."""
     slot = (tiles % ceil_div(TOKENS, N))[:, None] * N + tl.arange(0, N)[None, :]
     inside = (tiles < stop)[:, None] & (slot < TOKENS)
     source = (pages + page * PAGE_BYTES)[:, None]
@@ -223,8 +223,8 @@ def finish_kernel(
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
-    SCORED: tl.constexpr, JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr, EARLY: tl.constexpr,
-    JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
+    SCORED: tl.constexpr, JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr,
+    EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
     HAS_SINK: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results,
@@ -283,7 +283,8 @@ def finish_kernel(
     SCORES: tl.constexpr = LAYOUTS[0][I_SCORES] if SCORED else NO_SCORES
     start, stop, page, page_ahead, position, old = first_tokens(
         tl.maximum(part, 0), scoring, tl.where(part >= 0, room_high, 0), pages, page_table, row_blocks,
-        row, layer, head, tier_entries[0], own_high, 0, LAYOUTS[0][I_TOKENS], SCORES, LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
+        row, layer, head, tier_entries[0], own_high, 0, LAYOUTS[0][I_TOKENS], SCORES, LAYOUTS[0][I_POSITIONS],
+        TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()

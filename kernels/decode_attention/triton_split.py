@@ -39,7 +39,7 @@ from sglang_diffkv.kernels.triton_table import (
     ceil_div,
     dot_padded,
     layout_of,
-    load_positions,
+    load_positions_ahead,
     padded,
 )
 
@@ -138,7 +138,7 @@ def attend_tier(
             page_at = page.to(tl.int64) * PAGE_BYTES
             numbers = (pages + page_at).to(tl.pointer_type(tl.int32))
             words = word_ptr + page_at // 2
-            position = load_positions(pages + page_at, LAYOUT[I_POSITIONS], slot, live)
+            position = load_positions_ahead(pages + page_at, LAYOUT[I_POSITIONS], slot, live, TOKENS)
             kptr = words + LAYOUT[I_KEYS] // 2 + slot[:, None] * KW + kcol[None, :]
             vptr = words + LAYOUT[I_VALUES] // 2 + slot[None, :] * VW + vcol[:, None]
             kmask = live[:, None] if KWP == KW else live[:, None] & (kcol[None, :] < KW)

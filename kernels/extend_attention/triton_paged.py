@@ -20,7 +20,7 @@ from sglang_diffkv.kernels.triton_table import (
     ceil_div,
     dot_padded,
     earlier_entries,
-    load_positions,
+    load_positions_ahead,
     padded,
     request_head_tile,
 )
@@ -141,7 +141,7 @@ def paged_kernel(
         page_at = page.to(tl.int64) * PAGE_BYTES
         numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
         words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
-        position = load_positions(pages + page_at, POSITIONS, slot, live)
+        position = load_positions_ahead(pages + page_at, POSITIONS, slot, live, TOKENS)
         k = tl.load(
             words + KEYS // 2 + slot[None, :] * KW + kcol[:, None], mask=live[None, :] & (kcol[:, None] < KW), other=0
         )  # [KWP, N]

@@ -94,8 +94,8 @@ def _align(n: int) -> int:
 
 @dataclass(frozen=True)
 class TierLayout:
-    """Offsets in bytes from the start of a page that holds ``tokens`` tokens of ``tier``. ``score_offset`` is None where
-    tokens have no score."""
+    """Offsets in bytes from the start of a page that holds ``tokens`` tokens of ``tier``. ``score_offset`` is None
+    where tokens have no score."""
 
     tier: Tier
     tokens: int
@@ -175,8 +175,8 @@ class PageFormat:
             raise ValueError(f"page_tokens {self.page_tokens} is not between 4 and 256")
         if not 0 <= self.scored <= MOST_TIERS:
             raise ValueError(f"scored {self.scored} is not between 0 and {MOST_TIERS}")
-        if self.position_bytes not in (SHORT_POSITION_BYTES, POSITION_BYTES):
-            raise ValueError(f"position_bytes {self.position_bytes} is neither {SHORT_POSITION_BYTES} nor {POSITION_BYTES}")
+        if self.position_bytes not in (kinds := (SHORT_POSITION_BYTES, POSITION_BYTES)):
+            raise ValueError(f"position_bytes {self.position_bytes} is not one of {kinds}")
         sizes = [t.token_bytes(self.head_dim, self.v_head_dim) for t in self.tiers]
         if sizes != sorted(sizes, reverse=True) or len(set(sizes)) != len(sizes):
             raise ValueError(f"tiers {[t.name for t in self.tiers]} must take ever fewer bytes a token")

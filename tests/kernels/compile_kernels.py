@@ -73,10 +73,10 @@ def start(
 ) -> tuple[PageManager, TritonOps, dict[str, Any]]:  # fmt: skip
     """What a server calls at its start, before it captures graphs. The last: in which form tokens are stored."""
     parsed = tuple(Tier.parse(x) for x in tiers.split())
-    between = (0.7, 0.4)[: max(len(parsed) - 2, 0)]
-    policy: Policy = DiffKVPolicy(1.0, 0.0, 64, alpha_between=between) if len(parsed) > 1 else UniformPolicy()
+    config = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method) if method else None)
+    policy: Policy = DiffKVPolicy(1.0, 0.0, 64) if len(parsed) > 1 else UniformPolicy()
     if method:
-        policy = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method)).build_policy()
+        policy = config.build_policy()
     scored, position_bytes = policy.scored_tiers(len(parsed)), position_bytes_for(longest)
     fmt = PageFormat(head_dim, head_dim, parsed, scored=scored, position_bytes=position_bytes)
     compresses = policy.compresses or any(reaches)
@@ -84,7 +84,7 @@ def start(
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=8 * group)
     state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
     ops.prepare_graphs(state, 64)
-    rotation = Rotation.named(DiffKVConfig(tiers=tuple(tiers.split())).rotate)
+    rotation = Rotation.named(config.rotate)
     queries = None if manager.running is None else manager.running.cache
     means = torch.zeros(2, 8, head_dim) if rotation.keys and queries is None and sinks is None else None
     warm_up(

@@ -24,6 +24,8 @@ CONFIGS = {
 """Name -> tiers, head_dim, query heads of a KV head."""
 
 METHODS = {
+    "three tiers": '{"name": "diffkv", "alpha_high": 1, "alpha_between": [0.7], "window": 64}',
+    "four tiers": '{"name": "diffkv", "alpha_high": 1, "alpha_between": [0.7, 0.4], "window": 64}',
     "snapkv": '{"name": "snapkv", "budget": 512}',
     "h2o": '{"name": "h2o", "fraction": 0.5, "window": 16}',
     "leankv": '{"name": "leankv", "mass_high": 0.1, "mass_low": 0.001}',

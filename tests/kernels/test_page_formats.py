@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Step
@@ -22,7 +23,6 @@ from tests.kernels.triton_helpers import (
     BF16,
     DEVICE,
     THREE,
-    DecodeConfig,
     add_prompt,
     clone_state,
     close,

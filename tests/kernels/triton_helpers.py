@@ -13,7 +13,6 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 
 from sglang_diffkv.kernels.append.reference import append  # noqa: E402
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig  # noqa: E402
 from sglang_diffkv.kernels.table import max_entries, row_table  # noqa: E402
 from sglang_diffkv.mem_pool.device import OpsOf  # noqa: E402
 from sglang_diffkv.mem_pool.geometry import Geometry  # noqa: E402
@@ -47,8 +46,8 @@ def make_manager(
     fmt: PageFormat, *, layers: int = 2, heads: int = 2, pages: int = 400, window: int = 8, dtype=BF16,
     policy: Policy | None = None, make_ops: OpsOf | None = None,
 ) -> PageManager:  # fmt: skip
-    """An empty manager whose page memory is all NaN, and whose positions look like real ones. Pages have the scores that
-    the policy reads, and no others."""
+    """An empty manager whose page memory is all NaN, and whose positions look like real ones. Pages have the scores
+    that the policy reads, and no others."""
     rule = policy or with_between(DiffKVPolicy(1.0, 0.2, window), len(fmt.tiers))
     fmt = replace(fmt, scored=rule.scored_tiers(len(fmt.tiers)))
     geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)

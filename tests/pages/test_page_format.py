@@ -25,12 +25,13 @@ DIMS = list(itertools.product(SUPPORTED_HEAD_DIMS, repeat=2))
 def segments(layout: TierLayout) -> list[tuple[int, int]]:
     """Start and end byte of the segments of a page, in memory order."""
     meta = 0 if layout.tier.is_raw else 4
+    scores = (layout.position_offset, 0) if layout.score_offset is None else (layout.score_offset, 4)
     sizes = [
         (layout.key_offset, layout.key_bytes),
         (layout.value_offset, layout.value_bytes),
         (layout.key_meta_offset, meta),
         (layout.value_meta_offset, meta),
-        (layout.position_offset if layout.score_offset is None else layout.score_offset, 0 if layout.score_offset is None else 4),
+        scores,
         (layout.position_offset, layout.position_bytes),
     ]
     return [(at, at + layout.tokens * size) for at, size in sizes]

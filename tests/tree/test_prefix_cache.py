@@ -26,7 +26,7 @@ from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.usage import UsageMeter
@@ -60,7 +60,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
-        fmt = PageFormat(DIM, DIM, self.tiers, 8)
+        fmt = PageFormat(DIM, DIM, self.tiers, 8, self.policy.scored_tiers(len(self.tiers)), position_bytes_for(300))
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.reaches)
         self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS)
@@ -97,6 +97,8 @@ class TreeMachine(RuleBasedStateMachine):
         entry = torch.arange(width).expand(page.shape)
         own = (entry >= state.own_entry[row, :, :, 0].unsqueeze(2)) & (entry < state.entries[row, :, :, 0].unsqueeze(2))
         scores = state.tiers[0].scores
+        if scores is None:
+            return
         scores[page[own]] = torch.rand(int(own.sum()), scores.shape[1], generator=self.scores) * 0.05
 
     @rule(seed=st.integers(0, 5), length=st.integers(1, 70), tail=st.integers(0, 3))

@@ -14,7 +14,7 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool.geometry import Geometry, Segment
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.mem_pool.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
@@ -46,9 +46,11 @@ class World:
         policy: Policy | None = None,
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
     ) -> None:
-        fmt = PageFormat(64, 64, tiers, page_tokens)
+        policy = policy or DiffKVPolicy(alpha_high, 0.0, 8)
+        scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
+        fmt = PageFormat(64, 64, tiers, page_tokens, scored, position_bytes)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, reaches)
-        self.manager = PageManager(geometry, policy or DiffKVPolicy(alpha_high, 0.0, 8))
+        self.manager = PageManager(geometry, policy)
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = Requests(ledger)
