@@ -66,7 +66,7 @@ class DiffKVConfig(Strict):
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
         host_gib: host memory, in GiB, for what retracted requests hold, so that they go on later instead of being
-            computed again; by default a quarter of the KV pool's bytes and at most 4 GiB. 0: none.
+            computed again; by default a quarter of the KV pool's bytes, at least 256 MiB and at most 4 GiB. 0: none.
         thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model, the path of a
             calibration file (``.json``) from that one; ``default`` takes those given here. A server that is given no
             configuration at all looks for calibrated ones. It is carried out when a server starts and is not part of

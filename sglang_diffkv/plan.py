@@ -24,9 +24,9 @@ from sglang_diffkv.policies.base import Policy, kv_slots_of
 
 GIB = 1 << 30
 
-USUAL_HOST_SHARE, USUAL_HOST_BYTES = 4, 4 * GIB
-"""Host memory for retracted requests, unless the configuration says how much: this part of the pool's pages, and at
-most so many bytes."""
+USUAL_HOST_SHARE, LEAST_HOST_BYTES, MOST_HOST_BYTES = 4, GIB // 4, 4 * GIB
+"""Host memory for retracted requests, unless the configuration says how much: this part of the pool's pages, at least
+so many bytes, and at most so many."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class MemoryPlan:
         """Pages of host memory for retracted requests."""
         if not self.keeps_retracted:
             return 0
-        usual = min(geometry.num_pages * self.fmt.page_bytes // USUAL_HOST_SHARE, USUAL_HOST_BYTES)
+        pool = geometry.num_pages * self.fmt.page_bytes
+        usual = min(max(pool // USUAL_HOST_SHARE, LEAST_HOST_BYTES), MOST_HOST_BYTES)
         asked = self.config.host_gib
         return (usual if asked is None else int(asked * GIB)) // self.fmt.page_bytes
 

@@ -162,7 +162,10 @@ def tokens_of(req: Any) -> int:
 
 
 def findable(req: Any) -> bool:
-    """Whether the request goes on later, and SGLang will look for its tokens in the prefix cache then."""
+    """Whether the request goes on later, and SGLang will look for all its tokens in the prefix cache then. It does not
+    where logprobs are asked for, of generated tokens too: it computes these again."""
+    if getattr(req, "return_logprob", False) and req.logprob_start_len >= 0:
+        return False
     if req.finished() or getattr(req, "to_finish", None) is not None:
         return False
     if getattr(req, "input_embeds", None) is not None or getattr(req, "positional_embed_overrides", None) is not None:
