@@ -40,8 +40,8 @@ class SavedRow:
 
     Attributes:
         hi: tokens of the sequence that are kept. end: those that the device had, as of ``Segment``.
-        runs: where the pages are, in the order of the arrays, which are [n]. tier, head: whose table has the page, heads
-            counted over layers. lo, upper: its position range. last: the last position that it holds in that range.
+        runs: where the pages are, in the order of the arrays, which are [n]. tier, head: whose table has the page;
+            heads count over layers. lo, upper: its position range. last: the last position that it holds in there.
     """
 
     hi: int

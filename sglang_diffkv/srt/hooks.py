@@ -182,8 +182,8 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
 
 
 def release_req(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A request is retracted: what its row holds goes to host memory first, unless SGLang says that it is to be computed
-    again."""
+    """A request is retracted: what its row holds goes to host memory first, unless SGLang says that it is to be
+    computed again."""
     requests = getattr(kwargs.get("tree_cache"), "requests", None)
     if requests is not None and requests.retracted is not None and kwargs.get("offload_kv", True):
         requests.retracted.keep(kwargs["req"])

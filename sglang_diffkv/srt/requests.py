@@ -10,7 +10,9 @@ SGLang's hooks call this, and tests drive it without a server. A page has one ow
 - a *segment of the prefix cache*: what was inserted, until it is evicted. Rows that matched it hold references, and the
   page returns to the ring with the last of these. Nobody writes it.
 
-Of a retracted request the *host* has copies of its pages, until it runs again (``Retracted``). Pages that an admitted prompt may still take are *promised*: they are in the ring, and the ledger counts them as used.
+Of a retracted request the *host* has copies of its pages, until it runs again (``Retracted``).
+
+Pages that an admitted prompt may still take are *promised*: they are in the ring, and the ledger counts them as used.
 Locks on the tree are SGLang's; the one of a request is moved only where it lets go of what it has copied.
 """
 

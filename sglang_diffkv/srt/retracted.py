@@ -50,6 +50,12 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
     return ""
 
 
+COUNTS = ("kept", "no_host_memory", "restored", "tokens_restored", "recomputed", "dropped")
+"""Of ``/server_info`` and the metrics, since the start: requests whose pages went to the host, and those for which it
+had no room; of the former those that came back, tokens that they brought, those that were computed again all the same,
+and those that were aborted or flushed meanwhile."""
+
+
 @dataclass(eq=False)
 class Kept:
     """A retracted request and what is kept of it.
@@ -73,7 +79,7 @@ class Retracted:
 
     Attributes:
         expected: row and tokens that each running request is expected to generate yet.
-        counts: ``/server_info`` explains them.
+        counts: by ``COUNTS``.
     """
 
     def __init__(self, tree: DiffKVPrefixCache, saved: SavedRows):
@@ -82,12 +88,12 @@ class Retracted:
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
         self.kept: dict[str, Kept] = {}  # by request id
         self.private: dict[int, Any] = {}  # row -> key of the node that its request alone can find
-        self.counts = dict.fromkeys(("kept", "no_host_memory", "restored", "tokens_restored", "recomputed", "dropped"), 0)
+        self.counts = dict.fromkeys(COUNTS, 0)
         self._admitting: Kept | None = None
 
     def of(self, req: Any) -> Kept | None:
         """What is kept of a request."""
-        kept = self.kept.get(getattr(req, "rid", None))
+        kept = self.kept.get(req.rid)
         return kept if kept is not None and kept.req is req else None
 
     # Retraction
@@ -135,7 +141,8 @@ class Retracted:
         if kept is None or len(params.key) != kept.saved.hi:
             return self.tree.match(params)  # where it may not find all, its prompt's logprobs are asked for
         kept.wanted = None
-        found = self._restored(kept, params) if kept.space is None else self._restored_apart(kept, params)
+        apart = kept.space
+        found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
         if found is None and self._others_run():
             kept.wanted = self._wanted(kept, kept.saved.pages_from(0))
         return found or self.tree.match(params)
@@ -148,10 +155,10 @@ class Retracted:
             return None
         return self.tree.match(params)
 
-    def _restored_apart(self, kept: Kept, params: Any) -> Any:
+    def _restored_apart(self, kept: Kept, params: Any, space: str) -> Any:
         """The same where others must not find it, unless the tree's prompt, of which it takes a copy again, leaves
         little to compute."""
-        apart = dataclasses.replace(params, key=_in_space(params.key, kept.space))
+        apart = dataclasses.replace(params, key=_in_space(params.key, space))
         if self.tree.depth(self.tree.find(apart).last_device_node) < kept.saved.hi:
             usual = self.tree.match(params)
             lost = kept.saved.hi + 1 - self.tree.depth(usual.last_device_node)

@@ -121,8 +121,8 @@ TestSavedRows.settings = SEARCH
 def test_attention_over_what_was_restored_is_that_of_the_row(
     tiers: tuple[str, ...], at_once: int | None, beyond: int
 ) -> None:
-    """A shared prefix that ends in the middle of a page, a prompt of its own and a reply; ``beyond``: newest tokens that
-    do not count. Another request has the pages meanwhile."""
+    """A shared prefix that ends in the middle of a page, a prompt of its own and a reply; ``beyond``: newest tokens
+    that do not count. Another request has the pages meanwhile."""
     between = (1.0, 0.8)[: max(len(tiers) - 2, 0)]
     policy = DiffKVPolicy(1.2, 0.3, 8, alpha_between=between)
     manager = make_manager(make_format(tiers), policy=policy, pages=300)

@@ -1,5 +1,5 @@
-"""A pool too small for its requests, whose pages go to the host when they are retracted: they come back, the replies are
-those of a roomy pool where nothing is lost, and nobody's pages or host memory stay behind."""
+"""A pool too small for its requests, whose pages go to the host when they are retracted: they come back, the replies
+are those of a roomy pool where nothing is lost, and nobody's pages or host memory stay behind."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> 
             pytest.param(config, args, marks=pytest.mark.full)
             for config, args in ((COMPRESSED, ALONE), (EXACT, ()), (COMPRESSED, CHUNKED), (LOSSLESS, ALONE))
         ),
-        pytest.param(COMPRESSED, ("--schedule-policy", "lpm", "--radix-eviction-policy", "lfu"), marks=pytest.mark.full),
+        pytest.param(COMPRESSED, ("--schedule-policy", "lpm"), marks=pytest.mark.full),
     ],
     ids=str,
 )

@@ -64,9 +64,7 @@ class TreeMachine(RuleBasedStateMachine):
         fmt = PageFormat(DIM, DIM, self.tiers, 8)
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.reaches)
-        self.manager = PageManager(
-            geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, host_pages=self.host_pages
-        )
+        self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, host_pages=self.host_pages)
         self.pool = self.make_pool()
         self.requests = Requests(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
