@@ -87,7 +87,10 @@ class SavedRows:
 
     def save(self, row: int, hi: int) -> SavedRow | None:
         """Copy the pages with the first ``hi`` tokens of a row to the host. Waits for the device's counts, not for the
-        copies. None, changing nothing, if there is no host memory for them or the row has lost tokens."""
+        copies. None, changing nothing, if there is no host memory for them or the row has lost tokens.
+
+        Raises torch.OutOfMemoryError, changing nothing, if the device cannot even look at the row's entries.
+        """
         device = self.device
         if not self.host.free:
             return None
@@ -100,8 +103,12 @@ class SavedRows:
             runs = None if numbers[4].any() else self.host.take(int(kept.sum()))
             if runs is None:
                 return None
-            pages = torch.cat([ids for ids, _ in parts])[device.to_device(kept.nonzero()[0])]
-            self._copy_out(pages, runs)
+            try:
+                pages = torch.cat([ids for ids, _ in parts])[device.to_device(kept.nonzero()[0])]
+                self._copy_out(pages, runs)
+            except torch.OutOfMemoryError:
+                self.host.give(runs)
+                raise
         head, lo, upper, last = numbers[:4, kept]
         saved = SavedRow(hi, max(hi, self.rows.most(row)), runs, tier[kept], head, lo, upper, last)
         self.held.add(saved)

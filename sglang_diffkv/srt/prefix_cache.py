@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ class DiffKVPrefixCache(EvictingTree):
     """The parts that do not depend on the SGLang version; ``compat_tree.prefix_cache_class`` adds the rest."""
 
     inserting_row: int | None
-    _making: Callable[[int, int], Segment | None] | None
+    _restored: Segment | None
     inserted: tuple[int, Any]
     """Length of the longest key that the running insertion has put in, and the node where it ends."""
     states: KeptStates | None = None
@@ -45,7 +45,7 @@ class DiffKVPrefixCache(EvictingTree):
     def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
         self.requests: Requests = params.token_to_kv_pool_allocator.requests
         self.ledger, self.manager = self.requests.ledger, self.requests.manager
-        self.inserting_row = self._making = None
+        self.inserting_row = self._restored = None
         self.locked_nodes: dict[Segment, int] = {}
         self.least_kept = self.least_kept_waiting = share_min_tokens
         self.least_cut = 0
@@ -142,8 +142,10 @@ class DiffKVPrefixCache(EvictingTree):
 
     def _segment(self, lo: int, hi: int) -> Segment:
         """The pages of a node that is being inserted, for positions [lo, hi)."""
-        if self._making is not None:
-            segment = self._making(lo, hi)
+        segment: Segment | None
+        if self._restored is not None:
+            segment = self._restored
+            assert (segment.lo, segment.hi) == (lo, hi), "a restored segment is not what the tree lacks"
         elif self.inserting_row is not None:
             segment = self.manager.prompts.publish(self.inserting_row, lo, hi)
         else:
@@ -153,13 +155,13 @@ class DiffKVPrefixCache(EvictingTree):
         return segment
 
     @contextmanager
-    def restoring(self, make: Callable[[int, int], Segment | None]) -> Iterator[None]:
-        """Inside, what is inserted has pages that ``make`` makes a segment of, for positions [lo, hi)."""
-        self._making = make
+    def restoring(self, segment: Segment) -> Iterator[None]:
+        """Inside, the node that is inserted has the pages of ``segment``, which no node names yet."""
+        self._restored = segment
         try:
             yield
         finally:
-            self._making = None
+            self._restored = None
 
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
         parent = super()._split_node(key, child, split_len)

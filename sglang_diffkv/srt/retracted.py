@@ -45,6 +45,10 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         return "states of layers that do not attend are not kept with them"
     if drafts_of(args):
         return "with drafts the host does not know how much of them is stored"
+    if getattr(args, "strip_thinking_cache", False):
+        return "--strip-thinking-cache keeps what they have generated out of the prefix cache"
+    if getattr(args, "kv_canary", "none") != "none":
+        return "--kv-canary would have to know their tokens again"
     if config.build_policy().running is not None:
         return "the policy compresses running requests in pages of their own"
     return ""
@@ -110,7 +114,10 @@ class Retracted:
         if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
             return
         self.forget(req)
-        saved = self.saved.save(row, known)
+        try:
+            saved = self.saved.save(row, known)
+        except torch.OutOfMemoryError:
+            saved = None
         if saved is None:
             if not self.counts["no_host_memory"]:
                 logger.warning(
@@ -160,12 +167,11 @@ class Retracted:
         little to compute."""
         apart = dataclasses.replace(params, key=_in_space(params.key, space))
         if self.tree.depth(self.tree.find(apart).last_device_node) < kept.saved.hi:
-            usual = self.tree.match(params)
+            self._evict_private(kept.key)  # what eviction left of it
+            kept.key, usual = None, self.tree.match(params)
             lost = kept.saved.hi + 1 - self.tree.depth(usual.last_device_node)
             if kept.saved.pages_from(0) > self.ledger.prompt_pages(lost):
                 return usual
-            self._evict_private(kept.key)  # what eviction left of it
-            kept.key = None
             if not self._restore(kept, apart.key, self.tree.root_node, 0):
                 return None
             kept.key = apart.key
@@ -181,13 +187,16 @@ class Retracted:
         tree.inc_lock_ref(node)
         room = self._expected_to_fit(kept, pages) and self._make_room(kept, at, tokens, pages)
         kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens) if room else None
-        if kv_slots is not None:
+        segment = self.saved.restore(kept.saved, at) if kv_slots is not None else None
+        if kv_slots is not None and segment is None:
+            tree.token_to_kv_pool_allocator.free(kv_slots)
+        if kv_slots is not None and segment is not None:
             value = torch.cat([torch.zeros(at, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
-            with tree.restoring(lambda lo, _: self.saved.restore(kept.saved, lo)):
+            with tree.restoring(segment):
                 tree.insert(InsertParams(key=key, value=value, priority=getattr(kept.req, "priority", None) or 0))
             kept.restored = tokens
         tree.dec_lock_ref(node)
-        return kv_slots is not None
+        return segment is not None
 
     def _wanted(self, kept: Kept, pages: int) -> float:
         """High-tier tokens that a request takes with so many pages of it restored: also its last token, and what it is
@@ -208,7 +217,7 @@ class Retracted:
         blocks = self.saved.blocks_from(kept.saved, at) * 2 + ledger.next_blocks  # of the segment, and of the row
         tree.evict_kv_slots(tokens + 1)
         if ledger.uncommitted_kv_slots() < tokens + 1:
-            return False
+            return False  # what follows frees some, and takes none
         return (
             tree.make_segment_rows(1)
             and tree.make_room(pages + ledger.prompt_pages(1))
