@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
+from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.page_format import Tier
-from sglang_diffkv.srt.retracted import Retracted
+from sglang_diffkv.srt.retracted import Retracted, why_recomputed
 from tests.tree.stand_in import Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
 from tests.tree.tree_world import World
@@ -155,6 +157,26 @@ def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None
     assert (counts["kept"], counts["no_host_memory"]) == (1, 2)
     assert caplog.text.count("host memory for retracted requests is full") == 1
     assert readmit(world, req) == 110  # the tree still has its prompt
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "states", "why"),
+    [
+        ("{}", {}, None, ""),
+        ('{"host_gib": 0}', {}, None, "host_gib"),
+        ("{}", {"disable_radix_cache": True}, None, "prefix cache, which is off"),
+        ("{}", {"tp_size": 2}, None, "several ranks"),
+        ("{}", {}, "mamba", "states"),
+        ("{}", {"strip_thinking_cache": True}, None, "--strip-thinking-cache"),
+        ("{}", {"kv_canary": "log"}, None, "--kv-canary"),
+        ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', {}, None, "the policy"),
+    ],
+)
+def test_why_a_server_computes_them_again(config: str, changes: dict[str, Any], states: Any, why: str) -> None:
+    args = {"disable_radix_cache": False, "tp_size": 1, "speculative_algorithm": None, "kv_canary": "none", **changes}
+    configurator = SimpleNamespace(server_args=SimpleNamespace(**args), mambaish_config=states)
+    found = why_recomputed(configurator, load_config(config))
+    assert why in found and bool(found) == bool(why)
 
 
 class RetractedMachine(TreeMachine):
