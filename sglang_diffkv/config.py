@@ -65,6 +65,8 @@ class DiffKVConfig(Strict):
             bits.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
             many tokens of its own; a shorter one joins when the request ends.
+        host_gib: host memory, in GiB, for what retracted requests hold, so that they go on later instead of being
+            computed again; by default a quarter of the KV pool's bytes, at least 256 MiB and at most 4 GiB. 0: none.
         thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model, the path of a
             calibration file (``.json``) from that one; ``default`` takes those given here. A server that is given no
             configuration at all looks for calibrated ones. It is carried out when a server starts and is not part of
@@ -78,6 +80,7 @@ class DiffKVConfig(Strict):
     rotate: RotateName = Field(default_factory=lambda given: _usual_rotation(given.get("tiers", ())))
     key_means: str | None = Field(default=None, min_length=1)
     share_min_tokens: int = Field(default=128, ge=1)
+    host_gib: float | None = Field(default=None, ge=0, le=4096)
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
     thresholds: str = Field(default="default", exclude=True)

@@ -17,9 +17,16 @@ from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.mem_pool.running import query_cache
+from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, kv_slots_of
+
+GIB = 1 << 30
+
+USUAL_HOST_SHARE, LEAST_HOST_BYTES, MOST_HOST_BYTES = 4, GIB // 4, 4 * GIB
+"""Host memory for retracted requests, unless the configuration says how much: this part of the pool's pages, at least
+so many bytes, and at most so many."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class MemoryPlan:
     reaches: tuple[int, ...] = ()
     draft_bytes: int = 0
     """Bytes that a draft model's keys and values take for each KV slot; 0 without one."""
+    keeps_retracted: bool = False
+    """Whether what retracted requests hold goes to host memory."""
 
     @classmethod
     def of(
@@ -87,6 +96,15 @@ class MemoryPlan:
             reaches=self.reaches,
         )
 
+    def host_pages(self, geometry: Geometry) -> int:
+        """Pages of host memory for retracted requests."""
+        if not self.keeps_retracted:
+            return 0
+        pool = geometry.num_pages * self.fmt.page_bytes
+        usual = min(max(pool // USUAL_HOST_SHARE, LEAST_HOST_BYTES), MOST_HOST_BYTES)
+        asked = self.config.host_gib
+        return (usual if asked is None else int(asked * GIB)) // self.fmt.page_bytes
+
     def policy(self, rank: int = 0, ranks: int = 1) -> Policy:
         """The policy for the heads of one of so many ranks."""
         return self.config.build_policy().of_rank(rank, ranks, self.num_heads)
@@ -109,8 +127,11 @@ class MemoryPlan:
         owning = self.draft_bytes > 0
         kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.reaches, owning=owning)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
+        host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
+        staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
         return Footprint.of(
-            state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes
+            state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
+            staging_bytes=staged * page_bytes, host_bytes=host_pages * page_bytes,
         )  # fmt: skip
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.query_cache import QueryCache
@@ -23,11 +23,13 @@ class Footprint:
     """Bytes by what they are for.
 
     Attributes:
-        held: from start to end. at_most: made and given back while requests run, and bounded.
+        held: from start to end. at_most: made and given back while requests run, and bounded. host: in the host's
+            memory, and in no sum.
     """
 
     held: dict[str, int]
     at_most: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -40,12 +42,15 @@ class Footprint:
         exact: bool,
         queries: QueryCache | None = None,
         draft_bytes: int = 0,
+        staging_bytes: int = 0,
+        host_bytes: int = 0,
     ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
 
         Args:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
             queries: of running requests. draft_bytes: that a draft model's keys and values take for each KV slot.
+            staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
@@ -65,6 +70,7 @@ class Footprint:
             "KV cache of the draft model": draft_bytes * (kv_slots + 1),
             "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
             "counts of ended requests": ended,
+            "staging of retracted requests": staging_bytes,
             "queries of running requests": 0 if queries is None else tensor_bytes(queries),
             **ops.memory(),
         }
@@ -73,7 +79,8 @@ class Footprint:
             "usage reports": measured + ended,
             "scores of exact prefixes": 4 * geometry.heads * geometry.judged_tokens if exact else 0,
         }
-        return cls(*({name: size for name, size in part.items() if size} for part in (held, at_most)))
+        host = {"retracted requests": host_bytes}
+        return cls(*({name: size for name, size in part.items() if size} for part in (held, at_most, host)))
 
     @property
     def total(self) -> int:
@@ -86,7 +93,8 @@ class Footprint:
 
     def report(self) -> dict[str, object]:
         """For ``/server_info``: bytes."""
-        return {"held": self.held, "at_most": self.at_most, "total": self.total, "share_outside": self.share_outside}
+        sums = {"total": self.total, "share_outside": self.share_outside}
+        return {"held": self.held, "at_most": self.at_most, "host": self.host, **sums}
 
     def describe(self, budget: int | None = None) -> str:
         """A table, one line for each use. ``budget``: bytes that SGLang set aside, None if it counted tokens."""
@@ -98,4 +106,5 @@ class Footprint:
         width = max(len(name) for name, _ in lines)
         table = [f"  {name:<{width}}  {size / MIB:10.2f} MiB  {size / whole:7.2%}" for name, size in lines]
         head = f"DiffKV memory, of {whole / MIB:.1f} MiB; outside the pages: {self.share_outside:.2%}"
-        return "\n".join([head, *table])
+        host = [f"  and of the host, at most, for {name}: {size / MIB:.2f} MiB" for name, size in self.host.items()]
+        return "\n".join([head, *table, *host])

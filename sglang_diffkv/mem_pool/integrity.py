@@ -22,6 +22,8 @@ def check_integrity(manager: PageManager) -> None:
     references = _check_rows(manager)
     _check_ring(manager, references)
     _check_blocks(manager)
+    if manager.saved is not None:
+        manager.saved.check_integrity()
     if manager.running is not None:
         manager.running.check_integrity()
 

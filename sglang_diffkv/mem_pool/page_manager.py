@@ -6,6 +6,7 @@ and each writes its own fields only:
 - ``PageDevice``: state, ops and table blocks; ``RequestRows``: what the host knows of each request's row;
 - ``PageCounts``: bounds of the device's page counts;
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
+- ``SavedRows``: rows of retracted requests in host memory; None where there is none for them;
 - ``RunningBudgets``: where requests hold a budget while they run; None where the policy has none.
 """
 
@@ -25,6 +26,7 @@ from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningBudgets, query_cache
+from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
@@ -41,6 +43,7 @@ class PageManager:
         make_ops: makes the ops for the state; by default the reference.
         q_heads: query heads, for a policy that judges running requests; by default as many as KV heads.
         drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
+        host_pages: pages of host memory for retracted requests.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class PageManager:
         make_ops: OpsOf | None = None,
         q_heads: int | None = None,
         drafts: int = 0,
+        host_pages: int = 0,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -68,6 +72,9 @@ class PageManager:
         self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=max(drafts, 1))
         self.segments = SegmentStore(self.device, self.rows, self.counts)
         self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, policy)
+        self.saved: SavedRows | None = None
+        if host_pages:
+            self.saved = SavedRows(self.device, self.rows, self.counts, self.segments, host_pages)
         self.running = self._running_budgets(self.q_heads)
 
     def _running_budgets(self, q_heads: int) -> RunningBudgets | None:

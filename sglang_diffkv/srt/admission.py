@@ -18,6 +18,8 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         return original(self, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
+    if requests.retracted is not None and requests.retracted.turn_away(req):
+        return AddReqResult.NO_TOKEN
     ledger = requests.ledger
     running = [] if self.running_batch is None else self.running_batch.reqs
     chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, Memory
 from sglang_diffkv import __version__
 from sglang_diffkv.config import CHECK_ENV, load_config
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.mem_pool.footprint import MIB
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.plan import MemoryPlan
@@ -28,6 +31,7 @@ from sglang_diffkv.srt.hybrids import check_paged_layers, describe_layers, has_s
 from sglang_diffkv.srt.kv_canary import register_canary
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.retracted import why_recomputed
 from sglang_diffkv.srt.scaling import layer_reaches, layer_scalings, sinks_of
 from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.validation import (
@@ -70,7 +74,8 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     check_policy(config, reaches)
     longest = longest_row(configurator.model_config.context_len, compat.resolved(configurator.server_args))
     draft_bytes = bytes_of_slot(configurator.server_args)
-    return MemoryPlan.of(configurator, config, len(layers), longest, reaches, draft_bytes)
+    plan = MemoryPlan.of(configurator, config, len(layers), longest, reaches, draft_bytes)
+    return replace(plan, keeps_retracted=not why_recomputed(configurator, config))
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -142,6 +147,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
         drafts=drafts,
+        host_pages=plan.host_pages(geometry),
     )
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(
@@ -161,6 +167,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     )
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
+    logger.info("DiffKV: %s", _retraction(plan, geometry, why_recomputed(configurator, plan.config)))
     if isinstance(policy, DiffKVPolicy) and (
         hint := policy.window_hint(len(geometry.fmt.tiers), geometry.fmt.page_tokens)
     ):
@@ -179,6 +186,14 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
                 "this model's replies with stock SGLang's first"
             )
     return allocator
+
+
+def _retraction(plan: MemoryPlan, geometry: Geometry, obstacle: str) -> str:
+    """What becomes of retracted requests, for the log."""
+    if obstacle:
+        return f"retracted requests are computed again: {obstacle}."
+    size = plan.host_pages(geometry) * plan.fmt.page_bytes / MIB
+    return f"what retracted requests hold goes to up to {size:.0f} MiB of host memory and comes back with them."
 
 
 def _settings_digest() -> int:

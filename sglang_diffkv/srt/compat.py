@@ -156,6 +156,23 @@ def prompt_len(req: Any) -> int:
     return len(req.full_untruncated_fill_ids)
 
 
+def tokens_of(req: Any) -> int:
+    """Tokens of the request's prompt and reply so far, of which SGLang's results tell."""
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
+def findable(req: Any) -> bool:
+    """Whether the request goes on later, and SGLang will look for all its tokens in the prefix cache then. It does not
+    where logprobs are asked for, of generated tokens too: it computes these again."""
+    if getattr(req, "return_logprob", False) and req.logprob_start_len >= 0:
+        return False
+    if req.finished() or getattr(req, "to_finish", None) is not None:
+        return False
+    if getattr(req, "input_embeds", None) is not None or getattr(req, "positional_embed_overrides", None) is not None:
+        return False
+    return not getattr(req, "skip_radix_cache_insert", False)
+
+
 def longest_len(req: Any) -> int:
     """Tokens of the request's sequence when it ends, at most."""
     return len(req.origin_input_ids) + req.sampling_params.max_new_tokens
@@ -214,8 +231,12 @@ def estimated(req: Any, growth: Growth, *, budget: bool = False) -> Iterator[Non
 
 def tokens_wanted(req: Any, growth: Growth) -> float:
     """What admission asks for a request: its prompt, and the tokens it may generate, as ``estimated``."""
-    rest = min(reply_left(req), _most_expected())
-    return prompt_len(req) - prefix_len(req) + growth(prompt_len(req), rest) + 1
+    return prompt_len(req) - prefix_len(req) + tokens_to_grow(req, growth) + 1
+
+
+def tokens_to_grow(req: Any, growth: Growth) -> float:
+    """Of it, what its generated tokens are expected to take."""
+    return growth(prompt_len(req), min(reply_left(req), _most_expected()))
 
 
 def reply_left(req: Any) -> int:
@@ -242,10 +263,11 @@ def expected_ratio(scheduler: Any) -> float:
     return scheduler.new_token_ratio_tracker.current
 
 
-def expected_tokens(scheduler: Any) -> Iterator[tuple[int | None, float]]:
-    """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does."""
+def expected_tokens(scheduler: Any, running: Any = None) -> Iterator[tuple[int | None, float]]:
+    """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does.
+    ``running``: SGLang's running batch, where it is not the scheduler's yet."""
     ratio = expected_ratio(scheduler)
-    for req in scheduler.running_batch.reqs:
+    for req in (running or scheduler.running_batch).reqs:
         rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), _most_expected())
         whole = release() >= (0, 5, 22) and req.sampling_params.ignore_eos
         yield row_of(req), rest * (1.0 if whole else ratio)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat, compat_states
 from sglang_diffkv.srt.draft_model import bytes_of_slot
 from sglang_diffkv.srt.hybrids import describe_layers, paged_layers
+from sglang_diffkv.srt.retracted import why_recomputed
 from sglang_diffkv.srt.scaling import configured_reaches, reads_window
 from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of, longest_row
 
@@ -255,6 +257,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
             check_drafts(config, reaches, by_model=draft_bytes > 0)
         layers, longest = len(paged_layers(configurator)), longest_row(context, view)
         plan = MemoryPlan.of(configurator, config, layers, longest, reaches, draft_bytes)
+        obstacle = why_recomputed(configurator, config)
+        plan = replace(plan, keeps_retracted=not obstacle)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
         budget, slots = _without_states(findings, configurator, int(gib * GIB))
         most = min(filter(None, (view.max_running_requests, slots)), default=None)
@@ -285,6 +289,14 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     beside = " and the draft model's cache; bf16 with that cache alone" if draft_bytes else "; bf16 without either"
     text += f", with tables and scratch{beside}: {budget // (stock + draft_bytes):,}"
     findings.add(f"tokens in {where}", text, tokens)
+    _retraction(findings, plan, tokens, context, obstacle)
+
+
+def _retraction(findings: Findings, plan: MemoryPlan, tokens: int, context: int, obstacle: str) -> None:
+    """What becomes of retracted requests, with the host's memory beside a pool of ``tokens``."""
+    size = plan.host_pages(plan.geometry(tokens, 2, context)) * plan.fmt.page_bytes
+    text = f"computed again: {obstacle}" if obstacle else f"kept in up to {size / GIB:.2f} GiB of the host's memory"
+    findings.add("retracted requests", text, size)
 
 
 def _draft_model(findings: Findings, args: Any) -> int:

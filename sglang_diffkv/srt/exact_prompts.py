@@ -31,15 +31,24 @@ class ExactPrompts:
         self.manager, self.ledger = tree.manager, tree.ledger
         self.ends: dict[int, Any] = {}  # row -> node up to which the tree has its prompt, None if it has not
         self.detaching: dict[int, int] = {}  # row -> position from which on its tokens are its own copy
+        self.restored: set[int] = set()
+        """Rows of requests that were retracted, over a compressed prefix that they alone read, and that stays as it
+        is."""
         self.reader_left = False
         self.outcomes = dict.fromkeys(("copied", "shared", "brief", "no room", "copied later"), 0)
         """Prompts so far: compressed in a copy; all but a few tokens shared with running requests; left as they are for
         a request that ends with them; compressed in place, or left shared, for want of pages; a shared part copied
         when its last other reader had left."""
 
-    def attached(self, row: int, node: Any) -> None:
-        """A row begins its prompt after the path to ``node``: it judges for itself what it may copy."""
-        if any(x.lock_ref < 2 for x in self.tree.nodes(node)):
+    def attached(self, row: int, node: Any, *, restored: bool = False) -> None:
+        """A row begins its prompt after the path to ``node``: it judges for itself what it may copy.
+
+        Args:
+            restored: the path is what was kept of the request when it was retracted.
+        """
+        if restored:
+            self.restored.add(row)
+        elif any(x.lock_ref < 2 for x in self.tree.nodes(node)):
             self.manager.prompts.judge(row)
 
     def plan(self, row: int, node: Any, *, brief: bool, insertable: bool = True) -> None:
@@ -121,7 +130,9 @@ class ExactPrompts:
 
     def _may_copy(self, req: Any, row: int) -> bool:
         manager = self.manager
-        if manager.rows.in_prompt(row) or row in manager.prompts.untouched or row in manager.prompts.pending:
+        if manager.rows.in_prompt(row) or row in self.restored:
+            return False
+        if row in manager.prompts.untouched or row in manager.prompts.pending:
             return False
         left = req.sampling_params.max_new_tokens - len(req.output_ids)
         return manager.rows.shared(row) >= self.least_published and left >= self.least_published
@@ -146,3 +157,4 @@ class ExactPrompts:
         self.reader_left = True
         self.ends.pop(row, None)
         self.detaching.pop(row, None)
+        self.restored.discard(row)

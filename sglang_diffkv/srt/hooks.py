@@ -181,11 +181,32 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
     return original(self, req)
 
 
+def release_req(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A request is retracted: what its row holds goes to host memory first, unless SGLang says that it is to be
+    computed again."""
+    requests = getattr(kwargs.get("tree_cache"), "requests", None)
+    if requests is not None and requests.retracted is not None and kwargs.get("offload_kv", True):
+        requests.retracted.keep(kwargs["req"])
+    return original(*args, **kwargs)
+
+
+def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """A request is matched to be admitted, and not only to be put in order."""
+    requests = getattr(tree_cache, "requests", None)
+    if requests is None or requests.retracted is None:
+        return original(self, tree_cache, *args, **kwargs)
+    with requests.retracted.admitting(self):
+        return original(self, tree_cache, *args, **kwargs)
+
+
 # The scheduler's loop
 
 
 def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
     """A batch that cannot be prepared ends the requests that are the cause; the others wait again."""
+    requests = requests_of(self)
+    if requests is not None and requests.retracted is not None:
+        requests.retracted.expected = lambda: compat.expected_tokens(self, running_batch)
     try:
         return original(self, running_batch)
     except BatchRefused as refused:
@@ -207,6 +228,8 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
     running = kwargs.get("running_batch", self.running_batch)
     if not manager.rows and running.is_empty():
         running.batch_is_full = False
+    if requests.retracted is not None:
+        requests.retracted.sweep(self.waiting_queue)
     plan = original(self, *args, **kwargs)
     tell_refused(self, requests)
     return plan
@@ -250,6 +273,8 @@ def _check_sometimes(requests: Requests) -> None:
     manager.ranks.require_equal("what they decide on", [decision_digest(requests)])
     if requests.tree is not None:
         requests.tree.check_integrity()
+    if requests.retracted is not None:
+        requests.retracted.check_integrity()
 
 
 def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
@@ -281,6 +306,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["prompts"] = metrics.prompt_outcomes(requests)
         if requests.states is not None:
             report["states"] = requests.states.report()
+        if requests.retracted is not None:
+            report["retracted"] = requests.retracted.report()
         result.internal_state["diffkv"] = report
     return result
 
@@ -324,6 +351,8 @@ HOOKS = {
     CONFIGURATOR + "_build_mha_kv_pool": build_kv_pool,
     CONFIGURATOR + "_build_hybrid_linear_kv_pool": build_kv_pool,
     CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_token_to_kv_pool_allocator,
+    SRT + "managers.schedule_batch.release_req": release_req,
+    SRT + "managers.schedule_batch.Req.init_next_round_input": init_next_round_input,
     BATCH + "prepare_for_extend": prepare_for_extend,
     SRT + "model_executor.model_runner.ModelRunner.forward": forward,
     BATCH + "prepare_for_decode": prepare_for_decode,

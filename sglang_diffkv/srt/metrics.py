@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from sglang_diffkv.mem_pool.usage import Reading, Usage
 from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.retracted import COUNTS
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,14 @@ FAMILIES = (
         "kind",
         total=True,
     ),
+    Family(
+        "diffkv_retracted_total",
+        "Retracted requests by what became of them: kept in host memory, restored from there, computed again.",
+        "kind",
+        total=True,
+    ),
+    Family("diffkv_restored_tokens_total", "Tokens of retracted requests that were not computed again.", total=True),
+    Family("diffkv_host_bytes", "Bytes of host memory that retracted requests hold."),
 )
 
 
@@ -70,12 +79,17 @@ def prompt_outcomes(requests: Requests) -> dict[str, int]:
     return requests.manager.prompts.outcomes if exact is None else exact.outcomes
 
 
+def retracted_counts(requests: Requests) -> dict[str, int]:
+    """Retracted requests so far, by what became of them, and the bytes that the host has of them."""
+    return dict.fromkeys((*COUNTS, "host_bytes"), 0) if requests.retracted is None else requests.retracted.report()
+
+
 def values_of(requests: Requests, reading: Reading, finished: Usage) -> dict[str, Value]:
     """The value of each family, or its values by label. Starts no exchange with other ranks and changes nothing that a
     scheduler decides on."""
     ledger, manager = requests.ledger, requests.manager
     live, heads = reading.live.summary(), manager.geometry.heads
-    tiers = ("high", "low", "pruned")
+    tiers, retracted = ("high", "low", "pruned"), retracted_counts(requests)
     return {
         "diffkv_ratio": live["ratio_pages"],
         "diffkv_ratio_tokens": live["ratio_tokens"],
@@ -93,6 +107,9 @@ def values_of(requests: Requests, reading: Reading, finished: Usage) -> dict[str
         "diffkv_finished_tokens_total": {tier: getattr(finished, tier) / heads for tier in tiers},
         "diffkv_prompts_total": {name.replace(" ", "_"): n for name, n in prompt_outcomes(requests).items()},
         "diffkv_admissions_total": {"waited": ledger.waited, "compacted_between_chunks": ledger.compacted},
+        "diffkv_retracted_total": {kind: retracted[kind] for kind in COUNTS if kind != "tokens_restored"},
+        "diffkv_restored_tokens_total": retracted["tokens_restored"],
+        "diffkv_host_bytes": retracted["host_bytes"],
     }
 
 

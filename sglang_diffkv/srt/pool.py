@@ -63,9 +63,11 @@ class DiffKVPool(KVCache):
         assert self.manager is not None
         state, geometry, ops = self.manager.state, self.manager.geometry, self.manager.ops
         running = self.manager.running
-        queries = None if running is None else running.cache
+        queries, saved = None if running is None else running.cache, self.manager.saved
+        staging, host = (0, 0) if saved is None else (saved.staging_bytes, saved.host.pages.nbytes)
         return Footprint.of(
-            state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes
+            state, geometry, ops, kv_slots=self.kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
+            staging_bytes=staging, host_bytes=host,
         )  # fmt: skip
 
     def get_kv_size_bytes(self) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from sglang_diffkv.srt.hybrids import has_states
 from sglang_diffkv.srt.kept_states import KeptStates
 from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
 from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.retracted import Retracted
 from sglang_diffkv.srt.tree_eviction import WORTH_WAITING, EvictingTree
 
 
@@ -33,6 +36,7 @@ class DiffKVPrefixCache(EvictingTree):
     """The parts that do not depend on the SGLang version; ``compat_tree.prefix_cache_class`` adds the rest."""
 
     inserting_row: int | None
+    _restored: Segment | None
     inserted: tuple[int, Any]
     """Length of the longest key that the running insertion has put in, and the node where it ends."""
     states: KeptStates | None = None
@@ -41,7 +45,7 @@ class DiffKVPrefixCache(EvictingTree):
     def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
         self.requests: Requests = params.token_to_kv_pool_allocator.requests
         self.ledger, self.manager = self.requests.ledger, self.requests.manager
-        self.inserting_row = None
+        self.inserting_row = self._restored = None
         self.locked_nodes: dict[Segment, int] = {}
         self.least_kept = self.least_kept_waiting = share_min_tokens
         self.least_cut = 0
@@ -61,10 +65,14 @@ class DiffKVPrefixCache(EvictingTree):
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
         elif not self.disable:
             self.manager.prompts.share_min_tokens = share_min_tokens
+        if self.manager.saved is not None and not self.disable:
+            self.requests.retracted = Retracted(self, self.manager.saved)
 
     def reset(self) -> None:
         if self.states is not None:
             self.states.clear()
+        if self.requests.retracted is not None:
+            self.requests.retracted.clear()
         super().reset()
         self.inserted = (0, self.root_node)
         self.manager.segments.release_all()
@@ -127,14 +135,33 @@ class DiffKVPrefixCache(EvictingTree):
         matched, leaf = super()._insert_helper(node, key, value, *args)
         self.inserted = max(self.inserted, (length, leaf), key=lambda found: found[0])
         if matched < length:
-            if self.inserting_row is None:
-                raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
-            segment = self.manager.prompts.publish(self.inserting_row, matched, length)
-            if segment is None:
-                raise RuntimeError("diffkv: no room for a segment after make_room_to_share")
+            segment = self._segment(matched, length)
             leaf.segment, leaf.left_by_readers = segment, []
             self.locked_nodes[segment] = 0
         return matched, leaf
+
+    def _segment(self, lo: int, hi: int) -> Segment:
+        """The pages of a node that is being inserted, for positions [lo, hi)."""
+        segment: Segment | None
+        if self._restored is not None:
+            segment = self._restored
+            assert (segment.lo, segment.hi) == (lo, hi), "a restored segment is not what the tree lacks"
+        elif self.inserting_row is not None:
+            segment = self.manager.prompts.publish(self.inserting_row, lo, hi)
+        else:
+            raise RuntimeError("diffkv: a prefix was inserted outside a request; there are no pages to keep")
+        if segment is None:
+            raise RuntimeError("diffkv: no room for a segment, which its inserter has made sure of")
+        return segment
+
+    @contextmanager
+    def restoring(self, segment: Segment) -> Iterator[None]:
+        """Inside, the node that is inserted has the pages of ``segment``, which no node names yet."""
+        self._restored = segment
+        try:
+            yield
+        finally:
+            self._restored = None
 
     def _split_node(self, key: Any, child: Any, split_len: int) -> Any:
         parent = super()._split_node(key, child, split_len)
@@ -150,6 +177,15 @@ class DiffKVPrefixCache(EvictingTree):
     # Matching
 
     def match_prefix(self, params: Any) -> Any:
+        retracted = self.requests.retracted
+        return self.match(params) if retracted is None else retracted.match(params)
+
+    def find(self, params: Any) -> Any:
+        """What the tree has of a key, whether or not a row may read it."""
+        return super().match_prefix(params)
+
+    def match(self, params: Any) -> Any:
+        """What a row may read of a key that the tree has."""
         result = super().match_prefix(params)
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing

@@ -10,6 +10,8 @@ SGLang's hooks call this, and tests drive it without a server. A page has one ow
 - a *segment of the prefix cache*: what was inserted, until it is evicted. Rows that matched it hold references, and the
   page returns to the ring with the last of these. Nobody writes it.
 
+Of a retracted request the *host* has copies of its pages, until it runs again (``Retracted``).
+
 Pages that an admitted prompt may still take are *promised*: they are in the ring, and the ledger counts them as used.
 Locks on the tree are SGLang's; the one of a request is moved only where it lets go of what it has copied.
 """
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from sglang_diffkv.srt.exact_prompts import ExactPrompts
     from sglang_diffkv.srt.kept_states import KeptStates
     from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+    from sglang_diffkv.srt.retracted import Retracted
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +87,8 @@ class Requests:
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None):
         self.ledger, self.manager, self.usage = ledger, ledger.manager, usage
         self.tree: DiffKVPrefixCache | None = None
+        self.retracted: Retracted | None = None
+        """Who keeps retracted requests in host memory; None where they are computed again."""
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
         budgets = self.manager.running
@@ -245,9 +250,12 @@ class Requests:
         if self.exact is not None:
             for row, req in zip(rows, reqs, strict=True):
                 if row in step.ending:
-                    insertable = not getattr(req, "skip_radix_cache_insert", False)
+                    insertable = not (getattr(req, "skip_radix_cache_insert", False) or self._reads_alone(req))
                     with self.refusing(reqs, req):
                         self.exact.plan(row, req.last_node, brief=brief_reply(req), insertable=insertable)
+        if self.retracted is not None:
+            for req in reqs:
+                self.retracted.started(req)
         return step
 
     def begin_prompt(self, req: Any) -> None:
@@ -255,7 +263,11 @@ class Requests:
         row = compat.allocated_row_of(req)
         self.manager.attach_prefix(row, self.path(req))
         if self.exact is not None:
-            self.exact.attached(row, req.last_node)
+            self.exact.attached(row, req.last_node, restored=self._reads_alone(req))
+
+    def _reads_alone(self, req: Any) -> bool:
+        """Whether the request's prefix was restored for it alone."""
+        return self.retracted is not None and self.retracted.reads_alone(req)
 
     def without_room(self, reqs: list[Any]) -> dict[int, str]:
         """Indices of the requests whose next token has no table block or KV slot, and why."""
@@ -391,6 +403,8 @@ class Requests:
             self.exact.forget(row)
         if self.tree is not None:
             self.tree.give_up_states(req, row)
+        if self.retracted is not None:
+            self.retracted.left(row)
 
     # Errors
 

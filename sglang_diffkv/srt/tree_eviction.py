@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_diffkv.mem_pool.geometry import Path
@@ -147,6 +147,14 @@ class EvictingTree(RadixCache):
         come first."""
         priority = self.eviction_strategy.get_priority(leaf)
         return priority if self.states is None else (leaf in self.states.of_nodes, priority)
+
+    def evict_path(self, key: Any) -> None:
+        """Evict what the tree has of SGLang's RadixKey ``key``, as far as nothing branches off and nobody reads it."""
+        node = RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node
+        while node is not self.root_node and not node.children and node.lock_ref == 0:
+            parent = node.parent
+            self._evict_node(node)
+            node = parent
 
     def _evict_node(self, leaf: Any) -> None:
         self.token_to_kv_pool_allocator.free(leaf.value)

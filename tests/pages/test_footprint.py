@@ -14,6 +14,7 @@ from sglang_diffkv.mem_pool.footprint import PAGES, Footprint
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import build
@@ -101,6 +102,23 @@ def test_a_draft_model_s_cache_is_planned_before_pages() -> None:
     assert slots == 2 * rest and held["KV cache of the draft model"] == 100 * (slots + 1)
 
 
+@pytest.mark.parametrize(("asked", "gib"), [(None, 0.25), (0.5, 0.5), (0, 0)])
+def test_host_memory_is_told_apart(asked: float | None, gib: float) -> None:
+    """It is in no sum of the device's; a buffer on the way to it is."""
+    plan = replace_prefill(plan_of("{}" if asked is None else f'{{"host_gib": {asked}}}'))
+    geometry = plan.geometry(3000, 9, 1000)
+    alone, beside = (x.footprint(geometry, 3000) for x in (plan, replace(plan, keeps_retracted=True)))
+    page = geometry.fmt.page_bytes
+    assert not alone.host and beside.host.get("retracted requests", 0) == int(gib * GIB) // page * page
+    staged = staging_pages(geometry.fmt, geometry.num_pages) * page if gib else 0
+    assert beside.total - alone.total == staged == beside.held.get("staging of retracted requests", 0)
+    assert ("MiB" in beside.describe().splitlines()[-1] and "host" in beside.describe().splitlines()[-1]) == bool(gib)
+    pool = replace(geometry, num_pages=10 * GIB // page), replace(geometry, num_pages=40 * GIB // page)
+    if asked is None:
+        sizes = [replace(plan, keeps_retracted=True).host_pages(x) * page / GIB for x in pool]
+        assert sizes == pytest.approx([2.5, 4.0], abs=1e-3)
+
+
 def replace_prefill(plan: MemoryPlan) -> MemoryPlan:
     config = plan.config.model_copy(update={"prefill": "triton"})
     return replace(plan, config=config)
@@ -154,10 +172,12 @@ def test_a_budget_in_bytes_holds_everything(monkeypatch: pytest.MonkeyPatch) -> 
     kvc = SimpleNamespace(
         model_config=SimpleNamespace(context_len=1000), resolve_max_num_reqs=lambda tokens: 8,
         layer_info=SimpleNamespace(num_effective_layers=2, start_layer=0), model=torch.nn.Module(),
-        server_args=SimpleNamespace(speculative_algorithm=None), mambaish_config=None,
+        server_args=SimpleNamespace(speculative_algorithm=None, disable_radix_cache=False, tp_size=1),
+        mambaish_config=None,
     )  # fmt: skip
     budget = 32 << 20
     capacity = build.PoolConfigurator(kvc).calculate_pool_sizes(budget, 1).max_total_num_tokens
+    plan = replace(plan, keeps_retracted=True)
     assert plan.footprint(plan.geometry(capacity, 9, 1004), capacity).total <= budget
     assert plan.footprint(plan.geometry(capacity + 32, 9, 1004), capacity + 32).total > budget
     assert build._budget == (budget, capacity)

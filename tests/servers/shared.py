@@ -79,12 +79,14 @@ def stats_of(server: Server) -> dict[str, Any]:
 
 
 def check_idle(server: Server) -> None:
-    """Raise AssertionError if a server died, or if requests that ended or an empty tree hold pages or states."""
+    """Raise AssertionError if a server died, or if requests that ended or an empty tree hold pages, host memory or
+    states."""
     assert server.alive(), "the server died during the test"
     server.flush_cache()
     stats = server.stats()
     if stats is not None:
         assert (stats["pages_used"], stats["segments"]) == (0, 0), "pages are lost"
+        assert stats.get("retracted", {}).get("host_bytes", 0) == 0, "host memory is lost"
         states = stats.get("states", {})
         assert states.get("free") == states.get("slots"), f"state slots are lost: {states}"
 

@@ -57,13 +57,14 @@ class TreeMachine(RuleBasedStateMachine):
     tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2))
     policy: Policy = DiffKVPolicy(1.0, 0.0, WINDOW)
     reaches: tuple[int, ...] = ()
+    host_pages = 0
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
         fmt = PageFormat(DIM, DIM, self.tiers, 8, self.policy.scored_tiers(len(self.tiers)), position_bytes_for(300))
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.reaches)
-        self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS)
+        self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, host_pages=self.host_pages)
         self.pool = self.make_pool()
         self.requests = Requests(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
@@ -109,15 +110,19 @@ class TreeMachine(RuleBasedStateMachine):
 
     def admit_tokens(self, tokens: array) -> None:
         """A new request of this prompt, if there is room."""
-        ledger, rid = self.allocator.ledger, str(next(self.ids))
+        rid = str(next(self.ids))
         if len(self.running) == ROWS:
             return
         match = Match(self.tree, tokens)
-        req = StandIn(tokens, None, match, len(match), rid=rid)
-        admission = self.requests.judge(req, len(tokens), self.running)
+        self.admit_matched(StandIn(tokens, None, match, len(match), rid=rid), match)
+
+    def admit_matched(self, req: Any, match: Match) -> bool:
+        """Whether there is room for a request that has matched and locked a prefix. If not it gives it up."""
+        ledger = self.allocator.ledger
+        admission = self.requests.judge(req, len(req.tokens), self.running)
         if not admission.fits:
             match.unlock(self.tree)
-            return
+            return False
         self.requests.admit(req, admission)
         assert ledger.uncommitted_pages() >= 0, "pages promised to an admitted prompt cannot be freed"
         row = self.take_row(req)
@@ -125,6 +130,7 @@ class TreeMachine(RuleBasedStateMachine):
             self.requests.begin_prompt(req)
         self.pool.write((row, slice(0, len(match))), match.kv_slots)
         self.running.append(req)
+        return True
 
     def take_row(self, req: Any) -> int:
         """A row for a new request."""

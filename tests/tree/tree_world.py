@@ -45,12 +45,13 @@ class World:
         pool: ReqToTokenPool | None = None,
         policy: Policy | None = None,
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
+        host_pages: int = 0,
     ) -> None:
         policy = policy or DiffKVPolicy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
         fmt = PageFormat(64, 64, tiers, page_tokens, scored, position_bytes)
         geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, reaches)
-        self.manager = PageManager(geometry, policy)
+        self.manager = PageManager(geometry, policy, host_pages=host_pages)
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = Requests(ledger)

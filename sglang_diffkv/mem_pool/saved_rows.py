@@ -1,0 +1,259 @@
+"""What a request's row sees, kept in host memory while the request has no row, and brought back as a segment.
+
+A page is opaque here: whole pages are gathered to a staging buffer and copied out behind all that is launched, and back
+in the same way. What a row knows of a page beside its bytes, its place and its position range, stays on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_diffkv.kernels.table import row_table, table_column
+from sglang_diffkv.mem_pool.counts import PageCounts
+from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.geometry import TABLE_BLOCK, Segment
+from sglang_diffkv.mem_pool.host_pages import HostPages, Run
+from sglang_diffkv.mem_pool.page_format import EMPTY, PageFormat
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.segments import SegmentStore
+from sglang_diffkv.mem_pool.table_space import blocks_of
+
+STAGING_BYTES = 16 << 20
+"""Of the device, at most, that pages pass through on their way."""
+
+MEASURED_SLOTS = 1 << 20
+"""Slots whose positions are looked at together."""
+
+
+def staging_pages(fmt: PageFormat, num_pages: int) -> int:
+    """Pages of the staging buffer on a GPU: a 64th of a small pool."""
+    return max(min(STAGING_BYTES // fmt.page_bytes, num_pages // 64), 1)
+
+
+@dataclass(eq=False)
+class SavedRow:
+    """Pages of a row in host memory, as they were when it was saved.
+
+    Attributes:
+        hi: tokens of the sequence that are kept. end: those that the device had, as of ``Segment``.
+        runs: where the pages are, in the order of the arrays, which are [n]. tier, head: whose table has the page;
+            heads count over layers. lo, upper: its position range. last: the last position that it holds in there.
+    """
+
+    hi: int
+    end: int
+    runs: list[Run]
+    tier: np.ndarray
+    head: np.ndarray
+    lo: np.ndarray
+    upper: np.ndarray
+    last: np.ndarray
+
+    def pages_from(self, lo: int) -> int:
+        """Pages that hold a token at position ``lo`` or behind."""
+        return int((self.last >= lo).sum())
+
+
+class SavedRows:
+    """Saves rows and restores them.
+
+    Args:
+        count: host pages.
+
+    Attributes:
+        held: what is saved. host: its memory.
+    """
+
+    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, count: int):
+        self.device, self.rows, self.counts, self.segments = device, rows, counts, segments
+        on_gpu, fmt = device.state.pages.is_cuda, device.fmt
+        self.host = HostPages(count, fmt.page_bytes, pinned=on_gpu)
+        self.held: set[SavedRow] = set()
+        self._staging: torch.Tensor | None = None
+        if on_gpu and count:
+            size = (staging_pages(fmt, device.geometry.num_pages), fmt.page_bytes)
+            self._staging = torch.empty(size, dtype=torch.uint8, device=device.state.device)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the device that pages pass through."""
+        return 0 if self._staging is None else self._staging.nbytes
+
+    # Saving
+
+    def save(self, row: int, hi: int) -> SavedRow | None:
+        """Copy the pages with the first ``hi`` tokens of a row to the host. Waits for the device's counts, not for the
+        copies. None, changing nothing, if there is no host memory for them or the row has lost tokens.
+
+        Raises torch.OutOfMemoryError, changing nothing, if the device cannot even look at the row's entries.
+        """
+        device = self.device
+        if not self.host.free:
+            return None
+        with device.launching():
+            parts = [self._entries(row, tier, hi) for tier in range(len(device.fmt.tiers))]
+            known = torch.cat([entries for _, entries in parts], dim=1)
+            fault = device.state.fault[row].expand(1, known.shape[1])
+            numbers = torch.cat([known, fault]).cpu().numpy()  # [5, n]
+            tier, kept = (np.repeat(range(len(parts)), [len(ids) for ids, _ in parts]), numbers[3] >= 0)
+            runs = None if numbers[4].any() else self.host.take(int(kept.sum()))
+            if runs is None:
+                return None
+            try:
+                pages = torch.cat([ids for ids, _ in parts])[device.to_device(kept.nonzero()[0])]
+                self._copy_out(pages, runs)
+            except torch.OutOfMemoryError:
+                self.host.give(runs)
+                raise
+        head, lo, upper, last = numbers[:4, kept]
+        saved = SavedRow(hi, max(hi, self.rows.most(row)), runs, tier[kept], head, lo, upper, last)
+        self.held.add(saved)
+        return saved
+
+    def _entries(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages [n] int64 of a row's entries of a tier, by head and in order, and [4, n] int32: head, position range
+        below ``hi``, and the last position in it, EMPTY where there is none."""
+        state, width = self.device.state, max(self.device.space.bound(row)[tier], 1)
+        rows = self.device.to_device([row])
+        page, lo, upper = (x.flatten() for x in row_table(state, rows, tier, width))
+        entry = torch.arange(width, device=state.device)
+        used = entry < state.entries[row, :, :, tier].unsqueeze(2)
+        place = used.flatten().nonzero()[:, 0]
+        page, lo, upper = page[place], lo[place], upper[place].clamp(max=hi)
+        positions, at_once = state.tiers[tier].positions, max(MEASURED_SLOTS // state.fmt.layouts[tier].tokens, 1)
+        last = [torch.empty(0, dtype=torch.int32, device=state.device)]
+        for some, low, high in zip(page.split(at_once), lo.split(at_once), upper.split(at_once), strict=True):
+            if some.numel():
+                at = positions[some]  # [at_once, tokens]
+                inside = (at >= low.unsqueeze(1)) & (at < high.unsqueeze(1))
+                last.append(torch.where(inside, at, EMPTY).amax(1))
+        return page, torch.stack([(place // width).int(), lo, upper, torch.cat(last)])
+
+    def _copy_out(self, pages: torch.Tensor, runs: list[Run]) -> None:
+        source = self._words(self.device.state.pages)
+        for first, host in self._parts(runs):
+            chosen, words = pages[first : first + len(host)], self._words(host)
+            if self._staging is None:
+                torch.index_select(source, 0, chosen, out=words)
+            else:
+                staged = self._words(self._staging)[: len(host)]
+                torch.index_select(source, 0, chosen, out=staged)
+                words.copy_(staged, non_blocking=True)
+
+    def _parts(self, runs: list[Run]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Host pages of runs, as many at once as can be staged, and where they begin among all of them."""
+        first, most = 0, self.host.count if self._staging is None else len(self._staging)
+        for start, count in runs:
+            for at in range(start, start + count, most):
+                part = self.host.pages[at : min(at + most, start + count)]
+                yield first, part
+                first += len(part)
+
+    @staticmethod
+    def _words(pages: torch.Tensor) -> torch.Tensor:
+        return pages.view(torch.int64)
+
+    # Restoring
+
+    def blocks_from(self, saved: SavedRow, lo: int) -> int:
+        """Table blocks that a segment of the tokens from position ``lo`` on takes."""
+        return blocks_of(self._counts(saved, saved.last >= lo).max(axis=0).tolist())
+
+    def _counts(self, saved: SavedRow, chosen: np.ndarray) -> np.ndarray:
+        """[heads, T] int64: entries of the ``chosen`` pages."""
+        heads, tiers = self.device.geometry.heads, len(self.device.fmt.tiers)
+        which = saved.head[chosen].astype(np.int64) * tiers + saved.tier[chosen]
+        return np.bincount(which, minlength=heads * tiers).reshape(heads, tiers)
+
+    def restore(self, saved: SavedRow, lo: int) -> Segment | None:
+        """A segment of the saved tokens from position ``lo`` on, for the prefix cache, in pages of the ring. The caller
+        has made sure of the pages. Nothing waits for the device.
+
+        Returns None, changing nothing, if no segment row or table block is left.
+        """
+        device, state, chosen = self.device, self.device.state, saved.last >= lo
+        counts = self._counts(saved, chosen)
+        row = self.segments.take_row(tuple(counts.max(axis=0).tolist()))
+        if row is None:
+            return None
+        total = int(chosen.sum())
+        with device.launching():
+            pages = self._take_pages(total)
+            self._copy_in(saved, chosen, pages)
+            for tier in range(len(device.fmt.tiers)):
+                self._list(row, tier, saved, chosen, pages, counts[:, tier], lo)
+            entries = device.to_device(counts).int().view(state.num_layers, state.num_heads, -1)
+            state.entries[row] = state.kept_entry[row] = state.own_entry[row] = entries
+            state.own_tokens[row] = 0
+            state.hole[row] = EMPTY
+        self.counts.record(-total)
+        segment = Segment(row, lo, saved.hi, first=lo, end=saved.end)
+        self.segments.add(segment)
+        return segment
+
+    def _take_pages(self, count: int) -> torch.Tensor:
+        """[count] int64 pages of the ring, which has so many."""
+        state = self.device.state
+        place = (state.counters[0] + torch.arange(count, device=state.device)) % state.num_pages
+        pages = state.ring[place].long()
+        state.counters[0] += count
+        state.refcount[pages] = 1
+        return pages
+
+    def _copy_in(self, saved: SavedRow, chosen: np.ndarray, pages: torch.Tensor) -> None:
+        """Bytes of the ``chosen`` pages, in order, for ``pages``. What else comes along goes to the scratch page, which
+        nobody reads."""
+        state = self.device.state
+        target = self._words(state.pages)
+        places = torch.full((len(chosen),), state.scratch_page, dtype=torch.int64, device=state.device)
+        places[self.device.to_device(chosen.nonzero()[0])] = pages
+        for first, host in self._parts(saved.runs):
+            if not chosen[first : first + len(host)].any():
+                continue
+            words = self._words(host)
+            if self._staging is not None:
+                words = self._words(self._staging)[: len(host)].copy_(words, non_blocking=True)
+            target.index_copy_(0, places[first : first + len(host)], words)
+
+    def _list(
+        self, row: int, tier: int, saved: SavedRow, chosen: np.ndarray, pages: torch.Tensor, counts: np.ndarray, lo: int
+    ) -> None:
+        """Write the entries of a tier to the table of a row that has blocks for them.
+
+        Args:
+            chosen: pages of all tiers that were taken over, to ``pages``. counts: [heads], entries of this one.
+        """
+        state, device = self.device.state, self.device
+        here = saved.tier == tier
+        found = (chosen & here).nonzero()[0]
+        if not found.size:
+            return
+        head = saved.head[found].astype(np.int64)
+        entry = np.arange(len(found)) - (counts.cumsum() - counts)[head]
+        of_chosen = here[chosen].nonzero()[0]
+        numbers = np.stack([head, entry, np.maximum(saved.lo[found], lo), saved.upper[found], of_chosen])
+        head_at, entry_at, low, high, which = device.to_device(numbers).unbind(0)
+        column = table_column(state, tier, entry_at)
+        block = state.row_blocks[row].long()[column // TABLE_BLOCK]
+        flat = (block * device.geometry.heads + head_at) * TABLE_BLOCK + column % TABLE_BLOCK
+        state.page_table.view(-1)[flat] = pages[which].int()
+        state.range_lo.view(-1)[flat] = low.int()
+        state.range_hi.view(-1)[flat] = high.int()
+
+    # The end
+
+    def drop(self, saved: SavedRow) -> None:
+        """Nobody wants it any more. What is being copied is copied before its memory is written again."""
+        self.held.remove(saved)
+        self.host.give(saved.runs)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the host's pages are free or those of one saved row each."""
+        self.host.check_integrity(run for saved in self.held for run in saved.runs)
+        for saved in self.held:
+            sizes = {len(x) for x in (saved.tier, saved.head, saved.lo, saved.upper, saved.last)}
+            assert sizes == {sum(count for _, count in saved.runs)}, "a saved row and its pages disagree"

@@ -1,0 +1,309 @@
+"""What SGLang retracts goes to host memory and comes back when it is admitted again, instead of being computed again.
+
+A retracted request is like one that has ended, whose tokens joined the prefix cache and were evicted, but to the host.
+When SGLang is about to admit it (``Req.init_next_round_input``), what the tree has lost of it meanwhile is restored as
+a segment of a node of its own, so that SGLang's match finds all but its last token, which it computes. With exact
+fidelity the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request
+looks into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.speculation import drafts_of
+
+if TYPE_CHECKING:
+    from sglang_diffkv.config import DiffKVConfig
+    from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+
+logger = logging.getLogger(__name__)
+
+
+def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
+    """Why a server computes retracted requests again; empty if it keeps what they hold. ``configurator``: SGLang's
+    KVCacheConfigurator."""
+    args = compat.resolved(configurator.server_args)
+    if config.host_gib == 0:
+        return '"host_gib" is 0'
+    if args.disable_radix_cache:
+        return "they come back through the prefix cache, which is off"
+    if args.tp_size > 1:
+        return "with several ranks each would have to find room for its part"
+    if configurator.mambaish_config is not None:
+        return "states of layers that do not attend are not kept with them"
+    if drafts_of(args):
+        return "with drafts the host does not know how much of them is stored"
+    if getattr(args, "strip_thinking_cache", False):
+        return "--strip-thinking-cache keeps what they have generated out of the prefix cache"
+    if getattr(args, "kv_canary", "none") != "none":
+        return "--kv-canary would have to know their tokens again"
+    if config.build_policy().running is not None:
+        return "the policy compresses running requests in pages of their own"
+    return ""
+
+
+COUNTS = ("kept", "no_host_memory", "restored", "tokens_restored", "recomputed", "dropped")
+"""Of ``/server_info`` and the metrics, since the start: requests whose pages went to the host, and those for which it
+had no room; of the former those that came back, tokens that they brought, those that were computed again all the same,
+and those that were aborted or flushed meanwhile."""
+
+
+@dataclass(eq=False)
+class Kept:
+    """A retracted request and what is kept of it.
+
+    Attributes:
+        space: the namespace of its node in the tree, None for that of its prompt. key: that of its node, once restored.
+        restored: tokens that the last restoration brought back. wanted: high-tier tokens for which it waits; None if it
+            was not refused.
+    """
+
+    req: Any
+    saved: SavedRow
+    space: str | None
+    key: Any = None
+    restored: int = 0
+    wanted: float | None = None
+
+
+class Retracted:
+    """Retracted requests whose pages are in host memory, over a prefix cache.
+
+    Attributes:
+        expected: row and tokens that each running request is expected to generate yet.
+        counts: by ``COUNTS``.
+    """
+
+    def __init__(self, tree: DiffKVPrefixCache, saved: SavedRows):
+        self.tree, self.saved = tree, saved
+        self.manager, self.ledger = tree.manager, tree.ledger
+        self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
+        self.kept: dict[str, Kept] = {}  # by request id
+        self.private: dict[int, Any] = {}  # row -> key of the node that its request alone can find
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self._admitting: Kept | None = None
+
+    def of(self, req: Any) -> Kept | None:
+        """What is kept of a request."""
+        kept = self.kept.get(req.rid)
+        return kept if kept is not None and kept.req is req else None
+
+    # Retraction
+
+    def keep(self, req: Any) -> None:
+        """The request is about to be retracted. One in the middle of its prompt is computed again, and so is one whose
+        tokens the prefix cache could not find."""
+        row, known = compat.row_of(req), compat.tokens_of(req) - 1
+        if (old := self.kept.get(req.rid)) is not None and old.req is not req:
+            self._drop(old)
+        if row is None or known <= 0 or not compat.findable(req):
+            return
+        rows = self.manager.rows
+        if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
+            return
+        self.forget(req)
+        try:
+            saved = self.saved.save(row, known)
+        except torch.OutOfMemoryError:
+            saved = None
+        if saved is None:
+            if not self.counts["no_host_memory"]:
+                logger.warning(
+                    "DiffKV: host memory for retracted requests is full (%d pages, \"host_gib\" in --diffkv-config); "
+                    "further ones are computed again.", self.saved.host.count,
+                )  # fmt: skip
+            self.counts["no_host_memory"] += 1
+            return
+        space = None if self.tree.exact is None else f"{getattr(req, 'extra_key', None)}\0retracted {req.rid}"
+        self.kept[req.rid] = Kept(req, saved, space)
+        self.counts["kept"] += 1
+
+    # Admission
+
+    @contextmanager
+    def admitting(self, req: Any) -> Iterator[None]:
+        """Inside, SGLang matches the request that it admits next, if there is room."""
+        self._admitting = self.of(req)
+        try:
+            yield
+        finally:
+            self._admitting = None
+
+    def match(self, params: Any) -> Any:
+        """What the tree has of a key (SGLang's MatchPrefixParams), with what is restored of the request that is being
+        admitted."""
+        kept, self._admitting = self._admitting, None
+        if kept is None or len(params.key) != kept.saved.hi:
+            return self.tree.match(params)  # where it may not find all, its prompt's logprobs are asked for
+        kept.wanted = None
+        apart = kept.space
+        found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
+        if found is None and self._others_run():
+            kept.wanted = self._wanted(kept, kept.saved.pages_from(0))
+        return found or self.tree.match(params)
+
+    def _restored(self, kept: Kept, params: Any) -> Any:
+        """The match with all that was lost restored; None if there is no room for it."""
+        node = self.tree.find(params).last_device_node
+        at = self.tree.depth(node)
+        if at < kept.saved.hi and not self._restore(kept, params.key, node, at):
+            return None
+        return self.tree.match(params)
+
+    def _restored_apart(self, kept: Kept, params: Any, space: str) -> Any:
+        """The same where others must not find it, unless the tree's prompt, of which it takes a copy again, leaves
+        little to compute."""
+        apart = dataclasses.replace(params, key=_in_space(params.key, space))
+        if self.tree.depth(self.tree.find(apart).last_device_node) < kept.saved.hi:
+            self._evict_private(kept.key)  # what eviction left of it
+            kept.key, usual = None, self.tree.match(params)
+            lost = kept.saved.hi + 1 - self.tree.depth(usual.last_device_node)
+            if kept.saved.pages_from(0) > self.ledger.prompt_pages(lost):
+                return usual
+            if not self._restore(kept, apart.key, self.tree.root_node, 0):
+                return None
+            kept.key = apart.key
+        return self.tree.match(apart)
+
+    def _others_run(self) -> bool:
+        return len(self.manager.rows) > 0 or bool(self.ledger.promised)
+
+    def _restore(self, kept: Kept, key: Any, node: Any, at: int) -> bool:
+        """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
+        eviction, if there is no room."""
+        tree, tokens, pages = self.tree, kept.saved.hi - at, kept.saved.pages_from(at)
+        tree.inc_lock_ref(node)
+        room = self._expected_to_fit(kept, pages) and self._make_room(kept, at, tokens, pages)
+        kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens) if room else None
+        segment = self.saved.restore(kept.saved, at) if kv_slots is not None else None
+        if kv_slots is not None and segment is None:
+            tree.token_to_kv_pool_allocator.free(kv_slots)
+        if kv_slots is not None and segment is not None:
+            value = torch.cat([torch.zeros(at, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
+            with tree.restoring(segment):
+                tree.insert(InsertParams(key=key, value=value, priority=getattr(kept.req, "priority", None) or 0))
+            kept.restored = tokens
+        tree.dec_lock_ref(node)
+        return segment is not None
+
+    def _wanted(self, kept: Kept, pages: int) -> float:
+        """High-tier tokens that a request takes with so many pages of it restored: also its last token, and what it is
+        expected to generate."""
+        geometry = self.manager.geometry
+        restored = pages * geometry.fmt.high.tokens / geometry.heads
+        return restored + compat.tokens_to_grow(kept.req, self.ledger.growth) + 2
+
+    def _expected_to_fit(self, kept: Kept, pages: int) -> bool:
+        """Whether the request would be admitted once so many pages of it are restored."""
+        if not self._others_run():
+            return True
+        growth = sum(self.ledger.growth_of(row, more) for row, more in self.expected())
+        return self.ledger.available() + self.ledger.evictable() - growth >= self._wanted(kept, pages)
+
+    def _make_room(self, kept: Kept, at: int, tokens: int, pages: int) -> bool:
+        tree, ledger = self.tree, self.ledger
+        blocks = self.saved.blocks_from(kept.saved, at) * 2 + ledger.next_blocks  # of the segment, and of the row
+        tree.evict_kv_slots(tokens + 1)
+        if ledger.uncommitted_kv_slots() < tokens + 1:
+            return False  # what follows frees some, and takes none
+        return (
+            tree.make_segment_rows(1)
+            and tree.make_room(pages + ledger.prompt_pages(1))
+            and tree.make_table_blocks(blocks)
+        )
+
+    def turn_away(self, req: Any) -> bool:
+        """Whether a request that SGLang is about to admit waits for room to be restored."""
+        kept = self.of(req)
+        if kept is None or kept.wanted is None:
+            return False
+        self.ledger.refused = kept.wanted
+        if not getattr(req, "diffkv_waited", False):
+            req.diffkv_waited = True
+            self.ledger.waited += 1
+        return True
+
+    def reads_alone(self, req: Any) -> bool:
+        """Whether the request has matched a restored prefix that no other finds."""
+        kept = self.of(req)
+        return kept is not None and kept.key is not None and compat.prefix_len(req) == kept.saved.hi
+
+    def started(self, req: Any) -> None:
+        """The pass that computes the request, or begins to, is planned: the host's copy is not needed any more."""
+        kept = self.of(req)
+        if kept is None:
+            return
+        found = compat.prefix_len(req) >= kept.saved.hi
+        self.counts["restored" if found else "recomputed"] += 1
+        self.counts["tokens_restored"] += kept.restored if found else 0
+        if kept.key is not None:
+            self.private[compat.allocated_row_of(req)], kept.key = kept.key, None
+        self._drop(kept)
+
+    # The end
+
+    def left(self, row: int) -> None:
+        """A request has given up its row and its lock on the tree: nobody else can find what was restored for it
+        alone."""
+        self._evict_private(self.private.pop(row, None))
+
+    def forget(self, req: Any) -> None:
+        """Drop what is kept of a request."""
+        if (kept := self.of(req)) is not None:
+            self.counts["dropped"] += 1
+            self._drop(kept)
+
+    def sweep(self, waiting: Iterable[Any]) -> None:
+        """Drop what is kept of requests that do not wait any more: they were aborted."""
+        if self.kept:
+            present = {id(req) for req in waiting}
+            for kept in list(self.kept.values()):
+                if id(kept.req) not in present:
+                    self.forget(kept.req)
+
+    def clear(self) -> None:
+        """The tree is reset: weights may have changed, and nothing computed so far counts."""
+        for kept in list(self.kept.values()):
+            kept.key = None
+            self.forget(kept.req)
+        self.private.clear()
+
+    def _drop(self, kept: Kept) -> None:
+        del self.kept[kept.req.rid]
+        self.saved.drop(kept.saved)
+        self._evict_private(kept.key)
+
+    def _evict_private(self, key: Any) -> None:
+        if key is not None:
+            self.tree.evict_path(key)
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        host, size = self.saved.host, self.manager.fmt.page_bytes
+        held = {"host_bytes": host.used * size, "host_bytes_most": host.count * size}
+        return {**self.counts, "waiting": len(self.kept), **held}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each saved row is that of one request."""
+        saved = [kept.saved for kept in self.kept.values()]
+        assert len(saved) == len(self.saved.held), "a saved row has no request"
+        assert set(saved) == self.saved.held, "a request's saved row is gone"
+
+
+def _in_space(key: Any, space: str) -> Any:
+    """A copy of SGLang's RadixKey in another namespace."""
+    found = copy.copy(key)
+    found.extra_key = space
+    return found

@@ -1,0 +1,192 @@
+"""Rows in host memory: what is saved comes back as it was, whatever happens meanwhile, and no page is lost."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from sglang_diffkv.kernels.decode_attention.reference import decode_attention
+from sglang_diffkv.mem_pool.host_pages import HostPages, Run
+from sglang_diffkv.mem_pool.integrity import check_integrity, check_settled
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows, staging_pages
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.checks import check_contents
+from tests.dense import Dense, Session
+from tests.helpers import PAIR, make_format, make_manager, visible
+from tests.pages.model import RowModel, SegmentModel
+from tests.pages.test_page_manager import SEARCH, PageManagerMachine
+
+
+@given(seed=st.integers(0, 9999), count=st.integers(0, 40))
+def test_host_pages_are_never_lost_nor_held_twice(seed: int, count: int) -> None:
+    source, host, held = random.Random(seed), HostPages(count, 16, pinned=False), list[list[Run]]()
+    for _ in range(60):
+        if held and source.random() < 0.5:
+            host.give(held.pop(source.randrange(len(held))))
+        else:
+            wanted, free = source.randrange(12), host.free
+            runs = host.take(wanted)
+            assert (runs is None) == (wanted > free)
+            if runs is not None:
+                assert sum(length for _, length in runs) == wanted
+                held.append(runs)
+        host.check_integrity(run for runs in held for run in runs)
+        assert host.used + host.free == count
+    if held and any(held):
+        with pytest.raises(AssertionError, match="host page"):
+            host.check_integrity([])
+
+
+def with_host(manager: PageManager, count: int) -> SavedRows:
+    """Give a manager host memory."""
+    manager.saved = SavedRows(manager.device, manager.rows, manager.counts, manager.segments, count)
+    return manager.saved
+
+
+class SavedRowsMachine(PageManagerMachine):
+    """The page manager's life, with rows that are saved at any time and restored from any position on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[SavedRow, RowModel, Dense]] = []
+
+    @rule(data=st.data(), leaves=st.booleans())
+    def save(self, data, leaves):
+        rows = [row for row in self.model.rows if not self.manager.rows.in_prompt(row)]
+        if not rows:
+            return self.progress(data)
+        saved = self.manager.saved or with_host(self.manager, 60)
+        row = data.draw(st.sampled_from(rows))
+        model, free = self.model.rows[row], saved.host.free
+        hi = data.draw(st.integers(max(model.length - 2, 1), model.length))
+        frozen = self.model.freeze([])
+        found = saved.save(row, hi)
+        if found is None:
+            assert free < self.manager.device.pages_of(row)
+        else:
+            assert saved.host.free == free - found.pages_from(0)
+            self.kept.append((found, RowModel(model.tier[:, :, :hi].copy()), self.session.dense[row].cut(0, hi)))
+        if leaves:
+            self.session.release(row)
+            del self.model.rows[row]
+        return self.model.check(frozen, [])
+
+    @rule(data=st.data(), whole=st.booleans())
+    def restore(self, data, whole):
+        if not self.kept:
+            return self.save(data, True)
+        saved, model, dense = data.draw(st.sampled_from(self.kept))
+        lo = 0 if whole else data.draw(st.integers(0, saved.hi - 1))
+        pages, free = saved.pages_from(lo), self.manager.device.free_pages()
+        if pages > free - self.manager.headroom():
+            return self.release(data)
+        frozen = self.model.freeze([])
+        segment = self.manager.saved.restore(saved, lo)
+        if segment is not None:
+            assert self.manager.device.free_pages() == free - pages
+            self.session.shared[segment] = dense.cut(lo, saved.hi)
+            self.model.segments[segment] = SegmentModel(model.tier[:, :, lo:].copy(), None if lo else [])
+            check_contents(self.manager, visible(self.state, segment.row), self.session.shared[segment], lo)
+        return self.model.check(frozen, list(self.model.rows))
+
+    @rule(data=st.data())
+    def drop(self, data):
+        if not self.kept:
+            return self.progress(data)
+        saved, _, _ = self.kept.pop(data.draw(st.integers(0, len(self.kept) - 1)))
+        self.manager.saved.drop(saved)
+        return self.model.check(self.model.freeze([]), [])
+
+    def teardown(self):
+        for saved, _, _ in self.kept:
+            self.manager.saved.drop(saved)
+        assert self.manager.saved is None or not self.manager.saved.host.used
+        super().teardown()
+
+
+TestSavedRows = SavedRowsMachine.TestCase
+TestSavedRows.settings = SEARCH
+
+
+@pytest.mark.parametrize("tiers", [PAIR, ("BF16",), ("K8V8", "K8V4", "K4V4", "K4V2")], ids=str)
+@pytest.mark.parametrize("at_once", [None, 7])
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_attention_over_what_was_restored_is_that_of_the_row(
+    tiers: tuple[str, ...], at_once: int | None, beyond: int
+) -> None:
+    """A shared prefix that ends in the middle of a page, a prompt of its own and a reply; ``beyond``: newest tokens
+    that do not count. Another request has the pages meanwhile."""
+    between = (1.0, 0.8)[: max(len(tiers) - 2, 0)]
+    policy = DiffKVPolicy(1.2, 0.3, 8, alpha_between=between)
+    manager = make_manager(make_format(tiers), policy=policy, pages=300)
+    saved, session = with_host(manager, 200), Session(manager)
+    if at_once:
+        saved._staging = torch.empty(at_once, manager.fmt.page_bytes, dtype=torch.uint8)
+    session.extend({1: 29}, check=False)
+    session.end_prompt(1)
+    first = session.share(1, 0, 21)
+    assert first is not None
+    session.attach(2, [(first, 0, 21)])
+    session.extend({2: 17}, check=False)
+    session.end_prompt(2)
+    for step in range(90):
+        session.step([2], check=False)
+        if step > 30 and (len(tiers) == 1 or (manager.state.hole[2] >= 0).any()):
+            break
+    else:
+        raise AssertionError("no hole is saved")
+    length = manager.rows.length(2)
+    hi, q = length - beyond, session.query(1)
+    kept, before = saved.save(2, hi), visible(manager.state, 2)
+    assert kept is not None and kept.end == length and saved.host.used == kept.pages_from(0)
+
+    def attention(row: int) -> list[torch.Tensor]:
+        at = torch.tensor([row]), torch.tensor([hi])
+        return [decode_attention(manager.state, layer, q, *at, 0.1)[0] for layer in range(2)]
+
+    expected = attention(2)
+    session.release(2)
+    session.extend({3: 120}, check=False)
+    session.release(3)
+    segment = saved.restore(kept, 21)
+    assert segment is not None
+    saved.drop(kept)
+    manager.attach_prefix(4, [(first, 0, 21), (segment, 21, hi)])
+    if not beyond:
+        assert all(torch.equal(*pair) for pair in zip(attention(4), expected))
+    found, old = visible(manager.state, 4), before.pick(before.position < hi)
+    for name in ("tier", "layer", "head", "position", "score"):
+        pair = [getattr(x, name)[np.lexsort((x.position, x.head, x.layer))] for x in (old, found)]
+        assert np.array_equal(*pair, equal_nan=True), name
+    assert not found.own.any()
+    check_integrity(manager)
+    manager.release(4)
+    manager.segments.release_all()
+    manager.release(1)
+    check_settled(manager)
+    assert manager.device.free_pages() == manager.geometry.num_pages
+
+
+def test_a_row_that_lost_tokens_is_not_saved() -> None:
+    manager = make_manager(pages=60)
+    saved, session = with_host(manager, 100), Session(manager)
+    session.extend({1: 20}, check=False)
+    session.end_prompt(1)
+    manager.state.fault[1] = 1
+    assert saved.save(1, 19) is None and not saved.host.used
+    manager.state.fault[1] = 0
+    assert saved.save(1, 19) is not None
+
+
+def test_the_staging_buffer_is_small() -> None:
+    fmt = make_format()
+    assert staging_pages(fmt, 10) == 1
+    assert staging_pages(fmt, 6400) == 100
+    assert staging_pages(fmt, 1 << 30) * fmt.page_bytes <= 16 << 20

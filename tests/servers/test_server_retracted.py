@@ -1,0 +1,181 @@
+"""A pool too small for its requests, whose pages go to the host when they are retracted: they come back, the replies
+are those of a roomy pool where nothing is lost, and nobody's pages or host memory stay behind."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.srt.compat import release
+from tests.servers.shared import STRICT, check_idle, stats_of, tokens
+
+pytestmark = pytest.mark.server
+
+LOSSLESS = {"tiers": ["BF16"]}
+COMPRESSED = {"prefix_fidelity": "compressed"}
+EXACT = {"prefix_fidelity": "exact"}
+TIGHT = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
+"""Two or three requests fill the pool."""
+FLUSHES_WITH_REQUESTS_WAITING = release() >= (0, 5, 18)
+"""Whether a paused server of the installed SGLang does."""
+CHUNKED, ALONE = ("--chunked-prefill-size", "64"), ("--disable-overlap-schedule",)
+
+
+def _reply(server: Server, prompt: list[int], new_tokens: int, *, whole: bool = False) -> Any:
+    least = {"min_new_tokens": new_tokens} if whole else {}
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, **least}
+    return server.generate({"input_ids": prompt, "sampling_params": parameters})
+
+
+def _questions(count: int) -> list[list[int]]:
+    """With long replies, in pairs that share all but their last tokens."""
+    items = [x for x in splits.load("dev") if x.task == "recur" and x.level == "hard"][: count // 2]
+    ids = [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
+    return [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
+
+
+def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280) -> list[list[int]]:
+    def ask(index: int) -> list[int]:
+        time.sleep(0.1 * index)
+        return _reply(server, prompts[index], new_tokens)["output_ids"]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(ask, range(len(prompts))))
+
+
+def _counts(server: Server) -> dict[str, int]:
+    return stats_of(server)["retracted"]
+
+
+def _check_balanced(server: Server) -> dict[str, int]:
+    """All that was kept came back or was dropped."""
+    found = _counts(server)
+    assert found["kept"] == found["restored"] + found["recomputed"] + found["dropped"]
+    assert (found["waiting"], found["host_bytes"]) == (0, 0)
+    check_idle(server)
+    return found
+
+
+def _one_token_passes(server: Server) -> int:
+    """Prefill passes of one new token behind a cached prefix, of the log."""
+    passes = re.findall(r"#new-token: 1, #cached-token: (\d+)", server.log_text())
+    return sum(int(cached) > 60 for cached in passes)
+
+
+def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> None:
+    prompts = _questions(6)
+    roomy = _load(server_of("diffkv", ("--max-total-tokens", "16384"), config=LOSSLESS, env=STRICT), prompts)
+    server = server_of("diffkv", TIGHT, config=LOSSLESS, env=STRICT)
+    assert _load(server, prompts) == roomy
+    found = _check_balanced(server)
+    assert found["restored"] and not found["no_host_memory"]
+    assert found["tokens_restored"] >= 60 * found["restored"]
+    assert _one_token_passes(server)
+
+
+@pytest.mark.parametrize(
+    ("config", "args"),
+    [
+        (COMPRESSED, ()),
+        (EXACT, (*ALONE, *CHUNKED)),
+        *(
+            pytest.param(config, args, marks=pytest.mark.full)
+            for config, args in ((COMPRESSED, ALONE), (EXACT, ()), (COMPRESSED, CHUNKED), (LOSSLESS, ALONE))
+        ),
+        pytest.param(COMPRESSED, ("--schedule-policy", "lpm"), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_only_the_last_token_of_a_retracted_request_is_computed(
+    config: dict[str, Any], args: tuple[str, ...], server_of: Callable[..., Server]
+) -> None:
+    server = server_of("diffkv", (*TIGHT, *args), config=config, env=STRICT)
+    assert all(_load(server, _questions(6)))
+    found = _check_balanced(server)
+    assert found["kept"] and found["restored"] > found["recomputed"]
+    assert found["tokens_restored"] >= 60 * found["restored"]
+    assert _one_token_passes(server)
+    assert stats_of(server)["faults"] == 0
+
+
+@contextmanager
+def _some_on_the_host(server: Server) -> Iterator[list[Future[Any]]]:
+    """Requests that nobody ends early; the body runs while one of them has its pages on the host."""
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(_reply, server, tokens(120, seed), 200, whole=True) for seed in range(4)]
+        while not _counts(server)["waiting"]:
+            assert not all(x.done() for x in asked), "no request was retracted"
+            time.sleep(0.02)
+        yield asked
+
+
+@pytest.fixture
+def server(server_of: Callable[..., Server]) -> Server:
+    return server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:]), config=COMPRESSED, env=STRICT)
+
+
+def test_one_that_is_aborted_leaves_no_host_memory(server: Server) -> None:
+    with _some_on_the_host(server) as asked:
+        server.post("/abort_request", {"abort_all": True})
+        assert all(x.result()["meta_info"]["finish_reason"]["type"] == "abort" for x in asked if not x.exception())
+    time.sleep(0.5)
+    assert _check_balanced(server)["dropped"]
+
+
+def test_a_pause_and_a_flush_drop_what_was_computed(server: Server) -> None:
+    """As before an update of the weights: what SGLang retracts then is to be computed again, and so is all that was
+    kept before."""
+    with _some_on_the_host(server) as asked:
+        before = _counts(server)
+        assert server.post("/pause_generation", {"mode": "retract"}).ok
+        try:
+            if FLUSHES_WITH_REQUESTS_WAITING:
+                server.flush_cache()
+            paused = _counts(server)
+        finally:
+            assert server.post("/continue_generation", {}).ok
+        if FLUSHES_WITH_REQUESTS_WAITING:
+            assert (paused["waiting"], paused["host_bytes"]) == (0, 0)
+            assert paused["dropped"] > before["dropped"]
+        assert paused["kept"] <= before["kept"] + 1
+        assert all(len(x.result()["output_ids"]) == 200 for x in asked)
+    _check_balanced(server)
+
+
+def test_logprobs_are_computed_again(server: Server) -> None:
+    """SGLang looks for no generated tokens of a request that wants their logprobs."""
+    before = _counts(server)
+    parameters = {"temperature": 0, "max_new_tokens": 200, "min_new_tokens": 200}
+
+    def ask(seed: int) -> int:
+        asked = {"input_ids": tokens(120, seed), "sampling_params": parameters, "return_logprob": True}
+        return len(server.generate(asked)["meta_info"]["output_token_logprobs"])
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(ask, range(10, 14))) == [200] * 4
+    assert _check_balanced(server)["kept"] == before["kept"]
+
+
+def test_host_memory_for_none_is_said_once(server_of: Callable[..., Server]) -> None:
+    config = {**COMPRESSED, "host_gib": 1e-5}
+    server = server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:]), config=config, env=STRICT)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda seed: _reply(server, tokens(120, seed), 200, whole=True), range(4)))
+    assert _check_balanced(server)["no_host_memory"] > 0
+    assert server.log_text().count("host memory for retracted requests is full") == 1
+
+
+def test_switched_off_by_name(server_of: Callable[..., Server]) -> None:
+    server = server_of("diffkv", ("--disable-radix-cache",), config=COMPRESSED)
+    assert "retracted requests are computed again: they come back through the prefix cache" in server.log_text()
+    assert "retracted" not in stats_of(server)

@@ -1,0 +1,283 @@
+"""Retracted requests whose pages go to the host: random lives, and what each of a few situations asks for."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from sglang_diffkv.config import load_config
+from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.srt.retracted import Retracted, why_recomputed
+from tests.tree.stand_in import Match, StandIn
+from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
+from tests.tree.tree_world import World
+
+
+def retract(world: World, req: Any) -> None:
+    """Retract a running request, whose last token is one that it was to compute next."""
+    req.output_ids.append(7)
+    req.tokens.append(7)
+    retracted_of(world).keep(req)
+    world.leave(req, insert=False)
+
+
+def retracted_of(world: World) -> Retracted:
+    assert world.requests.retracted is not None
+    return world.requests.retracted
+
+
+def readmit(world: World, req: Any) -> int:
+    """Match a retracted request as SGLang does when it admits one, and run it if it need not wait. Tokens found."""
+    retracted = retracted_of(world)
+    with retracted.admitting(req):
+        match = Match(world.tree, req.tokens)
+    match.unlock(world.tree)
+    world.tree.check_integrity()
+    return len(match)
+
+
+def run(world: World, req: Any) -> None:
+    """The pass of a retracted request that was found a place."""
+    with retracted_of(world).admitting(req):
+        again = world.admit(list(req.tokens))
+    req.__dict__ = {**again.__dict__, "rid": req.rid}
+    if again.kv is again:
+        req.kv = req
+    world.attach(req)
+    world.plan(req)
+    world.launch(req)
+    world.check()
+
+
+@pytest.fixture(params=[False, True], ids=["compressed", "exact"])
+def world(request: pytest.FixtureRequest) -> World:
+    return World(300, exact=request.param, host_pages=200, rows=8)
+
+
+def test_what_was_evicted_comes_back(world: World) -> None:
+    """All of it, once SGLang is about to admit the request, and not when it only puts its queue in order."""
+    req = world.prompt(world.tokens(60))
+    for _ in range(9):
+        world.decode(req)
+    retract(world, req)
+    retracted = retracted_of(world)
+    assert retracted.report()["waiting"] == 1 and retracted.report()["host_bytes"] > 0
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert not world.manager.segments.cached
+    look = Match(world.tree, req.tokens)
+    assert len(look) == 0, "restored for a look at the queue"
+    look.unlock(world.tree)
+    assert readmit(world, req) == 69
+    pages = world.manager.device.free_pages()
+    assert readmit(world, req) == 69 and world.manager.device.free_pages() == pages, "restored twice"
+    run(world, req)
+    assert retracted.counts["restored"] == 1 and retracted.counts["tokens_restored"] == 69
+    assert retracted.report()["host_bytes"] == 0
+    assert world.manager.rows.length(req.kv.req_pool_idx) == 70
+    world.decode(req)
+    world.leave(req)
+    other = Match(world.tree, array("q", [*req.tokens[:60], 1]))
+    assert len(other) == (0 if world.tree.exact else 60)
+    other.unlock(world.tree)
+
+
+def test_only_what_the_tree_has_lost_is_restored() -> None:
+    world = World(900, exact=False, host_pages=200)
+    prompt = world.tokens(60)
+    first = world.prompt([*prompt, 1])
+    req = world.prompt([*prompt, *world.tokens(5)])
+    for _ in range(20):
+        world.decode(req)
+    retract(world, req)
+    assert retracted_of(world).of(req).saved.pages_from(0) > retracted_of(world).of(req).saved.pages_from(60)
+    free = world.manager.device.free_pages()
+    assert readmit(world, req) == 85
+    assert [x.lo for x in world.segments()][-1] == 60
+    assert free - world.manager.device.free_pages() == retracted_of(world).of(req).saved.pages_from(60)
+    run(world, req)
+    world.leave(req)
+    world.leave(first)
+
+
+def test_a_compressed_prompt_is_for_its_request_alone() -> None:
+    """With exact fidelity, before it runs, while it runs, and if it is aborted before."""
+    world = World(400, exact=True, host_pages=200)
+    req, prompt = world.prompt(world.tokens(80)), []
+    prompt[:] = req.tokens
+    retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert readmit(world, req) == 80
+    other = world.prompt([*prompt, 1])
+    assert all(x.as_computed for x in world.manager.held_segments if x.hi == 81)
+    world.leave(other)
+    run(world, req)
+    row = req.kv.req_pool_idx
+    assert row in world.tree.exact.restored and row in retracted_of(world).private
+    world.leave(req)
+    assert all(x.key.extra_key is None for x in world.tree.root_node.children.values())
+    again = world.prompt(world.tokens(80))
+    retract(world, again)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert readmit(world, again) == 80 and world.manager.segments.cached
+    retracted_of(world).sweep([])
+    assert not world.manager.segments.cached and not world.manager.saved.host.used
+    world.check()
+
+
+def test_it_waits_for_room_while_others_run(world: World) -> None:
+    req = world.prompt(world.tokens(90))
+    retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    others = [world.prompt(world.tokens(100)) for _ in range(2)]
+    retracted, ledger = retracted_of(world), world.requests.ledger
+    retracted.expected = lambda: [(x.kv.req_pool_idx, 60.0) for x in others]
+    assert readmit(world, req) == 0
+    assert retracted.turn_away(req) and ledger.refused is not None and ledger.waited == 1
+    assert retracted.of(req) is not None
+    for other in others:
+        world.leave(other, insert=False)
+    retracted.expected = lambda: []
+    assert readmit(world, req) == 90 and not retracted.turn_away(req)
+    run(world, req)
+    world.leave(req)
+
+
+def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(300, exact=False, host_pages=14)
+    for number in range(3):
+        req = world.prompt(world.tokens(110))
+        req.rid = f"request {number}"
+        retract(world, req)
+    counts = retracted_of(world).counts
+    assert (counts["kept"], counts["no_host_memory"]) == (1, 2)
+    assert caplog.text.count("host memory for retracted requests is full") == 1
+    assert readmit(world, req) == 110  # the tree still has its prompt
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "states", "why"),
+    [
+        ("{}", {}, None, ""),
+        ('{"host_gib": 0}', {}, None, "host_gib"),
+        ("{}", {"disable_radix_cache": True}, None, "prefix cache, which is off"),
+        ("{}", {"tp_size": 2}, None, "several ranks"),
+        ("{}", {}, "mamba", "states"),
+        ("{}", {"strip_thinking_cache": True}, None, "--strip-thinking-cache"),
+        ("{}", {"kv_canary": "log"}, None, "--kv-canary"),
+        ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', {}, None, "the policy"),
+    ],
+)
+def test_why_a_server_computes_them_again(config: str, changes: dict[str, Any], states: Any, why: str) -> None:
+    args = {"disable_radix_cache": False, "tp_size": 1, "speculative_algorithm": None, "kv_canary": "none", **changes}
+    configurator = SimpleNamespace(server_args=SimpleNamespace(**args), mambaish_config=states)
+    found = why_recomputed(configurator, load_config(config))
+    assert why in found and bool(found) == bool(why)
+
+
+class RetractedMachine(TreeMachine):
+    """A prefix cache's life with requests that are retracted, wait, come back, or are aborted while they wait."""
+
+    host_pages = 300
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Any] = []
+
+    @property
+    def retracted(self) -> Retracted:
+        assert self.requests.retracted is not None
+        return self.requests.retracted
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 7), overlap=st.booleans())
+    def retract(self, which: int, overlap: bool) -> None:
+        """With overlap scheduling the row has its last token already, else that is the one to be computed next."""
+        req = self.running[which % len(self.running)]
+        if not overlap and not req.prefilling:
+            req.output_ids.append(self.random.randrange(3))
+            req.tokens.append(req.output_ids[-1])
+        before = self.retracted.of(req)
+        self.retracted.keep(req)
+        kept = self.retracted.of(req)
+        assert kept is None or kept.saved.hi == len(req.tokens) - 1
+        assert kept is before or not req.prefilling, "a part of a prompt is kept"
+        self._leave(req, insert=False)
+        self.waiting.append(req)
+
+    @precondition(lambda self: self.waiting and len(self.running) < ROWS)
+    @rule(which=st.integers(0, 7))
+    def readmit(self, which: int) -> None:
+        req = self.waiting[which % len(self.waiting)]
+        before, kept = dict(self.retracted.counts), self.retracted.of(req)
+        with self.retracted.admitting(req):
+            match = Match(self.tree, req.tokens)
+        if self.retracted.turn_away(req):
+            assert self.running, "a request waits with nothing running"
+            match.unlock(self.tree)
+            return
+        StandIn.__init__(req, req.tokens, None, match, len(match), rid=req.rid)
+        if not self.admit_matched(req, match):
+            return
+        self.waiting.remove(req)
+        self.extend(1 if len(match) == len(req.tokens) - 1 else 49)
+        if kept is not None and not any(r.prefilling for r in self.running):
+            assert self.retracted.of(req) is None, "what is kept of a running request takes host memory"
+            found = "restored" if len(match) == kept.saved.hi else "recomputed"
+            assert self.retracted.counts[found] == before[found] + 1
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0, 7))
+    def abort(self, which: int) -> None:
+        """Of a request that waits."""
+        self.waiting.pop(which % len(self.waiting))
+        self.retracted.sweep(self.waiting)
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        super().flush()
+        assert not self.retracted.kept and not self.manager.saved.host.used
+
+    @invariant()
+    def what_is_kept_is_known(self) -> None:
+        self.retracted.check_integrity()
+        assert {id(x.req) for x in self.retracted.kept.values()} <= {id(req) for req in [*self.waiting, *self.running]}
+        assert set(self.retracted.private) <= {req.kv.req_pool_idx for req in self.running}
+        spaces = {x.key.extra_key for x in self.tree.root_node.children.values()} - {None}
+        alone = [*(x.key for x in self.retracted.kept.values() if x.key), *self.retracted.private.values()]
+        assert spaces <= {key.extra_key for key in alone}, "a node that nobody can find is left"
+        if not self.exact:
+            assert not spaces
+
+
+class ExactRetractedMachine(RetractedMachine):
+    exact = True
+
+
+class SlidingRetractedMachine(RetractedMachine):
+    reaches = (12, 0)
+    tiers = (Tier(8, 4), Tier(4, 2))
+
+    def check_stored(self, req: Any, times: Any) -> None:
+        """A sliding layer holds its window."""
+        assert (times[1] == 1).all() and (times[0] <= 1).all()
+        assert (times[0, :, -12:] == 1).all(), "a token in the window is missing"
+
+
+class FullHostMachine(RetractedMachine):
+    """Host memory for a request or two."""
+
+    host_pages = 40
+
+
+RetractedMachine.TestCase.settings = ExactRetractedMachine.TestCase.settings = machine_settings(50)
+SlidingRetractedMachine.TestCase.settings = FullHostMachine.TestCase.settings = machine_settings(40)
+TestRetracted = RetractedMachine.TestCase
+TestExactRetracted = ExactRetractedMachine.TestCase
+TestSlidingRetracted = SlidingRetractedMachine.TestCase
+TestFullHost = FullHostMachine.TestCase
