@@ -130,7 +130,8 @@ def _attend(
     reach: int,
     sink_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """One request: out [n, Hq, v_dim]; lse [n, Hq]; received attention of [each tier's page slots..., new tokens], [H, .]."""
+    """One request: out [n, Hq, v_dim]; lse [n, Hq]; received attention of [each tier's page slots..., new tokens], each
+    [H, .]."""
     count, q_heads, dim = q.shape
     rows = torch.tensor([row], device=q.device)
     keys, values, valid, positions = [], [], [], []
