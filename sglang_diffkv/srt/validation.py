@@ -69,8 +69,8 @@ def _drafts_on_a_gpu(args: Any, device: str) -> list[str]:
     if algorithm not in SEEN_ON_A_GPU or sglang_version() not in DRAFTS_GPU_VERSIONS:
         what = f"--speculative-algorithm {algorithm} of SGLang {sglang_version()}"
         problems += untried_on_a_gpu(device, what, "drop --speculative-algorithm")
-    elif drafts_by_model(args) and not (eager or overlap):
-        what = "a draft model in CUDA graphs with --disable-overlap-schedule (SGLang's own server fails so, too)"
+    elif algorithm == "STANDALONE" and not (eager or overlap):
+        what = f"{algorithm} in CUDA graphs with --disable-overlap-schedule (SGLang's own server fails so, too)"
         problems += untried_on_a_gpu(device, what, "drop --disable-overlap-schedule, or add --disable-cuda-graph")
     return problems
 

@@ -181,6 +181,7 @@ def test_a_draft_model_in_graphs_runs_under_overlap_scheduling(drafts_on_a_gpu):
     check_server_args(_args(**model, disable_cuda_graph=True))
     with pytest.raises(UnsupportedError, match="drop --disable-overlap-schedule, or add --disable-cuda-graph"):
         check_server_args(_args(**model))
+    check_server_args(_args(**{**model, "speculative_algorithm": "EAGLE"}))
     n_grams = {"speculative_algorithm": "NGRAM", **N_GRAMS}
     check_server_args(_args(device="cuda", disable_overlap_schedule=True, **n_grams))
 
