@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ STOCK, FP8 = "stock", "fp8"
 FP8_DTYPE = "fp8_e4m3"
 ELEMENT_RATIO = {"auto": 1.0, "bfloat16": 1.0, "fp8_e4m3": 0.5, "fp8_e5m2": 0.5}
 """Bytes of a stock cache's element over those of bf16, by ``--kv-cache-dtype``; fp8 keeps no scales by token."""
+
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""How many parts of a file of weights, spread over it, and how many bytes of each tell it from others."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Configuration:
         """All that an answer depends on, as JSON data."""
         return {
             "model": Path(model).name,
+            "weights": weights_digest(model),
             "device": device_name(),
             "sglang": version("sglang"),
             "backend": self.backend,
@@ -62,6 +68,20 @@ class Configuration:
             "diffkv": None if self.diffkv is None else self.diffkv.model_dump(mode="json"),
             "server_args": list(args),
         }
+
+
+def weights_digest(model: str) -> str | None:
+    """Of the weights in a model's folder: by the files' names, sizes and a sample of their bytes. None without any."""
+    files = sorted(x for x in Path(model).glob("*") if x.suffix in (".safetensors", ".bin", ".gguf") and x.is_file())
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                file.seek(at)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16] if files else None
 
 
 def parse_configuration(spec: str, model: str | None = None) -> Configuration:

@@ -113,3 +113,23 @@ def test_the_benchmark_asks_a_split(tmp_path, monkeypatch, capsys):
     assert found == {"stock": 1.0, "K8V4": 0.0}
     assert "| K8V4 | 5 | 0.0 ± 0.0 |" in capsys.readouterr().out
     assert accuracy.main([*args, "--split", "dev"]) == 1, "those prompts are not known here"
+
+
+def test_other_weights_in_a_folder_of_the_same_name_are_another_model(tmp_path):
+    """Trained further at the same place, say: by whatever part of their file is different."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    configuration = Configuration("stock")
+    assert configuration.fingerprint(str(folder))["weights"] is None
+    weights = bytearray(200_000)
+    (folder / "model.safetensors").write_bytes(weights)
+    before = configuration.fingerprint(str(folder))
+    assert before == configuration.fingerprint(str(folder))
+    for at in (0, 199_999):
+        changed = bytearray(weights)
+        changed[at] = 1
+        (folder / "model.safetensors").write_bytes(changed)
+        after = configuration.fingerprint(str(folder))
+        assert {name for name in after if after[name] != before[name]} == {"weights"}, at
+    (folder / "model.safetensors").write_bytes(weights + b"0")
+    assert configuration.fingerprint(str(folder)) != before
