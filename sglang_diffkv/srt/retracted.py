@@ -235,6 +235,13 @@ class Retracted:
             self.ledger.waited += 1
         return True
 
+    def give_up(self, req: Any) -> None:
+        """The request does not fit with what was restored of it, though nothing runs: it is computed again, or it would
+        be restored and refused for ever."""
+        if (kept := self.of(req)) is not None:
+            self.counts["recomputed"] += 1
+            self._drop(kept)
+
     def reads_alone(self, req: Any) -> bool:
         """Whether the request has matched a restored prefix that no other finds."""
         kept = self.of(req)
