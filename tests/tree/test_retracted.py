@@ -149,6 +149,27 @@ def test_it_waits_for_room_while_others_run(world: World) -> None:
     world.leave(req)
 
 
+def test_it_waits_for_room_for_what_the_tree_has_lost() -> None:
+    """Not for what others hold of its prompt as well."""
+    world = World(200, exact=False, host_pages=200)
+    prompt = world.tokens(120)
+    first = world.prompt([*prompt, 1])
+    req = world.prompt([*prompt, *world.tokens(5)])
+    for _ in range(20):
+        world.decode(req)
+    req.sampling_params.max_new_tokens = len(req.output_ids) + 4
+    retract(world, req)
+    retracted, ledger = retracted_of(world), world.requests.ledger
+    retracted.expected = lambda: [(first.kv.req_pool_idx, 400.0)]
+    assert readmit(world, req) == 120 and retracted.turn_away(req)
+    retracted.expected = lambda: []
+    assert ledger.room_for_refused([]), "it would not be asked again while the other runs"
+    assert readmit(world, req) == 145 and not retracted.turn_away(req)
+    run(world, req)
+    world.leave(req)
+    world.leave(first)
+
+
 def test_one_that_does_not_fit_as_it_was_is_computed_again() -> None:
     """What is restored of a request upon a prefix in many part-filled pages may take more than its tokens computed
     again. With nothing running it would be restored and refused for ever."""
