@@ -173,7 +173,8 @@ class SavedRows:
         """A segment of the saved tokens from position ``lo`` on, for the prefix cache, in pages of the ring. The caller
         has made sure of the pages. Nothing waits for the device.
 
-        Returns None, changing nothing, if no segment row or table block is left.
+        Returns None, changing nothing, if no segment row or table block is left, or no memory of the device to list the
+        pages.
         """
         device, state, chosen = self.device, self.device.state, saved.last >= lo
         counts = self._counts(saved, chosen)
@@ -182,11 +183,22 @@ class SavedRows:
             return None
         total = int(chosen.sum())
         with device.launching():
-            pages = self._take_pages(total)
-            self._copy_in(saved, chosen, pages)
-            for tier in range(len(device.fmt.tiers)):
-                self._list(row, tier, saved, chosen, pages, counts[:, tier], lo)
-            entries = device.to_device(counts).int().view(state.num_layers, state.num_heads, -1)
+            try:
+                pages = self._next_pages(total)
+                places = self._places(chosen, pages)
+                tiers = range(len(device.fmt.tiers))
+                listed = [self._listed(row, tier, saved, chosen, pages, counts[:, tier], lo) for tier in tiers]
+                entries = device.to_device(counts).int().view(state.num_layers, state.num_heads, -1)
+            except torch.OutOfMemoryError:
+                self.segments.return_row(row)
+                return None
+            state.counters[0] += total
+            state.refcount.index_fill_(0, pages, 1)
+            self._copy_in(saved, chosen, places)
+            for flat, page, low, high in listed:
+                state.page_table.view(-1)[flat] = page
+                state.range_lo.view(-1)[flat] = low
+                state.range_hi.view(-1)[flat] = high
             state.entries[row] = state.kept_entry[row] = state.own_entry[row] = entries
             state.own_tokens[row] = 0
             state.hole[row] = EMPTY
@@ -195,22 +207,23 @@ class SavedRows:
         self.segments.add(segment)
         return segment
 
-    def _take_pages(self, count: int) -> torch.Tensor:
-        """[count] int64 pages of the ring, which has so many."""
+    def _next_pages(self, count: int) -> torch.Tensor:
+        """[count] int64 pages that the ring, which has so many, gives next."""
         state = self.device.state
         place = (state.counters[0] + torch.arange(count, device=state.device)) % state.num_pages
-        pages = state.ring[place].long()
-        state.counters[0] += count
-        state.refcount[pages] = 1
-        return pages
+        return state.ring[place].long()
 
-    def _copy_in(self, saved: SavedRow, chosen: np.ndarray, pages: torch.Tensor) -> None:
-        """Bytes of the ``chosen`` pages, in order, for ``pages``. What else comes along goes to the scratch page, which
-        nobody reads."""
+    def _places(self, chosen: np.ndarray, pages: torch.Tensor) -> torch.Tensor:
+        """[n] int64, where the bytes of saved pages go: those of the ``chosen``, in order, to ``pages``, others to the
+        scratch page, which nobody reads."""
         state = self.device.state
-        target = self._words(state.pages)
         places = torch.full((len(chosen),), state.scratch_page, dtype=torch.int64, device=state.device)
         places[self.device.to_device(chosen.nonzero()[0])] = pages
+        return places
+
+    def _copy_in(self, saved: SavedRow, chosen: np.ndarray, places: torch.Tensor) -> None:
+        """Bytes of the ``chosen`` pages, and of what comes along with them, for ``places``."""
+        target = self._words(self.device.state.pages)
         for first, host in self._parts(saved.runs):
             if not chosen[first : first + len(host)].any():
                 continue
@@ -219,19 +232,18 @@ class SavedRows:
                 words = self._words(self._staging)[: len(host)].copy_(words, non_blocking=True)
             target.index_copy_(0, places[first : first + len(host)], words)
 
-    def _list(
+    def _listed(
         self, row: int, tier: int, saved: SavedRow, chosen: np.ndarray, pages: torch.Tensor, counts: np.ndarray, lo: int
-    ) -> None:
-        """Write the entries of a tier to the table of a row that has blocks for them.
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[n] each: where the entries of a tier stand in the table of a row that has blocks for them; pages and
+        position ranges.
 
         Args:
-            chosen: pages of all tiers that were taken over, to ``pages``. counts: [heads], entries of this one.
+            chosen: pages of all tiers that are taken over, to ``pages``. counts: [heads], entries of this one.
         """
         state, device = self.device.state, self.device
         here = saved.tier == tier
         found = (chosen & here).nonzero()[0]
-        if not found.size:
-            return
         head = saved.head[found].astype(np.int64)
         entry = np.arange(len(found)) - (counts.cumsum() - counts)[head]
         of_chosen = here[chosen].nonzero()[0]
@@ -240,9 +252,7 @@ class SavedRows:
         column = table_column(state, tier, entry_at)
         block = state.row_blocks[row].long()[column // TABLE_BLOCK]
         flat = (block * device.geometry.heads + head_at) * TABLE_BLOCK + column % TABLE_BLOCK
-        state.page_table.view(-1)[flat] = pages[which].int()
-        state.range_lo.view(-1)[flat] = low.int()
-        state.range_hi.view(-1)[flat] = high.int()
+        return flat, pages[which].int(), low.int(), high.int()
 
     # The end
 

@@ -170,6 +170,8 @@ class Requests:
             ledger.waited += 1
         if tree is None or not admission.path or self.manager.rows or ledger.promised:
             return False
+        if self.retracted is not None:
+            self.retracted.give_up(req)
         prompt = compat.prompt_len(req)
         wanted = math.ceil(ledger.refused) + compat.prefix_len(req) + self.manager.fmt.high.tokens
         tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))

@@ -150,8 +150,8 @@ class Retracted:
         kept.wanted = None
         apart = kept.space
         found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
-        if found is None and self._others_run():
-            kept.wanted = self._wanted(kept, kept.saved.pages_from(0))
+        if not self._others_run():
+            kept.wanted = None
         return found or self.tree.match(params)
 
     def _restored(self, kept: Kept, params: Any) -> Any:
@@ -195,6 +195,8 @@ class Retracted:
             with tree.restoring(segment):
                 tree.insert(InsertParams(key=key, value=value, priority=getattr(kept.req, "priority", None) or 0))
             kept.restored = tokens
+        else:
+            kept.wanted = self._wanted(kept, pages)
         tree.dec_lock_ref(node)
         return segment is not None
 
@@ -234,6 +236,13 @@ class Retracted:
             req.diffkv_waited = True
             self.ledger.waited += 1
         return True
+
+    def give_up(self, req: Any) -> None:
+        """The request does not fit with what was restored of it, though nothing runs: it is computed again, or it would
+        be restored and refused for ever."""
+        if (kept := self.of(req)) is not None:
+            self.counts["recomputed"] += 1
+            self._drop(kept)
 
     def reads_alone(self, req: Any) -> bool:
         """Whether the request has matched a restored prefix that no other finds."""

@@ -185,6 +185,34 @@ def test_a_row_that_lost_tokens_is_not_saved() -> None:
     assert saved.save(1, 19) is not None
 
 
+@pytest.mark.parametrize("calls", range(4))
+def test_without_memory_to_list_its_pages_nothing_is_restored(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler goes on: the request is computed again."""
+    manager = make_manager(pages=60)
+    saved, session = with_host(manager, 100), Session(manager)
+    session.extend({1: 20}, check=False)
+    session.end_prompt(1)
+    kept = saved.save(1, 19)
+    session.release(1)
+    rows, blocks = manager.segments.rows_free, len(manager.space.free_blocks)
+    assert kept is not None
+    to_device, left = manager.device.to_device, iter(range(calls))
+
+    def no_memory(numbers: object) -> torch.Tensor:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError
+        return to_device(numbers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manager.device, "to_device", no_memory)
+        assert saved.restore(kept, 0) is None
+    assert (manager.segments.rows_free, len(manager.space.free_blocks)) == (rows, blocks)
+    check_integrity(manager)
+    check_settled(manager)
+    assert saved.restore(kept, 0) is not None
+    check_integrity(manager)
+
+
 def test_the_staging_buffer_is_small() -> None:
     fmt = make_format()
     assert staging_pages(fmt, 10) == 1

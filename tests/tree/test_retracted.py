@@ -12,6 +12,8 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.srt.compat import tokens_wanted
 from sglang_diffkv.srt.retracted import Retracted, why_recomputed
 from tests.tree.stand_in import Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
@@ -145,6 +147,57 @@ def test_it_waits_for_room_while_others_run(world: World) -> None:
     assert readmit(world, req) == 90 and not retracted.turn_away(req)
     run(world, req)
     world.leave(req)
+
+
+def test_it_waits_for_room_for_what_the_tree_has_lost() -> None:
+    """Not for what others hold of its prompt as well."""
+    world = World(200, exact=False, host_pages=200)
+    prompt = world.tokens(120)
+    first = world.prompt([*prompt, 1])
+    req = world.prompt([*prompt, *world.tokens(5)])
+    for _ in range(20):
+        world.decode(req)
+    req.sampling_params.max_new_tokens = len(req.output_ids) + 4
+    retract(world, req)
+    retracted, ledger = retracted_of(world), world.requests.ledger
+    retracted.expected = lambda: [(first.kv.req_pool_idx, 400.0)]
+    assert readmit(world, req) == 120 and retracted.turn_away(req)
+    retracted.expected = lambda: []
+    assert ledger.room_for_refused([]), "it would not be asked again while the other runs"
+    assert readmit(world, req) == 145 and not retracted.turn_away(req)
+    run(world, req)
+    world.leave(req)
+    world.leave(first)
+
+
+def test_one_that_does_not_fit_as_it_was_is_computed_again() -> None:
+    """What is restored of a request upon a prefix in many part-filled pages may take more than its tokens computed
+    again. With nothing running it would be restored and refused for ever."""
+    world = World(300, exact=False, host_pages=200, policy=UniformPolicy(), tiers=(Tier(8, 4),))
+    prompt: list[int] = []
+    for _ in range(5):
+        prompt += world.tokens(25)
+        world.leave(world.prompt(list(prompt)))
+    req = world.prompt([*prompt, *world.tokens(25)])
+    retract(world, req)
+    retracted, ledger = retracted_of(world), world.requests.ledger
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    req.sampling_params.max_new_tokens = 298 - len(req.tokens)
+    for found in (150, 0):
+        with retracted.admitting(req):
+            match = Match(world.tree, req.tokens)
+        assert len(match) == found
+        req.last_node, req.prefix_len, req.prefix_indices = match.node, found, match.kv_slots.long()
+        req.kv.cache_protected_len = found
+        admission = world.requests.judge(req, 1 << 30, [])
+        room = ledger.available() + ledger.evictable() - tokens_wanted(req, admission.growth)
+        match.unlock(world.tree)
+        if found:
+            assert room < 0 and world.requests.turn_away(req, admission), "it is not asked again"
+            assert retracted.of(req) is None and not world.manager.saved.host.used
+    assert room > 0 and admission.fits
+    assert retracted.counts["recomputed"] == 1
+    world.check()
 
 
 def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None:
