@@ -62,7 +62,8 @@ def test_a_good_model() -> None:
     assert "can be served" in model["model"]["text"]
     assert "those of the configuration given" in model["thresholds"]["text"]
     stock, high, low = (model[x]["value"] for x in ("bytes a token", "  K8V4", "  K4V2"))
-    assert (stock, high, low) == (6 * 2 * 2 * 64 * 2, 6 * 2 * (64 + 32 + 16), 6 * 2 * (32 + 16 + 16))
+    # Codes, scales and zero points, the high tier's score, a position of 16 bits.
+    assert (stock, high, low) == (6 * 2 * 2 * 64 * 2, 6 * 2 * (64 + 32 + 8 + 4 + 2), 6 * 2 * (32 + 16 + 8 + 2))
     assert 0.9 < model["tokens in 2 GiB"]["value"] * high / (2 << 30) < 1
 
 
