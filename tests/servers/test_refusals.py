@@ -176,10 +176,6 @@ HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
             "drop --speculative-algorithm",
         ),
         ({**HYBRID, "model_config": SimpleNamespace(hf_text_config=SimpleNamespace(indexer_n_heads=4))}, "sparse"),
-        (
-            {**HYBRID, "device": "cuda"},
-            "layers with states, of SGLang .*, on a GPU, where it was not seen to be right in all ways: .*UNTRIED",
-        ),
         ({"kv_cache_dtype": torch.float32}, "float32"),
     ],
 )
@@ -212,6 +208,10 @@ def test_models_with_states_are_served_on_a_gpu_by_versions_that_were_tried(monk
     }
     monkeypatch.setattr("sglang_diffkv.srt.hybrids.STATES_GPU_VERSIONS", TESTED_VERSIONS)
     check_model(SimpleNamespace(**model))
+    monkeypatch.setattr("sglang_diffkv.srt.hybrids.STATES_GPU_VERSIONS", ())
+    refusal = "layers with states, of SGLang .*, on a GPU, where it was not seen to be right in all ways: .*UNTRIED"
+    with pytest.raises(UnsupportedError, match=refusal):
+        check_model(SimpleNamespace(**model))
 
 
 @pytest.mark.parametrize(("fidelity", "alone"), [("exact", False), ("exact", True), ("compressed", False)])
