@@ -121,6 +121,21 @@ def first_tokens(
 
 
 @triton.jit
+def rescored(old, received, position, newest, horizon):
+    """Scores with the attention ``received`` from the ``newest`` token taken in: the mean over later tokens, past a
+    ``horizon`` an exponential one."""
+    age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
+    return tl.where(position < newest, old + (received - old) / age, old)
+
+
+@triton.jit
+def packed_score(score, number):
+    """int64 that are ordered by score and then by own slot, ``number`` int64."""
+    bits = score.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return (bits.to(tl.int64) << 32) | number
+
+
+@triton.jit
 def score_tier(
     start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
     pages, page_table, row_blocks, row, layer, head, own_first,
@@ -157,13 +172,11 @@ def score_tier(
             own = own & (position >= 0)
         else:
             own = own & (power > float("-inf"))
-            age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
             received = total / G if MEAN else tl.exp2(power)
-            new = tl.where(position < newest, old + (received - old) / age, old)
+            new = rescored(old, received, position, newest, horizon)
             words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.float32))[:, None] + slot
             tl.store(words + SCORES // 4, new, mask=own)
-            bits = new.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            packed = (bits.to(tl.int64) << 32) | packed
+            packed = packed_score(new, packed)
             outside = own & (position <= newest - window) & (position >= sinks)
             least = tl.minimum(least, tl.where(outside, packed, NOTHING))
         if TIER == 0:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, store_found
+from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, packed_score, rescored, store_found
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
 from sglang_diffkv.kernels.extend_attention.triton_scores import capped
 from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
@@ -108,10 +108,9 @@ def search_tier(
                 D, GP, N, HAS_CAP, ASM,
             )  # fmt: skip
             received = tl.sum(tl.exp2(power), 1) / G if MEAN else tl.exp2(tl.max(power, 1))
-            age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
-            new = tl.where(position < newest, old + (received - old) / age, old)
+            new = rescored(old, received, position, newest, horizon)
             tl.store(score_ptr, new, mask=own)
-            packed += (new.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64) << 32
+            packed = packed_score(new, packed)
             outside = own & (position <= newest - window) & (position >= sinks)
             leasts = tl.minimum(leasts, tl.where(outside, packed, NOTHING))
         if TIER == 0:
