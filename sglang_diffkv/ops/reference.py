@@ -90,9 +90,8 @@ class ReferenceOps:
         if self.lossless and not cap and sink_logits is None:
             return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale, reach)
         out, _ = decode_attention(
-            state, layer, q, step.rows, step.seq_lens, scale, scores=None if reach else step.found,
-            window=policy.window, sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap,
-            reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
+            state, layer, q, step.rows, step.seq_lens, scale, scores=None if reach else step.found, logit_cap=cap,
+            reach=reach, sink_logits=sink_logits, **policy.search_rule,
         )  # fmt: skip
         return out
 
@@ -137,8 +136,8 @@ class ReferenceOps:
     ) -> None:  # fmt: skip
         scale, cap = scaling
         step_scores(
-            state, layers, q, lse, chosen, step.rows, step.seq_lens, scale, step.found, window=policy.window,
-            sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap, reduce=policy.observation.reduce,
+            state, layers, q, lse, chosen, step.rows, step.seq_lens, scale, step.found, logit_cap=cap,
+            **policy.search_rule,
         )  # fmt: skip
 
     def slide(

@@ -218,13 +218,10 @@ class TritonOps:
                 valid,
                 out=out[part],
                 found=None if reach or step.found is None else step.found.of_requests(part),
-                window=policy.window,
-                sinks=policy.sinks,
-                horizon=policy.horizon,
                 logit_cap=cap,
-                reduce=policy.observation.reduce,
                 reach=reach,
                 sink_logits=sink_logits,
+                **policy.search_rule,
             )
         return out
 
@@ -298,8 +295,7 @@ class TritonOps:
         scale, cap = scaling
         step_scores(
             state, layers, q, lse, chosen, step.rows, step.seq_lens, scale, step.found, step.num_valid, self.config,
-            q_heads=self.q_heads, window=policy.window, sinks=policy.sinks, horizon=policy.horizon, logit_cap=cap,
-            reduce=policy.observation.reduce,
+            q_heads=self.q_heads, logit_cap=cap, **policy.search_rule,
         )  # fmt: skip
 
     def slide(

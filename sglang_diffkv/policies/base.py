@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from sglang_diffkv.mem_pool.geometry import kv_slots_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
@@ -248,6 +248,12 @@ class Policy:
     @property
     def observation(self) -> Observation:
         return Observation()
+
+    @property
+    def search_rule(self) -> dict[str, Any]:
+        """How a generation step keeps scores and what it passes over, as its kernels are told."""
+        reduce = self.observation.reduce
+        return {"window": self.window, "sinks": self.sinks, "horizon": self.horizon, "reduce": reduce}
 
     @property
     def prompt(self) -> PromptRule | None:
