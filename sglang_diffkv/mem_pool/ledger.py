@@ -159,6 +159,11 @@ class PageLedger:
         growth = sum(self.growth_of(row, tokens) for row, tokens in expected)
         return self.available() + self.evictable() - growth > self.refused
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request has a row, and none is admitted."""
+        return not self.manager.rows and not self.promised
+
     def promised_pages(self) -> int:
         return sum(promise.pages for promise in self.promised.values())
 

@@ -162,23 +162,28 @@ class Requests:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its
         own prefix locks as a whole can make it, and these were evicted."""
         ledger, tree = self.ledger, self.tree
-        ledger.refused = compat.tokens_wanted(req, admission.growth) - admission.saved
+        refused = compat.tokens_wanted(req, admission.growth) - admission.saved
+        self.wait(req, refused)
         if self.joint is not None:
             self.joint.refuse(req, admission.needed)
-        if not getattr(req, "diffkv_waited", False):
-            req.diffkv_waited = True
-            ledger.waited += 1
-        if tree is None or not admission.path or self.manager.rows or ledger.promised:
+        if tree is None or not admission.path or not ledger.idle:
             return False
         if self.retracted is not None:
             self.retracted.give_up(req)
         prompt = compat.prompt_len(req)
-        wanted = math.ceil(ledger.refused) + compat.prefix_len(req) + self.manager.fmt.high.tokens
+        wanted = math.ceil(refused) + compat.prefix_len(req) + self.manager.fmt.high.tokens
         tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))
         tree.evict_pages(ledger.prompt_pages(prompt))
         tree.evict_table_blocks([], prompt)
         tree.evict_kv_slots(prompt)
         return True
+
+    def wait(self, req: Any, tokens: float) -> None:
+        """The request waits until so many tokens are free."""
+        self.ledger.refused = tokens
+        if not getattr(req, "diffkv_waited", False):
+            req.diffkv_waited = True
+            self.ledger.waited += 1
 
     def _forget_refused(self) -> None:
         self.ledger.refused = None

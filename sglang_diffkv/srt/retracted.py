@@ -150,7 +150,7 @@ class Retracted:
         kept.wanted = None
         apart = kept.space
         found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
-        if not self._others_run():
+        if self.ledger.idle:
             kept.wanted = None
         return found or self.tree.match(params)
 
@@ -176,9 +176,6 @@ class Retracted:
                 return None
             kept.key = apart.key
         return self.tree.match(apart)
-
-    def _others_run(self) -> bool:
-        return len(self.manager.rows) > 0 or bool(self.ledger.promised)
 
     def _restore(self, kept: Kept, key: Any, node: Any, at: int) -> bool:
         """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
@@ -209,7 +206,7 @@ class Retracted:
 
     def _expected_to_fit(self, kept: Kept, pages: int) -> bool:
         """Whether the request would be admitted once so many pages of it are restored."""
-        if not self._others_run():
+        if self.ledger.idle:
             return True
         growth = sum(self.ledger.growth_of(row, more) for row, more in self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= self._wanted(kept, pages)
@@ -231,10 +228,7 @@ class Retracted:
         kept = self.of(req)
         if kept is None or kept.wanted is None:
             return False
-        self.ledger.refused = kept.wanted
-        if not getattr(req, "diffkv_waited", False):
-            req.diffkv_waited = True
-            self.ledger.waited += 1
+        self.tree.requests.wait(req, kept.wanted)
         return True
 
     def give_up(self, req: Any) -> None:
