@@ -35,6 +35,13 @@ def table_index(state: PageState, rows: torch.Tensor, tier: int, entry: torch.Te
     return ((block * state.num_layers + layer) * state.num_heads + head) * TABLE_BLOCK + column % TABLE_BLOCK
 
 
+def head_index(state: PageState, row: torch.Tensor | int, head: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Flat index, [n] int64, as :func:`table_index`, of ``column`` [n] of heads [n], which count over layers, and of a
+    row, or rows [n]."""
+    block = state.row_blocks[row, column // TABLE_BLOCK].long()
+    return (block * (state.num_layers * state.num_heads) + head) * TABLE_BLOCK + column % TABLE_BLOCK
+
+
 def layer_table(
     state: PageState, rows: torch.Tensor, tier: int, layer: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

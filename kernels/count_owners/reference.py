@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.kernels.table import table_column
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.kernels.table import head_index, table_column
+from sglang_diffkv.mem_pool.state import PageState
 
 OWNERS = ("private", "shared", "cached", "free")
 """Referred to by requests alone, by requests and the prefix cache, by the prefix cache alone, by nobody."""
@@ -30,8 +30,7 @@ def count_owners(state: PageState, rows: torch.Tensor) -> torch.Tensor:
         owner = torch.arange(count.shape[0], device=state.device).repeat_interleave(count)  # [entries]
         entry = torch.arange(owner.shape[0], device=state.device) - (count.cumsum(0) - count)[owner]
         column = table_column(state, tier, entry)
-        block = state.row_blocks[rows[owner // heads], column // TABLE_BLOCK].long()
-        at = (block * heads + owner % heads) * TABLE_BLOCK + column % TABLE_BLOCK
+        at = head_index(state, rows[owner // heads], owner % heads, column)
         counts = (state.range_hi.view(-1)[at] > 0).int()
         held.index_add_(0, state.page_table.view(-1)[at], counts)
     total, held = state.refcount[: state.num_pages], held[: state.num_pages]

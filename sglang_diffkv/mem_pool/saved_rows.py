@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_diffkv.kernels.table import row_table, table_column
+from sglang_diffkv.kernels.table import head_index, row_table, table_column
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.geometry import TABLE_BLOCK, Segment
+from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.host_pages import HostPages, Run
 from sglang_diffkv.mem_pool.page_format import EMPTY, PageFormat
 from sglang_diffkv.mem_pool.rows import RequestRows
@@ -249,9 +249,7 @@ class SavedRows:
         of_chosen = here[chosen].nonzero()[0]
         numbers = np.stack([head, entry, np.maximum(saved.lo[found], lo), saved.upper[found], of_chosen])
         head_at, entry_at, low, high, which = device.to_device(numbers).unbind(0)
-        column = table_column(state, tier, entry_at)
-        block = state.row_blocks[row].long()[column // TABLE_BLOCK]
-        flat = (block * device.geometry.heads + head_at) * TABLE_BLOCK + column % TABLE_BLOCK
+        flat = head_index(state, row, head_at, table_column(state, tier, entry_at))
         return flat, pages[which].int(), low.int(), high.int()
 
     # The end
