@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +74,20 @@ class Configuration:
 def weights_digest(model: str) -> str | None:
     """Of the weights in a model's folder: by the files' names, sizes and a sample of their bytes. None without any."""
     files = sorted(x for x in Path(model).glob("*") if x.suffix in (".safetensors", ".bin", ".gguf") and x.is_file())
+    return _digest(tuple((x, (found := x.stat()).st_size, found.st_mtime_ns) for x in files)) if files else None
+
+
+@cache
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    """Of files, given with size and time of their last change: read once, however many configurations there are."""
     digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
+    for path, size, _ in files:
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
             for at in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
                 file.seek(at)
                 digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:16] if files else None
+    return digest.hexdigest()[:16]
 
 
 def parse_configuration(spec: str, model: str | None = None) -> Configuration:
