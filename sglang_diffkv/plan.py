@@ -12,6 +12,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import read_key_means
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
 from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.ledger import pages_for
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.ranks import Ranks
@@ -21,8 +22,6 @@ from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, kv_slots_of
-
-GIB = 1 << 30
 
 USUAL_HOST_SHARE, LEAST_HOST_BYTES, MOST_HOST_BYTES = 4, GIB // 4, 4 * GIB
 """Host memory for retracted requests, unless the configuration says how much: this part of the pool's pages, at least
