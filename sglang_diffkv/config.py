@@ -56,6 +56,8 @@ class DiffKVConfig(Strict):
         prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
             or ``auto`` for FlashInfer where it is installed, has the model's head size, and all layers have one scale
             and logit cap.
+        decode: what computes the attention of decode steps on a GPU: ``cuda``, the kernel in CUDA C++ for Hopper GPUs,
+            ``triton``, or ``auto`` for the former where the GPU, the model's heads and the tiers are such that it can.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
             and what attention gives once more; ``both`` does both. Attention stays the same, and what has outliers
             loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values. By
@@ -83,6 +85,7 @@ class DiffKVConfig(Strict):
     host_gib: float | None = Field(default=None, ge=0, le=4096)
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
+    decode: Literal["auto", "cuda", "triton"] = "auto"
     thresholds: str = Field(default="default", exclude=True)
 
     @field_validator("tiers")

@@ -113,7 +113,7 @@ class MemoryPlan:
         if self.gpu and self.config.gpu_ops == "triton":
             from sglang_diffkv.ops.gpu import build_ops
 
-            return build_ops(state, policy, geometry, self.q_heads, self.config.prefill)
+            return build_ops(state, policy, geometry, self.q_heads, self.config.prefill, self.config.decode)
         return ReferenceOps(self.config.lossless)
 
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:

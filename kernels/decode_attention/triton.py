@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from sglang_diffkv.kernels.decode_attention.cuda import launch_split
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton_finish import finish_kernel
 from sglang_diffkv.kernels.decode_attention.triton_split import split_kernel
@@ -191,15 +192,21 @@ def decode_attention(
     early = launches_early()
     overlap = {"launch_pdl": True} if early else {}
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
-    split_kernel[(workspace.programs,)](
-        q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
-        state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
-        seq_lens, reach,
-        **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs, AHEAD=config.ahead,
-        HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
-        SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
-    )  # fmt: skip
+    if config.cuda:
+        launch_split(
+            state, layer, q, rows, seq_lens, sm_scale, workspace, constants,
+            logit_cap=logit_cap, reach=reach, scored=scored, judge_low=judge_low, early=early,
+        )  # fmt: skip
+    else:
+        split_kernel[(workspace.programs,)](
+            q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
+            workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
+            state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
+            seq_lens, reach,
+            **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs, AHEAD=config.ahead,
+            HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
+            SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
+        )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
     finish_kernel[(batch * heads, joining["JOINERS"] + parts)](
         out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
@@ -209,6 +216,6 @@ def decode_attention(
         workspace.room, sink_logits,
         **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
         SIZE=config.score_tokens, SCORED=scored, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
-        HAS_SINK=sink_logits is not None, num_warps=config.score_warps, **overlap,
+        HAS_SINK=sink_logits is not None, MERGED=config.cuda, num_warps=config.score_warps, **overlap,
     )  # fmt: skip
     return out, lse

@@ -238,7 +238,7 @@ def finish_kernel(
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
     SCORED: tl.constexpr, JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr,
     EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
-    HAS_SINK: tl.constexpr,
+    HAS_SINK: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results,
     several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
@@ -283,7 +283,9 @@ def finish_kernel(
             tl.extra.cuda.gdc_wait()
         return
     tier_entries, tiles = head_tiles(entries + counts, LAYOUTS, TILES, TIERS)
-    firsts, ends = head_slots(starts, tl.load(ranges + layer * 2), layer, bh, tiles, WEIGHTS, TURN, TIERS, UNITS)
+    firsts, ends = head_slots(
+        starts, tl.load(ranges + layer * 2), layer, bh, tiles, WEIGHTS, TURN, TIERS, UNITS, MERGED
+    )
     used = ends[TIERS - 1] - firsts[0]
     own_high = tl.load(own_entry + counts)
     tiles_before = (tier_entries[0] - own_high) * ceil_div(LAYOUTS[0][I_TOKENS], TILES[0])  # of the tiers so far

@@ -99,18 +99,32 @@ def range_tiles(begin, stop, start, tiles, WEIGHT: tl.constexpr, TURN: tl.conste
 
 @triton.jit
 def head_slots(
-    starts, each, layer, bh, tiles, WEIGHTS: tl.constexpr, TURN: tl.constexpr, TIERS: tl.constexpr, UNITS: tl.constexpr
-):
-    """Slots [first, end) of a head's partial results, those of each tier: two tuples. ``tiles``: of each tier."""
+    starts, each, layer, bh, tiles, WEIGHTS: tl.constexpr, TURN: tl.constexpr, TIERS: tl.constexpr, UNITS: tl.constexpr,
+    MERGED: tl.constexpr,
+):  # fmt: skip
+    """Slots [first, end) of a head's partial results, those of each tier: two tuples. ``tiles``: of each tier.
+    ``MERGED``: a program that goes from a tier to the next with tiles has one result for both, in the latter's slot."""
     firsts = ()
     ends = ()
+    programs = ()
     for tier in tl.static_range(TIERS):
         unit = bh * TIERS + tier
         start = tl.load(starts + layer * UNITS + unit) + TURN
-        first = start // each + unit
-        last = (start + (tiles[tier] - 1) * WEIGHTS[tier]) // each + unit
-        firsts = firsts + (first,)
-        ends = ends + (tl.where(tiles[tier] > 0, last + 1, first),)
+        first = start // each
+        last = (start + (tiles[tier] - 1) * WEIGHTS[tier]) // each
+        firsts = firsts + (first + unit,)
+        ends = ends + (tl.where(tiles[tier] > 0, last + unit + 1, first + unit),)
+        programs = programs + (tl.where(tiles[tier] > 0, first, -1),)
+    if MERGED:
+        kept = ()
+        for tier in tl.static_range(TIERS):
+            following = tl.full([], -1, tl.int32)
+            for lower in tl.static_range(tier + 1, TIERS):
+                following = tl.where(following < 0, programs[lower], following)
+            last = ends[tier] - 1 - (bh * TIERS + tier)
+            joined = (programs[tier] >= 0) & (last == following)
+            kept = kept + (tl.where(joined, ends[tier] - 1, ends[tier]),)
+        ends = kept
     return firsts, ends
 
 

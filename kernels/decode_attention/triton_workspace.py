@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.decode_attention.cuda import page_slots, resident_of
 from sglang_diffkv.kernels.decode_attention.triton_ranges import LEAST_TILES, MOST_RANGES, TURN_TILES, ranges_kernel
 from sglang_diffkv.kernels.device import processors_of, shared_memory_of
 from sglang_diffkv.kernels.triton_table import check_rows
@@ -36,6 +37,9 @@ class DecodeConfig:
     score_tokens: int = 256
     score_warps: int = 2
     requests: int = 512
+    cuda: bool = False
+    resident: int = 16
+    copies: int = 2
 
 
 COST_BYTES = 512
@@ -65,6 +69,9 @@ def tile_cost(layout: TierLayout, tile: int) -> int:
 def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, Any]:
     """Tokens and cost of a tile of each tier, in units of which the layer's line fits in int32; and the cost of turning
     to a tier of a head."""
+    if config.cuda:
+        cost = (round(fmt.page_bytes / COST_BYTES),) * len(fmt.layouts)
+        return {"TILES": tuple(map(page_slots, fmt.layouts)), "WEIGHTS": cost, "TURN": TURN_TILES * max(cost)}
     sizes = tuple(tile_tokens(layout, config.tile) for layout in fmt.layouts)
     cost = tuple(map(tile_cost, fmt.layouts, sizes))
     return {"TILES": sizes, "WEIGHTS": cost, "TURN": TURN_TILES * max(cost)}
@@ -121,6 +128,9 @@ reserves for it."""
 
 def resident_programs(state: PageState, config: DecodeConfig) -> int:
     """Programs of the first pass, of one warp, that registers and shared memory of a GPU hold at once."""
+    if config.cuda:
+        fitting = resident_of(state.fmt, config.copies, config.resident, shared_memory_of(state.device))
+        return processors_of(state.device) * fitting
     layouts = state.fmt.layouts
     largest = max(tile_tokens(x, config.tile) * (x.key_bytes + x.value_bytes) for x in layouts)
     fitting = shared_memory_of(state.device) // (largest + TILE_SPACE)

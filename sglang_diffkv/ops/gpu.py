@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.kernels.decode_attention import cuda
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
@@ -17,7 +19,9 @@ from sglang_diffkv.policies.base import Policy
 logger = logging.getLogger(__name__)
 
 
-def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int, prefill: str) -> TritonOps:
+def build_ops(
+    state: PageState, policy: Policy, geometry: Geometry, q_heads: int, prefill: str, decode: str = "auto"
+) -> TritonOps:
     """Ops for steps of as many requests as there are rows, with room for FlashInfer where it may compute the attention
     of new tokens. ``choose_prefill`` decides that, once the model is loaded.
 
@@ -25,14 +29,30 @@ def build_ops(state: PageState, policy: Policy, geometry: Geometry, q_heads: int
         state: on a GPU, or on the device "meta" for a plan.
         prefill: ``flashinfer``, ``triton`` or ``auto``, as configured. Raises UnsupportedError for a FlashInfer that
             is not there or has no kernel for the model's heads.
+        decode: ``cuda``, ``triton`` or ``auto``, as configured. Raises UnsupportedError where the kernel that is asked
+            for cannot be used.
     """
     fmt, heads = state.fmt, state.num_heads
     ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, (), state.reaches)
     least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device) if ragged else 0
-    ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least)
+    obstacle = decode_obstacle(fmt, q_heads // heads, decode)
+    config = DecodeConfig(cuda=decode != "triton" and not obstacle)
+    if not state.pages.is_meta:
+        reason = f" ({obstacle})" if decode == "auto" and obstacle else ""
+        logger.info("DiffKV: decode steps attend by %s%s", "CUDA C++" if config.cuda else "Triton", reason)
+    ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least, config=config)
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     return ops
+
+
+def decode_obstacle(fmt: PageFormat, group: int, decode: str) -> str:
+    """Why the kernel in CUDA C++ cannot compute the attention of decode steps of ``group`` query heads of a KV head;
+    empty if it can. Raises UnsupportedError if it is asked for nevertheless."""
+    obstacle = cuda.missing() or cuda.unsupported(fmt, group) or ""
+    if decode == "cuda" and obstacle:
+        raise UnsupportedError(f'"decode": "cuda": {obstacle}; set "decode" to "triton" or "auto"')
+    return obstacle
 
 
 def prefill_obstacle(fmt: PageFormat, prefill: str, scalings: Sequence[Scaling], reaches: Sequence[int] = ()) -> str:

@@ -61,7 +61,7 @@ CASES = [
 
 def run_both(
     manager, tiers, group, programs, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True,
-    score_tokens=32, **rule,
+    score_tokens=32, cuda=False, **rule,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(len(tiers) + group)
     state = manager.state
@@ -72,7 +72,9 @@ def run_both(
     q = torch.randn(len(lengths), state.num_heads * group, state.fmt.head_dim, generator=generator)
     q = (q * torch.tensor([0.01, 1.0, 30.0]).view(3, 1, 1)).to(DEVICE, dtype)
     twin, scale = clone_state(state), 0.3 / state.fmt.head_dim**0.5
-    config = DecodeConfig(tile=tile, programs=programs, ahead=4, score_parts=2, score_tokens=score_tokens)
+    config = DecodeConfig(
+        tile=tile, programs=programs, ahead=4, score_parts=2, score_tokens=score_tokens, cuda=cuda
+    )  # fmt: skip
     workspace = DecodeWorkspace.create(state, 4, q.shape[1], max_tokens=400 if scores else 0, config=config)
     workspace.partial_out.fill_(float("nan"))
     found = FoundTokens.create(state, 4, config, judge_low=judge_low) if scores else None

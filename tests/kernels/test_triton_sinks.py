@@ -97,11 +97,15 @@ CASES = [
     ("tiers", "std", "count", "sink", "splits", "dtype"), [*CASES, ("K8V4 K4V2", 0.1, 16384, 0, 1, BF16)]
 )
 def test_decode(tiers, std, count, sink, splits, dtype):
+    decode_with_a_sink(tiers, std, count, sink, splits, dtype)
+
+
+def decode_with_a_sink(tiers, std, count, sink, splits, dtype, **config):
     manager = sink_and_others(tiers, std, count, dtype, sink)
     state, row, q = manager.state, torch.tensor([1], device=DEVICE), queries(count, dtype)
     lens, valid = torch.tensor([count], device=DEVICE), torch.tensor([1], dtype=torch.int32, device=DEVICE)
-    config = DecodeConfig(programs=splits * state.num_heads)
-    workspace = DecodeWorkspace.create(state, 1, len(SHARES), config=config)
+    settings = DecodeConfig(programs=splits * state.num_heads, **config)
+    workspace = DecodeWorkspace.create(state, 1, len(SHARES), config=settings)
     workspace.plan(state, row, valid)
     out, lse = decode_attention(state, 0, q, row, lens, SCALE, workspace, valid)
     expected, expected_lse = decode_reference(state, 0, q, row, lens, SCALE)
@@ -113,14 +117,18 @@ def test_decode(tiers, std, count, sink, splits, dtype):
 
 @pytest.mark.parametrize("std", [0.01, LARGEST])
 def test_scores(std):
+    scores_beside_a_sink(std)
+
+
+def scores_beside_a_sink(std, **config):
     """The others' scores are of attention a million times less than the sink's."""
     manager = sink_and_others("K8V4 K4V2", std, 800, BF16)
     state, row, q = manager.state, torch.tensor([1], device=DEVICE), queries(800, BF16)
     q[:] = q[:, 2:3]
     lens, valid = torch.tensor([800], device=DEVICE), torch.tensor([1], dtype=torch.int32, device=DEVICE)
-    config = DecodeConfig(programs=2 * state.num_heads)
-    workspace = DecodeWorkspace.create(state, 1, len(SHARES), max_tokens=900, config=config)
-    found, expected, twin = FoundTokens.create(state, 1), StepScores.create(state, 1), clone_state(state)
+    chosen = DecodeConfig(programs=2 * state.num_heads, **config)
+    workspace = DecodeWorkspace.create(state, 1, len(SHARES), max_tokens=900, config=chosen)
+    found, expected, twin = FoundTokens.create(state, 1, chosen), StepScores.create(state, 1), clone_state(state)
     workspace.plan(state, row, valid)
     settings = {"window": 16, "horizon": 1}  # scores are this step's attention
     decode_attention(state, 0, q, row, lens, SCALE, workspace, valid, found=found, **settings)

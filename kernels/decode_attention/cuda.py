@@ -1,0 +1,168 @@
+"""The first pass of decode attention in CUDA C++ (``split.cu``): what it supports, and its launch."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from sglang_diffkv.kernels.cuda.source import CudaSource, defined, load
+from sglang_diffkv.kernels.device import shared_memory_of
+from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
+from sglang_diffkv.mem_pool.state import PageState
+
+if TYPE_CHECKING:
+    from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace
+
+SOURCE = Path(__file__).parent / "split.cu"
+STAGE_PADDING = 64
+"""Bytes behind a page in shared memory that its last 16 slots may reach into."""
+STAGE_ALIGN = 128
+RAW_KEY_PADDING, RAW_VALUE_PADDING = 64, 16
+"""Bytes between rows of a raw page there."""
+HELD_BYTES = 16 + 8
+"""Of a page in shared memory beside itself: where it belongs, and the barrier that its copy counts on."""
+RESERVED_SHARED = 1024
+"""Bytes of shared memory that the GPU takes for each block."""
+MOST_SLOTS = 128
+"""Of a page: logits of them are in registers."""
+
+
+def missing() -> str | None:
+    """What this machine lacks for kernels in CUDA C++, or None if it has all of it."""
+    if not torch.cuda.is_available():
+        return "there is no GPU"
+    major, minor = torch.cuda.get_device_capability()
+    if major != 9:
+        return f"a GPU of compute capability {major}.{minor}, not a Hopper GPU"
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        return "the package cuda-bindings is not installed"
+    return None
+
+
+def unsupported(fmt: PageFormat, group: int) -> str | None:
+    """Why this pass does not serve a page format and ``group`` query heads of a KV head, or None if it does."""
+    if group > 8:
+        return f"{group} query heads of a KV head, more than 8"
+    if {fmt.head_dim, fmt.v_head_dim} - {64, 128}:
+        return f"heads of {fmt.head_dim} and {fmt.v_head_dim}, not of 64 or 128"
+    for layout in fmt.layouts:
+        if layout.tier.is_raw:
+            if len(fmt.layouts) > 1:
+                return "tier BF16 beside others"
+            if layout.position_offset % 16:
+                return f"pages of {layout.tokens} tokens of tier BF16"
+        elif layout.key_bytes % 32 or layout.value_bytes % 16:
+            return f"tier {layout.tier.name} in heads of {fmt.head_dim} and {fmt.v_head_dim}"
+        if layout.tokens > MOST_SLOTS:
+            return f"pages of {layout.tokens} tokens, more than {MOST_SLOTS}"
+    return None
+
+
+def page_slots(layout: TierLayout) -> int:
+    """Slots of a page's tile: all of them, rounded up to a power of two."""
+    return max(triton.next_power_of_2(layout.tokens), 16)
+
+
+def stage_bytes(fmt: PageFormat) -> int:
+    """Shared memory of a page that is on its way or attended to; rows of a raw page lie apart."""
+    if fmt.high.tier.is_raw:
+        slots = -(-fmt.high.tokens // 16) * 16
+        rows = slots * (fmt.high.key_bytes + RAW_KEY_PADDING + fmt.high.value_bytes + RAW_VALUE_PADDING)
+        return -(-(rows + slots * fmt.high.position_bytes) // STAGE_ALIGN) * STAGE_ALIGN
+    return -(-(fmt.page_bytes + STAGE_PADDING) // STAGE_ALIGN) * STAGE_ALIGN
+
+
+def shared_bytes(fmt: PageFormat, stages: int) -> int:
+    """Shared memory of a program."""
+    return stages * (stage_bytes(fmt) + HELD_BYTES)
+
+
+def resident_of(fmt: PageFormat, stages: int, most: int, shared_memory: int) -> int:
+    """Programs that a multiprocessor with so much shared memory holds at once, at most ``most``."""
+    return max(min(most, shared_memory // (shared_bytes(fmt, stages) + RESERVED_SHARED)), 1)
+
+
+class Arguments(ctypes.Structure):
+    """``Arguments`` of ``split.cu``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            "q", "partial_out", "partial_lse", "logits", "tile_max", "offsets", "begun", "ranges", "pages",
+            "page_table", "range_lo", "range_hi", "row_blocks", "entries", "own_entry", "rows", "seq_lens",
+        )),
+        *((name, ctypes.c_int) for name in ("batch", "layer", "room", "reach")),
+        *((name, ctypes.c_float) for name in ("sm_scale", "logit_cap")),
+    ]  # fmt: skip
+
+
+@cache
+def split_source(
+    fmt: PageFormat, group: int, layers: int, heads: int, max_blocks: int, room_for: int, programs: int, turn: int,
+    weights: tuple[int, ...], tiles: tuple[int, ...], stages: int, resident: int, kept_tiers: int, capped: bool,
+    slides: bool, early: bool, wide_rows: bool, wide_lengths: bool, bfloat: bool,
+) -> CudaSource:  # fmt: skip
+    """The pass for these constants; see the head of ``split.cu``."""
+    tiers = ", ".join(
+        "{" + ", ".join(map(str, (
+            x.tier.k_bits, x.tier.v_bits, x.tokens, x.key_offset, x.key_meta_offset, x.value_offset,
+            x.value_meta_offset, x.position_offset, x.position_bytes, weight, tile,
+        ))) + "}"
+        for x, weight, tile in zip(fmt.layouts, weights, tiles, strict=True)
+    )  # fmt: skip
+    integer = {True: "i64", False: "int"}
+    return CudaSource(SOURCE, "split_kernel", defined({
+        "TIERS": len(fmt.tiers), "TIER_LIST": tiers, "LAYERS": layers, "HEADS": heads, "GROUP": group,
+        "DIM": fmt.head_dim, "V_DIM": fmt.v_head_dim, "PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": max_blocks,
+        "ROOM_FOR": room_for, "PROGRAMS": programs, "TURN": turn, "STAGES": stages, "STRIDE": stage_bytes(fmt), "RESIDENT": resident,
+        "KEPT_TIERS": kept_tiers, "CAPPED": capped, "SLIDES": slides, "EARLY": early, "BFLOAT": bfloat,
+        "RAW_TIER": fmt.high.tier.is_raw,
+        "row_t": integer[wide_rows], "length_t": integer[wide_lengths],
+    }))  # fmt: skip
+
+
+def pointer(tensor: torch.Tensor) -> int:
+    """Address of a contiguous tensor's data."""
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def table_pointers(state: PageState) -> dict[str, int]:
+    """Addresses of what the page table consists of, by the names of :class:`Arguments`."""
+    names = ("pages", "page_table", "range_lo", "range_hi", "row_blocks", "entries", "own_entry")
+    return {name: pointer(getattr(state, name)) for name in names}
+
+
+def launch_split(
+    state: PageState, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
+    workspace: DecodeWorkspace, constants: dict[str, Any],
+    *, logit_cap: float, reach: int, scored: bool, judge_low: bool, early: bool,
+) -> None:  # fmt: skip
+    """Start the pass. Arguments as of :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which
+    has checked them; ``constants`` of ``tile_constants``."""
+    fmt, config = state.fmt, workspace.config
+    group = q.shape[1] // state.num_heads
+    assert (why := unsupported(fmt, group)) is None, why
+    assert q.data_ptr() % 16 == 0 and state.pages.data_ptr() % 16 == 0 and fmt.page_bytes % 16 == 0
+    tiers = len(fmt.tiers)
+    source = split_source(
+        fmt, group, state.num_layers, state.num_heads, state.row_blocks.shape[1], workspace.offsets.shape[2],
+        workspace.programs, constants["TURN"], constants["WEIGHTS"], constants["TILES"], config.copies,
+        resident_of(fmt, config.copies, config.resident, shared_memory_of(state.device)),
+        (tiers if judge_low else 1) if scored else 0, logit_cap > 0, reach > 0, early, rows.dtype == torch.int64,
+        seq_lens.dtype == torch.int64, q.dtype == torch.bfloat16,
+    )  # fmt: skip
+    arguments = Arguments(
+        q=pointer(q), rows=pointer(rows), seq_lens=pointer(seq_lens), **table_pointers(state),
+        **{name: pointer(getattr(workspace, name)) for name in (
+            "partial_out", "partial_lse", "logits", "tile_max", "offsets", "begun", "ranges",
+        )},
+        batch=rows.shape[0], layer=layer, room=workspace.room, reach=reach, sm_scale=sm_scale, logit_cap=logit_cap,
+    )  # fmt: skip
+    kernel = load(source, not q.is_cuda)
+    kernel.launch(workspace.programs, arguments, shared_bytes(fmt, config.copies), early)
