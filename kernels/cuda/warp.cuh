@@ -79,11 +79,6 @@ DEVICE u32 pack_halves(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
-DEVICE u32 pack_bfloats(float low, float high) {
-    u32 y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
 DEVICE float as_float(u32 x) { return __uint_as_float(x); }
 
 // Fragments as PTX numbers them: lane 4 r + c holds of the result rows r and r + 8, columns 2 c and 2 c + 1.
@@ -94,11 +89,6 @@ DEVICE void multiply_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {  //
 }
 DEVICE void multiply_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {  // k = 16
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DEVICE void multiply_bfloats(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {  // k = 16
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -85,20 +85,14 @@ static float half(u16 bits) {
     memcpy(&x, &bits, 2);
     return (float)x;
 }
-static float bfloat(u16 bits) {
-    u32 word = (u32)bits << 16;
-    float x;
-    memcpy(&x, &word, 4);
-    return x;
-}
-template <typename Number> static void multiply(float (&d)[4], const Slot* all, Number number) {
+static void multiply(float (&d)[4], const Slot* all) {
     for (int i = 0; i < 4; i++) {
         int row = current / 4 + i / 2 * 8, column = current % 4 * 2 + i % 2;
         float sum = 0;
         for (int k = 0; k < 16; k++) {
             u32 a = of<Operands>(all, row % 8 * 4 + k % 8 / 2).a[row / 8 + k / 8 * 2];
             u32 b = of<Operands>(all, column * 4 + k % 8 / 2).b[k / 8];
-            sum += number(u16(a >> k % 2 * 16)) * number(u16(b >> k % 2 * 16));
+            sum += half(u16(a >> k % 2 * 16)) * half(u16(b >> k % 2 * 16));
         }
         d[i] += sum;
     }
@@ -154,12 +148,6 @@ static inline u32 pack_halves(float low, float high) {
     memcpy(&word, x, 4);
     return word;
 }
-static inline u32 bfloat_bits(float x) {
-    u32 word;
-    memcpy(&word, &x, 4);
-    return (word + 0x7fff + ((word >> 16) & 1)) >> 16;
-}
-static inline u32 pack_bfloats(float low, float high) { return bfloat_bits(low) | bfloat_bits(high) << 16; }
 static inline float as_float(u32 x) {
     float y;
     memcpy(&y, &x, 4);
@@ -178,10 +166,7 @@ static inline void multiply_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1
     }
 }
 static inline void multiply_halves(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    warp::multiply(d, warp::meet(7, warp::operands(a, b0, b1)), warp::half);
-}
-static inline void multiply_bfloats(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    warp::multiply(d, warp::meet(8, warp::operands(a, b0, b1)), warp::bfloat);
+    warp::multiply(d, warp::meet(7, warp::operands(a, b0, b1)));
 }
 template <int COUNT> static void load_transposed(u32 (&r)[COUNT], const char* row) {
     if ((uintptr_t)row % 16) warp::fail("a row of a matrix is not aligned to 16 bytes");

@@ -23,8 +23,6 @@ SOURCE = Path(__file__).parent / "split.cu"
 STAGE_PADDING = 64
 """Bytes behind a page in shared memory that its last 16 slots may reach into."""
 STAGE_ALIGN = 128
-RAW_KEY_PADDING, RAW_VALUE_PADDING = 64, 16
-"""Bytes between rows of a raw page there."""
 HELD_BYTES = 16 + 8
 """Of a page in shared memory beside itself: where it belongs, and the barrier that its copy counts on."""
 RESERVED_SHARED = 1024
@@ -53,11 +51,8 @@ def unsupported(fmt: PageFormat, group: int) -> str | None:
         return f"heads of {fmt.head_dim} and {fmt.v_head_dim}, not of 64 or 128"
     for layout in fmt.layouts:
         if layout.tier.is_raw:
-            if len(fmt.layouts) > 1:
-                return "tier BF16 beside others"
-            if layout.position_offset % 16:
-                return f"pages of {layout.tokens} tokens of tier BF16"
-        elif layout.key_bytes % 32 or layout.value_bytes % 16:
+            return "tier BF16, which gains nothing from it"
+        if layout.key_bytes % 32 or layout.value_bytes % 16:
             return f"tier {layout.tier.name} in heads of {fmt.head_dim} and {fmt.v_head_dim}"
         if layout.tokens > MOST_SLOTS:
             return f"pages of {layout.tokens} tokens, more than {MOST_SLOTS}"
@@ -70,11 +65,7 @@ def page_slots(layout: TierLayout) -> int:
 
 
 def stage_bytes(fmt: PageFormat) -> int:
-    """Shared memory of a page that is on its way or attended to; rows of a raw page lie apart."""
-    if fmt.high.tier.is_raw:
-        slots = -(-fmt.high.tokens // 16) * 16
-        rows = slots * (fmt.high.key_bytes + RAW_KEY_PADDING + fmt.high.value_bytes + RAW_VALUE_PADDING)
-        return -(-(rows + slots * fmt.high.position_bytes) // STAGE_ALIGN) * STAGE_ALIGN
+    """Shared memory of a page that is on its way or attended to."""
     return -(-(fmt.page_bytes + STAGE_PADDING) // STAGE_ALIGN) * STAGE_ALIGN
 
 
@@ -121,7 +112,6 @@ def split_source(
         "DIM": fmt.head_dim, "V_DIM": fmt.v_head_dim, "PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": max_blocks,
         "ROOM_FOR": room_for, "PROGRAMS": programs, "TURN": turn, "STAGES": stages, "STRIDE": stage_bytes(fmt), "RESIDENT": resident,
         "KEPT_TIERS": kept_tiers, "CAPPED": capped, "SLIDES": slides, "EARLY": early, "BFLOAT": bfloat,
-        "RAW_TIER": fmt.high.tier.is_raw,
         "row_t": integer[wide_rows], "length_t": integer[wide_lengths],
     }))  # fmt: skip
 

@@ -11,15 +11,12 @@
 //   begins or ends. So results of tiers add up in the same registers: row r of the two operands (one a byte of a 16-bit
 //   word) of halves 2 p and 2 p + 1 belongs to dimensions 16 half + 2 r + byte, at any number of bits.
 //
-// Pages of the raw tier, which stands alone, come a row a copy, with room between rows so that they lie in different banks;
-// both products are of the model's numbers, and rows of the accumulators are dimensions in their order.
-//
 // The softmax is relative to a reference that a head's largest logit and value scale may outgrow by HEADROOM before it
 // moves, so that most pages need not touch the accumulators.
 //
 // The compiler is told: TIERS (``Tier``, and TIER_LIST of them), LAYERS, HEADS, GROUP, DIM, V_DIM, PAGE_BYTES, MAX_BLOCKS,
 // ROOM_FOR, PROGRAMS, TURN, STAGES, STRIDE (of pages in shared memory), RESIDENT, KEPT_TIERS, CAPPED, SLIDES, EARLY, row_t,
-// length_t, BFLOAT, RAW_TIER.
+// length_t, BFLOAT.
 
 struct Tier {
     int key_bits, value_bits, tokens, keys, key_meta, values, value_meta, positions, position_bytes, weight, tile;
@@ -28,14 +25,8 @@ static __device__ constexpr Tier LAYOUTS[TIERS] = {TIER_LIST};
 constexpr int BLOCK = 8;                        // columns of a block of the page table
 constexpr int SETS = GROUP > 4 ? 2 : 1;         // query heads of a lane
 constexpr int PAIRS = V_DIM / 32;               // pairs of halves of 16 dimensions
-constexpr bool RAW = RAW_TIER;
-constexpr int OPERANDS = RAW ? DIM / 8 : DIM / 16;  // words of a query that a lane holds
-constexpr int RAW_KEY = DIM * 2 + 64, RAW_VALUE = V_DIM * 2 + 16;  // bytes from a row of a raw page to the next
-static __device__ constexpr int SLOTS = (LAYOUTS[0].tokens + 15) / 16 * 16;  // of a raw page
-static __device__ constexpr int RAW_POSITIONS = SLOTS * (RAW_KEY + RAW_VALUE);
-static __device__ constexpr int POSITION_BYTES = (LAYOUTS[0].tokens * LAYOUTS[0].position_bytes + 15) / 16 * 16;
+constexpr int OPERANDS = DIM / 16;              // words of a query that a lane holds
 constexpr float LOG2E = 1.4426950408889634f;
-constexpr u32 ONE = 0x3c00;  // 1.0 in fp16
 constexpr float NEVER = -1e30f;
 constexpr float HEADROOM = 15.75f, LIFT = 12.0f;  // log2 of what a weight may grow to in fp16, and where it begins
 
@@ -201,59 +192,6 @@ template <int TIER> DEVICE void read_queries(const Arguments& arg, int head, u32
     }
 }
 
-// The same of the raw tier: columns 2 h and 2 h + 1 are both query head h.
-DEVICE void read_raw_queries(const Arguments& arg, int head, u32 (&operand)[SETS][OPERANDS], Softmax& soft) {
-    int lane = lane_id();
-    UNROLL for (int set = 0; set < SETS; set++) {
-        int g = min(set * 4 + lane / 8, GROUP - 1);
-        const u16* q = arg.q + ((i64)head * GROUP + g) * DIM + lane % 4 * 8;
-        UNROLL for (int chunk = 0; chunk < DIM / 32; chunk++) {
-            uint4 words = *(const uint4*)(q + chunk * 32);
-            operand[set][chunk * 4] = words.x, operand[set][chunk * 4 + 1] = words.y;
-            operand[set][chunk * 4 + 2] = words.z, operand[set][chunk * 4 + 3] = words.w;
-        }
-        soft.factor[set] = arg.sm_scale * LOG2E;
-        soft.total[set] = 0;
-    }
-}
-DEVICE void multiply_numbers(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if (BFLOAT) multiply_bfloats(d, a, b0, b1);
-    else multiply_halves(d, a, b0, b1);
-}
-DEVICE void raw_key_products(const char* page, int m, const u32 (&operand)[SETS][OPERANDS], float (&s)[2][SETS]) {
-    int lane = lane_id(), r = lane / 4, odd = r % 2;
-    const char* keys = page + (m * 16 + 2 * r) * RAW_KEY + lane % 4 * 16;
-    const char* one = keys + odd * RAW_KEY;
-    const char* other = keys + (1 - odd) * RAW_KEY;
-    float d[SETS][4] = {};
-    UNROLL for (int chunk = 0; chunk < DIM / 32; chunk++) {
-        uint4 x = *(const uint4*)(one + chunk * 64), y = *(const uint4*)(other + chunk * 64);
-        u32 first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
-        UNROLL for (int set = 0; set < SETS; set++) {
-            multiply_numbers(d[set], first, operand[set][chunk * 4], operand[set][chunk * 4 + 1]);
-            multiply_numbers(d[set], second, operand[set][chunk * 4 + 2], operand[set][chunk * 4 + 3]);
-        }
-    }
-    UNROLL for (int set = 0; set < SETS; set++) {
-        s[0][set] = odd ? d[set][2] : d[set][0];
-        s[1][set] = odd ? d[set][0] : d[set][2];
-    }
-}
-// Of the raw tier; what tokens hold that do not count, which may be no number, is masked: ``valid`` are those that do of a
-// lane's two.
-DEVICE void raw_value_products(const char* page, int m, u32 b0, u32 b1, bool full, u32 valid, float (&acc)[PAIRS][2][4]) {
-    int lane = lane_id();
-    u32 keep0 = 0xffffffffu, keep1 = 0xffffffffu;
-    if (!full) keep0 = shuffle(valid, lane % 4 * 4), keep1 = shuffle(valid, lane % 4 * 4 + 16);
-    const char* row = page + SLOTS * RAW_KEY + (m * 16 + lane / 16 * 8 + lane % 8) * RAW_VALUE + lane / 8 % 2 * 16;
-    UNROLL for (int block = 0; block < V_DIM / 16; block++) {
-        u32 a[4];
-        load_transposed(a, row + block * 32);
-        a[0] &= keep0, a[1] &= keep0, a[2] &= keep1, a[3] &= keep1;
-        multiply_numbers(acc[block / 2][block % 2], a, b0, b1);
-    }
-}
-
 // Integer products of 16 tokens of a page, of the lane's heads, with tokens 2 r and 2 r + 1 for r = lane / 4.
 template <int TIER> DEVICE void key_products(const char* page, int m, const u32 (&operand)[SETS][OPERANDS], float (&s)[2][SETS]) {
     constexpr Tier T = LAYOUTS[TIER];
@@ -370,33 +308,25 @@ DEVICE void attend(const Arguments& arg, const char* page, int lo, int hi, int e
     int lane = lane_id(), r = lane / 4;
     float s[M][2][SETS], top[SETS];
     u32 value_meta[M][2], largest_scale = 0;
-    bool full = true;
     UNROLL for (int set = 0; set < SETS; set++) top[set] = minus_infinity();
     if (T.position_bytes == 2) hi = min(hi, 0xffff);
     u32 span = (u32)max(hi - lo, 0);
     UNROLL for (int m = 0; m < M; m++) {
         int slot = m * 16 + 2 * r;
         u32 key_meta[2], position[2];
-        if constexpr (RAW) {
-            raw_key_products(page, m, operand, s[m]);
-            key_meta[0] = key_meta[1] = ONE, value_meta[m][0] = value_meta[m][1] = ONE;
-        } else {
-            key_products<TIER>(page, m, operand, s[m]);
-            two_words<T.key_meta>(page, slot, key_meta);
-            two_words<T.value_meta>(page, slot, value_meta[m]);
-        }
-        constexpr int POSITIONS = RAW ? RAW_POSITIONS : T.positions;
+        key_products<TIER>(page, m, operand, s[m]);
+        two_words<T.key_meta>(page, slot, key_meta);
+        two_words<T.value_meta>(page, slot, value_meta[m]);
         if constexpr (T.position_bytes == 2) {
-            u32 word = *(const u32*)(page + POSITIONS + slot * 2);
+            u32 word = *(const u32*)(page + T.positions + slot * 2);
             position[0] = word & 0xffff, position[1] = word >> 16;
         } else {
-            two_words<POSITIONS>(page, slot, position);
+            two_words<T.positions>(page, slot, position);
         }
         UNROLL for (int i = 0; i < 2; i++) {
             bool valid = position[i] - (u32)lo < span;
             if ((m + 1) * 16 > T.tokens) valid = valid && slot + i < T.tokens;
             value_meta[m][i] = valid ? value_meta[m][i] : 0;
-            full = full && valid;
             u32 scale = value_meta[m][i] & 0xffff;
             largest_scale = scale > largest_scale ? scale : largest_scale;
             float key_scale = half_to_float(key_meta[i]), key_zero = high_half_to_float(key_meta[i]);
@@ -438,7 +368,6 @@ DEVICE void attend(const Arguments& arg, const char* page, int lo, int hi, int e
             }
         }
     }
-    if constexpr (RAW) full = !any_lane(!full);
     int at = entry - kept.shared;
     bool keeps = KEEPS && at >= 0 && at < kept.room;
     if (keeps && r == 0) {
@@ -453,14 +382,10 @@ DEVICE void attend(const Arguments& arg, const char* page, int lo, int hi, int e
                 x[i] = s[m][i][set] - soft.reference[set];
                 float p = power2(x[i]);
                 soft.norm[set] += p;
-                if constexpr (RAW) {
-                    weight[i] = p;
-                } else {
-                    soft.zero[set] += p * high_half_to_float(value_meta[m][i]);
-                    weight[i] = p * half_to_float(value_meta[m][i]);
-                }
+                soft.zero[set] += p * high_half_to_float(value_meta[m][i]);
+                weight[i] = p * half_to_float(value_meta[m][i]);
             }
-            weights[set] = RAW && BFLOAT ? pack_bfloats(weight[0], weight[1]) : pack_halves(weight[0], weight[1]);
+            weights[set] = pack_halves(weight[0], weight[1]);
             if (keeps && set * 4 + lane % 4 < GROUP) {
                 u32 pair = pack_halves(x[0], x[1]);
                 u16* logit = kept.logits + ((i64)at * T.tile + m * 16 + 2 * r) * GROUP + set * 4 + lane % 4;
@@ -476,12 +401,7 @@ DEVICE void attend(const Arguments& arg, const char* page, int lo, int hi, int e
             b0 = lane >= 16 ? c0 : b0;
             b1 = lane >= 16 ? c1 : b1;
         }
-        if constexpr (RAW) {
-            u32 valid = (value_meta[m][0] ? 0xffffu : 0u) | (value_meta[m][1] ? 0xffff0000u : 0u);
-            raw_value_products(page, m, b0, b1, full, valid, acc);
-        } else {
-            value_products<TIER>(page, m, b0, b1, acc);
-        }
+        value_products<TIER>(page, m, b0, b1, acc);
     }
 }
 
@@ -510,14 +430,11 @@ DEVICE void write_head(const Arguments& arg, i64 slot, const Softmax& soft, cons
         }
         int g = lane % 4 * 2 + column;
         if (g < GROUP) {
-            float* out = arg.partial_out + (slot * GROUP + g) * V_DIM + (RAW ? r : 2 * r);
+            float* out = arg.partial_out + (slot * GROUP + g) * V_DIM + 2 * r;
             UNROLL for (int pair = 0; pair < PAIRS; pair++) {
                 UNROLL for (int half = 0; half < 2; half++) {
                     int c = half * 2 + column;
-                    if (RAW) {
-                        out[pair * 32 + half * 8] = acc[pair][0][c] * by;
-                        out[pair * 32 + 16 + half * 8] = acc[pair][1][c] * by;
-                    } else *(float2*)(out + (2 * pair + half) * 16) =
+                    *(float2*)(out + (2 * pair + half) * 16) =
                         make_float2((acc[pair][0][c] * 16777216.0f + plus) * by, (acc[pair][1][c] * 16777216.0f + plus) * by);
                 }
             }
@@ -542,12 +459,8 @@ template <int TIER> DEVICE void turn_to(const Arguments& arg, int unit, int row,
         kept.logits = arg.logits + ((i64)head * arg.room + from + tokens) * GROUP;
         kept.tile_max = arg.tile_max + (((i64)head * arg.room + from) / 16 + tiles) * GROUP;
     }
-    if constexpr (RAW) {
-        read_raw_queries(arg, unit / TIERS, operand, soft);
-    } else {
-        read_queries<TIER>(arg, unit / TIERS, operand, soft);
-        scale_planes<TIER, false>(acc);
-    }
+    read_queries<TIER>(arg, unit / TIERS, operand, soft);
+    scale_planes<TIER, false>(acc);
 }
 
 // Calls ``f`` with the number of a tier, known when compiled.
@@ -562,27 +475,7 @@ template <typename F> DEVICE void for_tier(int tier, F f) {
 }
 
 DEVICE void leave_tier(int tier, float (&acc)[PAIRS][2][4]) {
-    if constexpr (!RAW) for_tier(tier, [&](auto tier) { scale_planes<decltype(tier)::value, true>(acc); });
-}
-
-// A page's way into shared memory: called by all lanes.
-DEVICE void copy_page(char* to, const char* from, unsigned long long* barrier) {
-    int lane = lane_id();
-    if constexpr (RAW) {
-        constexpr Tier T = LAYOUTS[0];
-        if (lane == 0) {
-            expect_bytes(barrier, T.tokens * (DIM + V_DIM) * 2 + POSITION_BYTES);
-            copy_bytes(to + RAW_POSITIONS, from + T.positions, POSITION_BYTES, barrier);
-        }
-        sync_warp();
-        for (int token = lane; token < T.tokens; token += 32) {
-            copy_bytes(to + token * RAW_KEY, from + T.keys + token * DIM * 2, DIM * 2, barrier);
-            copy_bytes(to + SLOTS * RAW_KEY + token * RAW_VALUE, from + T.values + token * V_DIM * 2, V_DIM * 2, barrier);
-        }
-    } else if (lane == 0) {
-        expect_bytes(barrier, PAGE_BYTES);
-        copy_bytes(to, from, PAGE_BYTES, barrier);
-    }
+    for_tier(tier, [&](auto tier) { scale_planes<decltype(tier)::value, true>(acc); });
 }
 
 KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
@@ -638,8 +531,11 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
             }
             int page = shuffle(now.page, at), lo = shuffle(now.lo, at), hi = shuffle(now.hi, at);
             int entry = shuffle(now.entry, at), of_unit = shuffle(now.unit, at);
-            if (lane == 0) held[into] = make_int4(lo, hi, entry, of_unit);
-            copy_page(memory + into * STRIDE, arg.pages + (i64)page * PAGE_BYTES, &barriers[into]);
+            if (lane == 0) {
+                held[into] = make_int4(lo, hi, entry, of_unit);
+                expect_bytes(&barriers[into], PAGE_BYTES);
+                copy_bytes(memory + into * STRIDE, arg.pages + (i64)page * PAGE_BYTES, PAGE_BYTES, &barriers[into]);
+            }
             into = into + 1 == STAGES ? 0 : into + 1;
             issued++;
         };

@@ -38,7 +38,7 @@ class DecodeConfig:
     score_warps: int = 2
     requests: int = 512
     cuda: bool = False
-    resident: int = 16
+    resident: int = 12
     copies: int = 2
 
 

@@ -36,7 +36,7 @@ def mean_over_ranks(mean: torch.Tensor, shared: Shared) -> torch.Tensor:
     torch.nan_to_num(mean, nan=0.0, out=total)
     shared.add(shared.room)
     known.clamp_(max=1.0)
-    torch.div(total, shared.ranks, out=total)
+    torch.div(total, total.new_full((), shared.ranks), out=total)  # by a number a GPU multiplies by its reciprocal
     torch.div(total, known, out=mean)  # NaN where both are 0
     return known.sum(1, dtype=torch.float64).long()
 

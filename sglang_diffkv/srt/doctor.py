@@ -327,16 +327,21 @@ def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple
 
 
 def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool) -> str:
-    """What a server runs on. Raises UnsupportedError for a FlashInfer that is asked for and cannot be used."""
+    """What a server runs on. Raises UnsupportedError for what is asked for and cannot be used."""
     if not on_gpu:
         return "plain PyTorch, on the CPU: for tests, not for speed"
     if config.gpu_ops == "reference":
         return "plain PyTorch (gpu_ops)"
-    from sglang_diffkv.ops.gpu import prefill_obstacle
+    from sglang_diffkv.ops.gpu import decode_obstacle, prefill_obstacle
 
     fmt, reaches = (plan.fmt, plan.reaches) if plan is not None else (config.page_format(128, 128, 0), ())
+    group = plan.q_heads // plan.num_heads if plan is not None else 1
+    unable = decode_obstacle(fmt, group, config.decode)
+    why = f" ({unable})" if unable and config.decode == "auto" else ""
+    decode = f"; decode steps attend by {'Triton' if unable or config.decode == 'triton' else 'CUDA C++'}{why}"
     obstacle = prefill_obstacle(fmt, config.prefill, (), reaches)
     if config.prefill == "triton" or obstacle:
         reason = f" ({obstacle})" if config.prefill == "auto" else ""
-        return f"Triton; new tokens attend among themselves by Triton{reason}"
-    return "Triton; new tokens attend among themselves by FlashInfer, if all layers have one scale and logit cap"
+        return f"Triton; new tokens attend among themselves by Triton{reason}{decode}"
+    flashinfer = "FlashInfer, if all layers have one scale and logit cap"
+    return f"Triton; new tokens attend among themselves by {flashinfer}{decode}"

@@ -131,7 +131,7 @@ def test_a_prefix_rounds_no_more_than_new_tokens(sinks):
         logits = torch.cat([logits, sinks.double().view(4, 1, 1).expand(4, 90, 1)], 2)
     exact = torch.einsum("hqk,kd->qhd", logits.softmax(2)[..., :90], value[:, 0].double())[60:]
     errors = [float((out.double() - exact).norm() / exact.norm()) for out in (alone[60:], behind)]
-    limit = 4e-3 if sinks is None else 2e-3  # the interpreter cuts off where it rounds; sinks are joined by torch
+    limit = 4e-3 if sinks is None else 2.5e-3  # the interpreter cuts off where it rounds; sinks are joined by torch
     assert errors[1] < 1.1 * errors[0] < limit
 
 
