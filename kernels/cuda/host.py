@@ -26,7 +26,9 @@ extern "C" void run(const Arguments* arguments, int programs, int poison) {{
 
 def compiler() -> str | None:
     """The C++ compiler that is there: ``$CXX``, g++ or clang++."""
-    return next((found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None)
+    return next(
+        (found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None
+    )
 
 
 class HostKernel:

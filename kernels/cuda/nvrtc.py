@@ -25,7 +25,12 @@ def compile_cubin(source: CudaSource, arch: str) -> bytes:
 
     text = source.text(host=False).encode()
     program = checked(nvrtc.nvrtcCreateProgram(text, source.path.name.encode(), 0, [], []), "creating a program")
-    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17", b"-default-device", b"--extra-device-vectorization"]
+    options = [
+        f"--gpu-architecture={arch}".encode(),
+        b"--std=c++17",
+        b"-default-device",
+        b"--extra-device-vectorization",
+    ]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
     if int(status) != 0:
         log = b" " * checked(nvrtc.nvrtcGetProgramLogSize(program), "asking for the log")
@@ -46,7 +51,9 @@ class NvrtcKernel:
         major, minor = torch.cuda.get_device_capability()
         torch.cuda.current_stream()  # there is a context from here on
         self._driver = driver
-        self._module = checked(driver.cuModuleLoadData(compile_cubin(source, f"sm_{major}{minor}a")), "loading a kernel")
+        self._module = checked(
+            driver.cuModuleLoadData(compile_cubin(source, f"sm_{major}{minor}a")), "loading a kernel"
+        )
         self._function = checked(driver.cuModuleGetFunction(self._module, source.name.encode()), "finding a kernel")
         self._shared = 0
 

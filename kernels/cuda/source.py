@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -40,15 +39,3 @@ class CudaKernel(Protocol):
     def launch(self, programs: int, arguments: ctypes.Structure, shared_bytes: int, early: bool) -> None:
         """Start ``programs`` blocks on the current stream, with so much shared memory each. ``early``: as soon as the
         kernel before it says so (programmatic dependent launch)."""
-
-
-@cache
-def load(source: CudaSource, host: bool) -> CudaKernel:
-    """Compile a kernel, once a process. Raises RuntimeError with what the compiler said."""
-    if host:
-        from sglang_diffkv.kernels.cuda.host import HostKernel
-
-        return HostKernel(source)
-    from sglang_diffkv.kernels.cuda.nvrtc import NvrtcKernel
-
-    return NvrtcKernel(source)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 
-from sglang_diffkv.kernels.cuda.source import CudaSource, defined, load
+from sglang_diffkv.kernels.cuda.load import load
+from sglang_diffkv.kernels.cuda.source import CudaSource, defined
 from sglang_diffkv.kernels.device import shared_memory_of
 from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
 from sglang_diffkv.mem_pool.state import PageState
@@ -110,7 +111,8 @@ def split_source(
     return CudaSource(SOURCE, "split_kernel", defined({
         "TIERS": len(fmt.tiers), "TIER_LIST": tiers, "LAYERS": layers, "HEADS": heads, "GROUP": group,
         "DIM": fmt.head_dim, "V_DIM": fmt.v_head_dim, "PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": max_blocks,
-        "ROOM_FOR": room_for, "PROGRAMS": programs, "TURN": turn, "STAGES": stages, "STRIDE": stage_bytes(fmt), "RESIDENT": resident,
+        "ROOM_FOR": room_for, "PROGRAMS": programs, "TURN": turn, "STAGES": stages,
+        "STRIDE": stage_bytes(fmt), "RESIDENT": resident,
         "KEPT_TIERS": kept_tiers, "CAPPED": capped, "SLIDES": slides, "EARLY": early, "BFLOAT": bfloat,
         "row_t": integer[wide_rows], "length_t": integer[wide_lengths],
     }))  # fmt: skip

@@ -203,9 +203,9 @@ def decode_attention(
             workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
             state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
             seq_lens, reach,
-            **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs, AHEAD=config.ahead,
-            HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED, EARLY=early,
-            SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
+            **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
+            AHEAD=config.ahead, HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED,
+            EARLY=early, SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
         )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
     finish_kernel[(batch * heads, joining["JOINERS"] + parts)](

@@ -1,8 +1,9 @@
-"""The first pass of decode attention in CUDA C++ against the reference: on a GPU where there is one, else on a CPU, its warp
-as coroutines (``kernels/cuda/warp_host.hpp``)."""
+"""The first pass of decode attention in CUDA C++ against the reference: on a GPU where there is one, else on a CPU, its
+warp as coroutines (``kernels/cuda/warp_host.hpp``)."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.cuda import host
-from sglang_diffkv.kernels.cuda.source import CudaSource, load
+from sglang_diffkv.kernels.cuda.source import CudaSource
 from sglang_diffkv.kernels.decode_attention import cuda
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
@@ -23,7 +24,6 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.gpu import decode_obstacle
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.test_triton_decode_attention import WINDOW, check_against_reference, run_both
 from tests.kernels.test_triton_sinks import CASES as SINK_CASES
 from tests.kernels.test_triton_sinks import LARGEST, decode_with_a_sink, scores_beside_a_sink
@@ -59,7 +59,7 @@ def test_matches_reference(tiers, dim, v_dim, group, programs):
 @pytest.mark.parametrize("page_tokens", [5, pytest.param(16, marks=full), 33, pytest.param(64, marks=full)])
 @pytest.mark.parametrize("position_bytes", [2, 4])
 def test_sizes_of_pages(page_tokens, position_bytes):
-    """Odd numbers of tokens, whose fields are aligned to 4 bytes; pages that end within 16 slots; positions of 32 bits."""
+    """Odd numbers of tokens, whose fields are aligned to 4 bytes; pages that end within 16 slots; 32-bit positions."""
     fmt = make_format("K8V4 K4V2", 64, page_tokens=page_tokens, position_bytes=position_bytes)
     manager = make_manager(fmt, window=WINDOW)
     check_against_reference(*run_both(manager, "K8V4 K4V2", 4, 5, 0, lengths=(157, 0, 9), cuda=True))
@@ -129,7 +129,8 @@ def test_many_pages_and_many_units(programs, judge_low):
 
 
 @pytest.mark.parametrize(
-    ("tiers", "std", "count", "sink", "splits", "dtype"), [c for c in SINK_CASES if c[0] != "K8V2 K4V1" and "BF16" not in c[0]]
+    ("tiers", "std", "count", "sink", "splits", "dtype"),
+    [c for c in SINK_CASES if c[0] != "K8V2 K4V1" and "BF16" not in c[0]],
 )
 def test_sinks(tiers, std, count, sink, splits, dtype):
     decode_with_a_sink(tiers, std, count, sink, splits, dtype, cuda=True)
@@ -182,7 +183,7 @@ def test_compiles_for_hopper(tmp_path, tiers):
     command = ["nvcc", "-arch=sm_90a", "-std=c++17", "-cubin", "-Xptxas", "-v", "-o", "/dev/null", str(source)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    spilled = [int(line.split("bytes spill stores")[0].split(",")[-1]) for line in done.stderr.splitlines() if "spill" in line]
+    spilled = [int(n) for n in re.findall(r"(\d+) bytes spill stores", done.stderr)]
     assert spilled and max(spilled) <= 64
 
 
@@ -190,17 +191,17 @@ def test_lanes_that_part_are_found(tmp_path):
     """The emulation ends a process whose lanes meet in different operations, or wait for what nobody copies."""
     bodies = {
         "lanes have parted": "if (lane_id() < 7) sync_warp(); else any_lane(true);",
-        "was not made": "auto* b = (unsigned long long*)shared_memory(); if (!lane_id()) barrier_init(b); sync_warp(); wait_bytes(b, 0);",
+        "was not made": "auto* b = (unsigned long long*)shared_memory(); if (!lane_id()) barrier_init(b); sync_warp();"
+        " wait_bytes(b, 0);",
     }
     for message, body in bodies.items():
         path = tmp_path / "kernel.cu"
         path.write_text(f"struct Arguments {{ int x; }};\nKERNEL void kernel(const Arguments arg) {{ {body} }}\n")
         run = (
             "import ctypes, pathlib; from sglang_diffkv.kernels.cuda.source import *;"
+            "from sglang_diffkv.kernels.cuda.load import load;"
             f"load(CudaSource(pathlib.Path({str(path)!r}), 'kernel', ()), True).launch("
             "1, type('A', (ctypes.Structure,), {'_fields_': [('x', ctypes.c_int)]})(), 0, False)"
         )
         done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
         assert done.returncode != 0 and message in done.stderr
-
-

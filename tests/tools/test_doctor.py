@@ -187,14 +187,20 @@ def test_a_list_for_people_and_one_for_programs() -> None:
 
 
 def test_what_a_gpu_server_would_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_diffkv.kernels.decode_attention import cuda
     from sglang_diffkv.ops.ragged import RaggedPrefill
     from sglang_diffkv.srt.doctor import _kernels
 
     monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "")
+    monkeypatch.setattr(cuda, "missing", lambda: "there is no GPU")
     assert _kernels(DiffKVConfig(), on_gpu=True).startswith("Triton; new tokens attend among themselves by FlashInfer")
-    assert _kernels(DiffKVConfig(prefill="triton"), on_gpu=True).endswith("by Triton")
+    decode = "; decode steps attend by Triton (there is no GPU)"
+    assert _kernels(DiffKVConfig(prefill="triton"), on_gpu=True).endswith(f"by Triton{decode}")
     monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "FlashInfer is not installed")
-    assert _kernels(DiffKVConfig(), on_gpu=True).endswith("by Triton (FlashInfer is not installed)")
+    assert _kernels(DiffKVConfig(), on_gpu=True).endswith(f"by Triton (FlashInfer is not installed){decode}")
+    assert _kernels(DiffKVConfig(decode="triton"), on_gpu=True).endswith("attend by Triton")
+    with pytest.raises(UnsupportedError, match='"decode": "cuda": there is no GPU; set "decode" to "triton"'):
+        _kernels(DiffKVConfig(decode="cuda"), on_gpu=True)
     with pytest.raises(UnsupportedError, match='set "prefill" to "triton" or "auto"'):
         _kernels(DiffKVConfig(prefill="flashinfer"), on_gpu=True)
 
