@@ -17,9 +17,9 @@ POISON = 0xFF
 RUNNER = """
 static Arguments given;
 static void body() {{ {name}(given); }}
-extern "C" void run(const Arguments* arguments, int programs, int poison) {{
+extern "C" void run(const Arguments* arguments, int programs, int shared, int poison) {{
     given = *arguments;
-    warp::run(programs, body, poison);
+    warp::run(programs, body, shared, poison);
 }}
 """
 
@@ -49,4 +49,4 @@ class HostKernel:
 
     def launch(self, programs: int, arguments: ctypes.Structure, shared_bytes: int, early: bool) -> None:
         assert shared_bytes <= 228 << 10
-        self._run(ctypes.byref(arguments), programs, POISON)
+        self._run(ctypes.byref(arguments), programs, shared_bytes, POISON)

@@ -1,6 +1,7 @@
 // The names of ``warp.cuh`` for a host compiler: the lanes of a warp are coroutines which run one after the other from
 // one operation of the whole warp to the next. Lanes that meet in different operations end the process.
 #pragma once
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -53,7 +54,7 @@ static ucontext_t scheduler, lanes[LANES];
 static Slot slots[2][LANES];
 static int current, program, turn[LANES];
 static bool ended[LANES];
-alignas(1024) static char memory[256 << 10];
+static char* memory;  // ends where nothing may be read
 
 static void fail(const char* what) {
     fprintf(stderr, "warp_host: %s (program %d, lane %d)\n", what, program, current);
@@ -186,13 +187,17 @@ static void lane_main() {
     ended[current] = true;
     swapcontext(&lanes[current], &scheduler);
 }
-// Runs ``programs`` blocks of a warp each, shared memory filled with ``poison`` before each.
-static void run(int programs, void (*kernel)(), int poison) {
+// Runs ``programs`` blocks of a warp each, with so many bytes of shared memory, filled with ``poison`` before each.
+static void run(int programs, void (*kernel)(), int shared, int poison) {
+    constexpr size_t ROOM = 256 << 10;
+    static char* room = (char*)mmap(nullptr, 2 * ROOM, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(room, ROOM, PROT_READ | PROT_WRITE);
+    memory = room + ROOM - (shared + 127) / 128 * 128;
     constexpr size_t STACK = 256 << 10;
     static std::vector<char> stacks(STACK * LANES);
     body = kernel;
     for (program = 0; program < programs; program++) {
-        memset(memory, poison, sizeof(memory));
+        memset(memory, poison, shared);
         for (current = 0; current < LANES; current++) {
             turn[current] = 0;
             ended[current] = false;

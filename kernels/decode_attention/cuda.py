@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace
 
 SOURCE = Path(__file__).parent / "split.cu"
-STAGE_PADDING = 64
-"""Bytes behind a page in shared memory that its last 16 slots may reach into."""
 STAGE_ALIGN = 128
+"""Bytes at whose multiples pages lie in shared memory."""
+SLOTS_AT_ONCE = 16
+"""Slots of a page that are read together."""
 HELD_BYTES = 16 + 8
 """Of a page in shared memory beside itself: where it belongs, and the barrier that its copy counts on."""
 RESERVED_SHARED = 1024
@@ -66,8 +67,20 @@ def page_slots(layout: TierLayout) -> int:
 
 
 def stage_bytes(fmt: PageFormat) -> int:
-    """Shared memory of a page that is on its way or attended to."""
-    return -(-(fmt.page_bytes + STAGE_PADDING) // STAGE_ALIGN) * STAGE_ALIGN
+    """Shared memory of a page that is on its way or attended to: with what its last slots, read together with others that
+    it does not have, reach into behind it."""
+    least = max(fmt.page_bytes, *map(read_bytes, fmt.layouts))
+    return -(-least // STAGE_ALIGN) * STAGE_ALIGN
+
+
+def read_bytes(layout: TierLayout) -> int:
+    """End of the slots of a page that are read."""
+    slots = -(-layout.tokens // SLOTS_AT_ONCE) * SLOTS_AT_ONCE
+    fields = (
+        (layout.key_offset, layout.key_bytes), (layout.value_offset, layout.value_bytes),
+        (layout.key_meta_offset, 4), (layout.value_meta_offset, 4), (layout.position_offset, layout.position_bytes),
+    )  # fmt: skip
+    return max(offset + slots * size for offset, size in fields)
 
 
 def shared_bytes(fmt: PageFormat, stages: int) -> int:
