@@ -67,8 +67,8 @@ def page_slots(layout: TierLayout) -> int:
 
 
 def stage_bytes(fmt: PageFormat) -> int:
-    """Shared memory of a page that is on its way or attended to: with what its last slots, read together with others that
-    it does not have, reach into behind it."""
+    """Shared memory of a page that is on its way or attended to: with what its last slots, read together with others
+    that it does not have, reach into behind it."""
     least = max(fmt.page_bytes, *map(read_bytes, fmt.layouts))
     return -(-least // STAGE_ALIGN) * STAGE_ALIGN
 

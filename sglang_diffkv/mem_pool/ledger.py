@@ -223,12 +223,14 @@ class PageLedger:
 
     def report(self) -> dict[str, float]:
         """For ``/server_info``: what is set aside now, in pages, and the growth estimate."""
+        pressure = self.manager.pressure
         return {
             "price": self.growth_estimate(),
             "headroom_pages": self.manager.counts.headroom_bound(),
             "promised_pages": self.promised_pages(),
             "compacted_between_chunks": self.compacted,
             "waited": self.waited,
+            **({} if pressure is None else {"compressed_under_pressure": pressure.compressions}),
             **({} if self.manager.running is None else self.manager.running.report()),
         }
 

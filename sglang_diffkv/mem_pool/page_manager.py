@@ -22,6 +22,7 @@ from sglang_diffkv.kernels.count_rows.reference import DEMAND
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
+from sglang_diffkv.mem_pool.pressure import Pressure
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.rows import RequestRows
@@ -76,6 +77,9 @@ class PageManager:
         if host_pages:
             self.saved = SavedRows(self.device, self.rows, self.counts, self.segments, host_pages)
         self.running = self._running_budgets(self.q_heads)
+        self.pressure: Pressure | None = None
+        if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
+            self.pressure = Pressure(self.device, self.rows, self.counts, rule)
 
     def _running_budgets(self, q_heads: int) -> RunningBudgets | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}
@@ -232,6 +236,8 @@ class PageManager:
         """Drop all that a request's row refers to."""
         if self.running is not None:
             self.running.forget(row)
+        if self.pressure is not None:
+            self.pressure.forget(row)
         self.prompts.forget(row)
         self.device.release(row)
         self.counts.forget(row)

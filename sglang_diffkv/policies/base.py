@@ -266,6 +266,12 @@ class Policy:
         return None
 
     @property
+    def under_pressure(self) -> Policy | None:
+        """The rule by which running requests' own tokens are compressed once more before one of them is retracted; None
+        for none."""
+        return None
+
+    @property
     def running(self) -> Running | None:
         """When a running request is judged again; None: never. Generation steps then keep no scores up."""
         return None

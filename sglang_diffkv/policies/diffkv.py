@@ -54,7 +54,8 @@ class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
     ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
-    ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes.
+    ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes. ``pressure_window``: the window
+    that is left to running requests before one is retracted, None for no other.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
@@ -68,6 +69,15 @@ class DiffKVPolicy(Policy):
     head_scale: HeadValues | None = field(default=None, repr=False)
     alpha_between: tuple[float, ...] = ()
     observe_every: int = 1
+    pressure_window: int | None = None
+
+    @property
+    def under_pressure(self) -> DiffKVPolicy | None:
+        """The same with a smaller window."""
+        smaller = self.pressure_window
+        if smaller is None or smaller >= self.window or not self.alpha_high:
+            return None
+        return replace(self, window=smaller, pressure_window=None)
 
     @property
     def observation(self) -> Observation:
@@ -131,6 +141,13 @@ class DiffKVPolicyConfig(PolicyOptions):
         description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it; by "
         f"default each {EVERY}th, or as many as the window has tokens if these are fewer",
     )
+    pressure_window: int | None = Field(
+        default=64,
+        ge=1,
+        le=4096,
+        description="a smaller window, to which the replies of running requests are compressed once more, before one "
+        "of them is retracted for want of pages; null: never",
+    )
     head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
         default=None, min_length=1, description="[layers][KV heads] factors of all thresholds"
     )
@@ -183,4 +200,7 @@ class DiffKVPolicyConfig(PolicyOptions):
     def build(self) -> DiffKVPolicy:
         rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
         every = self.observe_every or min(EVERY, self.window)
-        return DiffKVPolicy(*rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=every)
+        return DiffKVPolicy(
+            *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=every,
+            pressure_window=self.pressure_window,
+        )  # fmt: skip

@@ -173,6 +173,15 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     return result
 
 
+def check_decode_mem(original: Any, self: Any, selected_indices: Any = None) -> bool:
+    """Whether the next step fits. Before requests are retracted, running ones give up bytes."""
+    fits: bool = original(self, selected_indices)
+    requests = requests_of(self)
+    if fits or requests is None or selected_indices is not None or not requests.relieve(self.reqs):
+        return fits
+    return bool(original(self, selected_indices))
+
+
 def free_row(original: Any, self: Any, req: Any) -> Any:
     """A request leaves its row: on finish, abort and retraction alike."""
     allocator = getattr(self, "diffkv_allocator", None)
@@ -356,6 +365,7 @@ HOOKS = {
     BATCH + "prepare_for_extend": prepare_for_extend,
     SRT + "model_executor.model_runner.ModelRunner.forward": forward,
     BATCH + "prepare_for_decode": prepare_for_decode,
+    BATCH + "check_decode_mem": check_decode_mem,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
     SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,

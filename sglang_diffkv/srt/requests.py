@@ -89,6 +89,8 @@ class Requests:
         self.tree: DiffKVPrefixCache | None = None
         self.retracted: Retracted | None = None
         """Who keeps retracted requests in host memory; None where they are computed again."""
+        self.relieved = False
+        """Whether running requests ever gave up bytes."""
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
         budgets = self.manager.running
@@ -290,6 +292,21 @@ class Requests:
         if tree is not None and sum(wanted.values()) > self.ledger.kv_slots_free():
             tree.evict_kv_slots(sum(wanted.values()))
         return {rows[row]: reason for row, reason in found.items()}
+
+    def relieve(self, reqs: list[Any]) -> bool:
+        """The next token of each request does not fit. Whether any of them has given up bytes."""
+        pressure = self.manager.pressure
+        if pressure is None:
+            return False
+        rows = (compat.row_of(req) for req in reqs if not req.finished())
+        relieved = bool(pressure.relieve(row for row in rows if row is not None))
+        if relieved and not self.relieved:
+            logger.info(
+                "DiffKV: the pool is full: running requests are compressed once more, with a window of %d, before one "
+                'is retracted ("pressure_window")', pressure.rule.window,
+            )  # fmt: skip
+        self.relieved = self.relieved or relieved
+        return relieved
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
         """The next pass computes one token of each request, at positions ``starts``."""

@@ -45,13 +45,16 @@ class PageManagerMachine(RuleBasedStateMachine):
     )
     def start(self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, seed):
         between = alphas[1 : max(len(tiers) - 1, 1)]
-        policy = DiffKVPolicy(alphas[0], alphas[-1], window, sinks, horizon, alpha_between=between)
+        rule = (alphas[0], alphas[-1], window, sinks, horizon)
+        policy = DiffKVPolicy(*rule, alpha_between=between, pressure_window=max(window // 2, 1))
         manager = make_manager(
             make_format(tiers, page_tokens=page_tokens),
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,
             max_tokens=LONGEST, loose_bounds=self.loose_bounds, blocks=blocks,
         )  # fmt: skip
         manager.prompts.share_min_tokens = seal_from
+        if manager.pressure is not None:
+            manager.pressure.least_growth = 1
         self.model = Model(manager, policy, seed)
         self.manager, self.state, self.session = manager, manager.state, self.model.session
 
@@ -153,6 +156,20 @@ class PageManagerMachine(RuleBasedStateMachine):
             assert before - self.manager.device.free_pages() <= safe
             self.model.check(frozen, rows)
         return None
+
+    @rule(data=st.data())
+    def relieve(self, data):
+        """The pool is full: some requests are compressed once more."""
+        pressure = self.manager.pressure
+        if pressure is None or not self.model.decoding():
+            return self.progress(data)
+        rows = data.draw(st.lists(st.sampled_from(self.model.decoding()), min_size=1, unique=True))
+        seen = {row: visible(self.state, row) for row in rows}
+        frozen = self.model.freeze(rows)
+        for row in pressure.relieve(rows):
+            event("relieved")
+            self.model.rows[row].end_prompt(seen[row], pressure.rule, self.model.tiers)
+        return self.model.check(frozen, rows)
 
     # Ownership
 

@@ -117,6 +117,23 @@ def test_long_prompts_are_compacted_between_chunks(server: Server) -> None:
     assert stats_of(server)["admission"]["promised_pages"] == 0
 
 
+def test_running_requests_give_up_bytes_before_one_is_retracted(server_of: Callable[..., Server]) -> None:
+    """Replies that outgrow the pool by what their windows hold: with a smaller window all of them fit."""
+    args = ("--max-total-tokens", "800", *TIGHT[2:])
+    kept = {}
+    for smaller in (16, 240):
+        policy = {"name": "diffkv", "alpha_high": 50.0, "window": 240, "pressure_window": smaller}
+        server = server_of("diffkv", args, config={"policy": policy}, env=STRICT)
+        _ask_all(server, [40] * 3, 340)
+        stats = stats_of(server)
+        assert stats["faults"] == 0
+        assert (stats["admission"].get("compressed_under_pressure", 0) > 0) == (smaller < 240)
+        assert ("running requests are compressed once more" in server.log_text()) == (smaller < 240)
+        kept[smaller] = stats["retracted"]["kept"]
+        check_idle(server)
+    assert kept[240] > kept[16], kept
+
+
 @pytest.mark.parametrize("config", [pytest.param(LOSSLESS, marks=pytest.mark.full), COMPRESSED], ids=str)
 def test_a_prompt_that_needs_the_pool_gets_it_from_its_own_prefix(
     config: dict[str, Any], server_of: Callable[..., Server]

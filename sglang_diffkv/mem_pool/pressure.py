@@ -1,0 +1,85 @@
+"""Running requests give up bytes before one of them is retracted: what is theirs alone is compressed once more, by a
+stricter rule of the policy (``Policy.under_pressure``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from sglang_diffkv.mem_pool.counts import PageCounts
+from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.rows import RequestRows
+from sglang_diffkv.mem_pool.table_space import TableFull
+from sglang_diffkv.policies.base import Policy
+
+LEAST_GROWTH = 64
+
+
+class Pressure:
+    """What running requests give up.
+
+    Attributes:
+        rule: by which they are compressed. compressions: of requests, so far. least_growth: tokens that a request has
+            generated since it was compressed so, for it to be worth while again.
+    """
+
+    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts, rule: Policy):
+        self.device, self.rows, self.counts, self.rule = device, rows, counts, rule
+        self.compressions, self.least_growth = 0, LEAST_GROWTH
+        self._done_at: dict[int, int] = {}  # row -> its length when it was last compressed so
+
+    def relieve(self, rows: Iterable[int]) -> list[int]:
+        """Compress those of ``rows`` that have grown since they last were, some at a time: each borrows pages. Behind
+        all that is launched; waits for the device. Returns those that were compressed."""
+        due = [row for row in rows if self._is_due(row)]
+        done: list[int] = []
+        while due and (fitting := self._fitting()) > 0:
+            some = [row for row in due[:fitting] if self._has_table_room(row)]
+            self._compress(some)
+            done += some
+            due = due[fitting:]
+        if done:
+            self.counts.settle()
+        return done
+
+    def _is_due(self, row: int) -> bool:
+        if row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
+            return False
+        begun = max(self.rows.shared(row), self._done_at.get(row, 0))
+        return self.rows.length(row) - begun >= self.rule.window + self.least_growth
+
+    def _lent(self) -> int:
+        """Pages that a row's compression borrows."""
+        return self.device.geometry.heads * (len(self.device.fmt.tiers) - 1)
+
+    def _fitting(self) -> int:
+        """Rows for which there are certainly pages. No step is in flight once the counts are settled, so what steps may
+        take can be lent: it is back, but for a page of a head at most, before the next one is asked for its room."""
+        self.counts.settle()
+        return self.counts.free() // self._lent() if self.counts.upcoming is None else 0
+
+    def _has_table_room(self, row: int) -> bool:
+        """Make room in the page table for the tokens that may go down; False if there is none."""
+        space = self.device.space
+        own = self.rows.length(row) - self.rows.shared(row)
+        lower = (n + 1 for n in space.dense_entries(own)[1:])
+        try:
+            space.extend(row, (0, *lower))
+        except TableFull:
+            return False
+        return True
+
+    def _compress(self, rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        with self.device.launching():
+            ends = [(row, self.rows.length(row)) for row in rows]
+            self.device.ops.compact_prompts(self.device.state, ends, self.rule)
+        for row in rows:
+            self.counts.record(-self._lent())
+            self.counts.touch(row, decoded=True)
+            self._done_at[row] = self.rows.length(row)
+        self.compressions += len(rows)
+
+    def forget(self, row: int) -> None:
+        """The row is released."""
+        self._done_at.pop(row, None)
