@@ -168,7 +168,7 @@ class RunningBudgets:
         if grown > free:
             pages -= (free - grown) // page
         free = (free - grown) % page if self._one_tier else 0
-        if not self._one_tier and (counted := int(self.counts.private[row]) // self.device.geometry.heads):
+        if not self._one_tier and (counted := -(-int(self.counts.private[row]) // self.device.geometry.heads)):
             pages = counted
             if known.judged and not published:
                 kept = min(kept, counted - grown // page)
