@@ -12,6 +12,7 @@ import torch
 from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.policies.base import Policy, Redundancy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
@@ -39,8 +40,8 @@ class PruningMachine(TreeMachine):
     """What a head keeps of a prompt is never stored twice, and the newest token always is. What runs beside the passes
     runs as late as it may."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__(ranks)
         run_late(self.manager.device)
 
     def decoding(self) -> list[Any]:
