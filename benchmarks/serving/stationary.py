@@ -7,7 +7,9 @@ always wait. After ``--settle`` seconds, tokens are counted for ``--seconds``, a
 requests are aborted. Example:
 
     python -m benchmarks.serving.stationary --geometry llama3-8b --kv-gib 8 --backends fa3:bf16 fa3:fp8_e4m3 \\
-        --diffkv 'zipage={"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 8}}' --output-tokens 8192
+        --diffkv 'zipage={"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 8}}' \\
+        --diffkv 'beside={"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 8, "asynchronous": true}}' \\
+        --output-tokens 8192
 
 NAME.json, NAME.md and a chart of running requests in the output folder. Exit code 1 if a server failed.
 """

@@ -19,7 +19,9 @@ PROGRAMS = 8
 TILE = 64
 """Tokens of a side of a tile of cosines."""
 SCRATCH_BYTES = 64 << 20
-"""Of unit keys: layers are taken together as far as this goes."""
+"""Of what the layers that are taken together need: unit keys, and places by position."""
+PLACE_BYTES = 24
+"""Of a position of a head, at most, while its places are made and its sum is found."""
 
 
 @triton.jit(
@@ -121,12 +123,12 @@ def redundancy(
     fmt, most = state.fmt, max(min(length if most is None else most, length), 1)
     assert (layers, heads) == (state.num_layers, state.num_heads) and out.shape == values.shape
     assert values.dtype == out.dtype == torch.float32 and values.is_contiguous() and out.is_contiguous()
-    compared = ~values.isnan()
-    counts = compared.sum(2).clamp_(max=most)
-    rank = torch.where(compared, compared.cumsum(2, dtype=torch.int32) - 1, -1)
+    counts = length - values.isnan().sum(2)
+    counts.clamp_(max=most)
     dim, device = dot_padded(fmt.head_dim), values.device
     kind, dot = (torch.float32, tl.float32) if INTERPRETED else (torch.float16, tl.float16)
-    together = max(1, min(layers, SCRATCH_BYTES // (heads * most * dim * kind.itemsize)))
+    of_layer = heads * (most * dim * kind.itemsize + length * PLACE_BYTES)
+    together = max(1, min(layers, SCRATCH_BYTES // of_layer))
     unit = torch.empty(together * heads, most, dim, dtype=kind, device=device)
     last = torch.empty(together * heads, most, dtype=torch.int32, device=device)
     sums = torch.empty(together * heads, most, device=device)
@@ -134,7 +136,8 @@ def redundancy(
     names = ("TOKENS", "KB", "KEYS", "KMETA", "SCORES", "POSITIONS")
     for first in range(0, layers, together):
         some = min(together, layers - first)
-        places, number = rank[first : first + some].contiguous(), counts[first : first + some].contiguous()
+        number, compared = counts[first : first + some].contiguous(), ~values[first : first + some].isnan()
+        places = torch.where(compared, compared.cumsum(2, dtype=torch.int32) - 1, -1)
         for row, lo, hi in parts:
             for tier, layout in enumerate(fmt.layouts):
                 every = layout_constants(layout)

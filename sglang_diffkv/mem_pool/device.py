@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -16,12 +17,26 @@ from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops.base import Ops
 from sglang_diffkv.policies.base import Policy
 
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Beside(Generic[Result]):
+    """What was launched beside the forward passes, and its result.
+
+    Attributes:
+        end: marks the end of its kernels; None where they have ended.
+    """
+
+    result: Result
+    end: torch.cuda.Event | None
+
 
 class PageDevice:
     """The device state of a server, the ops that change it, and the host's side of the page table.
 
     All calls are made by one thread and take effect in call order: they launch on one stream, and none waits for it
-    except where its docstring says so.
+    except where its docstring says so. ``launch_beside`` alone takes another.
 
     Attributes:
         space: table blocks of every row. stream: where forward passes run; None for the current stream.
@@ -31,6 +46,7 @@ class PageDevice:
         self.geometry, self.fmt, self.state, self.ops = geometry, geometry.fmt, state, ops
         self.space = TableSpace(state)
         self.stream: torch.cuda.Stream | None = None
+        self._beside: torch.cuda.Stream | None = None
 
     def to_device(self, numbers: Any) -> torch.Tensor:
         """[n] int64 on the device, without waiting for it."""
@@ -48,6 +64,31 @@ class PageDevice:
         with torch.cuda.stream(self.stream):
             self.space.flush()
             yield
+
+    def launch_beside(self, launch: Callable[[], Result]) -> Beside[Result]:
+        """Launch kernels on a stream of their own: behind all that is launched so far, and beside what comes next,
+        which must not write what they read until ``join``. On a CPU they run at once.
+
+        What PyTorch allocates for them is used again by the next ones only, and these come behind all that was launched
+        before them, what read the result of the last ones included.
+        """
+        with self.launching():
+            if not self.state.pages.is_cuda:
+                return Beside(launch(), None)
+            forward = torch.cuda.current_stream()
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self.state.device)
+        self._beside.wait_stream(forward)
+        with torch.cuda.stream(self._beside):
+            result = launch()
+        return Beside(result, self._beside.record_event())
+
+    def join(self, beside: Beside[Result]) -> Result:
+        """What is launched from now on comes behind ``beside``. The host does not wait."""
+        if beside.end is not None:
+            with self.launching():
+                torch.cuda.current_stream().wait_event(beside.end)
+        return beside.result
 
     def attach(self, row: int, segment: Segment, lo: int, hi: int) -> None:
         """Append references to a segment's pages to a row's table. Raises TableFull, changing nothing."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD
 
 DELAY = 2 * LOOKAHEAD
-"""Steps by which a compression, or the end of a request, may be seen later than when it is due."""
+"""Steps of ``Saw.late`` where requests are compressed behind the step that brings them to their limit."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -31,6 +31,7 @@ class Saw:
         period: tokens between two compressions. free: tokens that a request's pages take yet behind one.
         page: tokens of a page. copy: pages that each compression but the first takes for the moment.
         slots: requests that may be about to be compressed at once; queries: steps that each of them takes.
+        late: steps by which a compression, or the end of a request, may be seen later than when it is due.
     """
 
     period: int
@@ -39,6 +40,7 @@ class Saw:
     copy: int
     slots: int
     queries: int
+    late: int = DELAY
 
 
 class Outlook(NamedTuple):
@@ -89,7 +91,7 @@ def peak_growth(saw: Saw, requests: Sequence[Outlook]) -> int:
     happens = compressed[:, None] & (at < found.left[:, None]) & (at <= last)
     lead = saw.queries + LOOKAHEAD
     waiting = max(int(_level(at[happens] - lead, at[happens] + 1, last).max()) - saw.slots, 0)
-    delay = min(DELAY + -(-waiting // saw.slots) * saw.queries, saw.period - 1)
+    delay = min(saw.late + -(-waiting // saw.slots) * saw.queries, saw.period - 1)
     last += delay + 1
     total = _held(saw, found, compressed, at, happens & (at + delay < found.left[:, None]), delay, last)
     total += _copied(saw, found, at, happens, lead, delay, last)

@@ -2,19 +2,27 @@
 
 A request's newest queries are kept (*query slot*) from shortly before it reaches its limit. All decisions follow from
 lengths, which the host knows: nothing waits for the device, and ranks agree.
+
+A row may be judged *beside* the next pass (``judge_beside``), on a stream of its own. Meanwhile it is in no decode
+step, so nothing writes what is read: its pages, its part of the page table and its query slot are its own, and pages
+that others hold for it are immutable and stay while it refers to them. What is written is memory that nothing else
+uses. All that changes pages, tables or counts (``compress``, or a release) is launched in order with the passes as
+ever, behind the judgement's end: so no page is free, and no query slot another's, before it was read. Whether and when
+does not depend on how long the device takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
-from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, rows_of
-from sglang_diffkv.mem_pool.joint_growth import Outlook, Saw
+from sglang_diffkv.mem_pool.joint_growth import DELAY, Outlook, Saw
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.query_cache import QueryCache
@@ -22,7 +30,7 @@ from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
-from sglang_diffkv.ops.decisions import Judgement
+from sglang_diffkv.ops.decisions import ALIGNED, Judgement
 from sglang_diffkv.policies.base import Policy, Running, TopCount
 
 
@@ -74,7 +82,8 @@ class RunningBudgets:
     Attributes:
         scaling: of the model's layers, all alike. copies: whether rows may have to move to be compressed.
         exact_prefixes: whether the prefix cache keeps all of a prompt's tokens.
-        compressions: so far. waited: steps that rows at their limit waited for a query slot or for pages.
+        compressions: so far; beside: those of them that were judged so. waited: steps that rows at their limit waited
+            for a query slot or for pages.
     """
 
     def __init__(
@@ -95,18 +104,21 @@ class RunningBudgets:
         self.cache, self.scaling = cache, scaling
         self.copies = len(device.fmt.tiers) > 1
         self.exact_prefixes = False
-        self.compressions = self.waited = 0
+        self.compressions = self.beside = self.waited = 0
         self._one_tier, self._page = len(device.fmt.tiers) == 1, device.fmt.high.tokens
         high = policy.prompt.high if isinstance(policy.prompt, TopCount) and not self._one_tier else None
         self._high = high.tokens if high is not None and isinstance(high.tokens, int) else None
         self._kept = self._pages_of(self.rule.keep)
         free, copy = (0, self.copy_pages // device.geometry.heads) if self.copies else (-self.rule.keep % self._page, 0)
         sizes = {"free": free, "page": self._page, "copy": copy, "slots": cache.slots, "queries": self.rule.queries}
+        sizes["late"] = DELAY + self.rule.asynchronous
         self.saw = Saw(self.rule.limit - self.rule.keep, **sizes)
         """How rows go on that hold their budget."""
         self._rows: dict[int, Budgeted] = {}
         self._about: set[int] = set()  # rows that have a query slot
         self._free = list(range(cache.slots - 1, -1, -1))
+        self._judged: dict[int, tuple[int, Beside[Judgement]]] = {}  # row -> its length, and what was judged
+        self._positions = 0  # of the memory for these, in use
 
     # What rows hold
 
@@ -168,7 +180,7 @@ class RunningBudgets:
         if grown > free:
             pages -= (free - grown) // page
         free = (free - grown) % page if self._one_tier else 0
-        if not self._one_tier and (counted := int(self.counts.private[row]) // self.device.geometry.heads):
+        if not self._one_tier and (counted := -(-int(self.counts.private[row]) // self.device.geometry.heads)):
             pages = counted
             if known.judged and not published:
                 kept = min(kept, counted - grown // page)
@@ -234,10 +246,60 @@ class RunningBudgets:
         space = self.device.space
         return blocks_of(space.bound(row)) + blocks_of(space.dense_entries(self.rule.keep))
 
+    def take_memory(self) -> None:
+        """At start, with no rows: judge nothing beside the passes, at the longest length, so that what PyTorch keeps
+        for judgements there is taken now and not while requests run."""
+        if not self.rule.asynchronous:
+            return
+        device, longest = self.device, self.device.geometry.max_tokens
+        judge = partial(
+            device.ops.judge_running,
+            device.state, 1, longest, self.policy, self.cache.queries[0], self.scaling,
+            first=False, most=min(longest, self.rule.limit + 2 * self._page), beside=0,
+        )  # fmt: skip
+        device.join(device.launch_beside(judge))
+
+    def judge_beside(self, row: int) -> bool:
+        """Judge all that a row holds, which must not change until it is compressed or the judgement is dropped, beside
+        what is launched next. Between steps. False, doing nothing, if the memory for that is taken by others."""
+        length = self.rows.length(row)
+        if self._positions + length > self.device.geometry.max_tokens:
+            return False
+        self._judged[row] = length, self.device.launch_beside(self._judging(row, self._positions))
+        self._positions += -(-length // ALIGNED) * ALIGNED
+        return True
+
+    def drop_judgement(self, row: int) -> Judgement | None:
+        """What is launched from now on may change the row. Returns what it was judged beside the passes, if it was."""
+        found = self._judged.pop(row, None)
+        if not self._judged:
+            self._positions = 0
+        return None if found is None else self.device.join(found[1])
+
+    def _judging(self, row: int, beside: int | None) -> Callable[[], Judgement]:
+        """What launches the judgement of a row, in the memory for those beside passes from position ``beside`` on."""
+        device, known, length = self.device, self._rows[row], self.rows.length(row)
+        assert known.slot is not None
+        return partial(
+            device.ops.judge_running,
+            device.state, row, length, self.policy, self.cache.queries[known.slot], self.scaling,
+            first=not known.judged, most=min(length, device.space.most_tokens(row)), beside=beside,
+        )  # fmt: skip
+
+    def _judgement(self, row: int) -> Judgement:
+        """Of a row that is compressed now."""
+        judgement = self.drop_judgement(row)
+        if judgement is not None:
+            assert judgement.scores.shape[2] == self.rows.length(row), "a row grew while it was judged"
+            self.beside += 1
+            return judgement
+        with self.device.launching():
+            return self._judging(row, None)()
+
     def compress(self, row: int, path: Path) -> bool:
-        """All that a row holds is judged and what stays moves together: in its own pages, which in one tier take in
-        what others hold for it too, or in new ones. Then it holds nothing of the prefix cache any more. Between steps;
-        the caller has made sure of ``pages_to_compress`` and ``copy_blocks``.
+        """All that a row holds is judged, if it was not, and what stays moves together: in its own pages, which in one
+        tier take in what others hold for it too, or in new ones. Then it holds nothing of the prefix cache any more.
+        Between steps; the caller has made sure of ``pages_to_compress`` and ``copy_blocks``.
 
         Args:
             path: what the prefix cache holds of the row's tokens.
@@ -245,17 +307,12 @@ class RunningBudgets:
         Returns False, changing nothing, if no segment row or table block is left.
         """
         device, known, length = self.device, self._rows[row], self.rows.length(row)
-        assert known.slot is not None
         alone, pages = self.alone(row), self.pages_to_compress(row)
         old = None if alone else self.segments.take_row(device.space.bound(row))
         if old is None and not alone:
             self.waited += 1
             return False
-        with device.launching():
-            judgement = device.ops.judge_running(
-                device.state, row, length, self.policy, self.cache.queries[known.slot], self.scaling,
-                first=not known.judged, most=min(length, device.space.most_tokens(row)),
-            )  # fmt: skip
+        judgement = self._judgement(row)
         if self._one_tier:
             self._gather(row, old, length, judgement)
             self.counts.record(-pages)
@@ -299,6 +356,7 @@ class RunningBudgets:
 
     def forget(self, row: int) -> None:
         """The row is released."""
+        self.drop_judgement(row)
         known = self._rows.pop(row, None)
         if known is not None:
             self._return_slot(row, known)
@@ -316,11 +374,13 @@ class RunningBudgets:
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
-        return {"budget_compressions": self.compressions, "budget_waited_steps": self.waited}
+        found = {"budget_compressions": self.compressions, "budget_waited_steps": self.waited}
+        return {**found, "budget_judged_beside": self.beside} if self.rule.asynchronous else found
 
     def digest(self) -> list[Sequence[int]]:
         """All that ranks have to agree on."""
-        return [(row, x.held, x.at, -1 if x.slot is None else x.slot) for row, x in self._rows.items()]
+        rows = [(row, x.held, x.at, -1 if x.slot is None else x.slot) for row, x in self._rows.items()]
+        return [*rows, [*self._judged]]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless query slots have one holder each, on the host and on the device, and no row of
@@ -332,6 +392,9 @@ class RunningBudgets:
         assert all(found[row] == slot for slot, row in taken.items()), "the device does not know of a query slot"
         assert all(row in self.rows for row in self._rows), "a row that was released has a budget"
         assert self._about == set(taken.values()), "rows with a query slot miscounted"
+        for row, (length, _) in self._judged.items():
+            assert row in self._about and length == self.rows.length(row), f"row {row} changed while it was judged"
+        assert self._judged or not self._positions, "memory of judgements is lost"
         tokens = self.device.state.own_tokens
         for row in self._rows:
             if not self.rows.shared(row) and self.rows.sealed(row) is None:

@@ -256,8 +256,10 @@ class Ops(Protocol):
         *,
         first: bool,
         most: int,
+        beside: int | None = None,
     ) -> Judgement:
-        """As ``Decisions.of_running``."""
+        """As ``Decisions.of_running``; with ``beside`` in the memory for judgements beside forward passes, from this
+        position on."""
         ...
 
     def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -88,7 +88,7 @@ class Judgement:
     """Of all tokens that a running request holds."""
 
     cuts: Cuts
-    scores: torch.Tensor  # [L, H, n] float32 by position, NaN where there is no token; overwritten by the next one
+    scores: torch.Tensor  # [L, H, n] float32 by position, NaN where there is no token; the next one there overwrites it
 
 
 @dataclass
@@ -96,13 +96,15 @@ class Decisions:
     """Cuts of policies on one device.
 
     ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed, judged by layer
-    or lowered, a third where running requests are judged; None to take it from PyTorch each time. Cuts that do not
-    change are made once, so that CUDA graphs may hold them. ``ranks`` have a layer's heads between them; ``exchanged``:
+    or lowered, a third where running requests are judged; None to take it from PyTorch each time. ``second``: as much
+    for running requests that are judged beside forward passes, which use the first. Cuts that do not change are made
+    once, so that CUDA graphs may hold them. ``ranks`` have a layer's heads between them; ``exchanged``:
     [2 * cells of a layer] for what they exchange.
     """
 
     kernels: WholeHeadKernels = REFERENCE
     memory: torch.Tensor | None = None
+    second: torch.Tensor | None = None
     ranks: Ranks = field(default_factory=Ranks)
     exchanged: torch.Tensor | None = None
     pointwise: dict[object, Selected] = field(default_factory=dict)  # (rule, shape) -> high and low, [L, H] float32
@@ -122,6 +124,8 @@ class Decisions:
             rooms = 2 if rule.smooth > 1 or isinstance(rule, AcrossLayers) or lowered else 1
             rooms = rooms if policy.running is None else 3
             decisions.memory = torch.empty(rooms, cells, device=state.device)
+            if policy.running is not None and policy.running.asynchronous:
+                decisions.second = torch.empty(rooms, cells, device=state.device)
             for budget in (getattr(rule, name, None) for name in ("budget", "high")):
                 if isinstance(budget, Budget):
                     decisions._limits(budget, state)
@@ -129,6 +133,12 @@ class Decisions:
             decisions._pointwise(rule or KEEP.prompt, state, policy)
         decisions.step(state, policy)
         return decisions
+
+    def beside(self, state: PageState, at: int) -> Decisions:
+        """The same in the second memory, of which positions from ``at`` on, a multiple of ``ALIGNED``, are free."""
+        if self.second is None:
+            return self
+        return replace(self, memory=self.second[:, at * state.num_layers * state.num_heads :])
 
     def use_ranks(self, ranks: Ranks, state: PageState, policy: Policy, max_tokens: int) -> None:
         """Where layers share a size all heads' importance decides, whatever rank they are on."""
@@ -142,7 +152,7 @@ class Decisions:
         tensors += [*self.lasting.values()]
         tensors += [x for budget in self.budgets.values() for x in (budget.tokens, budget.fraction)]
         tensors += [x for pair in self.limits.values() for x in pair if isinstance(x, torch.Tensor)]
-        tensors += [x for x in (self.memory, self.exchanged) if x is not None]
+        tensors += [x for x in (self.memory, self.second, self.exchanged) if x is not None]
         return sum(x.nbytes for x in tensors)
 
     def of_row(self, state: PageState, row: int, seq_len: int, policy: Policy) -> Cuts | None:
@@ -313,7 +323,8 @@ class Decisions:
         top = alike.amax(2, keepdim=True) if alike.shape[2] else alike
         alike.sub_(top.nan_to_num(neginf=0.0)).exp_()
         values.sub_(alike.div_(alike.sum(2, keepdim=True).clamp(min=1e-30)), alpha=rule.weight)
-        least = values.nan_to_num(nan=torch.inf).amin(2, keepdim=True) if values.shape[2] else values
+        torch.nan_to_num(values, nan=torch.inf, out=alike)
+        least = alike.amin(2, keepdim=True) if values.shape[2] else values
         values.sub_(least.nan_to_num(posinf=0.0))
 
     def _select(

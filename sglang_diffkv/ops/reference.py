@@ -194,8 +194,10 @@ class ReferenceOps:
         *,
         first: bool,
         most: int,
+        beside: int | None = None,
     ) -> Judgement:
-        return self.decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first, most=most)
+        decisions = self.decisions if beside is None else self.decisions.beside(state, beside)
+        return decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first, most=most)
 
     def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
         put_scores(state, row, judgement.scores)

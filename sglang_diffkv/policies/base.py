@@ -220,6 +220,7 @@ class Running:
     that judge, each by its attention to the tokens up to its own. The policy's prompt rule says which tokens stay; it
     smooths values the first time only. ``slots``: requests whose queries are kept at the same time, as a share of those
     that may run; the others wait, and hold more meanwhile. ``constrained``: no more run than have their queries kept.
+    ``asynchronous``: a request is judged beside the next pass, and is in no decode step meanwhile.
     """
 
     limit: int
@@ -228,6 +229,7 @@ class Running:
     decay: float
     slots: float = 1.0
     constrained: bool = False
+    asynchronous: bool = False
 
 
 WholeHead = TopCount | TopMass | LeastMass | Across | AcrossLayers

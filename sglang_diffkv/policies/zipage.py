@@ -13,11 +13,12 @@ What differs from the paper:
 - a prompt longer than what is kept is compressed at its end, by its own newest queries, not when its last block is
   full; its scores of then count as a first time;
 - a request has a query slot (the paper's M, ``query_slots``) shortly before it reaches its limit only. One that finds
-  none then is not parked, as under the paper's hybrid scheduling (4.3): it goes on, holds more meanwhile, and is
+  none then does not wait, as under the paper's hybrid scheduling (4.3): it goes on, holds more meanwhile, and is
   compressed when the queries of another are no longer needed. So is one whose shared prefix finds no pages for the copy
   that its first compression makes. With ``scheduling`` "constrained" no more run than have a slot, so none waits;
-- compression is launched between two steps, on their stream, and delays the next one; all layers at once (the paper:
-  beside decoding, 8 layers at a time);
+- compression is launched between two steps, on their stream, and delays the next one; with ``asynchronous`` what takes
+  most of it, judging, runs beside the next pass, and what stays is moved between two steps all the same. All layers at
+  once (the paper: beside decoding, 8 layers at a time);
 - blocks are a unit of the budget only: memory is taken and given back in pages;
 - with two tiers ``high_share`` of what is kept, the largest scores, stays in the high one.
 """
@@ -50,6 +51,7 @@ class ZipagePolicy(Policy):
     redundancy: Redundancy | None = None
     slots: float = 1.0
     constrained: bool = False
+    asynchronous: bool = False
 
     @property
     def observation(self) -> Observation:
@@ -62,7 +64,9 @@ class ZipagePolicy(Policy):
 
     @property
     def running(self) -> Running:
-        return Running(self.limit, self.keep, self.window, self.decay, self.slots, self.constrained)
+        return Running(
+            self.limit, self.keep, self.window, self.decay, self.slots, self.constrained, self.asynchronous
+        )  # fmt: skip
 
 
 class ZipagePolicyConfig(PolicyOptions):
@@ -95,6 +99,9 @@ class ZipagePolicyConfig(PolicyOptions):
         description="requests whose queries are kept at once, of those that fit with their budget; null: a quarter, "
         "all where scheduling is constrained",
     )
+    asynchronous: bool = Field(
+        default=False, description="requests are judged beside the next pass, and left out of it if it is a decode step"
+    )
 
     @field_validator("pool")
     @classmethod
@@ -115,4 +122,6 @@ class ZipagePolicyConfig(PolicyOptions):
         constrained = self.scheduling == "constrained"
         slots = self.query_slots or (1.0 if constrained else HYBRID_SLOTS)
         limit = self.max_blocks * self.block
-        return ZipagePolicy(keep, limit, self.window, high, self.pool, self.decay, redundancy, slots, constrained)
+        return ZipagePolicy(
+            keep, limit, self.window, high, self.pool, self.decay, redundancy, slots, constrained, self.asynchronous
+        )  # fmt: skip

@@ -105,6 +105,8 @@ class DiffKVAttnBackend(AttentionBackend):
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,
             queries=self.decode.queries, sinks=sinks, key_means=self.decode.key_means, drafts=self.manager.drafts,
         )  # fmt: skip
+        if self.manager.running is not None:
+            self.manager.running.take_memory()
 
     # What SGLang's graph runner asks
 

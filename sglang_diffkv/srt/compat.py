@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -356,6 +357,29 @@ def no_prefill(running_batch: Any) -> Any:
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
     return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+
+def part_batch(batch: Any, indices: Sequence[int]) -> Any:
+    """Take the requests at ``indices``, not all, out of a batch that is about to decode. A batch of them, for
+    ``join_batch``; None, changing nothing, where SGLang accumulates penalties, which it has for a batch as a whole."""
+    if batch.sampling_info.penalizer_orchestrator.is_required:
+        return None
+    parted = copy.copy(batch)
+    parted.sampling_info = copy.copy(batch.sampling_info)
+    parted.filter_batch(keep_indices=list(indices))
+    batch.filter_batch(keep_indices=[index for index in range(len(batch.reqs)) if index not in indices])
+    return parted
+
+
+def join_batch(scheduler: Any, parted: Any) -> None:
+    """The requests that were taken out run with all others again."""
+    running = scheduler.running_batch
+    if running.is_empty():
+        parted.sampling_info.penalizer_orchestrator.batch = parted
+        parted.batch_is_full = running.batch_is_full
+        scheduler.running_batch = parted
+    else:
+        running.merge_batch(parted)
 
 
 def release_request(batch: Any, index: int) -> None:

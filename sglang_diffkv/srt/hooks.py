@@ -158,10 +158,12 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Plan the decode step, without the requests that have no room in it."""
+    """Plan the decode step, without the requests that are judged beside it or have no room in it."""
     requests = requests_of(self)
     if requests is None:
         return original(self, *args, **kwargs)
+    if requests.budgets is not None:
+        requests.budgets.leave_out(self)
     refuse_in_decode(self, requests)
     if self.is_empty():
         return None
@@ -262,6 +264,8 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     if requests.manager.drafts and batch.forward_mode.is_decode():
         requests.verified(batch.reqs)
     requests.after_step(batch.reqs)
+    if requests.budgets is not None:
+        requests.budgets.rejoin(self)
     # SGLang by itself looks at its queue again only when a request ends.
     if self.running_batch.batch_is_full and requests.room_for_refused(self):
         self.running_batch.batch_is_full = False

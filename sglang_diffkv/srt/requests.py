@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_diffkv.mem_pool.geometry import Path, path_end, split_path
+from sglang_diffkv.mem_pool.geometry import Path, path_end
 from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.mem_pool.running import RunningBudgets
 from sglang_diffkv.mem_pool.steps import PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.held_budgets import HeldBudgets
 from sglang_diffkv.srt.joint_admission import JointAdmission
 
 if TYPE_CHECKING:
@@ -93,8 +93,9 @@ class Requests:
         """Whether running requests ever gave up bytes."""
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
-        budgets = self.manager.running
-        self.joint = None if budgets is None else JointAdmission(self, budgets)
+        running = self.manager.running
+        self.budgets = None if running is None else HeldBudgets(self, running)
+        self.joint = None if running is None else JointAdmission(self, running)
 
     @property
     def states(self) -> KeptStates | None:
@@ -332,7 +333,9 @@ class Requests:
 
     def _follow(self, req: Any, row: int) -> None:
         """What the host knows of a row that is about to be shared or given up: of a verification whose results are just
-        being looked at, too."""
+        being looked at, too. Nothing beside the passes reads it any more."""
+        if self.budgets is not None:
+            self.budgets.let_go(row)
         rows = self.manager.rows
         if self.manager.drafts and row in rows and not rows.in_prompt(row):
             rows.accepted(row, max(rows.length(row), compat.committed_len(req)))
@@ -340,39 +343,12 @@ class Requests:
     def after_step(self, reqs: list[Any]) -> None:
         """The results are out: see what the requests that left make possible for the others."""
         running = [req for req in reqs if not req.finished()]
+        if self.budgets is not None:
+            self.budgets.compress_judged()
         if self.exact is not None:
             self.exact.copy_alone(running)
-        if self.manager.running is not None:
-            self._hold_budgets(running, self.manager.running)
-
-    def _hold_budgets(self, reqs: list[Any], budgets: RunningBudgets) -> None:
-        """Requests that have reached their limit are compressed, where they are or, if they share pages, in a copy of
-        their own. One whose copy finds no pages goes on and is looked at again behind the next step."""
-        manager, ledger, tree = self.manager, self.ledger, self.tree
-        for req in reqs:
-            row = compat.row_of(req)
-            if row is None or row in manager.prompts.pending or not budgets.follow(row):
-                continue
-            shared, path = manager.rows.shared(row), []
-            if not budgets.alone(row):
-                pages = budgets.pages_to_compress(row)
-                with ledger.compressing():
-                    room = not pages or ledger.uncommitted_pages() >= pages
-                    if tree is not None and not (room and manager.segments.rows_free):
-                        room = tree.make_segment_rows(1) and (room or tree.make_room(pages))
-                blocks = budgets.copy_blocks(row)
-                if room and tree is not None:
-                    tree.make_table_blocks(blocks)
-                if not room or ledger.table_starved(blocks):
-                    budgets.waited += 1
-                    continue
-                path = [] if tree is None else split_path(tree.path(req.last_node), shared)[0]
-                if path_end(path) != shared:  # the tree has yet to take what the row gave it
-                    continue
-            if budgets.compress(row, path) and shared and tree is not None:
-                tree.detach(req, 0)
-                if self.exact is not None:
-                    self.exact.reader_left = True  # of what it shared, another may be the only reader now
+        if self.budgets is not None:
+            self.budgets.follow(running)
 
     # Publication
 

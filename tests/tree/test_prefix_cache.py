@@ -175,7 +175,7 @@ class TreeMachine(RuleBasedStateMachine):
     def decode(self, steps: int) -> None:
         for _ in range(steps):
             self.manager.counts.meet()
-            batch = [r for r in self.running if not r.prefilling and len(r.tokens) < 250]
+            batch = self.decoding()
             ledger = self.allocator.ledger
             while batch and ledger.available() < len(batch):
                 self.tree.evict(EvictParams(num_tokens=len(batch) - ledger.available()))
@@ -207,6 +207,10 @@ class TreeMachine(RuleBasedStateMachine):
             self.requests.after_step(batch)
             assert not faults(self.manager, rows), "the ledger let the ring run empty"
             self.check_step(batch)
+
+    def decoding(self) -> list[Any]:
+        """Requests of the next decode step."""
+        return [r for r in self.running if not r.prefilling and len(r.tokens) < 250]
 
     def longest_chunk(self, req: Any, chunk: int) -> int:
         """Tokens that a request's chunk has at most, where ``chunk`` would fit."""

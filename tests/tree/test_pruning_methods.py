@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.policies.base import Policy, Redundancy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
 from sglang_diffkv.policies.zipage import ZipagePolicy
+from tests.late import run_late
 from tests.tree.test_prefix_cache import WINDOW, TreeMachine, machine_settings
 
 METHODS: dict[str, Policy] = {
@@ -28,12 +30,35 @@ METHODS: dict[str, Policy] = {
     "xkv in two tiers": XKVPolicy(WINDOW, 3, keep=0.5, high=0.4),
     "zipage": ZipagePolicy(24, 36, WINDOW, pool=3, redundancy=Redundancy(0.2, 0.4, block=12)),
     "zipage in two tiers": ZipagePolicy(24, 36, WINDOW, high=14, pool=3, slots=0.2),
+    "zipage beside": ZipagePolicy(24, 36, WINDOW, pool=3, redundancy=Redundancy(0.2, 0.4, block=12), asynchronous=True),
+    "zipage beside, in two tiers": ZipagePolicy(24, 36, WINDOW, high=14, pool=3, slots=0.5, asynchronous=True),
     "xkv by layer": XKVPolicy(WINDOW, 7, layer_fractions=(0.6, 0.1)),
 }
 
 
 class PruningMachine(TreeMachine):
-    """What a head keeps of a prompt is never stored twice, and the newest token always is."""
+    """What a head keeps of a prompt is never stored twice, and the newest token always is. What runs beside the passes
+    runs as late as it may."""
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__(ranks)
+        run_late(self.manager.device)
+
+    def decoding(self) -> list[Any]:
+        """Those that are judged are parked, unless nobody else would run."""
+        batch, budgets = super().decoding(), self.requests.budgets
+        if budgets is None:
+            return batch
+        rest = [r for r in batch if r.kv.req_pool_idx not in budgets.judged]
+        if not rest:
+            budgets.compress_judged()
+        return rest or batch
+
+    @invariant()
+    def budgets_are_consistent(self) -> None:
+        """Query slots and judgements."""
+        if self.manager.running is not None:
+            self.manager.running.check_integrity()
 
     def check_stored(self, req: Any, times: torch.Tensor) -> None:
         assert (times <= 1).all(), "a token is stored twice"

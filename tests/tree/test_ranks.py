@@ -21,6 +21,7 @@ from sglang_diffkv.policies.xkv import XKVPolicy
 from tests.ranks import Pair
 from tests.tree.test_prefix_cache import CAPACITY, WINDOW, ExactTreeMachine, TreeMachine, machine_settings
 from tests.tree.test_pruning_methods import PruningMachine
+from tests.tree.test_pruning_methods import machine as machine_of
 
 
 def test_the_worst_rank_counts() -> None:
@@ -136,12 +137,20 @@ class ExactXKVRanksMachine(RanksMachine):
     kind = ExactXKVMachine
 
 
+class ZipageRanksMachine(RanksMachine):
+    """Budgets, judged beside the passes."""
+
+    kind = machine_of("zipage beside", False)
+
+
 RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = machine_settings(50)
 XKVRanksMachine.TestCase.settings = ExactXKVRanksMachine.TestCase.settings = machine_settings(30)
+ZipageRanksMachine.TestCase.settings = machine_settings(30)
 TestRanks = RanksMachine.TestCase
 TestExactRanks = ExactRanksMachine.TestCase
 TestXKVRanks = XKVRanksMachine.TestCase
 TestExactXKVRanks = ExactXKVRanksMachine.TestCase
+TestZipageRanks = ZipageRanksMachine.TestCase
 
 
 def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:
