@@ -105,7 +105,7 @@ class PoolConfigurator(MemoryPoolConfigurator):
 
 def build_pool(configurator: Any, sizes: Any) -> DiffKVPool:
     """SGLang's pool, which gets its memory with the allocator. ``sizes``: the arguments of SGLang's builder."""
-    check_server_args(configurator.server_args, load_config().gpu_ops)
+    check_server_args(configurator.server_args, load_config())
     check_model(configurator)
     register_canary()
     layers = configurator.layer_info

@@ -64,7 +64,7 @@ def _check(server_args: Any, config: DiffKVConfig) -> None:
     compat.decline_prefill_graphs(server_args)
     compat.decline_hybrid_swa_pools(server_args)
     choose_backend(server_args)
-    check_server_args(server_args, config.gpu_ops)
+    check_server_args(server_args, config)
     args = compat.resolved(server_args)
     if drafts_of(args):
         check_drafts(config, by_model=drafts_by_model(args))

@@ -29,13 +29,14 @@ def is_selected(server_args: Any) -> bool:
     )
 
 
-def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
+def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
     """Raise UnsupportedError, listing every refused option at once."""
+    config = config or DiffKVConfig()
     args = resolved(args)
     problems = refusals(args)
     device = str(getattr(args, "device", None) or "")
     eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
-    if device == "cuda" and gpu_ops == "reference" and not eager:
+    if device == "cuda" and config.gpu_ops == "reference" and not eager:
         problems.append(
             '"gpu_ops": "reference" under CUDA graphs or overlap scheduling: add --disable-cuda-graph and '
             "--disable-overlap-schedule"
@@ -47,6 +48,8 @@ def check_server_args(args: Any, gpu_ops: str = "triton") -> None:
     if device == "cuda" and _switched_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
     problems += _drafts_on_a_gpu(args, device)
+    if getattr(config.policy, "asynchronous", False):
+        problems += untried_on_a_gpu(device, '"asynchronous": true', "leave it out of the policy")
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from benchmarks.paths import NANO
-from sglang_diffkv.config import UNTRIED_ENV
+from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt import launch
 from sglang_diffkv.srt.compat import CANARY_ON_CPU, TESTED_VERSIONS, release, resolved, sglang_version
@@ -184,6 +184,17 @@ def test_a_draft_model_in_graphs_runs_under_overlap_scheduling(drafts_on_a_gpu):
     check_server_args(_args(**{**model, "speculative_algorithm": "EAGLE"}))
     n_grams = {"speculative_algorithm": "NGRAM", **N_GRAMS}
     check_server_args(_args(device="cuda", disable_overlap_schedule=True, **n_grams))
+
+
+def test_judging_beside_passes_is_refused_on_a_gpu_until_it_was_run_there(drafts_on_a_gpu, monkeypatch):
+    policy = {"name": "zipage", "max_blocks": 4, "asynchronous": True}
+    config = DiffKVConfig(tiers=("BF16",), policy=policy)
+    check_server_args(_args(device="cpu"), config)
+    with pytest.raises(UnsupportedError, match=rf'"asynchronous": true on a GPU, .*{UNTRIED_ENV}=1'):
+        check_server_args(_args(device="cuda"), config)
+    check_server_args(_args(device="cuda"), DiffKVConfig(tiers=("BF16",), policy={**policy, "asynchronous": False}))
+    monkeypatch.setenv(UNTRIED_ENV, "1")
+    check_server_args(_args(device="cuda"), config)
 
 
 def test_drafts_are_planned_on_the_stream_of_the_passes(drafts_on_a_gpu, monkeypatch):
