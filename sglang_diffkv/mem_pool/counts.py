@@ -136,6 +136,7 @@ class PageCounts:
         self.known_free = geometry.num_pages
         self.log: deque[tuple[int, int]] = deque()  # (tick, pages given or taken since the last snapshot)
         self.demand = np.zeros(count, dtype=np.int64)
+        self._loose: set[int] = set()  # rows that may hold table blocks which their entries do not reach any more
         self.private = np.zeros(count, dtype=np.int64)
         self.pages = np.zeros(count, dtype=np.int64)
         self.changed = np.zeros(count, dtype=np.int64)  # tick from which on a snapshot says something of a row
@@ -171,6 +172,8 @@ class PageCounts:
         self.changed[row] = self.tick
         self.demand[row] = self.unknown if grows else 0
         self.private[row] = self.pages[row] = 0
+        if grows:
+            self._loose.add(row)
 
     def forget(self, row: int, *, private: int | None = None) -> None:
         """A row is released; its private pages, or as many as given, are free from now on."""
@@ -178,6 +181,7 @@ class PageCounts:
         self.changed[row] = self.tick
         self.demand[row] = self.private[row] = self.pages[row] = 0
         self.faulted.discard(row)
+        self._loose.discard(row)
 
     def count_later(self, segment: Segment) -> None:
         """The next snapshot counts the segment's pages."""
@@ -252,6 +256,10 @@ class PageCounts:
             bounded = current & snapshot.steady
             most = values[:-1, FAULT + 1 :][bounded]
             self.device.space.tighten(snapshot.rows[bounded], most, snapshot.total[bounded])
+            if self._loose:
+                for row in self._loose.intersection(snapshot.rows[bounded].tolist()):
+                    self.device.space.shrink(row)
+                    self._loose.discard(row)
             held = zip(*(x[:-1, ENTRIES][new].tolist() for x in (values, mine)), strict=True)
             for row, (pages, here) in zip(snapshot.rows[new].tolist(), held, strict=True):
                 if segment := self.uncounted.pop(row, None):

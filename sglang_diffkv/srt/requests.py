@@ -297,7 +297,7 @@ class Requests:
     def relieve(self, reqs: list[Any]) -> bool:
         """The next token of each request does not fit. Whether any of them has given up bytes."""
         pressure = self.manager.pressure
-        if pressure is None:
+        if pressure is None or self.ledger.table_starved():
             return False
         rows = (compat.row_of(req) for req in reqs if not req.finished())
         relieved = bool(pressure.relieve(row for row in rows if row is not None))

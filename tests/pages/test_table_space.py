@@ -246,3 +246,25 @@ def test_a_counted_segment_keeps_the_blocks_of_its_entries():
     manager.segments.release(segment)
     check_integrity(manager)
     assert len(manager.space.free_blocks) == manager.space.num_blocks
+
+
+def test_a_compressed_prompt_gives_back_the_blocks_of_its_high_tier():
+    """Once it was counted, and not before its last chunk has run; decode goes on with blocks as it needs them."""
+    manager = make_manager(make_format(page_tokens=4), policy=DiffKVPolicy(50.0, 0.0, window=8), pages=1500)
+    session, space = Session(manager), manager.space
+    session.extend({1: 200})
+    manager.counts.settle()
+    taken = space.num_blocks - len(space.free_blocks)
+    assert taken >= 200 // 4 // TABLE_BLOCK
+    session.end_prompt(1)
+    session.step([1])
+    manager.counts.settle()
+    held = [len(blocks) for blocks in space.blocks[1]]
+    assert held == [-(-n // TABLE_BLOCK) for n in space.bound(1)] and held[0] <= 2
+    assert space.num_blocks - len(space.free_blocks) == sum(held) < taken
+    for _ in range(40):
+        session.step([1])
+    manager.counts.settle()
+    check_integrity(manager)
+    session.release(1)
+    assert len(space.free_blocks) == space.num_blocks
