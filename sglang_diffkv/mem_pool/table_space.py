@@ -166,7 +166,7 @@ class TableSpace:
             self.release(row)
 
     def tighten(self, rows: np.ndarray, entries: np.ndarray, total: np.ndarray) -> None:
-        """Replace bounds by counted entries where that lowers them; surplus blocks stay with their row until ``shrink``.
+        """Replace bounds by counted entries that lower them; surplus blocks stay with the row until ``shrink``.
 
         Args:
             rows: [n], rows that only appended since they were counted.
