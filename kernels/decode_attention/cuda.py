@@ -42,6 +42,12 @@ def missing() -> str | None:
         return f"a GPU of compute capability {major}.{minor}, not a Hopper GPU"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         return "the package cuda-bindings is not installed"
+    from cuda.bindings import nvrtc
+
+    try:
+        nvrtc.nvrtcVersion()
+    except (RuntimeError, OSError) as error:
+        return f"NVRTC cannot be loaded ({error})"
     return None
 
 

@@ -70,7 +70,7 @@ def tile_constants(fmt: PageFormat, config: DecodeConfig) -> dict[str, Any]:
     """Tokens and cost of a tile of each tier, in units of which the layer's line fits in int32; and the cost of turning
     to a tier of a head."""
     if config.cuda:
-        cost = (round(fmt.page_bytes / COST_BYTES),) * len(fmt.layouts)
+        cost = (max(round(fmt.page_bytes / COST_BYTES), 1),) * len(fmt.layouts)
         return {"TILES": tuple(map(page_slots, fmt.layouts)), "WEIGHTS": cost, "TURN": TURN_TILES * max(cost)}
     sizes = tuple(tile_tokens(layout, config.tile) for layout in fmt.layouts)
     cost = tuple(map(tile_cost, fmt.layouts, sizes))

@@ -295,9 +295,10 @@ class Requests:
         return {rows[row]: reason for row, reason in found.items()}
 
     def relieve(self, reqs: list[Any]) -> bool:
-        """The next token of each request does not fit. Whether any of them has given up bytes."""
-        pressure = self.manager.pressure
-        if pressure is None or self.ledger.table_starved():
+        """The next token of each request does not fit. Whether any of them has given up bytes: not where table blocks
+        or KV slots are short, of which compression frees none."""
+        pressure, ledger = self.manager.pressure, self.ledger
+        if pressure is None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
             return False
         rows = (compat.row_of(req) for req in reqs if not req.finished())
         relieved = bool(pressure.relieve(row for row in rows if row is not None))

@@ -19,7 +19,7 @@ from sglang_diffkv.kernels.decode_attention import cuda
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace, tile_constants
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.gpu import decode_obstacle
@@ -139,6 +139,11 @@ def test_sinks(tiers, std, count, sink, splits, dtype):
 @pytest.mark.parametrize("std", [0.01, LARGEST])
 def test_scores_beside_a_sink(std):
     scores_beside_a_sink(std, cuda=True)
+
+
+def test_the_smallest_pages_have_a_weight():
+    constants = tile_constants(make_format("K4V2", 64, page_tokens=4), DecodeConfig(cuda=True))
+    assert min(constants["WEIGHTS"]) > 0 and constants["TURN"] > 0
 
 
 def test_what_it_does_not_serve_is_named():
