@@ -57,13 +57,6 @@ class NvrtcKernel:
         self._function = checked(driver.cuModuleGetFunction(self._module, source.name.encode()), "finding a kernel")
         self._shared = 0
 
-    def registers(self) -> tuple[int, int]:
-        """Of a thread, and bytes that a thread spills to local memory."""
-        attribute, get = self._driver.CUfunction_attribute, self._driver.cuFuncGetAttribute
-        names = (attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
-        registers, spilled = (checked(get(name, self._function), "asking about a kernel") for name in names)
-        return registers, spilled
-
     def launch(self, programs: int, arguments: ctypes.Structure, shared_bytes: int, early: bool) -> None:
         driver = self._driver
         if shared_bytes > self._shared:

@@ -1,5 +1,4 @@
-// What kernels of one warp a block use of a Hopper GPU. Compiled by a host compiler, with HOST defined, the same names
-// come from ``warp_host.hpp``.
+// What kernels of one warp a block use of a Hopper GPU. For a host compiler ``warp_host.hpp`` has the same names.
 #pragma once
 
 typedef unsigned int u32;
@@ -69,7 +68,7 @@ DEVICE float half_to_float(u32 low_half) {
     asm("{.reg .b16 h; mov.b32 {h, _}, %1; cvt.f32.f16 %0, h;}" : "=f"(y) : "r"(low_half));
     return y;
 }
-DEVICE float high_half_to_float(u32 word) {
+DEVICE float high_half_to_float(u32 word) {  // not of ``word >> 16``, which is an instruction more for each
     float y;
     asm("{.reg .b16 h; mov.b32 {_, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(y) : "r"(word));
     return y;

@@ -65,6 +65,19 @@ DEVICE int column_of(int entry, int tier) {
     if (tier == 2) return MAX_BLOCKS / 2 * BLOCK - 1 - entry;
     return MAX_BLOCKS / 2 * BLOCK + entry;
 }
+// Of a number of each lane, the sum of those up to this lane.
+DEVICE int sum_to_here(int x) {
+    UNROLL for (int by = 1; by < 32; by *= 2) {
+        int other = shuffle_up(x, by);
+        if (lane_id() >= by) x += other;
+    }
+    return x;
+}
+// The sum over lanes that hold tokens of the same head.
+DEVICE float sum_of_tokens(float x) {
+    UNROLL for (int mask = 4; mask < 32; mask *= 2) x += shuffle_xor(x, mask);
+    return x;
+}
 DEVICE float to_float(u16 x) { return BFLOAT ? as_float((u32)x << 16) : half_to_float(x); }
 
 // What a lane knows of one of 32 consecutive units (a tier of a head), and of the pages that this program has of them.
@@ -84,20 +97,12 @@ DEVICE void read_units(const Arguments& arg, int begin, int stop, int first_unit
     int count = live ? arg.entries[(((i64)mine.row * LAYERS + arg.layer) * HEADS + head) * TIERS + tier] : 0;
     int weight = weight_of(tier);
     int work = count > 0 ? TURN + count * weight : 0;
-    int end = work;
-    UNROLL for (int by = 1; by < 32; by *= 2) {
-        int other = shuffle_up(end, by);
-        if (lane_id() >= by) end += other;
-    }
+    int end = sum_to_here(work);
     int from = start + end - work + TURN;
     start += shuffle(end, 31);
     mine.first = min(cdiv(max(begin - from, 0), weight), count);
     mine.pages = max(min(cdiv(max(stop - from, 0), weight), count) - mine.first, 0);
-    int sum = mine.pages;
-    UNROLL for (int by = 1; by < 32; by *= 2) {
-        int other = shuffle_up(sum, by);
-        if (lane_id() >= by) sum += other;
-    }
+    int sum = sum_to_here(mine.pages);
     mine.before = sum - mine.pages;
     pages = shuffle(sum, 31);
 }
@@ -114,7 +119,6 @@ DEVICE int find_block(const Arguments& arg, const Unit& units, int first_unit, i
     int row = shuffle(units.row, lane);
     place.entry = shuffle(units.first, lane) + number - shuffle(units.before, lane);
     place.unit = first_unit + lane;
-    place.page = -1;
     if (number >= pages) return 0;
     return arg.row_blocks[(i64)row * MAX_BLOCKS + column_of(place.entry, place.unit % TIERS) / BLOCK];
 }
@@ -130,6 +134,14 @@ DEVICE void find_page(const Arguments& arg, int block, Place& place, bool live) 
 struct Softmax {
     float reference[SETS], norm[SETS], zero[SETS], factor[SETS], total[SETS];
 };
+DEVICE void begin_head(Softmax& soft, float (&acc)[PAIRS][2][4]) {
+    UNROLL for (int pair = 0; pair < PAIRS; pair++)
+        UNROLL for (int i = 0; i < 8; i++) acc[pair][i / 4][i % 4] = 0;
+    UNROLL for (int set = 0; set < SETS; set++) {
+        soft.reference[set] = NEVER;
+        soft.norm[set] = soft.zero[set] = 0;
+    }
+}
 struct Kept {  // where the logits of a unit go
     u16* logits;
     float* tile_max;
@@ -410,12 +422,8 @@ DEVICE void write_head(const Arguments& arg, i64 slot, const Softmax& soft, cons
     int lane = lane_id(), r = lane / 4;
     float inverse[SETS], zero[SETS];
     UNROLL for (int set = 0; set < SETS; set++) {
-        float norm = soft.norm[set];
-        zero[set] = soft.zero[set];
-        UNROLL for (int mask = 4; mask < 32; mask *= 2) {
-            norm += shuffle_xor(norm, mask);
-            zero[set] += shuffle_xor(zero[set], mask);
-        }
+        float norm = sum_of_tokens(soft.norm[set]);
+        zero[set] = sum_of_tokens(soft.zero[set]);
         inverse[set] = norm > 0 ? 1.0f / norm : 0.0f;
         if (r == 0 && set * 4 + lane % 4 < GROUP)
             arg.partial_lse[slot * GROUP + set * 4 + lane % 4] = soft.reference[set] + log_2(norm);
@@ -499,15 +507,12 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
     }
     sync_warp();
 
-    float acc[PAIRS][2][4] = {};
+    float acc[PAIRS][2][4];
     u32 operand[SETS][OPERANDS];
     Softmax soft;
     Kept kept = {};
     int unit = -1, stage = 0, parity = 0;
-    UNROLL for (int set = 0; set < SETS; set++) {
-        soft.reference[set] = NEVER;
-        soft.norm[set] = soft.zero[set] = 0;
-    }
+    begin_head(soft, acc);
 
     int start = begun.y;
     for (int first_unit = begun.x; start < stop; first_unit += 32) {
@@ -548,12 +553,7 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
                     leave_tier(unit % TIERS, acc);
                     if (place.w / TIERS != unit / TIERS) {
                         write_head(arg, (i64)program + unit, soft, acc);
-                        UNROLL for (int pair = 0; pair < PAIRS; pair++)
-                            UNROLL for (int i = 0; i < 8; i++) acc[pair][i / 4][i % 4] = 0;
-                        UNROLL for (int set = 0; set < SETS; set++) {
-                            soft.reference[set] = NEVER;
-                            soft.norm[set] = soft.zero[set] = 0;
-                        }
+                        begin_head(soft, acc);
                     }
                 }
                 unit = place.w;

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.prompts import compact, lent_pages
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.policies.base import Policy
@@ -47,15 +48,11 @@ class Pressure:
         begun = max(self.rows.shared(row), self.rows.sealed(row) or 0, self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth
 
-    def _lent(self) -> int:
-        """Pages that a row's compression borrows."""
-        return self.device.geometry.heads * (len(self.device.fmt.tiers) - 1)
-
     def _fitting(self) -> int:
         """Rows for which there are certainly pages. No step is in flight once the counts are settled, so what steps may
         take can be lent: it is back, but for a page of a head at most, before the next one is asked for its room."""
         self.counts.settle()
-        return self.counts.free() // self._lent() if self.counts.upcoming is None else 0
+        return self.counts.free() // lent_pages(self.device) if self.counts.upcoming is None else 0
 
     def _has_table_room(self, row: int) -> bool:
         """Make room in the page table for the tokens that may go down; False if there is none."""
@@ -71,11 +68,8 @@ class Pressure:
     def _compress(self, rows: Sequence[int]) -> None:
         if not rows:
             return
-        with self.device.launching():
-            ends = [(row, self.rows.length(row)) for row in rows]
-            self.device.ops.compact_prompts(self.device.state, ends, self.rule)
+        compact(self.device, self.counts, [(row, self.rows.length(row)) for row in rows], self.rule)
         for row in rows:
-            self.counts.record(-self._lent())
             self.counts.touch(row, decoded=True)
             self._done_at[row] = self.rows.length(row)
         self.compressions += len(rows)

@@ -41,6 +41,21 @@ class CopyPlan:
     blocks: int  # of the page table, at most
 
 
+def lent_pages(device: PageDevice) -> int:
+    """Pages that the compaction of a row borrows for the moment."""
+    return device.geometry.heads * (len(device.fmt.tiers) - 1)
+
+
+def compact(device: PageDevice, counts: PageCounts, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+    """Sort what rows own in the high tier into tiers. ``ends``: rows, with the lengths of their sequences; there are
+    certainly pages to lend to each."""
+    with device.launching():
+        device.ops.compact_prompts(device.state, ends, policy)
+    if counts.low_grows:
+        for _ in ends:
+            counts.record(-lent_pages(device))
+
+
 class Prompts:
     """Prompts of running requests, from their last chunk on.
 
@@ -107,14 +122,10 @@ class Prompts:
         ends = [(row, length) for row in rows if (length := self.rows.length(row)) > self.untouched_tokens]
         if not ends:
             return []
-        lent = device.geometry.heads * (len(device.fmt.tiers) - 1)
+        lent = lent_pages(device)
         most = max((counts.free() - counts.headroom()) // lent, 1) if lent else len(ends)
         for first in range(0, len(ends), most):
-            with device.launching():
-                device.ops.compact_prompts(device.state, ends[first : first + most], self.policy)
-        if counts.low_grows:
-            for _ in ends:
-                counts.record(-lent)
+            compact(device, counts, ends[first : first + most], self.policy)
         return [row for row, _ in ends]
 
     # Copies

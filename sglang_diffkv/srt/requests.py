@@ -89,8 +89,6 @@ class Requests:
         self.tree: DiffKVPrefixCache | None = None
         self.retracted: Retracted | None = None
         """Who keeps retracted requests in host memory; None where they are computed again."""
-        self.relieved = False
-        """Whether running requests ever gave up bytes."""
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
         running = self.manager.running
@@ -300,14 +298,13 @@ class Requests:
         pressure, ledger = self.manager.pressure, self.ledger
         if pressure is None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
             return False
-        rows = (compat.row_of(req) for req in reqs if not req.finished())
+        rows, before = (compat.row_of(req) for req in reqs if not req.finished()), pressure.compressions
         relieved = bool(pressure.relieve(row for row in rows if row is not None))
-        if relieved and not self.relieved:
+        if relieved and not before:
             logger.info(
                 "DiffKV: the pool is full: running requests are compressed once more, with a window of %d, before one "
                 'is retracted ("pressure_window")', pressure.rule.window,
             )  # fmt: skip
-        self.relieved = self.relieved or relieved
         return relieved
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
