@@ -170,8 +170,8 @@ class Session:
     def end_prompt(self, row: int) -> None:
         """Prompt-phase compaction; the manager may seal the row."""
         self.manager.prompts.end(row)
-        if self.manager.rows.sealed(row) == self.manager.rows.length(row):
-            self.own_from[row] = self.manager.rows.length(row)
+        if (sealed := self.manager.rows.sealed(row)) is not None:
+            self.own_from[row] = sealed
 
     def share(self, row: int, lo: int, hi: int) -> Segment | None:
         """Share and keep the dense form of the segment."""

@@ -49,9 +49,20 @@ def keep(state: PageState, row: int) -> None:
     state.kept_entry[row] = state.own_entry[row]
 
 
-def seal(state: PageState, rows: int | torch.Tensor) -> None:
-    """Make all present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
-    own."""
-    state.own_entry[rows] = state.entries[rows]
-    state.own_tokens[rows] = 0
+def seal(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+    """Make the present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
+    own.
+
+    Args:
+        tails: [n] int64, tokens at the end of the high tier that stay the row's own, where they begin a page of their
+            own (``kernels/compact_prompt``); heads in which they do not are sealed as a whole.
+    """
+    own_entry, own_tokens = state.entries[rows], torch.zeros_like(state.own_tokens[rows])
+    if tails is not None:
+        tokens, held, tail = state.fmt.high.tokens, state.own_tokens[rows][..., 0], tails.int().view(-1, 1, 1)
+        apart = (held >= tail) & ((held - tail) % tokens == 0)  # [n, L, H]
+        before = state.own_entry[rows][..., 0] + (held - tail) // tokens
+        own_entry[..., 0] = torch.where(apart, before, own_entry[..., 0])
+        own_tokens[..., 0] = torch.where(apart, tail, 0)
+    state.own_entry[rows], state.own_tokens[rows] = own_entry, own_tokens
     state.hole[rows] = -1

@@ -8,22 +8,31 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.kernels.allocate.reference import append_slots, recycle
+from sglang_diffkv.kernels.allocate.reference import add_own_pages, append_slots, recycle
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.table import own_slot_location, row_table
 from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState, TierView
+from sglang_diffkv.mem_pool.state import PageState
 
 
-def compact_prompts(state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, cuts: Cuts) -> None:
-    """``compact_prompt`` of each of ``rows`` [B], different ones, whose sequences have ``seq_lens`` [B] tokens."""
-    for row, seq_len in zip(rows.tolist(), seq_lens.tolist(), strict=True):
-        compact_prompt(state, row, seq_len, cuts)
+def compact_prompts(
+    state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, cuts: Cuts, tails: torch.Tensor | None = None
+) -> None:
+    """``compact_prompt`` of each of ``rows`` [B], different ones, whose sequences have ``seq_lens`` [B] tokens, with
+    tails of ``tails`` [B] tokens."""
+    each = [0] * rows.shape[0] if tails is None else tails.tolist()
+    for row, seq_len, tail in zip(rows.tolist(), seq_lens.tolist(), each, strict=True):
+        compact_prompt(state, row, seq_len, cuts, tail)
 
 
-def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None:
-    """Sort the own high-tier tokens of ``row`` into tiers and repack them. ``seq_len``: tokens of the sequence."""
+def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts, tail: int = 0) -> None:
+    """Sort the own high-tier tokens of ``row`` into tiers and repack them.
+
+    Args:
+        seq_len: tokens of the sequence. tail: of these, the last that begin a page of their own in each head; they are
+            the row's own, and the cuts leave them in the high tier.
+    """
     tiers = len(state.tiers)
     view = state.tiers[0]
     tokens = view.layout.tokens
@@ -40,13 +49,17 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None
     position = torch.where(stored, view.positions[page, place], EMPTY)
     tier_of = prompt_tiers(cuts, view.scores_of(page, place), position, seq_len, tiers)
     tier_of = torch.where(position >= 0, tier_of, tiers)
-    kept = (tier_of == 0).sum(2)  # [L, H]
-    if bool((kept == used).all()):
+    stays = tier_of == 0
+    kept = stays.sum(2)  # [L, H]
+    if bool((kept == used).all()) and not tail:
         return
 
     demoted = [tier_of == tier for tier in range(1, tiers)]
     lowered = [(*read_tokens(view, page[x], place[x]), view.scores_of(page[x], place[x]), position[x]) for x in demoted]
-    _close_ranks(view, page, place, tier_of == 0, present)
+    behind = stays & (position >= seq_len - tail) if tail else torch.zeros_like(stays)
+    gap = _gap(state, row, kept, behind.sum(2))
+    _close_ranks(state, row, (page, place), stays, present, behind, gap)
+    kept = kept + gap
     _return_pages(state, row, kept, tokens)
     state.own_tokens[row, :, :, 0] = kept.int()
     state.hole[row] = EMPTY
@@ -55,16 +68,37 @@ def compact_prompt(state: PageState, row: int, seq_len: int, cuts: Cuts) -> None
         write_tokens(state.tiers[tier], *at, *tokens_of, view.layout.tier)
 
 
+def _gap(state: PageState, row: int, kept: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
+    """Empty slots, [L, H], between the ``kept`` [L, H] tokens before a tail and its ``behind`` [L, H] tokens, with
+    pages for the tail. None in a head for whose tail no page is left."""
+    tokens = state.fmt.high.tokens
+    gap = torch.where(behind > 0, -(kept - behind) % tokens, 0)
+    have = (state.entries[row, :, :, 0] - state.own_entry[row, :, :, 0]).long()
+    lacks = -(-(kept + gap) // tokens) > have
+    free = state.counters[1] - state.counters[0]
+    lacks &= (lacks.flatten().long().cumsum(0) <= free).view_as(lacks)
+    rows = torch.tensor([row], device=state.device)
+    add_own_pages(state, rows, 0, lacks.long().unsqueeze(0), 1)
+    enough = -(-(kept + gap) // tokens) <= have + lacks
+    return torch.where(enough, gap, 0)
+
+
 def _close_ranks(
-    view: TierView, page: torch.Tensor, place: torch.Tensor, stays: torch.Tensor, present: torch.Tensor
+    state: PageState,
+    row: int,
+    source: tuple[torch.Tensor, torch.Tensor],
+    stays: torch.Tensor,
+    present: torch.Tensor,
+    behind: torch.Tensor,
+    gap: torch.Tensor,
 ) -> None:
-    """Move the tokens that stay to the first own slots, in order, without touching their codes."""
-    order = torch.argsort((~stays).int(), dim=2, stable=True)
-    source_page, source_place = page.gather(2, order), place.gather(2, order)
-    count = stays.sum(2, keepdim=True)
-    filled = torch.arange(order.shape[2], device=page.device) < count
-    target_page, target_place = page[filled], place[filled]
-    source_page, source_place = source_page[filled], source_place[filled]
+    """Move the tokens that stay to the first own slots, in order, without touching their codes, and those of them that
+    are ``behind`` ``gap`` slots further. ``source``: page and slot in the page, [L, H, N] each."""
+    view, rows = state.tiers[0], torch.tensor([row], device=state.device)
+    page, place = source
+    slot = torch.where(stays, stays.long().cumsum(2) - 1 + behind * gap.unsqueeze(2), 0)
+    target_page, target_place = (x[0][stays] for x in own_slot_location(state, rows, 0, slot.unsqueeze(0)))
+    source_page, source_place = page[stays], place[stays]
     for field in (view.keys, view.key_meta, view.values, view.value_meta, view.scores):
         if field is not None:
             field[target_page, target_place] = field[source_page, source_place]

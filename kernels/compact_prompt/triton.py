@@ -23,7 +23,7 @@ PROMPTS = 16
 class PromptWorkspace:
     """Pages that compaction may need beyond rows' own, and those that it leaves over. ``B``: prompts, at most."""
 
-    spare: torch.Tensor  # [B, max(T - 1, 1), L * H] int32, of each lower tier
+    spare: torch.Tensor  # [B, T, L * H] int32: of each lower tier, and with which a prompt's tail begins
     surplus: torch.Tensor  # [B, L * H, 2] int32, high table entries from and to
     freed: torch.Tensor  # [B * L * H] int32, pages of each head that return
     places: torch.Tensor  # [B * L * H + 1] int64, where in the ring they return to
@@ -36,7 +36,7 @@ class PromptWorkspace:
 
         count = state.num_layers * state.num_heads
         return cls(
-            numbers(prompts, max(len(state.fmt.tiers) - 1, 1), count),
+            numbers(prompts, len(state.fmt.tiers), count),
             numbers(prompts, count, 2),
             numbers(prompts * count),
             numbers(prompts * count + 1, dtype=torch.int64),
@@ -50,43 +50,47 @@ def compact_prompts(
     seq_lens: torch.Tensor,
     workspace: PromptWorkspace,
     cuts: Cuts,
+    tails: torch.Tensor | None = None,
 ) -> None:
     """``reference.compact_prompts``: sort the own high-tier tokens of ``rows`` into tiers, all rows at once.
 
-    It borrows one page a head and lower tier of each row from the ring; a head that gets none keeps in the high tier
-    what would go to that tier. The other new pages are the row's own, so they are as many as the reference's, but not
-    the same ones.
+    It borrows one page a head and lower tier of each row from the ring, and with ``tails`` one more; a head that gets
+    none keeps in the high tier what would go to that tier, and begins no page with its tail. The other new pages are
+    the row's own, so they are as many as the reference's, but not the same ones.
 
     Args:
         rows, seq_lens: [B] int64, contiguous, as many as the workspace is for at most, different rows; one where heads
             were judged as a whole.
+        tails: [B] int64, contiguous, or None for none.
     """
     cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
     batch = rows.shape[0]
     assert rows.shape == seq_lens.shape == (batch,) and rows.dtype == seq_lens.dtype == torch.int64
     assert rows.is_contiguous() and seq_lens.is_contiguous() and rows.device == seq_lens.device == state.device
     assert batch <= workspace.spare.shape[0] and (cuts.values is None or batch == 1)
+    assert tails is None or (tails.shape == (batch,) and tails.dtype == torch.int64 and tails.is_contiguous())
     fmt, count = state.fmt, batch * state.num_layers * state.num_heads
+    spares = len(fmt.tiers) - 1 + (tails is not None)
     if not count:
         return
     freed = workspace.freed[:count]
-    if len(fmt.tiers) > 1:
+    if spares:
         spare_kernel[(1,)](
-            workspace.spare, state.ring, state.counters, state.refcount, state.num_pages,
-            (len(fmt.tiers) - 1) * count, R=256, num_warps=4,
+            workspace.spare, state.ring, state.counters, state.refcount, state.num_pages, spares * count,
+            R=256, num_warps=4,
         )  # fmt: skip
     compact_kernel[(count,)](
-        rows, seq_lens, cuts.window, cuts.sinks, cuts.lasting, *cut_arguments(cuts), workspace.spare,
-        workspace.surplus, freed, state.pages.view(state.dtype), state.pages, state.page_table, state.range_lo,
-        state.range_hi, state.row_blocks, state.entries, state.own_entry,
+        rows, seq_lens, seq_lens if tails is None else tails, cuts.window, cuts.sinks, cuts.lasting,
+        *cut_arguments(cuts), workspace.spare, workspace.surplus, freed, state.pages.view(state.dtype), state.pages,
+        state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
         **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
-        WHOLE=cuts.values is not None, num_warps=4, **SAME_BITS,
+        WHOLE=cuts.values is not None, TAILED=tails is not None, num_warps=4, **SAME_BITS,
     )  # fmt: skip
     return_spans(state.counters, freed, workspace.places)
     return_kernel[(count,)](
         rows, workspace.spare, workspace.surplus, workspace.places, state.page_table, state.row_blocks,
         state.ring, state.refcount, state.num_pages,
-        TIERS=len(fmt.tiers), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES,
+        SPARES=spares, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES,
         num_warps=1,
     )  # fmt: skip

@@ -5,6 +5,9 @@ ones are requantised into pages of lower tiers. New pages of all tiers are the r
 first come first served. The tokens together never need more than one page of each lower tier beyond those that were
 read: that one is taken from the ring beforehand (:func:`spare_kernel`), so that no program takes pages while
 others return some. What is left over returns to the ring afterwards (:func:`return_kernel`), head after head.
+
+A prompt's *tail* may begin a page of its own: that is one page more, spare as well. It comes into the table before
+other own pages have been given out, so the entry of one of these may be overwritten; a program remembers that one.
 """
 
 import triton
@@ -50,10 +53,23 @@ def open_page(page, pages, PAGE_BYTES: tl.constexpr, POSITIONS: tl.constexpr, TO
     store_positions(pages + page.to(tl.int64) * PAGE_BYTES, POSITIONS, token, empty, token < TOKENS)
 
 
+@triton.jit
+def next_own_page(
+    overwritten, written, taken, first, page_table, row_blocks, row, layer, head,
+    TAILED: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """The own page that is given out next: entry ``first + taken`` as it was. ``written``: high entries so far."""
+    at = table_index(row_blocks, row, layer, head, first + taken, True, MAX_BLOCKS, L, H)
+    page = tl.load(page_table + at)
+    if TAILED:
+        page = tl.where(written > taken, overwritten, page)
+    return page
+
+
 @triton.jit(do_not_specialize=["count"])
 def spare_kernel(spare, ring, counters, refcount, num_pages, count, R: tl.constexpr):
-    """Grid (1): a page of the ring for each of [count] heads, of each lower tier in turn, ``num_pages`` where it has
-    none."""
+    """Grid (1): a page of the ring for each of [count] heads, in each place for spare pages in turn, ``num_pages``
+    where it has none."""
     first = tl.load(counters)
     limit = tl.load(counters + 1)
     for begin in range(0, count, R):
@@ -71,16 +87,16 @@ def spare_kernel(spare, ring, counters, refcount, num_pages, count, R: tl.conste
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def return_kernel(
     rows, spare, surplus, places, page_table, row_blocks, ring, refcount, num_pages,
-    TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+    SPARES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * L * H): what a head has left goes to its span of the ring: spare pages, then high pages in order."""
     b, flat = tl.program_id(0) // (L * H), tl.program_id(0) % (L * H)
     layer, head = flat // H, flat % H
     row = tl.load(rows + b)
-    spare += b * (TIERS - 1) * L * H + flat
+    spare += b * SPARES * L * H + flat
     place = tl.load(places + tl.program_id(0))
-    for lower in tl.static_range(TIERS - 1):
-        spare_page = tl.load(spare + lower * L * H)
+    for number in tl.static_range(SPARES):
+        spare_page = tl.load(spare + number * L * H)
         if spare_page != num_pages:
             tl.store(refcount + spare_page, 0)
             tl.store(ring + place % num_pages, spare_page)
@@ -112,13 +128,13 @@ def end_of_tier(
 
 @triton.jit
 def append_lower(
-    goes, codes, word, position, low_first, used, opened, end_page, spare_page, first, taken, num_pages,
-    pages, page_table, range_lo, range_hi, row_blocks, row, layer, head,
-    TIER: tl.constexpr, LAYOUT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    goes, codes, word, position, low_first, used, opened, end_page, spare_page, overwritten, written, taken, first,
+    num_pages, pages, page_table, range_lo, range_hi, row_blocks, row, layer, head,
+    TIER: tl.constexpr, TAILED: tl.constexpr, LAYOUT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """Append those of [T] tokens that go to a lower tier, of which ``used`` are there and ``opened`` pages were taken.
-    The first is the spare one, each other the next high page that was read: entry ``first + taken``.
+    The first is the spare one, each other the next own page that was read: ``next_own_page``.
 
     Returns ``used``, ``opened``, the page at the tier's end, the spare page that is left and ``taken``."""
     TOKENS: tl.constexpr = LAYOUT[I_TOKENS]
@@ -131,8 +147,9 @@ def append_lower(
             next_page = spare_page
             spare_page = num_pages
         else:
-            at = table_index(row_blocks, row, layer, head, first + taken, True, MAX_BLOCKS, L, H)
-            next_page = tl.load(page_table + at)
+            next_page = next_own_page(
+                overwritten, written, taken, first, page_table, row_blocks, row, layer, head, TAILED, MAX_BLOCKS, L, H
+            )
             taken += 1
         opened += 1
         open_page(next_page, pages, PAGE_BYTES, LAYOUT[I_POSITIONS], TOKENS)
@@ -148,23 +165,30 @@ def append_lower(
     return used + total, opened, next_page, spare_page, taken
 
 
-@triton.jit(do_not_specialize=["window", "sinks", "values_len"], do_not_specialize_on_alignment=["rows", "seq_lens"])
+@triton.jit(
+    do_not_specialize=["window", "sinks", "values_len"],
+    do_not_specialize_on_alignment=["rows", "seq_lens", "tails"],
+)
 def compact_kernel(
-    rows, seq_lens, window, sinks, lasting, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
+    rows, seq_lens, tails, window, sinks, lasting, high_cut, between, low_cut, tie_high, tie_low, values, values_len,
     spare, surplus, freed, raw_like, pages, page_table,
     range_lo, range_hi, row_blocks, entries, own_entry, own_tokens, hole, fault, refcount, num_pages,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr, TAILED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * L * H). Cuts [L, H] and values [L, H, values_len] as ``Cuts`` has them. Without a spare page of a tier
-    a head demotes nothing to it. A row with a fault, which is about to be aborted, stays as it is.
+    a head demotes nothing to it, without one for its tail that begins where the rest ends. A row with a fault, which is
+    about to be aborted, stays as it is.
 
-    Writes what is left over: ``spare`` [B, TIERS - 1, L * H], surplus [B, L * H, 2] int32 the table entries from and
-    to, freed [B, L * H] int32 the number of pages."""
+    TAILED: the last ``tails`` [B] int64 tokens, all of which stay, begin a page of their own.
+
+    Writes what is left over: ``spare`` [B, TIERS - 1 + TAILED, L * H], surplus [B, L * H, 2] int32 the table entries
+    from and to, freed [B, L * H] int32 the number of pages."""
+    SPARES: tl.constexpr = TIERS - 1 + TAILED
     b, flat = tl.program_id(0) // (L * H), tl.program_id(0) % (L * H)
     layer, head = flat // H, flat % H
     row, seq_len = tl.load(rows + b), tl.load(seq_lens + b).to(tl.int32)
-    spare += b * (TIERS - 1) * L * H + flat
+    spare += b * SPARES * L * H + flat
     cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, flat, TIERS, L * H, WHOLE)
     window, sinks = lasting_of(window, sinks, lasting, layer)
     values += flat.to(tl.int64) * values_len
@@ -176,6 +200,11 @@ def compact_kernel(
     spares = ()
     for lower in tl.static_range(TIERS - 1):
         spares = spares + (tl.load(spare + lower * L * H),)
+    tail_page = num_pages  # the spare page with which the tail begins, or one whose entry was overwritten
+    tail_start = NO_LIMIT
+    if TAILED:
+        tail_page = tl.load(spare + (TIERS - 1) * L * H)
+        tail_start = seq_len - tl.load(tails + b).to(tl.int32)
     thread = tl.arange(0, THREADS)
     if (tl.load(fault + row) != 0) | (used == 0):
         tl.store(surplus + tl.program_id(0) * 2, 0)
@@ -183,6 +212,8 @@ def compact_kernel(
         unused = 0
         for lower in tl.static_range(TIERS - 1):
             unused += (spares[lower] != num_pages).to(tl.int32)
+        if TAILED:
+            unused += (tail_page != num_pages).to(tl.int32)
         tl.store(freed + tl.program_id(0), unused)
         return
     HIGH: tl.constexpr = layout_of(LAYOUTS, 0)
@@ -206,9 +237,14 @@ def compact_kernel(
         low_pages = low_pages + (0,)
         low_page = low_page + (last,)
     taken = 0  # own pages that were given out again
+    tailed = 0  # tokens of the tail so far
+    overwritten = 0  # what the last high entry was while its page has yet to be given out
     for number in range(0, tl.cdiv(used, TOKENS)):
         at = table_index(row_blocks, row, layer, head, first + number, True, MAX_BLOCKS, L, H)
-        source = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
+        source_page = tl.load(page_table + at)
+        if TAILED:
+            source_page = tl.where(number < kept_pages(kept, TOKENS), overwritten, source_page)
+        source = pages + source_page.to(tl.int64) * PAGE_BYTES
         live = (slot < TOKENS) & (number * TOKENS + slot < used)
         position = load_positions(source, HIGH[I_POSITIONS], slot, live)
         word = load_scores(source, HIGH[I_SCORES], slot, live)
@@ -233,23 +269,45 @@ def compact_kernel(
             low_codes = low_codes + (lowered,)
         tl.debug_barrier()
 
-        # High tokens: slots kept, kept + 1, ..; a page's worth crosses into at most one new page.
-        rank = kept + tl.cumsum(stays.to(tl.int32), 0) - 1
-        total = tl.sum(stays.to(tl.int32), 0)
-        next_page = high_page
-        if tl.cdiv(kept + total, TOKENS) > tl.cdiv(kept, TOKENS):
-            at = table_index(row_blocks, row, layer, head, first + taken, True, MAX_BLOCKS, L, H)
-            next_page = tl.load(page_table + at)
-            taken += 1
-            open_page(next_page, pages, PAGE_BYTES, HIGH[I_POSITIONS], TOKENS)
-            at = table_index(row_blocks, row, layer, head, first + kept_pages(kept, TOKENS), True, MAX_BLOCKS, L, H)
-            tl.debug_barrier()
-            tl.store(page_table + at, next_page)
-        page = tl.where(rank // TOKENS >= kept_pages(kept, TOKENS), next_page, high_page)
-        target = pages + page.to(tl.int64) * PAGE_BYTES  # [T]
-        store_tokens(target, rank % TOKENS, stays, codes, word, position, HIGH, D, DV)
-        high_page = next_page
-        kept += total
+        # High tokens: slots kept, kept + 1, ..; each part's worth of a page crosses into at most one new page.
+        for part in tl.static_range(1 + TAILED):
+            moves = stays
+            if TAILED:
+                moves = stays & ((position >= tail_start) == (part == 1))
+            total = tl.sum(moves.to(tl.int32), 0)
+            begins = False
+            if part == 1:
+                begins = (total > 0) & (tailed == 0) & (tail_page != num_pages)
+                kept = tl.where(begins, kept_pages(kept, TOKENS) * TOKENS, kept)
+                tailed += total
+            written = kept_pages(kept, TOKENS)
+            rank = kept + tl.cumsum(moves.to(tl.int32), 0) - 1
+            next_page = high_page
+            if tl.cdiv(kept + total, TOKENS) > written:
+                if begins:
+                    next_page = tail_page
+                    tail_page = num_pages
+                else:
+                    next_page = next_own_page(
+                        overwritten, written, taken, first, page_table, row_blocks, row, layer, head,
+                        TAILED, MAX_BLOCKS, L, H,
+                    )  # fmt: skip
+                    taken += 1
+                open_page(next_page, pages, PAGE_BYTES, HIGH[I_POSITIONS], TOKENS)
+                at = table_index(row_blocks, row, layer, head, first + written, True, MAX_BLOCKS, L, H)
+                if TAILED:
+                    overwritten = tl.load(page_table + at)
+                tl.debug_barrier()
+                tl.store(page_table + at, next_page)
+                if TAILED:
+                    tl.store(range_lo + at, 0)
+                    tl.store(range_hi + at, NO_LIMIT)
+                    tl.debug_barrier()
+            page = tl.where(rank // TOKENS >= written, next_page, high_page)
+            target = pages + page.to(tl.int64) * PAGE_BYTES  # [T]
+            store_tokens(target, rank % TOKENS, moves, codes, word, position, HIGH, D, DV)
+            high_page = next_page
+            kept += total
 
         new_spares = ()
         new_used = ()
@@ -258,9 +316,9 @@ def compact_kernel(
         for lower in tl.static_range(TIERS - 1):
             filled, opened, end_page, spare_page, taken = append_lower(
                 goes[lower], low_codes[lower], word, position, low_first[lower], low_used[lower], low_pages[lower],
-                low_page[lower], spares[lower], first, taken, num_pages,
+                low_page[lower], spares[lower], overwritten, kept_pages(kept, TOKENS), taken, first, num_pages,
                 pages, page_table, range_lo, range_hi, row_blocks, row, layer, head,
-                lower + 1, layout_of(LAYOUTS, lower + 1), D, DV, PAGE_BYTES, MAX_BLOCKS, L, H,
+                lower + 1, TAILED, layout_of(LAYOUTS, lower + 1), D, DV, PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             new_spares = new_spares + (spare_page,)
             new_used = new_used + (filled,)
@@ -275,6 +333,12 @@ def compact_kernel(
     returned = 0
     for lower in tl.static_range(TIERS - 1):
         returned += (spares[lower] != num_pages).to(tl.int32)
+    if TAILED:
+        if (kept_pages(kept, TOKENS) > taken) & (taken < count):
+            tail_page = overwritten
+            taken += 1
+        returned += (tail_page != num_pages).to(tl.int32)
+        tl.store(spare + (TIERS - 1) * L * H, tail_page)
     for begin in range(taken, count, THREADS):
         entry = first + begin + thread
         left = entry < first + count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -113,10 +113,15 @@ class PageDevice:
         with self.launching():
             self.ops.copy_compact(self.state, target, parts, seq_len, policy, judged)
 
-    def seal(self, *rows: int) -> None:
-        """The next token of each row starts a page of its own."""
+    def seal(self, rows: Mapping[int, int]) -> None:
+        """The next token of each row starts a page of its own: after its tail, so many of its last tokens, which are in
+        pages of their own and stay writable (``kernels/attach``)."""
         with self.launching():
-            self.ops.seal(self.state, rows[0] if len(rows) == 1 else self.to_device(rows))
+            if any(rows.values()):
+                at, tails = self.to_device([[*rows], [*rows.values()]])
+                self.ops.seal(self.state, at, tails)
+            else:
+                self.ops.seal(self.state, next(iter(rows)) if len(rows) == 1 else self.to_device([*rows]))
         for row in rows:
             self.space.seal(row)
 

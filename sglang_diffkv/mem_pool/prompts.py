@@ -7,6 +7,10 @@ shares with other running requests (the *kept* path), and the rest, from the tre
 into pages of the row's own, compressed by the policy. All of it is launched behind the prompt's pass and before the
 next token is written.
 
+With compressed fidelity a prompt's pages are *sealed* at its end for the tree to take, all but those of its *tail*: the
+newest tokens, which are in the high tier only because they are new. They stay the request's own and go down as others
+follow, which they could not in the tree's pages, and join the tree with the reply.
+
 A copy is judged by its own request: while the prompt runs, the attention that shared tokens receive is folded into
 scores of the row (``judged``), never into pages that others read.
 """
@@ -23,7 +27,7 @@ from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
-from sglang_diffkv.mem_pool.table_space import blocks_of
+from sglang_diffkv.mem_pool.table_space import TableFull, blocks_of
 from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
@@ -41,19 +45,25 @@ class CopyPlan:
     blocks: int  # of the page table, at most
 
 
-def lent_pages(device: PageDevice) -> int:
-    """Pages that the compaction of a row borrows for the moment."""
-    return device.geometry.heads * (len(device.fmt.tiers) - 1)
+def lent_pages(device: PageDevice, *, tail: bool = False) -> int:
+    """Pages that the compaction of a row borrows for the moment. ``tail``: its tail begins a page of its own."""
+    return device.geometry.heads * (len(device.fmt.tiers) - 1 + tail)
 
 
-def compact(device: PageDevice, counts: PageCounts, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+def compact(
+    device: PageDevice,
+    counts: PageCounts,
+    ends: Sequence[tuple[int, int]],
+    policy: Policy,
+    tails: Sequence[int] | None = None,
+) -> None:
     """Sort what rows own in the high tier into tiers. ``ends``: rows, with the lengths of their sequences; there are
-    certainly pages to lend to each."""
+    certainly pages to lend to each. ``tails``: tokens at the end of each that begin a page of their own."""
     with device.launching():
-        device.ops.compact_prompts(device.state, ends, policy)
-    if counts.low_grows:
+        device.ops.compact_prompts(device.state, ends, policy, tails)
+    if counts.low_grows or tails is not None:
         for _ in ends:
-            counts.record(-lent_pages(device))
+            counts.record(-lent_pages(device, tail=tails is not None))
 
 
 class Prompts:
@@ -61,7 +71,7 @@ class Prompts:
 
     Attributes:
         share_min_tokens: a prompt with this many own tokens is sealed at its end, ready for the prefix cache; None:
-            never.
+            never. tail: of these, the last that are not, where as many are left before them.
         plans: row -> copy, carried out at the end of the pass that is planned. pending: row -> its prompt's new pages.
         untouched: rows whose prompt stays as it is, for a request that ends with it.
         judged: row -> [L, H, shared tokens] float32, NaN where not judged yet.
@@ -74,6 +84,7 @@ class Prompts:
         self.device, self.rows, self.counts, self.segments, self.policy = device, rows, counts, segments, policy
         self.untouched_tokens = untouched_tokens(device.state, policy)
         self.share_min_tokens: int | None = None
+        self.tail = 0
         self.plans: dict[int, CopyPlan] = {}
         self.pending: dict[int, Segment] = {}
         self.untouched: set[int] = set()
@@ -95,38 +106,65 @@ class Prompts:
         so a prompt that is worth sharing is sealed here and that token starts a page of its own.
         """
         left = [row for row in rows if row not in self.plans and row not in self.untouched]
-        compressed = self._compact(left)
+        compressed = self._compact(left, tailed=True)
         self.outcomes["compressed"] += len(compressed)
         self.outcomes["as computed"] += len(left) - len(compressed)
         for row in rows:
             if row in self.plans:
                 self._carry_out(row)
-        if sealed := [row for row in rows if self._worth_sharing(row)]:
-            self.device.seal(*sealed)
-        for row in sealed:
-            self.rows.seal(row)
+        if sealed := {row: compressed.get(row, 0) for row in rows if self._worth_sharing(row)}:
+            self.device.seal(sealed)
+        for row, tail in sealed.items():
+            self.rows.seal(row, tail)
         for row in rows:
             self.judged.pop(row, None)
             self.counts.touch(row)
             self.rows.end_prompt(row)
 
     def _worth_sharing(self, row: int) -> bool:
-        own = self.rows.length(row) - self.rows.shared(row)
         least = 1 if row in self.untouched else self.share_min_tokens
-        return row not in self.pending and least is not None and own >= least
+        return row not in self.pending and least is not None and self._own(row) >= least
 
-    def _compact(self, rows: Sequence[int]) -> list[int]:
+    def _own(self, row: int) -> int:
+        return self.rows.length(row) - self.rows.shared(row)
+
+    def _tail(self, row: int) -> int:
+        """Tokens at the end of the prompt that stay the row's own when it is sealed."""
+        least, tail = self.share_min_tokens, self.tail
+        if not tail or least is None or self._own(row) < least + tail or not self._has_table_room(row):
+            return 0
+        return tail
+
+    def _compact(self, rows: Sequence[int], *, tailed: bool = False) -> dict[int, int]:
         """Prompt-phase compaction of those rows, which are returned, where the policy has something to decide: so many
-        at once as there are certainly pages to lend to each."""
-        device, counts = self.device, self.counts
-        ends = [(row, length) for row in rows if (length := self.rows.length(row)) > self.untouched_tokens]
-        if not ends:
-            return []
-        lent = lent_pages(device)
-        most = max((counts.free() - counts.headroom()) // lent, 1) if lent else len(ends)
-        for first in range(0, len(ends), most):
-            compact(device, counts, ends[first : first + most], self.policy)
-        return [row for row, _ in ends]
+        at once as there are certainly pages to lend to each.
+
+        Args:
+            tailed: tails begin pages of their own, as far as there are pages and table blocks for that.
+
+        Returns:
+            Rows, each with its tail.
+        """
+        done: dict[int, int] = {}
+        left = [row for row in rows if self.rows.length(row) > self.untouched_tokens]
+        while left:
+            lent = lent_pages(self.device, tail=tailed and self.tail > 0)
+            fitting = (self.counts.free() - self.counts.headroom()) // lent if lent else len(left)
+            some, left = left[: max(fitting, 1)], left[max(fitting, 1) :]
+            tails = [self._tail(row) if tailed and fitting > 0 else 0 for row in some]
+            ends = [(row, self.rows.length(row)) for row in some]
+            compact(self.device, self.counts, ends, self.policy, tails if any(tails) else None)
+            done.update(zip(some, tails, strict=True))
+        return done
+
+    def _has_table_room(self, row: int) -> bool:
+        """Make room in the page table for the page that a tail begins; False if there is none."""
+        high, *lower = (0 for _ in self.device.fmt.tiers)
+        try:
+            self.device.space.extend(row, (high + 1, *lower))
+        except TableFull:
+            return False
+        return True
 
     # Copies
 

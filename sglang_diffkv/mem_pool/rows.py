@@ -91,9 +91,9 @@ class RequestRows:
         """Segments hold the row's first ``end`` tokens."""
         self._rows[row].shared = end
 
-    def seal(self, row: int) -> None:
-        """The row's next token starts a page of its own."""
-        self._rows[row].sealed = self._rows[row].length
+    def seal(self, row: int, tail: int = 0) -> None:
+        """All but the row's last ``tail`` tokens lie in pages that it may not write any more."""
+        self._rows[row].sealed = self._rows[row].length - tail
 
     def unseal(self, row: int) -> None:
         """The row's tokens are in pages of its own, which it may write."""

@@ -82,7 +82,7 @@ class SegmentStore:
         device.share(segment_row, row, lo, hi, kept_only=True)
         ends, first = self.rows.sealed(row) != hi, self.rows.shared(row)
         if ends:
-            device.seal(row)
+            device.seal({row: 0})
             self.rows.seal(row)
         device.keep(row)
         self.rows.share(row, hi)
@@ -157,7 +157,7 @@ class SegmentStore:
     def _copy(self, row: int, parts: Path) -> None:
         """Fill an empty segment row with the tokens of ``parts`` as they are."""
         self.device.copy(row, rows_of(parts), parts[-1][2], KEEP)
-        self.device.seal(row)
+        self.device.seal({row: 0})
         self.device.keep(row)
         self.counts.record(-self.device.geometry.most_pages(parts[-1][2] - parts[0][1]))
 

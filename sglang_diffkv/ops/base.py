@@ -227,8 +227,15 @@ class Ops(Protocol):
         num_valid: torch.Tensor | None = None,
     ) -> None: ...
 
-    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
-        """Prompt-phase compaction of different rows, each with the length of its sequence."""
+    def compact_prompts(
+        self,
+        state: PageState,
+        ends: Sequence[tuple[int, int]],
+        policy: Policy,
+        tails: Sequence[int] | None = None,
+    ) -> None:
+        """Prompt-phase compaction of different rows, each with the length of its sequence and, if ``tails`` are given,
+        of its tail."""
         ...
 
     def copy_compact(
@@ -278,7 +285,7 @@ class Ops(Protocol):
 
     def hand_over(self, state: PageState, row: int, target: int) -> None: ...
 
-    def seal(self, state: PageState, rows: int | torch.Tensor) -> None: ...
+    def seal(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None: ...
 
     def keep(self, state: PageState, row: int) -> None: ...
 

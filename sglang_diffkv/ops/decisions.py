@@ -55,6 +55,14 @@ def untouched_tokens(state: PageState, policy: Policy) -> int:
     return min(limits + [policy.window] * policy.compresses, default=NO_LIMIT)
 
 
+def tail_tokens(state: PageState, policy: Policy) -> int:
+    """Tokens at the end of a prompt that are in the high tier as the newest ones alone, and go down one by one as
+    others follow. None where layers slide: what the prefix cache has of a prompt must end with what they hold."""
+    if policy.generation is None or policy.running is not None or state.slides:
+        return 0
+    return policy.window
+
+
 @dataclass(frozen=True)
 class WholeHeadKernels:
     """The ops that judge whole heads; each has the arguments of its reference."""

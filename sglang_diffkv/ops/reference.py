@@ -159,14 +159,20 @@ class ReferenceOps:
             sums = sum_scores(state, rows) if isinstance(rule, StepCuts) and rule.of_sum else None
             compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers), sums))
 
-    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
-        for row, seq_len in ends:
-            self.compact_prompt(state, row, seq_len, policy)
+    def compact_prompts(
+        self,
+        state: PageState,
+        ends: Sequence[tuple[int, int]],
+        policy: Policy,
+        tails: Sequence[int] | None = None,
+    ) -> None:
+        for (row, seq_len), tail in zip(ends, tails or [0] * len(ends), strict=True):
+            self.compact_prompt(state, row, seq_len, policy, tail)
 
-    def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy) -> None:
+    def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy, tail: int = 0) -> None:
         cuts = self.decisions.of_row(state, row, seq_len, policy)
         if cuts is not None:
-            compact_prompt(state, row, seq_len, cuts)
+            compact_prompt(state, row, seq_len, cuts, tail)
 
     def copy_compact(
         self,
@@ -214,8 +220,8 @@ class ReferenceOps:
     def hand_over(self, state: PageState, row: int, target: int) -> None:
         hand_over(state, row, target)
 
-    def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
-        seal(state, rows)
+    def seal(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+        seal(state, rows, tails)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

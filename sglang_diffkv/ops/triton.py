@@ -324,17 +324,30 @@ class TritonOps:
             sum_scores(state, rows, num_valid, workspace.sums)
         compact_step(state, rows, seq_lens, found, workspace, num_valid, rule)
 
-    def compact_prompts(self, state: PageState, ends: Sequence[tuple[int, int]], policy: Policy) -> None:
+    def compact_prompts(
+        self,
+        state: PageState,
+        ends: Sequence[tuple[int, int]],
+        policy: Policy,
+        tails: Sequence[int] | None = None,
+    ) -> None:
         most = 1 if isinstance(policy.prompt, WholeHead) else PROMPTS  # rows whose heads are judged whole go one by one
         for first in range(0, len(ends), most):
-            some = ends[first : first + most]
-            cuts = self.decisions.of_row(state, *some[0], policy)
+            some = slice(first, first + most)
+            cuts = self.decisions.of_row(state, *ends[first], policy)
             if cuts is not None:
-                self._compact(state, some, cuts)
+                self._compact(state, ends[some], cuts, None if tails is None else tails[some])
 
-    def _compact(self, state: PageState, ends: Sequence[tuple[int, int]], cuts: Cuts) -> None:
-        rows, seq_lens = to_device(tuple(zip(*ends, strict=True)), state.device)
-        compact_prompts(state, rows, seq_lens, self.prompt, cuts)
+    def _compact(
+        self,
+        state: PageState,
+        ends: Sequence[tuple[int, int]],
+        cuts: Cuts,
+        tails: Sequence[int] | None = None,
+    ) -> None:
+        columns = tuple(zip(*ends, strict=True))
+        rows, seq_lens, *last = to_device(columns if tails is None else (*columns, tuple(tails)), state.device)
+        compact_prompts(state, rows, seq_lens, self.prompt, cuts, *last)
 
     def copy_compact(
         self,
@@ -385,8 +398,8 @@ class TritonOps:
     def hand_over(self, state: PageState, row: int, target: int) -> None:
         hand_over(state, row, target)
 
-    def seal(self, state: PageState, rows: int | torch.Tensor) -> None:
-        seal(state, rows)
+    def seal(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+        seal(state, rows, tails)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

@@ -15,7 +15,7 @@ from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
-from sglang_diffkv.ops.decisions import compacts
+from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
 
@@ -111,6 +111,8 @@ def warm_up(
     ops.count_owners(state, one_row)
     if changes:
         ops.compact_prompts(state, [(1, 0)], policy)
+        if tail_tokens(state, policy):
+            ops.compact_prompts(state, [(1, 0)], policy, [0])
     for own in judged:
         for known in (None, own[0]):
             ops.copy_compact(state, 2, [(1, 0, 0)], 0, policy, known)

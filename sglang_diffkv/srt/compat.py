@@ -152,6 +152,20 @@ def extend_end(req: Any) -> int:
     return req.extend_end if release() >= (0, 5, 22) else req.extend_range.end
 
 
+@contextmanager
+def filled_to(req: Any, end: int) -> Iterator[None]:
+    """Inside, the prefix cache is offered the request's first ``end`` tokens, and not all up to ``extend_end``: for
+    ``cache_unfinished_req``, which SGLang has up to 0.5.21."""
+    if end == extend_end(req):
+        yield
+        return
+    req.get_fill_ids = lambda: req.full_untruncated_fill_ids[:end]
+    try:
+        yield
+    finally:
+        del req.get_fill_ids
+
+
 def prompt_len(req: Any) -> int:
     """Tokens that prefill has to reach, generated ones of a retracted request included."""
     return len(req.full_untruncated_fill_ids)

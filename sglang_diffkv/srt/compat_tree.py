@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_diffkv.srt.compat import extend_end, prompt_len, release, row_of
+from sglang_diffkv.srt.compat import extend_end, filled_to, prompt_len, release, row_of
 from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
 
 
@@ -13,15 +13,20 @@ def prefix_cache_class() -> type:
 
     class _Inserting(DiffKVPrefixCache):
         def _keep_private(self, req: Any) -> None:
-            """What stock SGLang does for a running request that is not inserted."""
+            """What stock SGLang does for a running request whose last tokens are not inserted."""
             kv_slots = self.req_to_token_pool.req_to_token[row_of(req), : extend_end(req)]
             req.prefix_indices = kv_slots.to(dtype=self._empty_match_result.device_indices.dtype, copy=True)
 
         def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
             if self.disable:
                 return
-            stock = super().cache_unfinished_req
-            if chunked or not self.requests.publish(req, lambda: stock(req, chunked=chunked), running=True):
+            stock, end = super().cache_unfinished_req, self.requests.publishable_to(req)
+
+            def insertion() -> None:
+                with filled_to(req, end):
+                    stock(req, chunked=chunked)
+
+            if chunked or not self.requests.publish(req, insertion, running=True) or end < extend_end(req):
                 self._keep_private(req)
             if not chunked:
                 self.requests.prompt_published(req)
@@ -54,7 +59,8 @@ def prefix_cache_class() -> type:
             running = not req.finished()
             if self.disable or (running and up_to < prompt_len(req)):
                 return
-            self.requests.publish(req, lambda: stock(req, up_to=up_to), running=running)
+            end = self.requests.publishable_to(req) if running else up_to
+            self.requests.publish(req, lambda: stock(req, up_to=end), running=running)
             if running:
                 self.requests.prompt_published(req)
 

@@ -21,7 +21,7 @@ import torch
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.reach import served_end
-from sglang_diffkv.ops.decisions import compacts
+from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.hybrids import has_states
@@ -65,6 +65,8 @@ class DiffKVPrefixCache(EvictingTree):
             self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
         elif not self.disable:
             self.manager.prompts.share_min_tokens = share_min_tokens
+            if self.states is None:  # a state stands for all of a prompt, so the tree takes that or nothing
+                self.manager.prompts.tail = tail_tokens(self.manager.state, self.manager.policy)
         if self.manager.saved is not None and not self.disable:
             self.requests.retracted = Retracted(self, self.manager.saved)
 

@@ -350,12 +350,19 @@ class Requests:
 
     # Publication
 
+    def publishable_to(self, req: Any) -> int:
+        """Position up to which a running request's prompt may join the prefix cache now; 0 if it may not."""
+        row = compat.row_of(req)
+        end = None if row is None else self.manager.prompts.publishable_to(row)
+        return 0 if end is None or end > compat.extend_end(req) else end
+
     def publish(self, req: Any, insertion: Any, *, running: bool) -> bool:
-        """Run SGLang's ``insertion`` of a request's tokens into the prefix cache, with pages of its row; False, running
-        nothing, where they do not join now: a prompt too short to be shared alone, no room, a row with a fault."""
+        """Run SGLang's ``insertion`` of a request's tokens into the prefix cache, with pages of its row: of a running
+        one those up to ``publishable_to``. False, running nothing, where they do not join now: a prompt too short to be
+        shared alone, no room, a row with a fault."""
         tree, row = self.tree, compat.row_of(req)
         assert tree is not None
-        if row is None or (running and self.manager.prompts.publishable_to(row) != compat.extend_end(req)):
+        if row is None or (running and not self.publishable_to(req)):
             return False
         if not running:
             self._follow(req, row)

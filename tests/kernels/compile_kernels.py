@@ -27,6 +27,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.base import Scaling, Step
+from sglang_diffkv.ops.decisions import tail_tokens
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.base import Policy
@@ -142,6 +143,8 @@ def call_again(
         if compresses:
             ops.compact_prompts(state, [(number, number)], policy)
             ops.compact_prompts(state, [(2, number), (1, 5), (3, number)], policy)
+            if tail_tokens(state, policy):
+                ops.compact_prompts(state, [(2, number), (1, 5), (3, number)], policy, [number, 0, 1])
             for judged in (None, torch.zeros(state.num_layers, heads, number)):
                 ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
     for steps in (1, 3):

@@ -194,7 +194,7 @@ def test_a_shared_token_stays():
         state = manager.state
         run(manager, Scaling(0.1), None, compact_chunks=False)
         row = ROWS[0]
-        manager.device.seal(row)
+        manager.device.seal({row: 0})
         held = visible(state, row).position.tolist()
         rows = torch.tensor([row], device=DEVICE)
         for position in held:

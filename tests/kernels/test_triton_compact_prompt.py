@@ -14,7 +14,7 @@ from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt as ref
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as specification
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.cuts import Cuts
-from sglang_diffkv.kernels.table import layer_table, max_entries
+from sglang_diffkv.kernels.table import layer_table, max_entries, own_slot_location
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
@@ -89,6 +89,89 @@ def test_matches_reference(tiers, alphas, sinks, scales):
                 for a, b in zip(got[1:3], expected[1:3], strict=True):
                     # a GPU may round a scale or a zero point to the neighbouring fp16 number
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
+
+
+def stored_in_order(state: PageState, row: int) -> list[torch.Tensor]:
+    """Positions in the own high-tier slots of each head, -1 where there is none, in the order of the slots."""
+    used, view = state.own_tokens[row, :, :, 0], state.tiers[0]
+    rows = torch.tensor([row], device=DEVICE)
+    found = []
+    for layer in range(state.num_layers):
+        for head in range(state.num_heads):
+            count = int(used[layer, head])
+            each = torch.zeros(1, state.num_layers, state.num_heads, count, dtype=torch.int64, device=DEVICE)
+            each[0, layer, head] = torch.arange(count, device=DEVICE)
+            page, place = (x[0, layer, head] for x in own_slot_location(state, rows, 0, each))
+            found.append(view.positions[page, place])
+    return found
+
+
+TAILED = st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(0, 3))
+"""Tokens of a prompt, its window, and what its tail is shorter than that."""
+
+
+@settings(max_examples=max(settings().max_examples, 20), deadline=None)
+@given(
+    tiers=st.sampled_from(["K8V4 K4V2", "BF16 K8V4", "K8V4", FOUR]),
+    alphas=st.sampled_from([(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)]),
+    prompts=st.lists(TAILED, min_size=1, max_size=3),
+    before=st.integers(0, 9),
+    first=st.integers(0, 30),
+    seed=st.integers(0, 99),
+)
+def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, seed):
+    """Rows behind a prefix of ``before`` tokens that is sealed, the first of them compacted after a chunk of ``first``:
+    the tail is what it was, the tokens before it as without one, and a seal parts them."""
+    page_tokens, window = 4, max(window for _, window, _ in prompts)
+    policy = with_between(DiffKVPolicy(*alphas, window=window), len(tiers.split()))
+    manager = make_manager(make_format(tiers, page_tokens=page_tokens), pages=900, window=window)
+    generator, state = torch.Generator().manual_seed(seed), manager.state
+    state.counters += 890  # the ring wraps
+    cuts, workspace = cuts_of(policy, state), PromptWorkspace.create(state)
+    ends, tails = [], []
+    for row, (count, _, less) in zip((4, 1, 6), prompts):
+        held = 0
+        if before:
+            add_prompt(manager, row, before, generator, compact=False)
+            manager.device.seal({row: 0})
+            held = before
+        if row == 4 and first:
+            add_prompt(manager, row, first, generator, compact=False)
+            held += first
+            compact_prompts(state, *ends_of((row, held)), workspace, cuts)
+        add_prompt(manager, row, count, generator, compact=False)
+        ends.append((row, held + count))
+        tails.append(min(max(window - less, 0), held + count - before))
+        manager.device.space.extend(row, (1, *(0 for _ in state.tiers[1:])))
+    manager.device.space.flush()
+    twin, plain = clone_state(state), clone_state(state)
+    kept = torch.tensor(tails, device=DEVICE)
+    compact_prompts(state, *ends_of(*ends), workspace, cuts, kept)
+    specification(twin, *ends_of(*ends), cuts, kept)
+    specification(plain, *ends_of(*ends), cuts)
+    for name in ("entries", "own_tokens", "hole", "fault"):
+        assert torch.equal(getattr(state, name), getattr(twin, name)), name
+    assert state.counters.diff() == twin.counters.diff()
+    for (row, end), tail in zip(ends, tails, strict=True):
+        for got, expected, without in zip(*(stored_in_order(x, row) for x in (state, twin, plain)), strict=True):
+            assert torch.equal(got, expected)
+            front, back = without[: len(without) - tail], without[len(without) - tail :]
+            gap = -len(front) % page_tokens if tail else 0
+            assert torch.equal(got, torch.cat([front, front.new_full((gap,), -1), back]))
+            assert torch.equal(back, torch.arange(end - tail, end, device=DEVICE).int())
+        for layer, tier in itertools.product(range(2), range(len(state.tiers))):
+            both = zip(*(tokens_of(x, row, layer, tier) for x in (state, twin, plain)), strict=True)
+            for got, expected, without in both:
+                assert all(torch.equal(a, b) for a, b in zip(expected, without, strict=True))
+                assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
+                for a, b in zip(got[1:3], expected[1:3], strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
+    manager.device.seal({row: tail for (row, _), tail in zip(ends, tails, strict=True)})
+    for (row, end), tail in zip(ends, tails, strict=True):
+        assert (state.own_tokens[row, ..., 0] == tail).all() and not state.own_tokens[row, ..., 1:].any()
+        for positions in stored_in_order(state, row):
+            assert torch.equal(positions, torch.arange(end - tail, end, device=DEVICE).int())
+    check_integrity(manager)
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", FOUR])
@@ -182,4 +265,23 @@ def test_rows_together_share_few_spare_pages():
     policy = DiffKVPolicy(9e9, 0.0, window=4)
     compact_prompts(state, *ends_of((2, 48), (1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert state.own_tokens[2, ..., 1].all() and not state.own_tokens[1, ..., 1].any()
+    check_integrity(manager)
+
+
+def test_without_a_spare_page_a_tail_begins_where_the_rest_ends():
+    """No token and no page is lost, and a seal then takes all."""
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=100, layers=2, heads=2)
+    generator, state = torch.Generator().manual_seed(3), manager.state
+    for row in (1, 2):
+        add_prompt(manager, row, 48, generator, compact=False)
+        manager.device.space.extend(row, (1, 0))
+    manager.device.space.flush()
+    policy = DiffKVPolicy(9e9, 0.0, window=5)
+    tails = torch.tensor([5, 5], device=DEVICE)
+    compact_prompts(state, *ends_of((2, 48), (1, 48)), PromptWorkspace.create(state), cuts_of(policy, state), tails)
+    # four spare pages in all: the low tier of the first row has them
+    assert state.own_tokens[2].unique().tolist() == [5, 43]
+    assert (state.own_tokens[1, ..., 0] == 48).all()
+    manager.device.seal({1: 5, 2: 5})
+    assert (state.own_tokens[2, ..., 0] == 5).all() and not state.own_tokens[1].any()
     check_integrity(manager)

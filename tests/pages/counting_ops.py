@@ -38,7 +38,8 @@ class CountingOps(ReferenceOps):
         state.hole[rows] = torch.where(fills, -1, state.hole[rows])
         self._settle(state, rows)
 
-    def compact_prompt(self, state: Any, row: int, seq_len: int, policy: Any) -> None:
+    def compact_prompt(self, state: Any, row: int, seq_len: int, policy: Any, tail: int = 0) -> None:
+        assert not tail, "these servers have no prefix cache, for which tails are set apart"
         old = (state.own_tokens[row, :, :, 0] - self.window).clamp(min=0)
         goes = (old * (1 - self.high)).round().int()
         assert state.counters[1] - state.counters[0] >= self.high.numel(), "no spare pages for a compaction"

@@ -41,9 +41,10 @@ class PageManagerMachine(RuleBasedStateMachine):
             [(1.0, 0.7, 0.3, 0.0), (1.0, 0.8, 0.6, 0.4), (1e9, 2.0, 0.8, 0.5), (2.0, 1.7, 1.3, 1.0)]
         ),
         seal_from=st.sampled_from([None, 1, 12]),
+        tailed=st.booleans(),
         seed=st.integers(0, 999),
     )
-    def start(self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, seed):
+    def start(self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, tailed, seed):
         between = alphas[1 : max(len(tiers) - 1, 1)]
         rule = (alphas[0], alphas[-1], window, sinks, horizon)
         policy = DiffKVPolicy(*rule, alpha_between=between, pressure_window=max(window // 2, 1))
@@ -52,7 +53,7 @@ class PageManagerMachine(RuleBasedStateMachine):
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,
             max_tokens=LONGEST, loose_bounds=self.loose_bounds, blocks=blocks,
         )  # fmt: skip
-        manager.prompts.share_min_tokens = seal_from
+        manager.prompts.share_min_tokens, manager.prompts.tail = seal_from, window if tailed else 0
         if manager.pressure is not None:
             manager.pressure.least_growth = 1
         self.model = Model(manager, policy, seed)
@@ -127,10 +128,15 @@ class PageManagerMachine(RuleBasedStateMachine):
             model.grow(model.chunks.pop(0))
             if not model.chunks:
                 model.end_prompt(visible(self.state, row), self.model.policy, self.model.tiers)
-                seal_from = self.manager.prompts.share_min_tokens
+                seal_from, tail = self.manager.prompts.share_min_tokens, self.manager.prompts.tail
+                self.session.end_prompt(row)
                 if seal_from is not None and model.length - model.shared >= seal_from:
                     model.own_from = model.length
-                self.session.end_prompt(row)
+                    sealed = self.manager.rows.sealed(row)
+                    if tail and sealed != model.length:  # there were pages for it
+                        event("a tail")
+                        assert model.length - model.shared >= seal_from + tail and sealed == model.length - tail
+                        model.own_from = sealed
         self.model.check(frozen, list(counts))
 
     @rule(data=st.data(), steps=st.integers(1, 8))

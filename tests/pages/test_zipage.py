@@ -346,7 +346,7 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(sealed):
     manager.rows.grow(2, LENGTH - own, in_prompt=False)
     add_prompt(manager, 2, own, generator, compact=False)
     if sealed:
-        manager.device.seal(2)
+        manager.device.seal({2: 0})
     whole, twin = clone_state(state), clone_state(state)
     results = []
     for ops, here in ((ReferenceOps(), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):

@@ -91,7 +91,7 @@ def test_what_was_evicted_comes_back(world: World) -> None:
 def test_only_what_the_tree_has_lost_is_restored() -> None:
     world = World(900, exact=False, host_pages=200)
     prompt = world.tokens(60)
-    first = world.prompt([*prompt, 1])
+    first = world.prompt([*prompt, *world.tokens(1 + world.manager.prompts.tail)])
     req = world.prompt([*prompt, *world.tokens(5)])
     for _ in range(20):
         world.decode(req)
@@ -151,9 +151,9 @@ def test_it_waits_for_room_while_others_run(world: World) -> None:
 
 def test_it_waits_for_room_for_what_the_tree_has_lost() -> None:
     """Not for what others hold of its prompt as well."""
-    world = World(200, exact=False, host_pages=200)
+    world = World(216, exact=False, host_pages=200)
     prompt = world.tokens(120)
-    first = world.prompt([*prompt, 1])
+    first = world.prompt([*prompt, *world.tokens(1 + world.manager.prompts.tail)])
     req = world.prompt([*prompt, *world.tokens(5)])
     for _ in range(20):
         world.decode(req)
