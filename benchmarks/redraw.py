@@ -1,7 +1,11 @@
-"""Writes tables and charts again from the JSON results of ``serving``, ``step_profile``, ``kernels``,
-``figures`` or ``evaluate``.
+"""Writes tables and charts again from the JSON results of ``serving``, ``stationary``, ``step_profile``, ``kernels``,
+``figures`` or ``evaluate``. Example:
 
-python -m benchmarks.redraw benchmarks/results/serving_llama3-8b.json
+    python -m benchmarks.redraw benchmarks/results/serving_llama3-8b.json
+
+With ``--together`` results of ``stationary``, measured by several commands, become one chart:
+
+    python -m benchmarks.redraw --together running.png first/stationary_nano.json second/stationary_nano.json
 """
 
 from __future__ import annotations
@@ -19,10 +23,18 @@ from benchmarks.serving import report as serving_report
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Redraw each file."""
+    """Redraw each file, or the one chart."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path)
-    for path in parser.parse_args(argv).results:
+    parser.add_argument("--together", type=Path, metavar="PNG", help="one chart of all these results, and nothing else")
+    args = parser.parse_args(argv)
+    if args.together:
+        every = [json.loads(path.read_text(encoding="utf-8")) for path in args.results]
+        if any(data.get("kind") != "stationary" for data in every):
+            parser.error("--together draws results of stationary only")
+        serving_charts.running(every, args.together)
+        return
+    for path in args.results:
         data = json.loads(path.read_text(encoding="utf-8"))
         kind = data.get("kind")
         if kind == "serving":
@@ -31,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif kind == "kernels":
             kernel_report.write_tables(data, path.parent)
             kernel_report.write_charts(data, path.parent)
+        elif kind == "stationary":
+            serving_charts.running([data], path.with_suffix(".png"))
         elif kind == "step_profile":
             serving_charts.breakdown(data, path.with_suffix(".png"))
         elif kind == "figure":
@@ -38,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif "configurations" in data and "results" in data:
             evaluated.draw(data, path.with_suffix(".png"))
         else:
-            parser.error(f"{path.name} is no result of serving, step_profile, kernels, figures or evaluate")
+            parser.error(f"{path.name} is no result of serving, stationary, step_profile, kernels, figures or evaluate")
 
 
 if __name__ == "__main__":

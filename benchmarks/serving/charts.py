@@ -1,7 +1,9 @@
-"""Charts of the serving benchmark: throughput of each backend, and latency or throughput along a load's series."""
+"""Charts of the serving benchmarks: throughput of each backend, latency or throughput along a load's series, running
+requests over time, and where a step's time goes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,32 @@ def breakdown(data: dict[str, Any], path: Path) -> None:
     what = "a pass over a prompt" if data["name"].startswith("prompt") else "a decode step"
     axis.set_title(f"Where the time of {what} goes, {data['name'].partition('_')[2]}", fontsize=10)
     axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _save(figure, path)
+
+
+def running(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Results of ``stationary`` in one chart: the running requests of each backend over time, from its first request
+    to the end of counting; their mean while tokens were counted is in the legend. Raises what matplotlib does."""
+    from matplotlib.figure import Figure
+
+    records = [x for data in results for x in data["records"] if x["status"] == OK]
+    if not records:
+        return
+    figure = Figure(figsize=(9, 4.5))
+    axis = figure.subplots()
+    for number, record in enumerate(records):
+        seconds, requests = zip(*record["running"], strict=True)
+        style = ("-", "--", ":")[number // 10 % 3]
+        axis.plot(seconds, requests, style, label=f"{record['backend']}: {record['running_mean']:.1f}")
+    load = results[0]["load"]
+    title = (
+        f"{load['output_tokens']:,} tokens of reply to {load['prompt']:,} of prompt, {load['waiting']} always waiting"
+    )
+    axis.set_title(f"{results[0]['name'].partition('_')[2]}, {title}", fontsize=10)
+    axis.set(xlabel="seconds", ylabel="running requests")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), title="mean")
     _save(figure, path)
 
 

@@ -50,7 +50,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--model", type=Path, help="the folder of a model to serve instead")
     parser.add_argument("--dummy-weights", action="store_true", help="random weights for --model too")
-    parser.add_argument("--kv-gib", type=float, default=8.0, help="KV cache of every server (default: %(default)s)")
+    parser.add_argument(
+        "--kv-gib",
+        type=float,
+        default=8.0,
+        help="KV cache of every server, all its GPUs together (default: %(default)s)",
+    )
     parser.add_argument("--tp-size", type=int, default=1, help="GPUs of a server, each of which holds its share of it")
     parser.add_argument("--max-running", type=int, default=128, help="running requests at most (default: %(default)s)")
     parser.add_argument("--extra-server-args", type=shlex.split, default=[], help="for all servers, one string")

@@ -11,7 +11,11 @@ requests are aborted. Example:
         --diffkv 'beside={"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 8, "asynchronous": true}}' \\
         --output-tokens 8192
 
-NAME.json, NAME.md and a chart of running requests in the output folder. Exit code 1 if a server failed.
+Compressions of running requests are counted over the same time. ``--profile-steps`` (a GPU is needed) records steps
+behind that, and says how much of their time went into compressing (``compression_time``).
+
+NAME.json, NAME.md and a chart of running requests in the output folder; ``python -m benchmarks.redraw --together``
+draws those of several commands as one. Exit code 1 if a server failed.
 """
 
 from __future__ import annotations
@@ -30,12 +34,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import requests
 
+from benchmarks.serving import charts
 from benchmarks.serving.cli import model_name
 from benchmarks.serving.client import BenchmarkError, warm_up
+from benchmarks.serving.compression_time import compression_time
 from benchmarks.serving.each_backend import add_arguments, measure_each, parse
 from benchmarks.serving.log import mean, parse_log
-from benchmarks.serving.session import OK, Record, Setup
+from benchmarks.serving.session import OK, Record, Setup, short
 from benchmarks.serving.step_profile import breakdown, next_steps
 from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.report import markdown
@@ -70,12 +77,18 @@ class Crowd:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(
-        self, settle: float, seconds: float, most: int, watch: Callable[[], None] = lambda: None
+        self,
+        settle: float,
+        seconds: float,
+        most: int,
+        watch: Callable[[], None] = lambda: None,
+        bound: Callable[[], None] = lambda: None,
     ) -> tuple[float, float]:
         """When counting began and ended. Raises BenchmarkError if a request failed.
 
         Args:
             most: requests that may run. watch: is called behind that, in a thread of its own, under the same load.
+            bound: is called so just before counting begins and just after it ends.
         """
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
@@ -83,9 +96,11 @@ class Crowd:
                 await self._fill(session, most)
                 filled = time.perf_counter()
                 await self._hold(session, lambda: time.perf_counter() > filled + settle)
+                await asyncio.to_thread(bound)
                 begin = time.perf_counter()
                 await self._hold(session, lambda: time.perf_counter() > begin + seconds)
                 end = time.perf_counter()
+                await asyncio.to_thread(bound)
                 watching = asyncio.create_task(asyncio.to_thread(watch))
                 await self._hold(session, watching.done)
                 await watching
@@ -164,14 +179,24 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     crowd = Crowd(server.url, setup.shape.vocab, args.prompt, args.output_tokens, args.waiting, setup.seed)
     first = time.perf_counter()
     steps: Record = {}
+    bounds: list[Record] = []
 
     def watch() -> None:
-        with tempfile.TemporaryDirectory(prefix="profile-") as folder:
-            steps["steps"] = breakdown(next_steps(server, args.profile_steps, Path(folder)), args.profile_steps)
+        if not args.profile_steps:
+            return
+        try:
+            with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+                trace = next_steps(server, args.profile_steps, Path(folder))
+            steps["steps"] = breakdown(trace, args.profile_steps)
+            if bounds[-1]:
+                steps["compression"] = asdict(compression_time(trace))
+        except (BenchmarkError, OSError, requests.RequestException) as error:  # what was counted stays
+            steps["not_recorded"] = short(error)
 
-    begin, end = asyncio.run(
-        crowd.run(args.settle, args.seconds, setup.max_running, *([watch] if args.profile_steps else []))
-    )
+    def bound() -> None:
+        bounds.append(budget_counts(server))
+
+    begin, end = asyncio.run(crowd.run(args.settle, args.seconds, setup.max_running, watch, bound))
     generated = sum(tokens_between(x.counts, begin, end) for x in crowd.streams)
     log = server.log_text()[start:]
     running = running_over_time(crowd.streams, first, end)
@@ -189,8 +214,15 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
         **asdict(parse_log(log)),
         "running_mean": mean(counted),
         "admission": stats.get("admission"),
+        "counted": {name: count - bounds[0][name] for name, count in bounds[-1].items()},
         **steps,
     }  # fmt: skip
+
+
+def budget_counts(server: Server) -> dict[str, int]:
+    """What a server has counted so far of requests that hold a budget; nothing where none does."""
+    admission = (server.stats() or {}).get("admission") or {}
+    return {name: count for name, count in admission.items() if name.startswith("budget_")}
 
 
 def running_over_time(streams: Sequence[Stream], first: float, end: float) -> list[tuple[int, int]]:
@@ -200,7 +232,8 @@ def running_over_time(streams: Sequence[Stream], first: float, end: float) -> li
 
 
 def table(records: Sequence[Record]) -> str:
-    """A row for each backend, against the first; of recorded steps, the time and that without a kernel."""
+    """A row for each backend, against the first; of recorded steps, the time, that without a kernel, and that which
+    went into compressing."""
     header = [
         "backend",
         "tokens that fit",
@@ -210,6 +243,7 @@ def table(records: Sequence[Record]) -> str:
         "finished",
         "retracted",
         "compressions",
+        "waited steps",
     ]
     rows = []
     good = [x for x in records if x["status"] == OK]
@@ -217,34 +251,28 @@ def table(records: Sequence[Record]) -> str:
         if record["status"] != OK:
             rows.append([record["backend"], record["error"], *("" for _ in header[2:])])
             continue
-        compressions = (record["admission"] or {}).get("budget_compressions", "")
+        counted = record.get("counted") or {}
         rows.append([
             record["backend"], f"{record['capacity_tokens']:,}", f"{record['tokens_per_s']:,.0f}",
             f"{record['tokens_per_s'] / good[0]['tokens_per_s']:.2f}", f"{record['running_mean']:.1f}",
-            str(record["finished"]), str(record["retracted"]), str(compressions),
+            str(record["finished"]), str(record["retracted"]),
+            *(str(counted.get(f"budget_{name}", "")) for name in ("compressions", "waited_steps")),
         ])  # fmt: skip
-    recorded = [
-        f"{x['backend']}: a step took {step['span_ms']:.2f} ms on the GPU, {step['idle_ms']:.2f} without a kernel"
-        for x in good
-        if (step := x.get("steps"))
-    ]
-    return "\n\n".join([markdown(header, rows), *recorded])
+    return "\n\n".join([markdown(header, rows), *(_recorded(x) for x in good if "steps" in x or "not_recorded" in x)])
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Running requests over time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for record in records:
-        if record["status"] == OK:
-            seconds, running = zip(*record["running"], strict=True)
-            axes.plot(seconds, running, label=record["backend"])
-    axes.set(xlabel="seconds", ylabel="running requests", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+def _recorded(record: Record) -> str:
+    """What was recorded of a server's steps."""
+    if "not_recorded" in record:
+        return f"{record['backend']}: no steps were recorded: {record['not_recorded']}"
+    step, time = record["steps"], record.get("compression")
+    told = (
+        f"{record['backend']}: a step took {step['span_ms']:.2f} ms on the GPU, {step['idle_ms']:.2f} without a kernel"
+    )
+    if time:
+        told += f"; {time['share']:.1%} of the time it compressed, {time['times']} times, {time['mean_ms']:.2f} ms each"
+        told += f" ({time['beside']:.1%} beside other work)"
+    return told
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -274,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     data: dict[str, Any] = {"kind": "stationary", "name": name, "load": load}
     title = f"Long replies, some always waiting, {model_name(args)}"
     status = measure_each(args, data, title, partial(measure, args=args), table)
-    drawn(lambda: draw(data["records"], args.output / f"{name}.svg"))
+    drawn(lambda: charts.running([data], args.output / f"{name}.png"), f"python -m benchmarks.redraw {name}.json")
     return status
 
 

@@ -107,7 +107,7 @@ def next_steps(server: Server, steps: int, folder: Path) -> dict[str, Any]:
             for found in sorted(folder.glob("*.json.gz")):
                 with gzip.open(found, "rt", encoding="utf-8") as file:
                     return dict(json.load(file))
-        except EOFError:  # still being written
+        except (EOFError, json.JSONDecodeError):  # still being written
             pass
         if time.monotonic() > deadline:
             raise BenchmarkError("no profile was written")

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from benchmarks import redraw
 from benchmarks.serving import each_backend, stationary
 from benchmarks.serving.client import BenchmarkError
+from benchmarks.serving.compression_time import compression_time
 from benchmarks.serving.stationary import Crowd, Stream, running_over_time, table, tokens_between
 
 SLOTS, RATE, REPLY = 5, 200, 900
@@ -70,10 +73,17 @@ async def against(
     try:
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
         crowd = Crowd(f"http://127.0.0.1:{port}", 100, 10, reply, 3, seed=0)
-        begin, end = await crowd.run(0.3, 2.0, most=50, watch=partial(watch, played))
+        bounds: list[float] = []
+        bound = partial(mark, bounds)
+        begin, end = await crowd.run(0.3, 2.0, most=50, watch=partial(watch, played), bound=bound)
+        assert len(bounds) == 2 and bounds[0] <= begin < end <= bounds[1]
     finally:
         await runner.cleanup()
     return played, crowd, begin, end
+
+
+def mark(moments: list[float]) -> None:
+    moments.append(time.perf_counter())
 
 
 def test_a_full_server_is_counted_while_some_always_wait(monkeypatch):
@@ -142,11 +152,107 @@ def test_tokens_are_counted_between_two_moments():
     assert running_over_time(streams, 0.0, 5.0) == [(0, 0), (1, 1), (2, 1), (3, 2), (4, 1)]
 
 
+class Counting:
+    """A server of which ``measure`` asks what it counted; each time 5 more compressions."""
+
+    def __init__(self) -> None:
+        self.url, self.compressions = "", 20
+
+    def log_text(self) -> str:
+        return ""
+
+    def stats(self) -> dict[str, Any]:
+        self.compressions += 5
+        return {"admission": {"price": 1.0, "budget_compressions": self.compressions, "budget_waited_steps": 3}}
+
+    def flush_cache(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_compressions_are_those_of_the_counted_time(recorded, monkeypatch):
+    """And where steps cannot be recorded, what was counted stays."""
+
+    async def run(self, settle, seconds, most, watch, bound):
+        now = time.perf_counter()
+        self.streams.append(Stream(now, [(now, 1), (now + 2, 400), (now + 4, 800)]))
+        bound()
+        bound()
+        watch()
+        return now + 1.0, now + 4.0
+
+    def steps(server, steps, folder):
+        if not recorded:
+            raise BenchmarkError("no profile was written")
+        return {"traceEvents": [kernel(7, "nvjet_a", 0, 90), kernel(7, "sums_kernel", 90, 10)]}
+
+    monkeypatch.setattr(Crowd, "run", run)
+    monkeypatch.setattr(stationary, "warm_up", lambda *args: None)
+    monkeypatch.setattr(stationary, "next_steps", steps)
+    args = stationary.parse_args(["--backends", "triton:bf16", "--profile-steps", "2"])
+    setup = SimpleNamespace(shape=SimpleNamespace(vocab=100), seed=0, max_running=4)
+    record = stationary.measure(Counting(), setup, args)  # type: ignore[arg-type]
+    assert record["counted"] == {"budget_compressions": 5, "budget_waited_steps": 0}
+    assert record["admission"]["budget_compressions"] == 35
+    text = table([{**record, "backend": "budget", "status": "ok", "capacity_tokens": 9}])
+    assert "| 5 | 0 |" in text
+    if recorded:
+        assert record["compression"]["share"] == pytest.approx(0.1)
+        assert "budget: a step took 0.05 ms on the GPU" in text and "10.0% of the time it compressed, 1 times" in text
+    else:
+        assert "budget: no steps were recorded: no profile was written" in text
+
+
+def kernel(stream: int, name: str, start: float, duration: float) -> dict[str, Any]:
+    return {"ph": "X", "cat": "kernel", "tid": stream, "name": name, "ts": start, "dur": duration}
+
+
+def test_time_in_compression():
+    """From a compression's first kernel to its last, pauses included; passes of the model are not part of it."""
+    step = [kernel(7, "nvjet_sm90_a", 0, 50), kernel(7, "split_kernel", 50, 40), kernel(7, "elementwise", 90, 10)]
+    judged = [kernel(7, "sums_kernel", 110, 10), kernel(7, "void at::native::elementwise", 125, 5)]
+    moved = [kernel(7, "put_kernel", 150, 10), kernel(7, "return_kernel", 160, 40), kernel(7, "elementwise", 200, 9)]
+    rest = [kernel(7, "nvjet_sm90_a", 300, 100), {"ph": "X", "cat": "cpu_op", "tid": 7, "name": "x", "ts": 0, "dur": 1}]
+    found = compression_time({"traceEvents": [*rest, *moved, *judged, *step]})
+    assert (found.times, found.beside) == (1, 0.0)
+    assert found.mean_ms == pytest.approx(0.09) and found.share == pytest.approx(90 / 400)
+
+    beside = [kernel(9, "gather_kernel", 40, 10), kernel(9, "tie_kernel", 80, 40)]  # 20 of it behind the pass
+    again = [kernel(9, "gather_kernel", 5000, 100), kernel(7, "nvjet_sm90_a", 5200, 100)]
+    found = compression_time({"traceEvents": [*step, *beside, *again]})
+    assert found.times == 2, "a stream that does nothing for long has ended one"
+    assert found.share == pytest.approx((80 + 100) / 5300) and found.beside == pytest.approx(60 / 5300)
+    stock = compression_time({"traceEvents": step})
+    assert (stock.times, stock.mean_ms, stock.share) == (0, 0.0, 0.0)
+    with pytest.raises(BenchmarkError, match="no kernel"):
+        compression_time({"traceEvents": []})
+
+
 def test_the_table_compares_with_the_first():
     good = {"status": "ok", "capacity_tokens": 65536, "running_mean": 14.0, "finished": 3, "retracted": 0}
     text = table([
         {**good, "backend": "stock", "tokens_per_s": 2000.0, "admission": None},
-        {**good, "backend": "budget", "tokens_per_s": 5000.0, "admission": {"budget_compressions": 12}},
+        {**good, "backend": "budget", "tokens_per_s": 5000.0, "admission": {"budget_compressions": 99},
+         "counted": {"budget_compressions": 12, "budget_waited_steps": 1}},
         {"backend": "broken", "status": "failed", "error": "no room"},
     ])  # fmt: skip
-    assert "| 5,000 | 2.50 | 14.0 | 3 | 0 | 12 |" in text and "no room" in text
+    assert "| 5,000 | 2.50 | 14.0 | 3 | 0 | 12 | 1 |" in text and "no room" in text
+
+
+def test_one_chart_of_several_commands(tmp_path):
+    def result(name, running):
+        record = {"backend": name, "status": "ok", "running": running, "running_mean": 2.0}
+        failed = {"backend": "broken", "status": "failed", "error": "no room"}
+        load = {"prompt": 512, "output_tokens": 8192, "waiting": 8}
+        data = {"kind": "stationary", "name": "stationary_nano", "load": load, "records": [record, failed]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+        return str(tmp_path / f"{name}.json")
+
+    paths = [result("a", [[0, 1], [1, 3]]), result("b", [[0, 2], [1, 2], [2, 2]])]
+    redraw.main([*paths, "--together", str(tmp_path / "both.png")])
+    assert (tmp_path / "both.png").stat().st_size > 1000 and not (tmp_path / "a.png").exists()
+    redraw.main(paths[:1])
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    (tmp_path / "c.json").write_text(json.dumps({"kind": "serving"}))
+    with pytest.raises(SystemExit):
+        redraw.main([paths[0], str(tmp_path / "c.json"), "--together", str(tmp_path / "both.png")])
