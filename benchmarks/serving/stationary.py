@@ -67,11 +67,13 @@ class Stream:
 
 
 class Crowd:
-    """Requests of ``prompt`` and ``reply`` tokens against one server, of which some always wait."""
+    """Requests of ``prompt`` and ``reply`` tokens against one server, of which some always wait. All prompts begin with
+    the same ``shared`` tokens."""
 
-    def __init__(self, url: str, vocab: int, prompt: int, reply: int, waiting: int, seed: int):
+    def __init__(self, url: str, vocab: int, prompt: int, reply: int, waiting: int, seed: int, shared: int = 0):
         self.url, self.vocab, self.prompt, self.reply, self.waiting = url, vocab, prompt, reply, waiting
         self.draw = random.Random(f"stationary {seed}")
+        self.opening = self._tokens(shared)
         self.streams: list[Stream] = []
         self.errors: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -142,12 +144,15 @@ class Crowd:
 
     def _send(self, session: aiohttp.ClientSession, prompt: int, reply: int) -> Stream:
         stream = Stream(time.perf_counter())
-        ids = [self.draw.randrange(self.vocab // 2, self.vocab) for _ in range(prompt)]
+        ids = [*self.opening, *self._tokens(prompt - len(self.opening))]
         self.streams.append(stream)
         task = asyncio.create_task(self._follow(session, stream, ids, reply))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return stream
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.draw.randrange(self.vocab // 2, self.vocab) for _ in range(count)]
 
     async def _follow(self, session: aiohttp.ClientSession, stream: Stream, ids: list[int], reply: int) -> None:
         parameters = {"temperature": 0, "max_new_tokens": reply, "ignore_eos": True}
@@ -176,7 +181,7 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
     """What one server generates, and how many requests run meanwhile."""
     warm_up(server, setup.shape.vocab, 1024, 8, setup.seed)
     start = len(server.log_text())
-    crowd = Crowd(server.url, setup.shape.vocab, args.prompt, args.output_tokens, args.waiting, setup.seed)
+    crowd = Crowd(server.url, setup.shape.vocab, args.prompt, args.output_tokens, args.waiting, setup.seed, args.shared)
     first = time.perf_counter()
     steps: Record = {}
     bounds: list[Record] = []
@@ -280,6 +285,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--shared", type=int, default=0, help="of them that all prompts begin with (default: %(default)s)"
+    )
     parser.add_argument("--output-tokens", type=int, default=8192, help="of a reply (default: %(default)s)")
     parser.add_argument("--waiting", type=int, default=8, help="requests that always wait (default: %(default)s)")
     parser.add_argument("--settle", type=float, default=20.0, help="seconds before counting (default: %(default)s)")
@@ -291,14 +299,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="record N steps on the GPU behind that, as step_profile",
     )
-    return parse(parser, argv)
+    args = parse(parser, argv)
+    if not 0 <= args.shared < args.prompt:
+        parser.error(f"--shared {args.shared} leaves nothing of a prompt of {args.prompt} tokens")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all backends, print the table, write the results and the chart."""
     args = parse_args(argv)
     name = f"stationary_{model_name(args)}"
-    load = {key: getattr(args, key) for key in ("prompt", "output_tokens", "waiting", "settle", "seconds")}
+    load = {key: getattr(args, key) for key in ("prompt", "shared", "output_tokens", "waiting", "settle", "seconds")}
     data: dict[str, Any] = {"kind": "stationary", "name": name, "load": load}
     title = f"Long replies, some always waiting, {model_name(args)}"
     status = measure_each(args, data, title, partial(measure, args=args), table)

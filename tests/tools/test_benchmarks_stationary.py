@@ -20,7 +20,7 @@ from benchmarks.serving.client import BenchmarkError
 from benchmarks.serving.compression_time import compression_time
 from benchmarks.serving.stationary import Crowd, Stream, running_over_time, table, tokens_between
 
-SLOTS, RATE, REPLY = 5, 200, 900
+SLOTS, RATE, REPLY, SHARED = 5, 200, 900, 4
 
 
 class Played:
@@ -31,12 +31,16 @@ class Played:
         self.running = self.waiting = 0
         self.least_waiting: list[int] = []
         self.asked: list[tuple[int, int]] = []
+        self.openings: set[tuple[int, ...]] = set()
+        self.prompts: set[tuple[int, ...]] = set()
         self.aborted = asyncio.Event()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         asked = body["sampling_params"]["max_new_tokens"]
         self.asked.append((len(body["input_ids"]), asked))
+        self.openings.add(tuple(body["input_ids"][:SHARED]))
+        self.prompts.add(tuple(body["input_ids"]))
         if sum(self.asked[-1]) == 10 + 13:
             return web.Response(status=400, text="refused by name")
         answer = web.StreamResponse()
@@ -72,7 +76,7 @@ async def against(
     await site.start()
     try:
         port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-        crowd = Crowd(f"http://127.0.0.1:{port}", 100, 10, reply, 3, seed=0)
+        crowd = Crowd(f"http://127.0.0.1:{port}", 100, 10, reply, 3, seed=0, shared=SHARED)
         bounds: list[float] = []
         bound = partial(mark, bounds)
         begin, end = await crowd.run(0.3, 2.0, most=50, watch=partial(watch, played), bound=bound)
@@ -100,6 +104,7 @@ def test_a_full_server_is_counted_while_some_always_wait(monkeypatch):
     speed = sum(tokens_between(x.counts, begin, end) for x in crowd.streams) / (end - begin)
     assert 0.5 * SLOTS * RATE < speed <= 1.05 * SLOTS * RATE
     assert all(prompt + reply == 10 + REPLY for prompt, reply in played.asked)
+    assert len(played.openings) == 1 and len(played.prompts) == len(played.asked)
     prompts = [prompt for prompt, _ in played.asked]
     filling = prompts.index(10)
     assert filling > SLOTS, "requests come until one has to wait"
@@ -108,6 +113,12 @@ def test_a_full_server_is_counted_while_some_always_wait(monkeypatch):
     assert min(played.least_waiting[-40:]) >= 1, "as soon as one begins, another comes"
     running = [n for at, n in running_over_time(crowd.streams, begin - 1, end) if at >= 1]
     assert running and all(SLOTS - 1 <= n <= SLOTS + 1 for n in running)
+
+
+def test_prompts_share_less_than_all(capsys):
+    with pytest.raises(SystemExit):
+        stationary.parse_args(["--backends", "triton:bf16", "--prompt", "64", "--shared", "64"])
+    assert "--shared 64 leaves nothing" in capsys.readouterr().err
 
 
 def test_a_refused_request_ends_it():
