@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.serving.report import medians
 from benchmarks.serving.session import OK, Record
 
 
@@ -14,7 +15,7 @@ def charts(data: dict[str, Any], folder: Path, name: str) -> list[Path]:
     """Write a chart of each load that has a successful record. Raises what matplotlib does."""
     written = []
     for load, about in data["loads"].items():
-        records = [x for x in data["records"] if x["load"] == load and x["status"] == OK]
+        records = [x for x in medians(data["records"]) if x["load"] == load and x["status"] == OK]
         if not records:
             continue
         path = folder / f"{name}_{load}.png"

@@ -19,6 +19,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="start all servers at once (memory must suffice, see --mem-fraction-static) and ask one after the other",
     )
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="runs of all loads on a server; the tables have medians (default: 1)"
+    )
     parser.add_argument("--log-interval", type=int, default=40, help="decode steps a log line (default: %(default)s)")
     parser.add_argument("--point-timeout", type=float, default=math.inf, help="seconds for one run of the client")
     parser.add_argument("--name", help="of the result files (default: serving_MODEL)")
     args = parser.parse_args(argv)
     args.loads = args.load or [parse_load("batch")]
+    if args.repeat < 1:
+        parser.error(f"--repeat {args.repeat}: at least 1")
     backends = default_backends() if args.backends is None else args.backends
     try:
         pinned = pinned_backends(args.pinned, model_name(args)) if args.pinned else []
@@ -189,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             place = f"{record['load']} {record['label']}".strip()
             print(f"{budget.elapsed():5.0f} s  {record['backend']}, {place}: {record['status']}, {said}", flush=True)
 
-        points = [point for load in args.loads for point in load.points()]
+        points = [replace(point, run=run) for run in range(args.repeat) for x in args.loads for point in x.points()]
         if args.start_together:
             run_together(args.candidates, points, setup, budget, keep)
         else:

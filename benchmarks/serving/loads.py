@@ -22,6 +22,7 @@ class Point:
     concurrency: int | None
     args: tuple[str, ...]
     shortest: float = 1.0
+    run: int = 0
 
     @property
     def shortest_output(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ HEADER = (
 def reference(records: Sequence[Record], record: Record, dtypes: Sequence[str]) -> Record | None:
     """The run's first successful stock record of one of these dtypes at the same point."""
     for other in records:
-        same = (other["load"], other["label"]) == (record["load"], record["label"])
+        same = all(other.get(key) == record.get(key) for key in ("load", "label", "run"))
         if same and other["status"] == OK and other["dtype"] in dtypes:
             return other
     return None
@@ -80,6 +81,11 @@ def shares(record: Record) -> str:
     return shares_cell(record, digits=1)
 
 
+def spread(record: Record) -> str:
+    """The least and the most throughput of several runs."""
+    return f" ({record['least']:,.0f} to {record['most']:,.0f}, n {record['runs']})" if "runs" in record else ""
+
+
 def row(record: Record, records: Sequence[Record]) -> list[str]:
     """A record's cells. A run that failed or was skipped has its reason in place of the figures."""
     if record["status"] != OK:
@@ -90,7 +96,7 @@ def row(record: Record, records: Sequence[Record]) -> list[str]:
     bound = of_bound(records, record)
     return [
         record["backend"],
-        number(record["output_throughput"], ",.0f" if record["output_throughput"] >= 100 else ".1f"),
+        number(record["output_throughput"], ",.0f" if record["output_throughput"] >= 100 else ".1f") + spread(record),
         number(record["to_bf16"], ".2f"),
         number(record["to_fp8"], ".2f"),
         pair(record, "median_ttft_ms", "p99_ttft_ms", ",.0f"),
@@ -108,11 +114,37 @@ def row(record: Record, records: Sequence[Record]) -> list[str]:
     ]
 
 
+def medians(records: Sequence[Record]) -> list[Record]:
+    """One record for each backend, load and point: the medians of its runs, with the least and the most throughput; the
+    first run that is not ok where none is. Ratios are those of the medians."""
+    runs: dict[tuple[str, str, str], list[Record]] = {}
+    for x in records:
+        runs.setdefault((x["backend"], x["load"], x["label"]), []).append(x)
+    joined = []
+    for each in runs.values():
+        fine = [x for x in each if x["status"] == OK]
+        if len(each) == 1 or not fine:
+            joined.append(each[0])
+            continue
+        middle = {key: _median([x.get(key) for x in fine]) for key in fine[0]}
+        throughputs = [x["output_throughput"] for x in fine]
+        joined.append({**middle, "run": 0, "runs": len(fine), "least": min(throughputs), "most": max(throughputs)})
+    return with_ratios(joined) if len(joined) < len(records) else joined
+
+
+def _median(values: Sequence[Any]) -> Any:
+    """Of numbers; of anything else, or where one is missing, the first."""
+    if all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values):
+        middle = statistics.median(values)
+        return round(middle) if all(isinstance(x, int) for x in values) else middle
+    return values[0]
+
+
 def tables(data: dict[str, Any]) -> str:
     """One table for each load, with a column for the point where a load has several."""
     parts = []
     for name, load in data["loads"].items():
-        records = [x for x in data["records"] if x["load"] == name]
+        records = medians([x for x in data["records"] if x["load"] == name])
         labels = list(dict.fromkeys(x["label"] for x in records))
         header, rows = list(HEADER), [row(x, records) for x in records]
         if labels != [""]:

@@ -15,7 +15,7 @@ from benchmarks.serving.geometries import PRESETS, write_model
 from benchmarks.serving.loads import LOADS, parse_load
 from benchmarks.serving.log import parse_log
 from benchmarks.serving.memory import GIB, KVShape, check_bytes, diffkv_footprint, diffkv_tokens, stock_tokens
-from benchmarks.serving.report import of_bound
+from benchmarks.serving.report import medians, of_bound, spread, with_ratios
 from benchmarks.serving.session import OK
 from sglang_diffkv.config import load_config
 
@@ -227,3 +227,23 @@ def test_running_requests_against_what_bytes_allow():
     assert of_bound([mine], mine) is None
     assert of_bound([stock, mine], {**mine, "running_saturated": None}) is None
     assert of_bound([stock, mine], {**mine, "label": "16"}) is None, "another point of the load"
+
+
+def test_runs_of_a_load_become_their_medians():
+    """Ratios are those of the medians; a run that failed does not count, and where all did its reason stands."""
+
+    def record(backend: str, dtype: str, run: int, throughput: float, status: str = OK) -> dict[str, object]:
+        figures = {"output_throughput": throughput, "running_max": 10 + run, "median_itl_ms": None if run else 3.0}
+        place = {"backend": backend, "dtype": dtype, "load": "batch", "label": "", "run": run, "status": status}
+        return {**place, "error": f"run {run}", **(figures if status == OK else {})}
+
+    records = [record("stock", "bf16", run, x) for run, x in enumerate((100.0, 90.0, 140.0))]
+    records += [record("ours", "diffkv", run, x) for run, x in enumerate((300.0, 200.0))]
+    records += [record("ours", "diffkv", 2, 0.0, "failed"), record("lost", "diffkv", 0, 0.0, "failed")]
+    stock, ours, lost = medians(with_ratios(records))
+    assert (stock["output_throughput"], stock["least"], stock["most"], stock["runs"]) == (100.0, 90.0, 140.0, 3)
+    assert stock["running_max"] == 11 and stock["median_itl_ms"] == 3.0
+    assert ours["output_throughput"] == 250.0 and ours["to_bf16"] == 2.5 and ours["runs"] == 2
+    assert lost["status"] == "failed" and "runs" not in lost
+    assert medians(with_ratios(records[:1])) == with_ratios(records[:1])
+    assert spread(ours) == " (200 to 300, n 2)" and spread(lost) == ""
