@@ -66,7 +66,8 @@ class DiffKVConfig(Strict):
             head that is taken off every key before it is stored. Attention stays the same, and keys lose less at few
             bits.
         share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
-            many tokens of its own; a shorter one joins when the request ends.
+            many tokens of its own, up to its window where so many are left before that; the rest, or a shorter one,
+            joins when the request ends.
         host_gib: host memory, in GiB, for what retracted requests hold, so that they go on later instead of being
             computed again; by default a quarter of the KV pool's bytes, at least 256 MiB and at most 4 GiB. 0: none.
         thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model, the path of a

@@ -57,7 +57,7 @@ def seal(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None 
         tails: [n] int64, tokens at the end of the high tier that stay the row's own, where they begin a page of their
             own (``kernels/compact_prompt``); heads in which they do not are sealed as a whole.
     """
-    own_entry, own_tokens = state.entries[rows], torch.zeros_like(state.own_tokens[rows])
+    own_entry, own_tokens = state.entries[rows].clone(), torch.zeros_like(state.own_tokens[rows])
     if tails is not None:
         tokens, held, tail = state.fmt.high.tokens, state.own_tokens[rows][..., 0], tails.int().view(-1, 1, 1)
         apart = (held >= tail) & ((held - tail) % tokens == 0)  # [n, L, H]
@@ -65,4 +65,4 @@ def seal(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None 
         own_entry[..., 0] = torch.where(apart, before, own_entry[..., 0])
         own_tokens[..., 0] = torch.where(apart, tail, 0)
     state.own_entry[rows], state.own_tokens[rows] = own_entry, own_tokens
-    state.hole[rows] = -1
+    state.hole[rows] = torch.full_like(state.hole[rows], -1)  # a number by itself would be copied from the host

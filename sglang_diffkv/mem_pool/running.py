@@ -370,7 +370,7 @@ class RunningBudgets:
 
     def _set_slot(self, row: int, slot: int) -> None:
         with self.device.launching():
-            self.cache.slot_of[row] = slot
+            self.cache.slot_of[row].fill_(slot)  # to assign a number is to copy it from the host, which waits
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""

@@ -1,0 +1,75 @@
+"""Nothing that is launched between passes makes the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.kernels.triton_helpers import DEVICE, add_prompt, make_format, make_manager
+from tests.pages.test_judged_beside import JUDGED, OTHER, decode, policy, running_of
+from tests.pages.test_judged_beside import manager_of as judging
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="a CPU waits for nothing")]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Inside, whatever waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def manager_of(policy: Policy, tiers: str) -> PageManager:
+    make_ops = partial(TritonOps, policy=policy, q_heads=2, max_tokens=400)
+    return make_manager(make_format(tiers, page_tokens=4), pages=2400, policy=policy, make_ops=make_ops)
+
+
+@pytest.mark.parametrize("tail", [0, 6])
+@pytest.mark.parametrize("rows", [(1,), (1, 2)])
+def test_the_end_of_prompts(rows: tuple[int, ...], tail: int) -> None:
+    """Twice: kernels are compiled the first time."""
+    manager = manager_of(DiffKVPolicy(1.0, 0.0, window=6), "K8V4 K4V2")
+    manager.prompts.share_min_tokens, manager.prompts.tail = 16, tail
+    generator = torch.Generator().manual_seed(1)
+    for again in (False, True):
+        for row in rows:
+            add_prompt(manager, row, 47, generator, compact=False)
+            manager.rows.of(row).in_prompt = True
+        if again:
+            with no_waiting():
+                manager.prompts.end(*rows)
+                segments = [manager.prompts.publish(row, 0, 47 - tail) for row in rows]
+                for row in rows:
+                    manager.release(row)
+        else:
+            manager.prompts.end(*rows)
+            segments = [manager.prompts.publish(row, 0, 47 - tail) for row in rows]
+            for row in rows:
+                manager.release(row)
+        for segment in segments:
+            assert segment is not None
+            manager.segments.release(segment)
+
+
+@pytest.mark.parametrize("tiers", ["BF16", "K8V4", "K8V4 K4V2"])
+def test_running_requests_are_compressed(tiers: str) -> None:
+    """The second one; of the first the kernels are compiled."""
+    manager = judging(tiers, policy(asynchronous=False), "triton")
+    running = running_of(manager)
+    decode(manager, [*JUDGED, OTHER])
+    assert [running.follow(row) for row in (*JUDGED, OTHER)] == [True, True, False]
+    assert running.compress(JUDGED[0], [])
+    with no_waiting():
+        assert running.compress(JUDGED[1], [])
