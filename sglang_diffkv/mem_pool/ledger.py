@@ -89,8 +89,12 @@ class PageLedger:
         self.chunks.clear()
 
     def prompt_pages(self, tokens: int) -> int:
-        """Most pages that a prompt of ``tokens`` new tokens holds at any moment."""
-        return self.manager.geometry.most_pages(tokens) if tokens > 0 else 0
+        """Most pages that a prompt of ``tokens`` new tokens holds at any moment: one more in each head than its tokens in
+        a row if its tail is no whole number of pages."""
+        if tokens <= 0:
+            return 0
+        geometry, tail = self.manager.geometry, self.manager.prompts.tail
+        return geometry.most_pages(tokens) + geometry.heads * (tail % geometry.fmt.high.tokens > 0)
 
     def growth_estimate(self) -> float:
         """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests

@@ -41,11 +41,11 @@ EVERY = 4
 """Of the others each so-manieth observes where nothing is said."""
 
 
-def filling_window(window: int, sinks: int, page_tokens: int) -> int:
-    """The largest window, at most ``window``, with which what stays in the high tier in any case fills its pages: of a
-    prompt the newest tokens and the sinks, of a reply the newest tokens and the one that is being stored. ``window``
-    itself where that is less than a page."""
-    over = (window + max(sinks, 1)) % page_tokens
+def filling_window(window: int, page_tokens: int) -> int:
+    """The largest window, at most ``window``, with which what stays of a running request in the high tier in any case,
+    its newest tokens and the one that is being stored, fills its pages. ``window`` itself where that is less than a
+    page."""
+    over = (window + 1) % page_tokens
     return window - over if over < window else window
 
 
@@ -96,13 +96,13 @@ class DiffKVPolicy(Policy):
     def window_hint(self, tiers: int, page_tokens: int) -> str:
         """What a slightly smaller window would save, for the log; empty if nothing, or if scores keep other tokens high
         too, of which a head's last page is filled by chance."""
-        better = filling_window(self.window, self.sinks, page_tokens)
+        better = filling_window(self.window, page_tokens)
         over = self.window - better
         if tiers == 1 or self.scored_tiers(tiers) or not 0 < over <= page_tokens // 2:
             return ""
         return (
-            f"window {self.window} and {self.sinks} sinks leave {page_tokens - over} of {page_tokens} places of a page "
-            f"empty in each head; window {better} fills its pages"
+            f"window {self.window} leaves {page_tokens - over} of {page_tokens} places of a page empty in each head; "
+            f"window {better} fills its pages"
         )
 
     def of_rank(self, rank: int, ranks: int, heads: int) -> DiffKVPolicy:

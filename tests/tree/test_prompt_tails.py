@@ -6,9 +6,12 @@ from array import array
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.compat import prefix_len, protected_len
-from tests.tree.stand_in import Match, offer
+from tests.helpers import faults
+from tests.tree.stand_in import Match, StandIn, offer, take_row
 from tests.tree.tree_world import World
 
 WINDOW = 8  # the world's
@@ -90,3 +93,48 @@ def test_one_that_has_run_on_before_it_is_offered() -> None:
         world.check()
     world.leave(req)
     assert found(world, req.tokens) == 70
+
+
+@pytest.mark.parametrize("tail", [0, 9])
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_tail_takes_no_promised_page(count: int, tail: int) -> None:
+    """``count`` prompts end beside a chunk of a longer one, whose next chunk has to find the pages promised to it.
+    Their 25 sinks, 9 tokens of the window and 6 that go down fill 5 pages; with a tail they hold 7."""
+    pool = 316 + (count - 2) * 48 + 8 * (count + 1) * (tail > 0)  # what is promised to them, hardly more
+    world = World(pool, exact=False, policy=DiffKVPolicy(1.0, 0.0, 9, sinks=25), rows=20, longest=600, segments=60)
+    world.manager.prompts.tail = tail
+    ledger, reqs, lengths = world.requests.ledger, [], [40] * count + [233]
+    for number, length in enumerate(lengths):
+        prompt = array("q", [number, *world.tokens(length - 1)])
+        req = StandIn(prompt, None, Match(world.tree, prompt), 0, rid=str(number))
+        admission = world.requests.judge(req, 10**6, reqs)
+        assert admission.fits
+        world.requests.admit(req, admission)
+        assert ledger.uncommitted_pages() >= 0
+        req.kv.req_pool_idx = take_row(world.pool)
+        reqs.append(req)
+
+    def run(some: list[StandIn], ends: list[int]) -> list[int]:
+        """One pass, SGLang's way; rows that found the ring empty."""
+        starts, rows = [req.extend_end for req in some], [req.kv.req_pool_idx for req in some]
+        for req, row, start, end in zip(some, rows, starts, ends, strict=True):
+            req.extend_range.end, req.prefix_len = end, start
+            req.prefix_indices = world.pool.req_to_token[row, :start].long()
+            with ledger.prefilling():
+                world.pool.write((row, slice(start, end)), world.allocator.alloc(end - start).int())
+        world.requests.plan_prefill(some)
+        step, new = world.manager.launch_step(), [end - start for start, end in zip(starts, ends, strict=True)]
+        world.manager.ops.reserve(world.manager.state, torch.tensor(rows), torch.tensor(new), max(new))
+        for row, start, many in zip(rows, starts, new, strict=True):
+            world._write(row, start, many)
+        lost = faults(world.manager, rows)
+        world.manager.end_prompts(step)
+        for req, end in zip(some, ends, strict=True):
+            offer(world.tree, req, chunked=end < len(req.tokens))
+        return lost
+
+    assert not run(reqs, [*[40] * count, 9])
+    world.check()
+    held = [world.manager.device.pages_of(req.kv.req_pool_idx) for req in reqs[:-1]]
+    assert max(held) <= ledger.prompt_pages(40)
+    assert not run(reqs[-1:], [233]), "a promised page was gone"

@@ -53,7 +53,7 @@ from sglang_diffkv.evaluate.tasks.wikitext import PerplexityTask
 HIGHS = (1.0, 3.0, 10.0, 1e9)
 """The last one: no token is high behind the window."""
 WINDOWS = (60, 124, 252)
-"""With the default's sinks each fills its pages."""
+"""Each fills its pages but for three places."""
 
 
 def wanted(argv: Sequence[str]) -> bool:
