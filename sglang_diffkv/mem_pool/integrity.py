@@ -128,6 +128,7 @@ def _check_blocks(manager: PageManager) -> None:
     held = [b for sides in space.blocks for side in sides for b in side]
     everything = sorted(held + space.free_blocks)
     assert everything == list(range(1, space.num_blocks + 1)), "table blocks are lost or held twice"
+    assert space.held.tolist() == [[*map(len, sides)] for sides in space.blocks], "table blocks miscounted"
     table = space.state.row_blocks.tolist()
     for row, of_tiers in enumerate(space.blocks):
         expected = _row_blocks(of_tiers, space.max_blocks)

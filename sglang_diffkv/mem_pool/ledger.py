@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from sglang_diffkv.mem_pool.geometry import Path
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.reach import kept_in_layers
@@ -89,8 +91,8 @@ class PageLedger:
         self.chunks.clear()
 
     def prompt_pages(self, tokens: int) -> int:
-        """Most pages that a prompt of ``tokens`` new tokens holds at any moment: one more in each head than its tokens in
-        a row if its tail is no whole number of pages."""
+        """Most pages that a prompt of ``tokens`` new tokens holds at any moment: one more in each head than its tokens
+        in a row if its tail is no whole number of pages."""
         if tokens <= 0:
             return 0
         geometry, tail = self.manager.geometry, self.manager.prompts.tail
@@ -160,8 +162,27 @@ class PageLedger:
         tokens). Running requests make room by compression and by a falling estimate, not only by ending."""
         if self.refused is None:
             return False
-        growth = sum(self.growth_of(row, tokens) for row, tokens in expected)
-        return self.available() + self.evictable() - growth > self.refused
+        return self.available() + self.evictable() - self._growth_of_all(expected) > self.refused
+
+    def _growth_of_all(self, expected: Iterable[tuple[int | None, float]]) -> float:
+        """The sum of ``growth_of``."""
+        manager = self.manager
+        if manager.running is not None or any(manager.geometry.reaches):
+            return sum(self.growth_of(row, tokens) for row, tokens in expected)
+        others, judged = 0.0, []
+        for row, tokens in expected:
+            length = 0 if row is None else manager.rows.length(row)
+            if row is None or length < ROW_ESTIMATE_TOKENS or manager.rows.in_prompt(row):
+                others += tokens
+            else:
+                judged.append((row, length, tokens))
+        growth = others * self.growth_estimate()
+        if judged:
+            rows, lengths, more = (np.array(x) for x in zip(*judged, strict=True))
+            held = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
+            price = np.where(held > 0, np.minimum(GROWTH_MARGIN * held / lengths, 1.0), self.growth_estimate())
+            growth += float(price @ more)
+        return growth
 
     @property
     def idle(self) -> bool:

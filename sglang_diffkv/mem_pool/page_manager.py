@@ -140,7 +140,7 @@ class PageManager:
             if self.rows.length(row) != at:
                 raise ValueError(f"row {row} holds {self.rows.length(row)} tokens, the step starts at {at}")
         self.counts.take_snapshot()
-        self._make_room(rows, new_tokens)
+        self.space.append_all(rows, new_tokens)
         pages = 0
         for row, count in zip(rows, new_tokens):
             prefills = count > 1 or row not in self.rows or self.rows.in_prompt(row)
@@ -161,16 +161,6 @@ class PageManager:
         self.counts.plan(step)
         return step
 
-    def _make_room(self, rows: list[int], new_tokens: list[int]) -> None:
-        """Table blocks for the rows' new tokens. Raises TableFull, changing nothing."""
-        for i, (row, count) in enumerate(zip(rows, new_tokens, strict=True)):
-            try:
-                self.space.append(row, count)
-            except TableFull:
-                for done, taken in zip(rows[:i], new_tokens[:i]):
-                    self.space.withdraw(done, taken)
-                raise
-
     def plan_verification(self, rows: list[int]) -> PlannedStep:
         """The next pass verifies ``drafts`` tokens of each row, of which it stores those that it accepts: how many,
         ``RequestRows.accepted`` is told later. Room is made for all.
@@ -180,7 +170,7 @@ class PageManager:
         assert self.drafts and not any(self.rows.in_prompt(row) for row in rows)
         new_tokens = [self.drafts] * len(rows)
         self.counts.take_snapshot()
-        self._make_room(rows, new_tokens)
+        self.space.append_all(rows, new_tokens)
         starts = [self.rows.length(row) for row in rows]
         for row in rows:
             self.rows.verify(row, self.drafts)

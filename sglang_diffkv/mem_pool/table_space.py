@@ -49,6 +49,8 @@ class TableSpace:
         self.counted = np.zeros(rows, dtype=np.int64)  # of these, those that ``base`` covers
         self.blocks: list[tuple[list[int], ...]] = [tuple([] for _ in self.tokens) for _ in range(rows)]
         """Of each row, those of each tier."""
+        self.held = np.zeros((rows, len(self.tokens)), dtype=np.int64)  # how many these are
+        self._of_page = np.array(self.tokens, dtype=np.int64)
         self._writes: dict[int, int] = {}  # flat index into the row blocks -> block
 
     @property
@@ -147,6 +149,23 @@ class TableSpace:
         self._grow(row, self.bound(row, new_tokens))
         self.total[row] += new_tokens
 
+    def append_all(self, rows: Sequence[int], new_tokens: Sequence[int]) -> None:
+        """Room for ``new_tokens[i]`` more own tokens of each of different ``rows``. Raises TableFull, changing
+        nothing."""
+        at, more = np.array(rows, dtype=np.int64), np.array(new_tokens, dtype=np.int64)
+        behind = self.total[at] - self.counted[at] + more
+        entries = self.base[at] + -(-behind[:, None] // self._of_page)  # [n, T]
+        short = (-(-entries // TABLE_BLOCK) > self.held[at]).any(1).nonzero()[0].tolist()
+        for i in short:
+            try:
+                self._grow(rows[i], tuple(entries[i].tolist()))
+            except TableFull:
+                for row in (rows[k] for k in short if k < i):
+                    if not any(self.bound(row)):
+                        self.release(row)
+                raise
+        self.total[at] += more
+
     def extend(self, row: int, attached: Entries) -> None:
         """Room for so many attached entries. Raises TableFull, changing nothing."""
         entries = tuple(n + more for n, more in zip(self.bound(row), attached, strict=True))
@@ -173,10 +192,9 @@ class TableSpace:
             entries: [n, T], entries counted.
             total: [n], what ``self.total`` was when they were counted.
         """
-        tokens = np.array(self.tokens)
 
         def bound(base: np.ndarray, counted: np.ndarray) -> np.ndarray:
-            return base + -(-(self.total[rows] - counted)[:, None] // tokens)  # [n, T]
+            return base + -(-(self.total[rows] - counted)[:, None] // self._of_page)  # [n, T]
 
         lower = (bound(entries, total) <= bound(self.base[rows], self.counted[rows])).all(1)
         self.base[rows[lower]] = entries[lower]
@@ -189,7 +207,7 @@ class TableSpace:
                 self._writes[self._place(row, tier, number)] = 0
             self.free_blocks.extend(blocks)
             blocks.clear()
-        self.base[row] = 0
+        self.held[row] = self.base[row] = 0
         self.counted[row] = self.total[row]
 
     def shrink(self, row: int) -> None:
@@ -197,6 +215,7 @@ class TableSpace:
         for tier, (blocks, n) in enumerate(zip(self.blocks[row], self.bound(row), strict=True)):
             while len(blocks) > -(-n // TABLE_BLOCK):
                 self.free_blocks.append(blocks.pop())
+                self.held[row, tier] -= 1
                 self._writes[self._place(row, tier, len(blocks))] = 0
 
     def _place(self, row: int, tier: int, number: int) -> int:
@@ -225,3 +244,4 @@ class TableSpace:
                 block = self.free_blocks.pop()
                 self._writes[self._place(row, tier, len(blocks))] = block
                 blocks.append(block)
+            self.held[row, tier] += more

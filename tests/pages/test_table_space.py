@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session
-from tests.helpers import begin_step, make_format, make_manager, tier_map, visible
+from tests.helpers import PAIR, begin_step, make_format, make_manager, tier_map, visible
 
 
 def snapshot(manager: PageManager) -> list[object]:
@@ -226,6 +227,45 @@ def test_refused_rows_are_those_that_cannot_grow(blocks):
         for row in (3, 2, 1):
             if row not in found:
                 space.withdraw(row, new_tokens)
+
+
+@pytest.mark.parametrize("blocks", [0, 6, 9, 14])
+@pytest.mark.parametrize("tiers", [PAIR, ("K8V4",)])
+def test_room_for_many_rows_is_room_for_each(tiers, blocks):
+    """One call for all rows of a step, or one for each: the same blocks; where there is no room, none."""
+    generator = random.Random(3)
+    spaces = [
+        make_manager(make_format(tiers, page_tokens=4), max_tokens=64, blocks=blocks, policy=UniformPolicy()).space
+        for _ in range(2)
+    ]
+    full = 0
+    for _ in range(60):
+        rows = generator.sample(range(1, 7), generator.randrange(1, 6))
+        counts = [generator.choice([1, 1, 1, 9, 40]) for _ in rows]
+        before = [sorted(spaces[0].free_blocks), spaces[0].total.tolist(), spaces[0].base.tolist()]
+        problem = ""
+        for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            try:
+                spaces[1].append(row, count)
+            except TableFull as error:
+                problem, full = f"{error.row} {error}", full + 1
+                for done, taken in zip(rows[:i], counts[:i], strict=True):
+                    spaces[1].withdraw(done, taken)
+                break
+        if problem:
+            with pytest.raises(TableFull) as found:
+                spaces[0].append_all(rows, counts)
+            assert problem == f"{found.value.row} {found.value}"
+            assert spaces[0].total.tolist() == before[1] and spaces[0].base.tolist() == before[2]
+            row = generator.randrange(1, 7)
+            for space in spaces:
+                space.release(row)
+        else:
+            spaces[0].append_all(rows, counts)
+        first, second = ([*map(len, sides)] for space in spaces for sides in ([x for y in space.blocks for x in y],))
+        assert first == second and spaces[0].held.flatten().tolist() == first
+        assert (spaces[0].total == spaces[1].total).all()
+    assert full or not blocks
 
 
 def test_a_counted_segment_keeps_the_blocks_of_its_entries():

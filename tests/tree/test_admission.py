@@ -45,6 +45,21 @@ def test_the_estimate_is_what_running_requests_hold() -> None:
     assert ESTIMATE_TOKENS > 302 and ledger.growth_estimate() == before, "too few tokens: the last value stands"
 
 
+def test_what_all_take_is_what_each_takes() -> None:
+    """Rows that tell by themselves, short ones, one in its prompt, one that is not counted yet, and no row."""
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session.extend({1: 300, 2: 280, 3: 40, 4: 400, 5: 350})
+    for row in (1, 2, 3):
+        session.end_prompt(row)
+    session.step([1, 2, 3])
+    session.manager.counts.settle()
+    session.end_prompt(5)
+    expected = [(1, 60.0), (2, 0.0), (3, 7.0), (None, 11.5), (4, 20.0), (5, 9.0)]
+    found = ledger._growth_of_all(expected)
+    assert found == pytest.approx(sum(ledger.growth_of(row, tokens) for row, tokens in expected))
+    assert 0 < found < sum(tokens for _, tokens in expected) and ledger._growth_of_all([]) == 0
+
+
 def test_the_estimate_of_a_single_tier_is_one() -> None:
     session, ledger = session_of(UniformPolicy(), ("K8V4",))
     session.extend({1: 300, 2: 299}, scores=False)
