@@ -12,8 +12,9 @@ from benchmarks.budget import Budget
 from benchmarks.kernels.baselines import BASELINES, Missing, baseline_bytes, baseline_ms
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.kernels.timing import Timer, free_bytes, lacking, median_ms
+from sglang_diffkv.kernels.decode_attention import cuda
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 
 WINDOW = 64
 TIERS = "K8V4 K4V2"
@@ -49,6 +50,12 @@ def all_cases(
     return quick_cases() + tiers + grid
 
 
+def served_config(case: Case) -> DecodeConfig:
+    """By what a server attends that is not told: CUDA C++ where it can, else Triton."""
+    obstacle = cuda.missing() or cuda.unsupported(case.fmt, case.q_heads // case.kv_heads)
+    return DecodeConfig(cuda=not obstacle)
+
+
 def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda") -> Callable[[], None]:
     """A function that attends once in each of ``layers`` layers, with or without score update and searches."""
     state = build_state(case, layers, device=device)
@@ -57,8 +64,9 @@ def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda") -> C
     rows = torch.arange(1, batch + 1, device=device)
     seq_lens = torch.full((batch,), case.length, device=device)
     valid = torch.tensor([batch], dtype=torch.int32, device=device)
-    workspace = DecodeWorkspace.create(state, batch, case.q_heads, max_tokens=case.length if scores else 0)
-    found = FoundTokens.create(state, batch, judge_low=False) if scores else None  # as DiffKV without pruning
+    config, longest = served_config(case), case.length if scores else 0
+    workspace = DecodeWorkspace.create(state, batch, case.q_heads, max_tokens=longest, config=config)
+    found = FoundTokens.create(state, batch, config, judge_low=False) if scores else None  # as DiffKV without pruning
     workspace.plan(state, rows, valid, judge_low=False)
     out = torch.empty(batch, case.q_heads, case.head_dim, dtype=torch.bfloat16, device=device)
     lse = torch.empty(batch, case.q_heads, device=device)
@@ -112,7 +120,8 @@ def attention_row(case: Case, bandwidth: float, baselines: Baselines, timer: Tim
     plain = diffkv_ms(case, False, timer)
     scored = diffkv_ms(case, True, timer) if case.tiers != "BF16" else None
     speed = case.kv_bytes() / plain / 1e6
-    row: Row = {**place(case), "ms": plain, "ms_scores": scored, "gb_s": speed, "fraction": speed / bandwidth}
+    by = "CUDA C++" if served_config(case).cuda else "Triton"
+    row: Row = {**place(case), "by": by, "ms": plain, "ms_scores": scored, "gb_s": speed, "fraction": speed / bandwidth}
     for name, other in others.items():
         row |= {f"{name}_ms": other, f"to_{name}": ratio(other, plain), f"to_{name}_scores": ratio(other, scored)}
     return row

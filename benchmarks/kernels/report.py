@@ -16,6 +16,7 @@ ATTENTION = {
     "batch": "batch",
     "heads": "heads",
     "length": "length",
+    "by": "by",
     "ms": "ms",
     "gb_s": "GB/s",
     "fraction": "of read bandwidth",
