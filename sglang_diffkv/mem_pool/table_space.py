@@ -155,7 +155,7 @@ class TableSpace:
         at, more = np.array(rows, dtype=np.int64), np.array(new_tokens, dtype=np.int64)
         behind = self.total[at] - self.counted[at] + more
         entries = self.base[at] + -(-behind[:, None] // self._of_page)  # [n, T]
-        short = (-(-entries // TABLE_BLOCK) > self.held[at]).any(1).nonzero()[0].tolist()
+        short = np.flatnonzero((-(-entries // TABLE_BLOCK) > self.held[at]).any(1)).tolist()
         for i in short:
             try:
                 self._grow(rows[i], tuple(entries[i].tolist()))
