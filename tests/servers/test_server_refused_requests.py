@@ -38,17 +38,17 @@ def register():
 
     DiffKVAllocator.alloc, ReqToTokenPool.alloc = alloc_, rows_
 
-    attach, append, refused = PageManager.attach_prefix, TableSpace.append, TableSpace.refused
+    attach, append_all, refused = PageManager.attach_prefix, TableSpace.append_all, TableSpace.refused
 
     def attach_prefix(self, row, parts):
         if parts[-1][2] == {PREFIX}:
             raise ValueError("injected while a prefix is attached")
         attach(self, row, parts)
 
-    def append_(self, row, new_tokens):
-        if new_tokens == {CHUNK}:
-            raise TableFull(row, "injected while a step is planned")
-        append(self, row, new_tokens)
+    def append_all_(self, rows, new_tokens):
+        if {CHUNK} in new_tokens:
+            raise TableFull(rows[new_tokens.index({CHUNK})], "injected while a step is planned")
+        append_all(self, rows, new_tokens)
 
     def refused_(self, rows, new_tokens):
         found = refused(self, rows, new_tokens)
@@ -62,7 +62,8 @@ def register():
         self.space.rows_for_test = self.rows
 
     PageManager.__init__ = init_
-    PageManager.attach_prefix, TableSpace.append, TableSpace.refused = attach_prefix, append_, refused_
+    PageManager.attach_prefix, TableSpace.refused = attach_prefix, refused_
+    TableSpace.append_all = append_all_
 """
 
 
