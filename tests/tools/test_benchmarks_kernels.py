@@ -232,7 +232,7 @@ def test_management_checks_that_pages_last(small_step):
 
 def test_report(tmp_path):
     case = Case(64, 32, 8, 128, 4096, TIERS, 1.0)
-    row = {**kernel_attention.place(case), "ms": 0.1, "ms_scores": 0.2, "gb_s": 4000.0, "fraction": 0.85}
+    row = {**kernel_attention.place(case), "by": "Triton", "ms": 0.1, "ms_scores": 0.2, "gb_s": 4000.0, "fraction": 0.85}
     for name in BASELINES:
         row |= {f"{name}_ms": 0.25, f"to_{name}": 2.5, f"to_{name}_scores": 1.25}
     managed = dict.fromkeys(kernel_report.MANAGEMENT, 1.0)
@@ -250,7 +250,7 @@ def test_report(tmp_path):
     kernel_report.write_tables(data, tmp_path)
     kernel_report.write_charts(data, tmp_path)
     text = (tmp_path / "kernels.md").read_text(encoding="utf-8")
-    assert "| K8V4+K4V2 all high | 64 | 32/8 | 4096 | 0.1 | 4000 |" in text
+    assert "| K8V4+K4V2 all high | 64 | 32/8 | 4096 | Triton | 0.1 | 4000 |" in text
     place = "K8V4+K4V2 all high, batch 64, length 4096"
     assert f"- attention, heads 32/8, {place} to {place} (2 cases): needs 9 GB" in text
     assert "| 4 | 2 | 2 | 2 | 2 | 2 | 2 |" in text and "- prompts, batch 64: needs 7 GB" in text
