@@ -232,7 +232,8 @@ def test_management_checks_that_pages_last(small_step):
 
 def test_report(tmp_path):
     case = Case(64, 32, 8, 128, 4096, TIERS, 1.0)
-    row = {**kernel_attention.place(case), "by": "Triton", "ms": 0.1, "ms_scores": 0.2, "gb_s": 4000.0, "fraction": 0.85}
+    figures = {"ms": 0.1, "ms_scores": 0.2, "gb_s": 4000.0, "fraction": 0.85}
+    row = {**kernel_attention.place(case), "by": "Triton", **figures}
     for name in BASELINES:
         row |= {f"{name}_ms": 0.25, f"to_{name}": 2.5, f"to_{name}_scores": 1.25}
     managed = dict.fromkeys(kernel_report.MANAGEMENT, 1.0)
