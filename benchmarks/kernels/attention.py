@@ -12,9 +12,9 @@ from benchmarks.budget import Budget
 from benchmarks.kernels.baselines import BASELINES, Missing, baseline_bytes, baseline_ms
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.kernels.timing import Timer, free_bytes, lacking, median_ms
-from sglang_diffkv.kernels.decode_attention import cuda
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
+from sglang_diffkv.ops.gpu import decode_obstacle
 
 WINDOW = 64
 TIERS = "K8V4 K4V2"
@@ -52,8 +52,7 @@ def all_cases(
 
 def served_config(case: Case) -> DecodeConfig:
     """By what a server attends that is not told: CUDA C++ where it can, else Triton."""
-    obstacle = cuda.missing() or cuda.unsupported(case.fmt, case.q_heads // case.kv_heads)
-    return DecodeConfig(cuda=not obstacle)
+    return DecodeConfig(cuda=not decode_obstacle(case.fmt, case.q_heads // case.kv_heads, "auto"))
 
 
 def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda") -> Callable[[], None]:

@@ -150,22 +150,26 @@ class PageLedger:
 
     def _estimate_of(self, row: int, length: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
-        manager = self.manager
-        if length >= ROW_ESTIMATE_TOKENS and not manager.rows.in_prompt(row):
-            held = int(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
-            if held:
-                return min(GROWTH_MARGIN * held / self._within_windows(length), 1.0)
+        if length >= ROW_ESTIMATE_TOKENS and not self.manager.rows.in_prompt(row):
+            return float(self._estimates(np.array([row]), np.array([self._within_windows(length)]))[0])
         return self.growth_estimate()
+
+    def _estimates(self, rows: np.ndarray, held: np.ndarray) -> np.ndarray:
+        """The growth estimates of ``rows`` [n] by their own pages, of which layers hold ``held`` [n] tokens; of those
+        that are not counted yet the usual one."""
+        manager = self.manager
+        taken = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
+        return np.where(taken > 0, np.minimum(GROWTH_MARGIN * taken / held, 1.0), self.growth_estimate())
 
     def room_for_refused(self, expected: Iterable[tuple[int | None, float]]) -> bool:
         """Whether the last refused request would fit beside what running requests may generate yet, given as (row,
         tokens). Running requests make room by compression and by a falling estimate, not only by ending."""
         if self.refused is None:
             return False
-        return self.available() + self.evictable() - self._growth_of_all(expected) > self.refused
+        return self.available() + self.evictable() - self.growth_of_all(expected) > self.refused
 
-    def _growth_of_all(self, expected: Iterable[tuple[int | None, float]]) -> float:
-        """The sum of ``growth_of``."""
+    def growth_of_all(self, expected: Iterable[tuple[int | None, float]]) -> float:
+        """The sum of ``growth_of`` over running requests, given as (row, tokens)."""
         manager = self.manager
         if manager.running is not None or any(manager.geometry.reaches):
             return sum(self.growth_of(row, tokens) for row, tokens in expected)
@@ -179,9 +183,7 @@ class PageLedger:
         growth = others * self.growth_estimate()
         if judged:
             rows, lengths, more = (np.array(x) for x in zip(*judged, strict=True))
-            held = manager.counts.pages[rows] * manager.fmt.high.tokens / manager.geometry.heads
-            price = np.where(held > 0, np.minimum(GROWTH_MARGIN * held / lengths, 1.0), self.growth_estimate())
-            growth += float(price @ more)
+            growth += float(self._estimates(rows, lengths) @ more)
         return growth
 
     @property

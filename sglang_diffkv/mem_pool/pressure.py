@@ -9,7 +9,6 @@ from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.prompts import compact, lent_pages
 from sglang_diffkv.mem_pool.rows import RequestRows
-from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.policies.base import Policy
 
 LEAST_GROWTH = 64
@@ -59,11 +58,7 @@ class Pressure:
         space = self.device.space
         own = self.rows.length(row) - self.rows.shared(row)
         lower = (n + 1 for n in space.dense_entries(own)[1:])
-        try:
-            space.extend(row, (0, *lower))
-        except TableFull:
-            return False
-        return True
+        return space.extended(row, (0, *lower))
 
     def _compress(self, rows: Sequence[int]) -> None:
         if not rows:

@@ -27,7 +27,7 @@ from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
-from sglang_diffkv.mem_pool.table_space import TableFull, blocks_of
+from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP
@@ -131,9 +131,10 @@ class Prompts:
     def _tail(self, row: int) -> int:
         """Tokens at the end of the prompt that stay the row's own when it is sealed."""
         least, tail = self.share_min_tokens, self.tail
-        if not tail or least is None or self._own(row) < least + tail or not self._has_table_room(row):
+        if not tail or least is None or self._own(row) < least + tail:
             return 0
-        return tail
+        page = (1, *(0 for _ in self.device.fmt.tiers[1:]))  # the one that the tail begins
+        return tail if self.device.space.extended(row, page) else 0
 
     def _compact(self, rows: Sequence[int], *, tailed: bool = False) -> dict[int, int]:
         """Prompt-phase compaction of those rows, which are returned, where the policy has something to decide: so many
@@ -156,15 +157,6 @@ class Prompts:
             compact(self.device, self.counts, ends, self.policy, tails if any(tails) else None)
             done.update(zip(some, tails, strict=True))
         return done
-
-    def _has_table_room(self, row: int) -> bool:
-        """Make room in the page table for the page that a tail begins; False if there is none."""
-        high, *lower = (0 for _ in self.device.fmt.tiers)
-        try:
-            self.device.space.extend(row, (high + 1, *lower))
-        except TableFull:
-            return False
-        return True
 
     # Copies
 

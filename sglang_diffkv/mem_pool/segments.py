@@ -13,7 +13,7 @@ from sglang_diffkv.mem_pool.geometry import Path, Segment, rows_of
 from sglang_diffkv.mem_pool.reach import joined_end, longest_reach
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
-from sglang_diffkv.mem_pool.table_space import Entries, TableFull, blocks_of
+from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
 from sglang_diffkv.policies.diffkv import KEEP
 
 MOST_READS = 64
@@ -47,11 +47,7 @@ class SegmentStore:
     def take_row(self, entries: Entries) -> int | None:
         """A free row for a segment, with room for so many entries of each tier; None, changing nothing, if no row or no
         table block is left."""
-        if not self._free_rows:
-            return None
-        try:
-            self.device.space.extend(self._free_rows[-1], entries)
-        except TableFull:
+        if not self._free_rows or not self.device.space.extended(self._free_rows[-1], entries):
             return None
         return self._free_rows.pop()
 

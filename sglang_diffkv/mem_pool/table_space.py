@@ -146,8 +146,7 @@ class TableSpace:
 
     def append(self, row: int, new_tokens: int) -> None:
         """Room for ``new_tokens`` more own tokens. Raises TableFull, changing nothing."""
-        self._grow(row, self.bound(row, new_tokens))
-        self.total[row] += new_tokens
+        self.append_all([row], [new_tokens])
 
     def append_all(self, rows: Sequence[int], new_tokens: Sequence[int]) -> None:
         """Room for ``new_tokens[i]`` more own tokens of each of different ``rows``. Raises TableFull, changing
@@ -156,15 +155,14 @@ class TableSpace:
         behind = self.total[at] - self.counted[at] + more
         entries = self.base[at] + -(-behind[:, None] // self._of_page)  # [n, T]
         short = np.flatnonzero((-(-entries // TABLE_BLOCK) > self.held[at]).any(1)).tolist()
-        for i in short:
-            try:
-                self._grow(rows[i], tuple(entries[i].tolist()))
-            except TableFull:
-                for row in (rows[k] for k in short if k < i):
-                    if not any(self.bound(row)):
-                        self.release(row)
-                raise
         self.total[at] += more
+        try:
+            for i in short:
+                self._grow(rows[i], tuple(entries[i].tolist()))
+        except TableFull:
+            for row, count in zip(rows, new_tokens, strict=True):
+                self.withdraw(row, count)
+            raise
 
     def extend(self, row: int, attached: Entries) -> None:
         """Room for so many attached entries. Raises TableFull, changing nothing."""
@@ -173,13 +171,21 @@ class TableSpace:
         self.base[row] = entries
         self.counted[row] = self.total[row]
 
+    def extended(self, row: int, attached: Entries) -> bool:
+        """``extend`` where there is room; False, changing nothing, where there is none."""
+        try:
+            self.extend(row, attached)
+        except TableFull:
+            return False
+        return True
+
     def seal(self, row: int) -> None:
         """The row's next token starts a page of its own: count what it has now as entries."""
         self.base[row] = self.bound(row)
         self.counted[row] = self.total[row]
 
     def withdraw(self, row: int, new_tokens: int) -> None:
-        """Undo the last ``append`` of a step that did not run; blocks stay with a row that holds entries."""
+        """Undo the last ``append``; blocks stay with a row that holds entries."""
         self.total[row] -= new_tokens
         if not any(self.bound(row)):
             self.release(row)

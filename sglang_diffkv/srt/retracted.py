@@ -208,7 +208,7 @@ class Retracted:
         """Whether the request would be admitted once so many pages of it are restored."""
         if self.ledger.idle:
             return True
-        growth = sum(self.ledger.growth_of(row, more) for row, more in self.expected())
+        growth = self.ledger.growth_of_all(self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= self._wanted(kept, pages)
 
     def _make_room(self, kept: Kept, at: int, tokens: int, pages: int) -> bool:

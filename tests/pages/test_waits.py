@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -47,13 +47,7 @@ def test_the_end_of_prompts(rows: tuple[int, ...], tail: int) -> None:
         for row in rows:
             add_prompt(manager, row, 47, generator, compact=False)
             manager.rows.of(row).in_prompt = True
-        if again:
-            with no_waiting():
-                manager.prompts.end(*rows)
-                segments = [manager.prompts.publish(row, 0, 47 - tail) for row in rows]
-                for row in rows:
-                    manager.release(row)
-        else:
+        with no_waiting() if again else nullcontext():
             manager.prompts.end(*rows)
             segments = [manager.prompts.publish(row, 0, 47 - tail) for row in rows]
             for row in rows:

@@ -55,9 +55,9 @@ def test_what_all_take_is_what_each_takes() -> None:
     session.manager.counts.settle()
     session.end_prompt(5)
     expected = [(1, 60.0), (2, 0.0), (3, 7.0), (None, 11.5), (4, 20.0), (5, 9.0)]
-    found = ledger._growth_of_all(expected)
+    found = ledger.growth_of_all(expected)
     assert found == pytest.approx(sum(ledger.growth_of(row, tokens) for row, tokens in expected))
-    assert 0 < found < sum(tokens for _, tokens in expected) and ledger._growth_of_all([]) == 0
+    assert 0 < found < sum(tokens for _, tokens in expected) and ledger.growth_of_all([]) == 0
 
 
 def test_the_estimate_of_a_single_tier_is_one() -> None:
