@@ -1,9 +1,13 @@
-"""What the serving benchmark compares: stock attention backends with a KV dtype, and DiffKV configurations."""
+"""What the serving benchmark compares: stock attention backends with a KV dtype, and DiffKV configurations.
+
+Flags that stand in a backend's name are for its server alone: ``fa3:fp8_e4m3 --chunked-prefill-size 2048``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,12 +24,13 @@ CPU_BACKENDS = ("torch_native:bf16",)
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table. ``config`` is None for a stock backend, whose cache has ``dtype``."""
+    """A row of the table. ``config`` is None for a stock backend, whose cache has ``dtype``; ``flags`` are its own."""
 
     name: str
     attention: str
     dtype: str
     config: DiffKVConfig | None = None
+    flags: tuple[str, ...] = ()
 
     def tokens(self, kv_bytes: int, shape: KVShape, max_running: int) -> int:
         """Tokens for ``--max-total-tokens``. Raises ValueError if the bytes are too few."""
@@ -34,7 +39,7 @@ class Backend:
         return stock_tokens(kv_bytes, shape, self.dtype)
 
     def server_args(self, tokens: int) -> list[str]:
-        """The arguments that only this backend gets, except for its name and configuration."""
+        """The arguments that only this backend gets, except for its name, its configuration and ``flags``."""
         dtype = [] if self.dtype not in DTYPE_BYTES or self.dtype == "bf16" else ["--kv-cache-dtype", self.dtype]
         return ["--max-total-tokens", str(tokens), *dtype]
 
@@ -43,24 +48,30 @@ class Backend:
         return None if self.config is None else self.config.model_dump_json(exclude_none=True)
 
 
+def own_flags(name: str) -> tuple[str, ...]:
+    """What stands in a backend's name from its first ``--`` on."""
+    return tuple(shlex.split(name[name.index(" --") :])) if " --" in name else ()
+
+
 def parse_backend(text: str) -> Backend:
-    """``ATTENTION:DTYPE`` of a stock server, for example ``flashinfer:fp8_e4m3``."""
-    attention, colon, dtype = text.partition(":")
+    """``ATTENTION:DTYPE [FLAGS]`` of a stock server, for example ``flashinfer:fp8_e4m3``."""
+    flags = own_flags(text)
+    attention, colon, dtype = text.split(" --")[0].strip().partition(":")
     dtype = dtype if colon else "bf16"
     if not attention or dtype not in DTYPE_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is not ATTENTION:DTYPE with a dtype of {', '.join(DTYPE_BYTES)}")
     if attention == "diffkv":
         raise argparse.ArgumentTypeError("name DiffKV configurations by --diffkv NAME=JSON")
-    return Backend(f"{attention} {dtype}", attention, dtype)
+    return Backend(" ".join([attention, dtype, *flags]), attention, dtype, flags=flags)
 
 
 def diffkv_backend(name: str, text: str) -> Backend:
     """A DiffKV server of one configuration. Raises ConfigError for an unusable one."""
-    return Backend(name, "diffkv", "diffkv", load_config(text))
+    return Backend(name, "diffkv", "diffkv", load_config(text), own_flags(name))
 
 
 def parse_diffkv(text: str) -> Backend:
-    """``NAME=JSON``."""
+    """``NAME [FLAGS]=JSON``."""
     name, equals, value = text.partition("=")
     if not name or not equals or not value.lstrip().startswith("{"):
         raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {text!r}")

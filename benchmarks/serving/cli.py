@@ -74,10 +74,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--backends",
         nargs="*",
         type=parse_backend,
-        metavar="ATTENTION:DTYPE",
+        metavar="ATTENTION:DTYPE [FLAGS]",
         help="stock servers (default on a GPU: flashinfer:bf16 flashinfer:fp8_e4m3 triton:bf16)",
     )
-    parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME=JSON")
+    parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME [FLAGS]=JSON")
     parser.add_argument("--pinned", type=Path, help="also the configurations that pin_shares wrote to this file")
     parser.add_argument(
         "--load",

@@ -25,8 +25,10 @@ from sglang_diffkv.evaluate.server import Server, ServerError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, and the backends."""
     add_model_arguments(parser)
-    parser.add_argument("--backends", nargs="*", type=parse_backend, metavar="ATTENTION:DTYPE", help="stock servers")
-    parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME=JSON")
+    parser.add_argument(
+        "--backends", nargs="*", type=parse_backend, metavar="ATTENTION:DTYPE [FLAGS]", help="stock servers"
+    )
+    parser.add_argument("--diffkv", type=parse_diffkv, action="append", default=[], metavar="NAME [FLAGS]=JSON")
     parser.add_argument("--start-together", action="store_true", help="start all servers at once, ask one at a time")
 
 

@@ -189,6 +189,15 @@ def test_backends():
         parse_diffkv('a={"nosuch": 1}')
 
 
+def test_flags_in_a_backend_s_name_are_for_its_server_alone():
+    stock = parse_backend("fa3:fp8_e4m3 --chunked-prefill-size 2048 --enable-mixed-chunk")
+    assert (stock.name, stock.dtype) == ("fa3 fp8_e4m3 --chunked-prefill-size 2048 --enable-mixed-chunk", "fp8_e4m3")
+    assert stock.flags == ("--chunked-prefill-size", "2048", "--enable-mixed-chunk")
+    ours = parse_diffkv("small chunks --chunked-prefill-size 2048={}")
+    assert ours.flags == ("--chunked-prefill-size", "2048") and ours.name != parse_diffkv("small chunks={}").name
+    assert parse_backend("fa3:bf16").flags == parse_diffkv("a - b={}").flags == ()
+
+
 def test_command_line():
     args = serving.parse_args(["--backends", "triton:bf16", "--diffkv", "a={}", "--load", "batch", "--load", "prefix"])
     assert [x.name for x in args.candidates] == ["triton bf16", "a"]
