@@ -15,8 +15,11 @@ from benchmarks.kernels.timing import Timer, free_bytes, lacking, median_ms
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.ops.gpu import decode_obstacle
+from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 
 WINDOW = 64
+EVERY = DiffKVPolicyConfig().build().generated_every
+"""Of generated tokens, those that observe on a server that is not told."""
 TIERS = "K8V4 K4V2"
 MIXES = ((TIERS, 1.0), (TIERS, 0.5), (TIERS, 0.0))
 MORE_TIERS = (("K8V4 K4V4 K4V2", 0.25), ("K8V8 K8V4 K4V4 K4V2", 0.25))
@@ -55,13 +58,15 @@ def served_config(case: Case) -> DecodeConfig:
     return DecodeConfig(cuda=not decode_obstacle(case.fmt, case.q_heads // case.kv_heads, "auto"))
 
 
-def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda") -> Callable[[], None]:
-    """A function that attends once in each of ``layers`` layers, with or without score update and searches."""
+def diffkv_run(case: Case, every: int, layers: int, device: str = "cuda") -> Callable[[], None]:
+    """A function that attends once in each of ``layers`` layers, with searches and the score updates of each
+    ``every``-th request, in each layer of others; 0: without either."""
+    scores = every > 0
     state = build_state(case, layers, device=device)
     batch = case.batch
     q = torch.randn(layers, batch, case.q_heads, case.head_dim, device=device).bfloat16()
     rows = torch.arange(1, batch + 1, device=device)
-    seq_lens = torch.full((batch,), case.length, device=device)
+    seq_lens = [case.length - (rows + turn) % max(every, 1) for turn in range(max(every, 1))]
     valid = torch.tensor([batch], dtype=torch.int32, device=device)
     config, longest = served_config(case), case.length if scores else 0
     workspace = DecodeWorkspace.create(state, batch, case.q_heads, max_tokens=longest, config=config)
@@ -73,16 +78,17 @@ def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda") -> C
     def run() -> None:
         for layer in range(layers):
             decode_attention(
-                state, layer, q[layer], rows, seq_lens, case.head_dim**-0.5, workspace, valid,
-                out=out, lse=lse, found=found, window=WINDOW,
+                state, layer, q[layer], rows, seq_lens[layer % len(seq_lens)], case.head_dim**-0.5, workspace, valid,
+                out=out, lse=lse, found=found, window=WINDOW, every=max(every, 1),
             )  # fmt: skip
 
     return run
 
 
-def diffkv_ms(case: Case, scores: bool, timer: Timer = median_ms) -> float:
+def diffkv_ms(case: Case, every: int, timer: Timer = median_ms) -> float:
     """Milliseconds of one layer."""
-    return timer(diffkv_run(case, scores, case.layers()), case.layers())
+    layers = -(-case.layers() // max(every, 1)) * max(every, 1)
+    return timer(diffkv_run(case, every, layers), layers)
 
 
 def ratio(other: float | None, mine: float | None) -> float | None:
@@ -116,11 +122,13 @@ class Baselines:
 def attention_row(case: Case, bandwidth: float, baselines: Baselines, timer: Timer = median_ms) -> Row:
     """The figures of one case."""
     others = {name: baselines.ms(name, case) for name in BASELINES}
-    plain = diffkv_ms(case, False, timer)
-    scored = diffkv_ms(case, True, timer) if case.tiers != "BF16" else None
+    plain = diffkv_ms(case, 0, timer)
+    judged = case.tiers != "BF16"
+    scored, each = (diffkv_ms(case, every, timer) if judged else None for every in (EVERY, 1))
     speed = case.kv_bytes() / plain / 1e6
     by = "CUDA C++" if served_config(case).cuda else "Triton"
-    row: Row = {**place(case), "by": by, "ms": plain, "ms_scores": scored, "gb_s": speed, "fraction": speed / bandwidth}
+    row: Row = {**place(case), "by": by, "ms": plain, "ms_scores": scored, "ms_each": each}
+    row |= {"gb_s": speed, "fraction": speed / bandwidth}
     for name, other in others.items():
         row |= {f"{name}_ms": other, f"to_{name}": ratio(other, plain), f"to_{name}_scores": ratio(other, scored)}
     return row

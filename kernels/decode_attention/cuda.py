@@ -107,7 +107,7 @@ class Arguments(ctypes.Structure):
             "q", "partial_out", "partial_lse", "logits", "tile_max", "offsets", "begun", "ranges", "pages",
             "page_table", "range_lo", "range_hi", "row_blocks", "entries", "own_entry", "rows", "seq_lens",
         )),
-        *((name, ctypes.c_int) for name in ("batch", "layer", "room", "reach")),
+        *((name, ctypes.c_int) for name in ("batch", "layer", "room", "reach", "every")),
         *((name, ctypes.c_float) for name in ("sm_scale", "logit_cap")),
     ]  # fmt: skip
 
@@ -152,7 +152,7 @@ def table_pointers(state: PageState) -> dict[str, int]:
 def launch_split(
     state: PageState, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
     workspace: DecodeWorkspace, constants: dict[str, Any],
-    *, logit_cap: float, reach: int, scored: bool, judge_low: bool, early: bool,
+    *, logit_cap: float, reach: int, every: int, scored: bool, judge_low: bool, early: bool,
 ) -> None:  # fmt: skip
     """Start the pass. Arguments as of :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which
     has checked them; ``constants`` of ``tile_constants``."""
@@ -173,7 +173,8 @@ def launch_split(
         **{name: pointer(getattr(workspace, name)) for name in (
             "partial_out", "partial_lse", "logits", "tile_max", "offsets", "begun", "ranges",
         )},
-        batch=rows.shape[0], layer=layer, room=workspace.room, reach=reach, sm_scale=sm_scale, logit_cap=logit_cap,
+        batch=rows.shape[0], layer=layer, room=workspace.room, reach=reach, every=every,
+        sm_scale=sm_scale, logit_cap=logit_cap,
     )  # fmt: skip
     kernel = load(source, not q.is_cuda)
     kernel.launch(workspace.programs, arguments, shared_bytes(fmt, config.copies), early)

@@ -102,6 +102,7 @@ def decode_attention(
     window: int = 0,
     sinks: int = 0,
     horizon: int = 0,
+    every: int = 1,
     logit_cap: float = 0.0,
     reduce: str = "max",
     reach: int = 0,
@@ -117,6 +118,8 @@ def decode_attention(
         window, sinks: newest and first tokens that the policy must not touch.
         horizon: where given, a token with more later tokens than this has an exponential mean of the attention
             received, of weight ``1 / horizon`` for the newest, and not the mean over all of them.
+        every: scores take in what the tokens at each so-manieth position give, as if as many had given it; those
+            before the ``every``-th, the ``2 * every``-th and so on leave them as they are.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
         reduce: ``max`` or ``mean``: what a token's score takes of the attention from a KV head's query heads.
         reach: newest tokens, the new one included, that are seen; 0 for all. Searches are for layers that see all.
@@ -164,8 +167,9 @@ def decode_attention(
             page, old = tables[tier][0], gathered[tier].scores if scores.scored else None
             received = p.amax(2) if reduce == "max" else p.mean(2)
             _update_scores(
-                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks, horizon
-            )
+                state, layer, tier, rows, page, position, valid, old, received, seq_lens, scores, window, sinks,
+                horizon, every,
+            )  # fmt: skip
     return out.reshape(batch, q_heads, -1).to(q.dtype), lse.view(batch, q_heads)
 
 
@@ -184,6 +188,7 @@ def _update_scores(
     window: int,
     sinks: int,
     horizon: int,
+    every: int,
 ) -> None:
     """Running mean of the attention own tokens receive; then the candidate and the least significant."""
     view = state.tiers[tier]
@@ -198,7 +203,8 @@ def _update_scores(
         assert view.scores is not None, "steps update no scores of a tier that has none"
         count = (newest - position).clamp(min=1, max=horizon or None)
         old = old.reshape(position.shape)
-        new = torch.where(position < newest, old + (received - old) / count, old)
+        observed = (position < newest) & (newest % every == every - 1)
+        new = torch.where(observed, old + (received - old) / (count / every).clamp(min=1), old)
         target = torch.where(own, page, state.scratch_page)
         view.scores[target] = torch.where(own_token, new, 0.0).unflatten(2, (-1, tokens))
 

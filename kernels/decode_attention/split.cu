@@ -48,7 +48,7 @@ struct Arguments {
     const int* own_entry;
     const row_t* rows;         // [B]
     const length_t* seq_lens;  // [B]
-    int batch, layer, room, reach;
+    int batch, layer, room, reach, every;
     float sm_scale, logit_cap;
 };
 
@@ -463,7 +463,8 @@ template <int TIER> DEVICE void turn_to(const Arguments& arg, int unit, int row,
             tokens += own * LAYOUTS[t].tile;
         }
         kept.shared = arg.own_entry[at + TIER];
-        kept.room = max(arg.room - from - tokens, 0) / LAYOUTS[TIER].tile;
+        bool observed = (int)arg.seq_lens[b] % arg.every == 0;  // else nobody reads the logits of this step
+        kept.room = observed ? max(arg.room - from - tokens, 0) / LAYOUTS[TIER].tile : 0;
         kept.logits = arg.logits + ((i64)head * arg.room + from + tokens) * GROUP;
         kept.tile_max = arg.tile_max + (((i64)head * arg.room + from) / 16 + tiles) * GROUP;
     }

@@ -136,6 +136,7 @@ def decode_attention(
     window: int = 0,
     sinks: int = 0,
     horizon: int = 0,
+    every: int = 1,
     logit_cap: float = 0.0,
     reduce: str = "max",
     reach: int = 0,
@@ -150,8 +151,8 @@ def decode_attention(
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in, as far as it says, by as many
             programs a head as it has room for, at most.
-        window, sinks: newest and first tokens that the searches pass over. horizon, reduce, reach: as for the
-            reference.
+        window, sinks: newest and first tokens that the searches pass over. horizon, every, reduce, reach: as for
+            the reference.
         sink_logits: [Hq] of any float type, contiguous.
 
     Returns:
@@ -166,7 +167,7 @@ def decode_attention(
     assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[1] * heads == q_heads
     assert workspace.partial_lse.shape[0] >= workspace.programs + batch * heads * len(fmt.tiers)
     assert workspace.planned == batch, "plan comes first"
-    assert not reach or found is None, "nothing is searched for where tokens are out of reach"
+    assert every >= 1 and (not reach or found is None), "nothing is searched for where tokens are out of reach"
     assert sink_logits is None or (sink_logits.shape == (q_heads,) and sink_logits.is_contiguous())
     check_rows(rows, num_valid, state)
     if out is None:
@@ -195,14 +196,14 @@ def decode_attention(
     if config.cuda:
         launch_split(
             state, layer, q, rows, seq_lens, sm_scale, workspace, constants,
-            logit_cap=logit_cap, reach=reach, scored=scored, judge_low=judge_low, early=early,
+            logit_cap=logit_cap, reach=reach, every=every, scored=scored, judge_low=judge_low, early=early,
         )  # fmt: skip
     else:
         split_kernel[(workspace.programs,)](
             q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
             workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
             state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
-            seq_lens, reach,
+            seq_lens, reach, every,
             **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
             AHEAD=config.ahead, HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED,
             EARLY=early, SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
@@ -213,7 +214,7 @@ def decode_attention(
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         workspace.parts_of, workspace.starts, workspace.ranges, state.pages, state.page_table, state.row_blocks,
         state.entries, state.own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT,
-        workspace.room, sink_logits,
+        every, workspace.room, sink_logits,
         **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
         SIZE=config.score_tokens, SCORED=scored, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
         HAS_SINK=sink_logits is not None, MERGED=config.cuda, num_warps=config.score_warps, **overlap,

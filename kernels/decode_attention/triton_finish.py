@@ -121,11 +121,18 @@ def first_tokens(
 
 
 @triton.jit
-def rescored(old, received, position, newest, horizon):
-    """Scores with the attention ``received`` from the ``newest`` token taken in: the mean over later tokens, past a
-    ``horizon`` an exponential one."""
+def observes(newest, every):
+    """Whether scores take in what the token at ``newest`` gives: each ``every``-th does, for as many."""
+    return newest % every == every - 1
+
+
+@triton.jit
+def rescored(old, received, position, newest, horizon, every):
+    """Scores with the attention ``received`` from the ``newest`` token, one of ``every``, taken in: the mean over later
+    tokens, past a ``horizon`` an exponential one."""
     age = tl.minimum(tl.maximum(newest - position, 1), horizon).to(tl.float32)
-    return tl.where(position < newest, old + (received - old) / age, old)
+    observed = (position < newest) & observes(newest, every)
+    return tl.where(observed, old + (received - old) / tl.maximum(age / every, 1.0), old)
 
 
 @triton.jit
@@ -137,7 +144,7 @@ def packed_score(score, number):
 
 @triton.jit
 def score_tier(
-    start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
+    start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every, logits_ptr, tile_max_ptr,
     pages, page_table, row_blocks, row, layer, head, own_first,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -147,16 +154,19 @@ def score_tier(
     token, int64 each.
 
     ``lse`` [GP] is the head's base-2 normaliser. Page ids are read two iterations ahead, positions and scores one.
-    With ``SCORES`` ``NO_SCORES`` nothing is scored: only a candidate is found, and its score is 0.
+    With ``SCORES`` ``NO_SCORES`` nothing is scored: only a candidate is found, and its score is 0. Where the newest
+    token does not observe, there are no logits to read, and scores stay as they are.
     """
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     T: tl.constexpr = max(SIZE // N, 1)
+    observed = observes(newest, every)
     candidate = tl.full([T, N], NOTHING, tl.int64)
     least = tl.full([T, N], NOTHING, tl.int64)
     for base in range(start, stop, T):
         tiles = base + tl.arange(0, T)
         if SCORES != NO_SCORES:
-            power, total = attention_received(logits_ptr, tile_max_ptr, lse, tiles, tiles < stop, N, G, GP, MEAN)
+            kept = (tiles < stop) & observed
+            power, total = attention_received(logits_ptr, tile_max_ptr, lse, tiles, kept, N, G, GP, MEAN)
         next_position, next_old = page_numbers(
             page_ahead, tiles + T, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES
         )
@@ -171,11 +181,11 @@ def score_tier(
         if SCORES == NO_SCORES:
             own = own & (position >= 0)
         else:
-            own = own & (power > float("-inf"))
+            own = own & (position >= 0) & ((power > float("-inf")) | (not observed))
             received = total / G if MEAN else tl.exp2(power)
-            new = rescored(old, received, position, newest, horizon)
+            new = rescored(old, received, position, newest, horizon, every)
             words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.float32))[:, None] + slot
-            tl.store(words + SCORES // 4, new, mask=own)
+            tl.store(words + SCORES // 4, new, mask=own & observed)
             packed = packed_score(new, packed)
             outside = own & (position <= newest - window) & (position >= sinks)
             least = tl.minimum(least, tl.where(outside, packed, NOTHING))
@@ -226,13 +236,13 @@ def with_sink(norm, top, sink):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "window", "sinks", "horizon", "max_parts"],
+    do_not_specialize=["layer", "window", "sinks", "horizon", "every", "max_parts"],
     do_not_specialize_on_alignment=["rows", "seq_lens", "sink_logits"],
 )
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, parts_of, starts, ranges,
-    pages, page_table, row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, room,
-    sink_logits,
+    pages, page_table, row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, every,
+    room, sink_logits,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
@@ -337,8 +347,8 @@ def finish_kernel(
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, logits_ptr, tile_max_ptr,
-        pages, page_table, row_blocks, row, layer, head, own_high, 0, LAYOUTS[0][I_TOKENS], SCORES,
+        start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every, logits_ptr,
+        tile_max_ptr, pages, page_table, row_blocks, row, layer, head, own_high, 0, LAYOUTS[0][I_TOKENS], SCORES,
         LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
     )  # fmt: skip
     store_found(found_ptr, candidate, part, parts, max_parts)
@@ -354,7 +364,7 @@ def finish_kernel(
                 PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             _, least = score_tier(
-                start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon,
+                start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every,
                 logits_ptr + tokens_before * G, tile_max_ptr + tiles_before * G, pages, page_table,
                 row_blocks, row, layer, head, own_first, tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_SCORES],
                 LAYOUTS[tier][I_POSITIONS], TILES[tier], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,

@@ -209,10 +209,10 @@ def attend_tier(
         tl.store(out_ptr + g[None, :] * DV + at[:, None], o, mask=inside)
 
 
-@triton.jit(do_not_specialize=["layer", "reach"], do_not_specialize_on_alignment=["rows", "seq_lens"])
+@triton.jit(do_not_specialize=["layer", "reach", "every"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def split_kernel(
     q, partial_out, partial_lse, logits, tile_max, offsets, begun, ranges, pages, page_table, range_lo, range_hi,
-    row_blocks, entries, own_entry, rows, layer, sm_scale, logit_cap, room, seq_lens, reach,
+    row_blocks, entries, own_entry, rows, layer, sm_scale, logit_cap, room, seq_lens, reach, every,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, TILES: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
@@ -220,7 +220,8 @@ def split_kernel(
     TURN: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, SLIDES: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs): a range of the layer's work each, of those that have one. With ``SLIDES`` the newest ``reach``
-    tokens are seen; all others are kernels without a word of it.
+    tokens are seen; all others are kernels without a word of it. Logits are kept of each ``every``-th step of a
+    request, in which its newest token observes the others.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:  # in this order: the second pass, once begun, reads what was written before this one
@@ -250,6 +251,9 @@ def split_kernel(
         oldest = 0
         if SLIDES:
             oldest = tl.load(seq_lens + b).to(tl.int32) - reach
+        keeps = 1
+        if KEEP:
+            keeps = (tl.load(seq_lens + b).to(tl.int32) % every == 0).to(tl.int32)
         logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
         tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
 
@@ -260,10 +264,10 @@ def split_kernel(
                     attend_tier(
                         q_ptr, sm_scale, logit_cap, pages, page_table, range_lo, range_hi, row_blocks, row,
                         layer, head, held[tier], first, last, logits_ptr + tokens_before[tier] * G,
-                        tile_max_ptr + tiles_before[tier] * G, shared[tier], rooms[tier], partial_out + slot * G * DV,
-                        partial_lse + slot * G, oldest, tier, layout_of(LAYOUTS, tier), TILES[tier],
-                        PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP, KEEP if tier == 0 else KEEP_LOW, ASM,
-                        AHEAD, SLIDES,
+                        tile_max_ptr + tiles_before[tier] * G, shared[tier], rooms[tier] * keeps,
+                        partial_out + slot * G * DV, partial_lse + slot * G, oldest, tier, layout_of(LAYOUTS, tier),
+                        TILES[tier], PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, D, DV, HAS_CAP,
+                        KEEP if tier == 0 else KEEP_LOW, ASM, AHEAD, SLIDES,
                     )  # fmt: skip
         unit += 1
         if unit % TIERS == 0 and start < stop:

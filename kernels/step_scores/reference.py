@@ -29,6 +29,7 @@ def step_scores(
     window: int = 0,
     sinks: int = 0,
     horizon: int = 0,
+    every: int = 1,
     logit_cap: float = 0.0,
     reduce: str = "max",
 ) -> None:
@@ -47,5 +48,5 @@ def step_scores(
             query, known = q.new_zeros(len(rows), state.num_heads, state.fmt.head_dim), None
         decode_attention(
             state, layer, query, rows, seq_lens, sm_scale, scores=scores, window=window, sinks=sinks, horizon=horizon,
-            logit_cap=logit_cap, reduce=reduce, known_lse=known,
+            every=every, logit_cap=logit_cap, reduce=reduce, known_lse=known,
         )  # fmt: skip

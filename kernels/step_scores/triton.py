@@ -32,6 +32,7 @@ def step_scores(
     window: int = 0,
     sinks: int = 0,
     horizon: int = 0,
+    every: int = 1,
     logit_cap: float = 0.0,
     reduce: str = "max",
 ) -> None:
@@ -54,7 +55,7 @@ def step_scores(
     search_kernel[(batch * heads, parts, len(layers))](
         layers.start, q, lse, q.shape[1], chosen, found.packed, most, state.pages, state.page_table, state.range_lo,
         state.range_hi, state.row_blocks, state.entries, state.own_entry, rows, seq_lens, num_valid, window, sinks,
-        horizon or NO_LIMIT, sm_scale, logit_cap,
+        horizon or NO_LIMIT, every, sm_scale, logit_cap,
         **constants, TILES=tile_constants(fmt, config)["TILES"], JUDGED=len(fmt.tiers) if found.judge_low else 1,
         SCORED=found.scored, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, G=q_heads // heads,
         HAS_CAP=logit_cap > 0, ASM=not INTERPRETED, MEAN=reduce == "mean", num_warps=1, num_stages=2,

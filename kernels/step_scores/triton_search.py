@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, packed_score, rescored, store_found
+from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, observes, packed_score, rescored, store_found
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
 from sglang_diffkv.kernels.extend_attention.triton_scores import capped
 from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
@@ -71,7 +71,7 @@ def attention_to(
 
 @triton.jit
 def search_tier(
-    part, parts, q_ptr, norm, query_sums, newest, window, sinks, horizon, factor, logit_cap, pages, page_table,
+    part, parts, q_ptr, norm, query_sums, newest, window, sinks, horizon, every, factor, logit_cap, pages, page_table,
     range_lo, range_hi, row_blocks, entries, own_entry, row, layer, head,
     TIER: tl.constexpr, LAYOUT: tl.constexpr, N: tl.constexpr, TIERS: tl.constexpr, SCORED: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
@@ -88,6 +88,7 @@ def search_tier(
     query = ()
     if SCORED:
         query = query_parts(q_ptr, tl.arange(0, GP) < G, LAYOUT[I_KB], D, GP, dot_type)
+    observed = observes(newest, every)
     candidates = tl.full([N], NOTHING, tl.int64)
     leasts = tl.full([N], NOTHING, tl.int64)
     for tile in range(own_first * CHUNKS + part, count * CHUNKS, parts):
@@ -104,12 +105,12 @@ def search_tier(
             score_ptr = (pages + page_at + LAYOUT[I_SCORES]).to(tl.pointer_type(tl.float32)) + slot
             old = tl.load(score_ptr, mask=own, other=0.0)
             power = attention_to(
-                pages, page_at, slot, own, query, query_sums, norm, factor, logit_cap, raw_type, dot_type, LAYOUT,
-                D, GP, N, HAS_CAP, ASM,
+                pages, page_at, slot, own & observed, query, query_sums, norm, factor, logit_cap, raw_type, dot_type,
+                LAYOUT, D, GP, N, HAS_CAP, ASM,
             )  # fmt: skip
             received = tl.sum(tl.exp2(power), 1) / G if MEAN else tl.exp2(tl.max(power, 1))
-            new = rescored(old, received, position, newest, horizon)
-            tl.store(score_ptr, new, mask=own)
+            new = rescored(old, received, position, newest, horizon, every)
+            tl.store(score_ptr, new, mask=own & observed)
             packed = packed_score(new, packed)
             outside = own & (position <= newest - window) & (position >= sinks)
             leasts = tl.minimum(leasts, tl.where(outside, packed, NOTHING))
@@ -120,12 +121,12 @@ def search_tier(
 
 
 @triton.jit(
-    do_not_specialize=["first", "tokens", "max_parts", "window", "sinks", "horizon"],
+    do_not_specialize=["first", "tokens", "max_parts", "window", "sinks", "horizon", "every"],
     do_not_specialize_on_alignment=["chosen", "rows", "seq_lens"],
 )
 def search_kernel(
     first, q, lse, tokens, chosen, found, max_parts, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, rows, seq_lens, num_valid, window, sinks, horizon, sm_scale, logit_cap,
+    own_entry, rows, seq_lens, num_valid, window, sinks, horizon, every, sm_scale, logit_cap,
     LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.constexpr, JUDGED: tl.constexpr, SCORED: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr,
@@ -159,8 +160,8 @@ def search_kernel(
         least = tl.full([], NOTHING, tl.int64)
         if tier < JUDGED:
             candidate, least = search_tier(
-                part, parts, q_ptr, norm, query_sums, newest, window, sinks, horizon, sm_scale * LOG2E, logit_cap,
-                pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, row, layer, head,
+                part, parts, q_ptr, norm, query_sums, newest, window, sinks, horizon, every, sm_scale * LOG2E,
+                logit_cap, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, row, layer, head,
                 tier, layout_of(LAYOUTS, tier), TILES[tier], TIERS, SCORED, D, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP,
                 HAS_CAP, ASM, MEAN,
             )  # fmt: skip

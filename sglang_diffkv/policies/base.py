@@ -246,6 +246,8 @@ class Policy:
     """First tokens of a sequence that always stay in the high tier."""
     horizon: int = 0
     """Later tokens after which a score forgets, see ``kernels/decode_attention``; 0: it is a mean over all."""
+    generated_every: int = 1
+    """Of generated tokens, each so-manieth observes those before it, for as many."""
 
     @property
     def observation(self) -> Observation:
@@ -254,8 +256,8 @@ class Policy:
     @property
     def search_rule(self) -> dict[str, Any]:
         """How a generation step keeps scores and what it passes over, as its kernels are told."""
-        reduce = self.observation.reduce
-        return {"window": self.window, "sinks": self.sinks, "horizon": self.horizon, "reduce": reduce}
+        rule = {"window": self.window, "sinks": self.sinks, "horizon": self.horizon, "every": self.generated_every}
+        return {**rule, "reduce": self.observation.reduce}
 
     @property
     def prompt(self) -> PromptRule | None:

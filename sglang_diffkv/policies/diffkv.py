@@ -16,7 +16,7 @@ Beyond the paper:
   (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
   give heads budgets of their own; here a head's share follows from its thresholds, as in the paper);
 - of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled: each ``observe_every``-th then stands for
-  as many in the mean, and a prompt's scores cost that much less;
+  as many in the mean, and a prompt's scores cost that much less; of generated tokens each ``generated_every``-th;
 - there may be three or four tiers, for which the paper has page tables (section 5.3) and no algorithm. A prompt's token
   goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier,
   the candidate or, if that stays, the high tier's least significant token, goes to the tier that its own score names,
@@ -54,8 +54,9 @@ class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
     ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
-    ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes. ``pressure_window``: the window
-    that is left to running requests before one is retracted, None for no other.
+    ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes; ``generated_every``: the same of
+    generated ones. ``pressure_window``: the window that is left to running requests before one is retracted, None for
+    no other.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
@@ -70,6 +71,7 @@ class DiffKVPolicy(Policy):
     alpha_between: tuple[float, ...] = ()
     observe_every: int = 1
     pressure_window: int | None = None
+    generated_every: int = 1
 
     @property
     def under_pressure(self) -> DiffKVPolicy | None:
@@ -141,6 +143,12 @@ class DiffKVPolicyConfig(PolicyOptions):
         description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it; by "
         f"default each {EVERY}th, or as many as the window has tokens if these are fewer",
     )
+    generated_every: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="of generated tokens, each so-manieth judges those before it; by default as observe_every",
+    )
     pressure_window: int | None = Field(
         default=64,
         ge=1,
@@ -166,6 +174,11 @@ class DiffKVPolicyConfig(PolicyOptions):
             raise ValueError(
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
                 "window would be judged by nobody"
+            )
+        if self.generated_every is not None and self.generated_every > self.window:
+            raise ValueError(
+                f"generated_every {self.generated_every} is above window {self.window}: tokens would leave it that "
+                "nobody has judged"
             )
         falling = (self.alpha_high, *self.alpha_between, self.alpha_low)
         if list(falling) != sorted(falling, reverse=True):
@@ -202,5 +215,5 @@ class DiffKVPolicyConfig(PolicyOptions):
         every = self.observe_every or min(EVERY, self.window)
         return DiffKVPolicy(
             *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=every,
-            pressure_window=self.pressure_window,
+            pressure_window=self.pressure_window, generated_every=self.generated_every or every,
         )  # fmt: skip

@@ -71,6 +71,8 @@ def test_sizes_of_pages(page_tokens, position_bytes):
         {"cap": 0.4},
         {"sinks": 2, "horizon": 5},
         {"reduce": "mean"},
+        {"every": 61},
+        {"every": 3, "horizon": 5},
         pytest.param({"cap": 3.0, "dtype": torch.float16}, marks=full),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 
 from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.ops import ReferenceOps, Scaling, Step
 from sglang_diffkv.policies.base import Observation
@@ -103,6 +104,58 @@ def test_sampling_is_an_option_of_long_prompts():
     assert DiffKVPolicyConfig.model_validate_json(written) == DiffKVPolicyConfig(window=3), "as processes hand it on"
     with pytest.raises(ValueError, match="observe_every 4 is above window 3"):
         DiffKVPolicyConfig(observe_every=4, window=3)
+
+
+def test_generated_tokens_observe_as_the_policy_says():
+    def every(**more):
+        return DiffKVPolicyConfig(**more).build().search_rule["every"]
+
+    assert every() == 4 and every(observe_every=1) == 1 and every(window=3) == 3, "as a prompt's where nothing is said"
+    assert every(observe_every=1, generated_every=8) == 8
+    assert DiffKVPolicy().search_rule["every"] == SnapKVPolicy(Budget(20), window=8).search_rule["every"] == 1
+    with pytest.raises(ValueError, match="less than or equal to 64"):
+        DiffKVPolicyConfig(generated_every=65, window=64)
+    with pytest.raises(ValueError, match="generated_every 9 is above window 8:"):
+        DiffKVPolicyConfig(observe_every=1, generated_every=9, window=8)
+
+
+@pytest.mark.parametrize(("every", "horizon"), [(1, 0), (3, 0), (4, 12), (4, 2)])
+def test_each_so_manieth_generated_token_counts_as_so_many(every, horizon):
+    """Against the weighted mean of what each step's attention gives by itself: of a token's later ones up to the newest
+    that observes, each that does stands for those since the one before it."""
+    manager = make_manager(make_format(), layers=1)
+    state, random = manager.state, torch.Generator().manual_seed(6)
+    row, last = torch.tensor([1]), LENGTH + 17
+    key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
+    begin_step(manager, [1], [LENGTH], [0])
+    append(state, 0, key, value, torch.ones(LENGTH, dtype=torch.int64), *(torch.arange(LENGTH),) * 2)
+
+    def scores():
+        seen = visible(state, 1)
+        found = torch.zeros(2, LENGTH)
+        found[seen.head, seen.position] = torch.from_numpy(seen.score)
+        return found
+
+    def attend(query, newest, **rule):
+        decode_attention(
+            state, 0, query, row, torch.tensor([newest + 1]), SCALE, scores=StepScores.create(state, 1), **rule
+        )
+
+    queries = [torch.randn(1, 2 * GROUP, 64, generator=random).bfloat16() for _ in range(LENGTH, last)]
+    alone = []
+    for newest, query in enumerate(queries, LENGTH):
+        attend(query, newest, horizon=1)  # scores are this step's attention
+        alone.append(scores())
+    expected = before = alone[-1].clone()
+    age = torch.arange(LENGTH)
+    for newest, query in enumerate(queries, LENGTH):
+        attend(query, newest, every=every, horizon=horizon)
+        if (newest + 1) % every == 0:
+            counted = (newest - age).clamp(min=1, max=horizon or None).float()
+            weight = (every / counted).clamp(max=1)
+            expected = (1 - weight) * expected + weight * alone[newest - LENGTH]
+    torch.testing.assert_close(scores(), expected, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(scores(), before)
 
 
 def test_the_last_queries_of_a_prompt_observe():

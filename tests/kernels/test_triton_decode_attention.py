@@ -76,7 +76,8 @@ def run_both(
         tile=tile, programs=programs, ahead=4, score_parts=2, score_tokens=score_tokens, cuda=cuda
     )  # fmt: skip
     workspace = DecodeWorkspace.create(state, 4, q.shape[1], max_tokens=400 if scores else 0, config=config)
-    workspace.partial_out.fill_(float("nan"))
+    for scratch in (workspace.partial_out, workspace.logits, workspace.tile_max):
+        scratch.fill_(float("nan"))
     found = FoundTokens.create(state, 4, config, judge_low=judge_low) if scores else None
     expected_scores = StepScores.create(state, 3, judge_low) if scores else None
     valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
@@ -108,10 +109,13 @@ def test_matches_reference(tiers, dim, v_dim, group, programs, tile):
         pytest.param({"horizon": 1}, marks=pytest.mark.full),
         {"sinks": 2, "horizon": 5},
         {"reduce": "mean"},
+        {"every": 61},
+        {"every": 3, "horizon": 5},
     ],
 )
 def test_rules_of_the_search_are_the_reference_s(rule):
-    """The second request's candidate, and with 53 sinks also the first's, is a sink."""
+    """The second request's candidate, and with 53 sinks also the first's, is a sink. The newest token of 61 observes
+    alone with ``every`` 61, that of 9 with 3."""
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=8), window=WINDOW)
     results = run_both(manager, "rule", 4, 8, 32, **rule)
     check_against_reference(*results)
