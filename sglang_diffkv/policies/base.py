@@ -246,6 +246,8 @@ class Policy:
     """First tokens of a sequence that always stay in the high tier."""
     horizon: int = 0
     """Later tokens after which a score forgets, see ``kernels/decode_attention``; 0: it is a mean over all."""
+    layer_stride: int | None = None
+    """Layers that are judged and compacted at a time, by a rule that judges each head by itself; None: all."""
 
     @property
     def observation(self) -> Observation:
