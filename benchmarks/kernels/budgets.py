@@ -1,4 +1,4 @@
-"""One compression of a running request (Zipage's): its time by part, for budgets, ways to compare keys and layer strides.
+"""One compression of a running request (Zipage's): its time by part, for budgets, ways to compare keys and strides.
 
 A compression is launched between two decode steps, so its time includes its launches. Examples, the second one Zipage's
 Figure 10:
@@ -50,8 +50,8 @@ def compressions(
     tier: str, tokens: int, way: str, repeats: int, layers: int = LAYERS, device: str = "cuda",
     clock: Clock = gpu_clock, layer_stride: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds to judge a row and to move what it keeps, ``layer_stride`` layers at a time, medians over ``repeats``
-    rows; of both together, over as many rows more, between whose layers nobody waits; and bytes for judging."""
+    """Milliseconds to judge a row and to move what it keeps, ``layer_stride`` layers at a time, medians over
+    ``repeats`` rows; of both, over as many rows more, between whose layers nobody waits; and bytes for judging."""
     case = Case(2 * repeats, Q_HEADS, KV_HEADS, HEAD_DIM, tokens, tier, 1.0, longest=tokens * STRETCH)
     state = build_state(case, layers, device=device)
     positions = state.tiers[0].positions

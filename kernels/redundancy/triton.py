@@ -25,7 +25,8 @@ PLACE_BYTES = 24
 
 
 @triton.jit(
-    do_not_specialize=["source", "lo", "hi", "first_layer", "length", "most"], do_not_specialize_on_alignment=["rank", "entries"]
+    do_not_specialize=["source", "lo", "hi", "first_layer", "length", "most"],
+    do_not_specialize_on_alignment=["rank", "entries"],
 )
 def gather_kernel(
     source, lo, hi, first_layer, rank, length, unit, most, raw, pages, page_table, range_lo, range_hi, row_blocks,

@@ -159,9 +159,9 @@ def window_scores(
                 names = ("TOKENS", "KB", "KEYS", "KMETA", "SCORES", "POSITIONS")
                 constants = {
                     "TIER": tier, "TIERS": len(fmt.tiers), **{name: every[name] for name in names},
-                    "PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers, "H": heads,
-                    "G": group, "D": dim, "W": window, "WC": together, "GP": members, "HAS_CAP": bool(logit_cap),
-                    "DOT": dot,
+                    "PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers,
+                    "H": heads, "G": group, "D": dim, "W": window, "WC": together, "GP": members,
+                    "HAS_CAP": bool(logit_cap), "DOT": dot,
                 }  # fmt: skip
                 given: tuple[Any, ...] = (tier * PROGRAMS, tops, sums)
                 if kernel is scores_kernel:

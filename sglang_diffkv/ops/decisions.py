@@ -106,9 +106,9 @@ class Decisions:
     ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed, judged by layer
     or lowered, a third where running requests are judged; of as many layers as are judged at a time
     (``PageState.groups``); None to take it from PyTorch each time. ``second``: as much for running requests that are
-    judged beside forward passes, which use the first. Cuts that do not change are made
-    once, so that CUDA graphs may hold them. ``ranks`` have a layer's heads between them; ``exchanged``:
-    [2 * cells of a layer] for what they exchange.
+    judged beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may
+    hold them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they
+    exchange.
     """
 
     kernels: WholeHeadKernels = REFERENCE
@@ -136,6 +136,7 @@ class Decisions:
             rooms = rooms if policy.running is None else 3
             decisions.memory = torch.empty(rooms, cells, device=state.device)
             if policy.running is not None and policy.running.asynchronous:
+                assert policy.layer_stride is None, "all layers are judged before any is moved"
                 decisions.second = torch.empty(rooms, cells, device=state.device)
             for budget in (getattr(rule, name, None) for name in ("budget", "high")):
                 if isinstance(budget, Budget):

@@ -61,7 +61,7 @@ def running_of(manager: PageManager) -> RunningBudgets:
 def held(state: PageState, row: int) -> list[tuple[Any, ...]]:
     """What a row holds, wherever it lies: places, scores, keys and values."""
     seen, found = visible(state, row), []
-    codes = [x.keys.flatten(2).view(torch.uint8) for x in state.tiers], [x.values.view(torch.uint8) for x in state.tiers]
+    codes = [[x.view(torch.uint8) for x in fields] for fields in zip(*((x.keys, x.values) for x in state.tiers))]
     columns = (seen.tier, seen.layer, seen.head, seen.position, seen.own_slot, seen.score, seen.page, seen.slot)
     for *token, page, slot in zip(*(x.tolist() for x in columns), strict=True):
         found.append((*token, *(bytes(x[token[0]][page, slot].flatten().cpu()) for x in codes)))
