@@ -16,6 +16,11 @@ def table_column(state: PageState, tier: int, entry: torch.Tensor) -> torch.Tens
     return state.width // 2 - 1 - entry if tier == 2 else state.width // 2 + entry
 
 
+def in_line(table: torch.Tensor) -> torch.Tensor:
+    """A table of all layers, or of a group of them (``PageState.groups``), as flat indices count its entries."""
+    return table.as_strided((1 + sum((n - 1) * step for n, step in zip(table.shape, table.stride())),), (1,))
+
+
 def table_index(state: PageState, rows: torch.Tensor, tier: int, entry: torch.Tensor) -> torch.Tensor:
     """Flat index into ``page_table``/``range_lo``/``range_hi`` of table entries.
 
@@ -32,7 +37,7 @@ def table_index(state: PageState, rows: torch.Tensor, tier: int, entry: torch.Te
     block = block[batch, column // TABLE_BLOCK]  # [B, L, H, E]
     layer = torch.arange(entry.shape[1], device=rows.device).view(1, -1, 1, 1)
     head = torch.arange(entry.shape[2], device=rows.device).view(1, 1, -1, 1)
-    return ((block * state.num_layers + layer) * state.num_heads + head) * TABLE_BLOCK + column % TABLE_BLOCK
+    return ((block * state.row_layers + layer) * state.num_heads + head) * TABLE_BLOCK + column % TABLE_BLOCK
 
 
 def head_index(state: PageState, row: torch.Tensor | int, head: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
@@ -73,9 +78,9 @@ def row_table(
     entry = torch.arange(width, device=rows.device).expand(shape)
     used = entry < state.entries[rows, :, :, tier].unsqueeze(3)
     flat = table_index(state, rows, tier, entry)
-    page = torch.where(used, state.page_table.view(-1)[flat], 0).long()
-    lo = torch.where(used, state.range_lo.view(-1)[flat], 0)
-    hi = torch.where(used, state.range_hi.view(-1)[flat], 0)
+    page = torch.where(used, in_line(state.page_table)[flat], 0).long()
+    lo = torch.where(used, in_line(state.range_lo)[flat], 0)
+    hi = torch.where(used, in_line(state.range_hi)[flat], 0)
     return page, lo, hi
 
 
@@ -98,5 +103,5 @@ def own_slot_location(
     """
     tokens = state.fmt.layouts[tier].tokens
     entry = state.own_entry[rows, :, :, tier].long().unsqueeze(3) + slot // tokens
-    page = state.page_table.view(-1)[table_index(state, rows, tier, entry)].long()
+    page = in_line(state.page_table)[table_index(state, rows, tier, entry)].long()
     return page, slot % tokens

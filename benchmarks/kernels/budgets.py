@@ -1,8 +1,10 @@
-"""One compression of a running request (Zipage's): its time by part, for budgets and ways to compare keys.
+"""One compression of a running request (Zipage's): its time by part, for budgets, ways to compare keys and strides.
 
-A compression is launched between two decode steps, so its time includes its launches. Example:
+A compression is launched between two decode steps, so its time includes its launches. Examples, the second one Zipage's
+Figure 10:
 
     python -m benchmarks.kernels.budgets --tokens 1024 2048 4096 --output budgets.json
+    python -m benchmarks.kernels.budgets --tokens 2048 --redundancy lightning --layer-stride 1 2 4 8 16 32
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +47,47 @@ def gpu_clock() -> float:
 
 
 def compressions(
-    tier: str, tokens: int, way: str, repeats: int, layers: int = LAYERS, device: str = "cuda", clock: Clock = gpu_clock
-) -> dict[str, float]:
-    """Milliseconds to judge a row and to move what it keeps, medians over ``repeats`` rows."""
-    case = Case(repeats, Q_HEADS, KV_HEADS, HEAD_DIM, tokens, tier, 1.0, longest=tokens * STRETCH)
+    tier: str, tokens: int, way: str, repeats: int, layers: int = LAYERS, device: str = "cuda",
+    clock: Clock = gpu_clock, layer_stride: int | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Milliseconds to judge a row and to move what it keeps, ``layer_stride`` layers at a time, medians over
+    ``repeats`` rows; of both, over as many rows more, between whose layers nobody waits; and bytes for judging."""
+    case = Case(2 * repeats, Q_HEADS, KV_HEADS, HEAD_DIM, tokens, tier, 1.0, longest=tokens * STRETCH)
     state = build_state(case, layers, device=device)
     positions = state.tiers[0].positions
     positions[:] = torch.where(positions[:] < 0, EMPTY, positions[:] * STRETCH)
     options: dict[str, Any] = {"max_blocks": tokens // BLOCK, "block": BLOCK, **WAYS[way]}
-    policy = ZipagePolicyConfig(**options).build()
+    policy = ZipagePolicyConfig(**options, layer_stride=layer_stride).build()
     length = tokens * STRETCH
     ops = TritonOps(state, policy, Q_HEADS, length)
     queries = torch.randn(layers, policy.window, Q_HEADS, HEAD_DIM, device=device).to(state.dtype)
-    judged, moved = [], []
-    for row in range(1, repeats + 1):
-        times = [clock()]
-        judgement = ops.judge_running(
-            state, row, length, policy, queries, Scaling(HEAD_DIM**-0.5), first=row % 2 == 0, most=tokens
-        )
-        times.append(clock())
-        ops.compact_judged(state, row, length, judgement)
-        times.append(clock())
-        judged.append(times[1] - times[0])
-        moved.append(times[2] - times[1])
+
+    def compress(row: int, clock: Clock) -> tuple[float, float]:
+        """Seconds to judge and to move."""
+        judged = moved = 0.0
+        for at, some in state.groups(layer_stride):
+            times = [clock()]
+            judgement = ops.judge_running(
+                some, row, length, policy, queries[at], Scaling(HEAD_DIM**-0.5), first=row % 2 == 0, most=tokens
+            )
+            times.append(clock())
+            ops.compact_judged(some, row, length, judgement)
+            times.append(clock())
+            judged, moved = judged + times[1] - times[0], moved + times[2] - times[1]
+        return judged, moved
+
+    parts = [compress(row, clock) for row in range(1, repeats + 1)]
+    together = []
+    for row in range(repeats + 1, 2 * repeats + 1):
+        began = clock()
+        compress(row, lambda: 0.0)
+        together.append(clock() - began)
     warm = 3 if repeats > 3 else 0
     return {
-        "judge_ms": 1e3 * statistics.median(judged[warm:]),
-        "move_ms": 1e3 * statistics.median(moved[warm:]),
+        "judge_ms": 1e3 * statistics.median(judged for judged, _ in parts[warm:]),
+        "move_ms": 1e3 * statistics.median(moved for _, moved in parts[warm:]),
+        "together_ms": 1e3 * statistics.median(together),
+        "memory_bytes": ops.decisions.nbytes(),
     }
 
 
@@ -78,25 +95,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiers", nargs="+", default=["BF16", "K8V4"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096], help="budgets, whole blocks")
+    parser.add_argument("--redundancy", nargs="+", choices=WAYS, default=[*WAYS], help="ways to compare keys")
+    parser.add_argument("--layer-stride", type=int, nargs="+", default=[LAYERS], help=f"of {LAYERS} layers")
     parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: Triton's interpreter")
     parser.add_argument("--output", type=Path, help="write everything to this JSON file")
     args = parser.parse_args(argv)
+    clock = gpu_clock if args.device == "cuda" else time.perf_counter
     rows: list[dict[str, Any]] = []
-    for tier in args.tiers:
-        for tokens in args.tokens:
-            for way in WAYS:
-                row = {
-                    "tier": tier,
-                    "tokens": tokens,
-                    "redundancy": way,
-                    **compressions(tier, tokens, way, args.repeats),
-                }
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+    for tier, tokens, way, stride in product(args.tiers, args.tokens, args.redundancy, args.layer_stride):
+        found = compressions(tier, tokens, way, args.repeats, LAYERS, args.device, clock, stride)
+        rows.append({"tier": tier, "tokens": tokens, "redundancy": way, "layer_stride": stride, **found})
+        print(json.dumps(rows[-1]), flush=True)
+    names = ["tier", "budget", "redundancy", "layer stride", "judge, ms", "move, ms", "together, ms", "memory, MB"]
     cells = [
-        [x["tier"], str(x["tokens"]), x["redundancy"], f"{x['judge_ms']:.2f}", f"{x['move_ms']:.2f}"] for x in rows
-    ]
-    print(markdown(["tier", "budget", "redundancy", "judge, ms", "move, ms"], cells))
+        [
+            x["tier"], str(x["tokens"]), x["redundancy"], str(x["layer_stride"]),
+            *(f"{x[name]:.2f}" for name in ("judge_ms", "move_ms", "together_ms")), f"{x['memory_bytes'] / 1e6:.1f}",
+        ]
+        for x in rows
+    ]  # fmt: skip
+    print(markdown(names, cells))
     if args.output:
         args.output.write_text(json.dumps({"provenance": provenance("kernels.budgets", argv), "rows": rows}, indent=1))
     return 0

@@ -21,7 +21,7 @@ from sglang_diffkv.kernels.triton_table import (
 from sglang_diffkv.mem_pool.state import PageState
 
 
-@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["demand", "places"])
+@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["demand", "places", "entries"])
 def grant_kernel(
     rows, heads, demand, places, entries, pages, ring, counters, refcount, row_blocks, page_table, range_lo,
     range_hi, fault, num_pages,
@@ -87,7 +87,7 @@ def grant_pages(
         state.row_blocks, state.page_table, state.range_lo, state.range_hi, state.fault, state.num_pages,
         ONE_ROW=isinstance(rows, int), TIER=tier, TIERS=len(state.fmt.tiers), TOKENS=layout["TOKENS"],
         POSITIONS=layout["POSITIONS"], PAGE_BYTES=state.fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1],
-        L=state.num_layers, H=state.num_heads, R=HEADS, num_warps=4,
+        L=state.row_layers, H=state.num_heads, R=HEADS, num_warps=4,
     )  # fmt: skip
 
 

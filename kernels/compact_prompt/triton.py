@@ -71,6 +71,7 @@ def compact_prompts(
     assert tails is None or (tails.shape == (batch,) and tails.dtype == torch.int64 and tails.is_contiguous())
     fmt, count = state.fmt, batch * state.num_layers * state.num_heads
     spares = len(fmt.tiers) - 1 + (tails is not None)
+    assert state.num_layers == state.row_layers or (batch == 1 and spares <= 1), "a group has no room for more"
     if not count:
         return
     freed = workspace.freed[:count]
@@ -84,13 +85,13 @@ def compact_prompts(
         *cut_arguments(cuts), workspace.spare, workspace.surplus, freed, state.pages.view(state.dtype), state.pages,
         state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.own_tokens, state.hole, state.fault, state.refcount, state.num_pages,
-        **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
+        **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads,
         WHOLE=cuts.values is not None, TAILED=tails is not None, num_warps=4, **SAME_BITS,
     )  # fmt: skip
     return_spans(state.counters, freed, workspace.places)
     return_kernel[(count,)](
         rows, workspace.spare, workspace.surplus, workspace.places, state.page_table, state.row_blocks,
         state.ring, state.refcount, state.num_pages,
-        SPARES=spares, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads, E=ENTRIES,
+        SPARES=spares, MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads, E=ENTRIES,
         num_warps=1,
     )  # fmt: skip

@@ -167,7 +167,7 @@ def append_lower(
 
 @triton.jit(
     do_not_specialize=["window", "sinks", "values_len"],
-    do_not_specialize_on_alignment=["rows", "seq_lens", "tails"],
+    do_not_specialize_on_alignment=["rows", "seq_lens", "tails", "entries", "own_entry", "own_tokens", "hole"],
 )
 def compact_kernel(
     rows, seq_lens, tails, window, sinks, lasting, high_cut, between, low_cut, tie_high, tie_low, values, values_len,

@@ -46,7 +46,7 @@ def copy_compact(
     if not known:
         judged = torch.empty(1, device=state.device)
     every = format_constants(fmt)
-    shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads}
+    shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers, "H": heads}
     whole = cuts.values is not None
     rule = (judged, known, seq_len, cuts.window, cuts.sinks, cuts.lasting, *cut_arguments(cuts), counts)
     count_kernel[(count,)](
@@ -57,7 +57,7 @@ def copy_compact(
     programs = triton.cdiv(count, HEADS)
     take_kernel[(programs, tiers)](
         target, counts, count, state.entries, state.own_entry, state.own_tokens, spans.demand, spans.totals,
-        LAYOUTS=every["LAYOUTS"], TIERS=tiers, L=layers, H=heads, R=HEADS, num_warps=4,
+        LAYOUTS=every["LAYOUTS"], TIERS=tiers, L=state.row_layers, H=heads, R=HEADS, num_warps=4,
     )  # fmt: skip
     take_spans(state.counters, spans.totals[: tiers * programs], spans.places)
     for tier in range(tiers):

@@ -73,7 +73,10 @@ def counted_with(totals, chosen, TIER: tl.constexpr, TIERS: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"])
+@triton.jit(
+    do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"],
+    do_not_specialize_on_alignment=["judged", "entries"],
+)
 def count_kernel(
     source, lo, hi, judged, judged_len, seq_len, window, sinks, lasting,
     high_cut, between, low_cut, tie_high, tie_low, values, values_len,
@@ -81,7 +84,7 @@ def count_kernel(
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H). counts [L * H, TIERS] int32: tokens that each tier gets."""
+    """Grid (layers * H). counts [layers * H, TIERS] int32: tokens that each tier gets."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
@@ -104,7 +107,7 @@ def count_kernel(
         tl.store(counts + flat * TIERS + tier, totals[tier])
 
 
-@triton.jit(do_not_specialize=["target"])
+@triton.jit(do_not_specialize=["target"], do_not_specialize_on_alignment=["entries", "own_entry", "own_tokens"])
 def take_kernel(
     target, counts, heads, entries, own_entry, own_tokens, demand, totals,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
@@ -129,7 +132,8 @@ def take_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"]
+    do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"],
+    do_not_specialize_on_alignment=["judged", "entries", "own_entry", "own_tokens"],
 )
 def copy_kernel(
     target, source, lo, hi, judged, judged_len, seq_len, window, sinks, lasting,
@@ -138,7 +142,7 @@ def copy_kernel(
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H). The target has the pages that ``take_kernel`` asked for."""
+    """Grid (layers * H). The target has the pages that ``take_kernel`` asked for."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS

@@ -20,7 +20,10 @@ POSITIONS = 1024
 NO_VALUE = tl.constexpr(float("-inf"))
 
 
-@triton.jit(do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"])
+@triton.jit(
+    do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"],
+    do_not_specialize_on_alignment=["judged", "entries", "own_entry"],
+)
 def gather_kernel(
     source, lo, hi, judged, judged_len, seq_len, window, sinks, values, values_len, stored, pages, page_table, range_lo,
     range_hi, row_blocks, entries, own_entry,
@@ -28,7 +31,7 @@ def gather_kernel(
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SUMS: tl.constexpr,
     OWN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H, programs): the pages of one tier, round robin. stored [L * H] int64 counts the tokens."""
+    """Grid (layers * H, programs): the pages of one tier, round robin. stored [layers * H] int64 counts the tokens."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
@@ -79,7 +82,7 @@ def gather_scores(
                 row, lo, min(hi, length), scores, known, seq_len, window, sinks, values, length, stored, state.pages,
                 state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
                 TIER=tier, TIERS=len(fmt.tiers), **{name: every[name] for name in names}, PAGE_BYTES=fmt.page_bytes,
-                MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, SUMS=sums, OWN=own, num_warps=1,
+                MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=heads, SUMS=sums, OWN=own, num_warps=1,
             )  # fmt: skip
     return stored
 

@@ -11,12 +11,15 @@ from sglang_diffkv.kernels.triton_table import table_column, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 
-@triton.jit(do_not_specialize=["row", "target"])
+@triton.jit(
+    do_not_specialize=["row", "target"],
+    do_not_specialize_on_alignment=["entries", "kept_entry", "own_entry", "own_tokens"],
+)
 def hand_over_kernel(
     row, target, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry, own_tokens,
     TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H): one (layer, head), entries in order: what is moved down was read before."""
+    """Grid (layers * H): one (layer, head), entries in order: what is moved down was read before."""
     layer, head = tl.program_id(0) // H, tl.program_id(0) % H
     for tier in tl.static_range(TIERS):
         row_at = ((row.to(tl.int64) * L + layer) * H + head) * TIERS + tier
@@ -55,6 +58,6 @@ def hand_over(state: PageState, row: int, target: int) -> None:
     hand_over_kernel[(state.num_layers * state.num_heads,)](
         row, target, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
         state.kept_entry, state.own_entry, state.own_tokens,
-        TIERS=len(state.fmt.tiers), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=state.num_heads,
+        TIERS=len(state.fmt.tiers), MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads,
         E=ENTRIES, num_warps=1,
     )  # fmt: skip

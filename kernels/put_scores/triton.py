@@ -14,13 +14,13 @@ PROGRAMS = 8
 """Programs that share a head's pages."""
 
 
-@triton.jit(do_not_specialize=["row", "values_len"])
+@triton.jit(do_not_specialize=["row", "values_len"], do_not_specialize_on_alignment=["entries", "own_entry"])
 def put_kernel(
     row, values, values_len, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry,
     TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H, programs): the own pages of one tier, round robin."""
+    """Grid (layers * H, programs): the own pages of one tier, round robin."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     at = ((row.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
@@ -48,5 +48,5 @@ def put_scores(state: PageState, row: int, values: torch.Tensor) -> None:
             row, values, values.shape[2], state.pages, state.page_table, state.range_lo, state.range_hi,
             state.row_blocks, state.entries, state.own_entry, TIER=tier, TIERS=len(fmt.tiers),
             **{name: every[name] for name in names}, PAGE_BYTES=fmt.page_bytes, MAX_BLOCKS=state.row_blocks.shape[1],
-            L=layers, H=heads, num_warps=1,
+            L=state.row_layers, H=heads, num_warps=1,
         )  # fmt: skip

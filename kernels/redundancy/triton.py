@@ -25,7 +25,8 @@ PLACE_BYTES = 24
 
 
 @triton.jit(
-    do_not_specialize=["source", "lo", "hi", "first_layer", "length", "most"], do_not_specialize_on_alignment=["rank"]
+    do_not_specialize=["source", "lo", "hi", "first_layer", "length", "most"],
+    do_not_specialize_on_alignment=["rank", "entries"],
 )
 def gather_kernel(
     source, lo, hi, first_layer, rank, length, unit, most, raw, pages, page_table, range_lo, range_hi, row_blocks,
@@ -145,7 +146,7 @@ def redundancy(
                     row, lo, min(hi, length), first, places, length, unit, most, raw, state.pages, state.page_table,
                     state.range_lo, state.range_hi, state.row_blocks, state.entries, TIER=tier, TIERS=len(fmt.tiers),
                     **{name: every[name] for name in names}, PAGE_BYTES=fmt.page_bytes,
-                    MAX_BLOCKS=state.row_blocks.shape[1], L=layers, H=heads, D=fmt.head_dim, num_warps=4,
+                    MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=heads, D=fmt.head_dim, num_warps=4,
                 )  # fmt: skip
         grid, within = (some * heads, triton.cdiv(most, TILE)), block or most
         last_alike_kernel[grid](unit, number, last, most, within, threshold, DP=dim, N=TILE, DOT=dot, num_warps=4)

@@ -48,7 +48,7 @@ def page_logits(q, asked, key, position, held, sm_scale, logit_cap, HAS_CAP: tl.
     return tl.where(seen, s * LOG2E, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["row", "seq_len", "first", "part"])
+@triton.jit(do_not_specialize=["row", "seq_len", "first", "part"], do_not_specialize_on_alignment=["entries"])
 def sums_kernel(
     queries, row, seq_len, first, part, tops, sums, sm_scale, logit_cap, pages, page_table, range_lo, range_hi,
     row_blocks, entries,
@@ -57,7 +57,7 @@ def sums_kernel(
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
     WC: tl.constexpr, GP: tl.constexpr, HAS_CAP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H, programs): largest logit and sum of exponentials of the pages of one tier, round robin; parts
+    """Grid (layers * H, programs): largest logit and sum of exponentials of the pages of one tier, round robin; parts
     ``part`` and on of tops and sums [parts, L * H, vectors]."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
@@ -82,7 +82,7 @@ def sums_kernel(
     tl.store(sums + at, norm)
 
 
-@triton.jit(do_not_specialize=["row", "seq_len", "first", "values_len"])
+@triton.jit(do_not_specialize=["row", "seq_len", "first", "values_len"], do_not_specialize_on_alignment=["entries"])
 def scores_kernel(
     queries, row, seq_len, first, tops, sums, values, values_len, sm_scale, logit_cap, pages, page_table, range_lo,
     range_hi, row_blocks, entries,
@@ -92,7 +92,7 @@ def scores_kernel(
     WC: tl.constexpr, GP: tl.constexpr, HAS_CAP: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
     MORE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (L * H, programs). ``MORE``: add to what the queries before ``first`` gave."""
+    """Grid (layers * H, programs). ``MORE``: add to what the queries before ``first`` gave."""
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     raw = tl.pointer_type(queries.dtype.element_ty)
@@ -148,7 +148,7 @@ def window_scores(
     together = min(padded(window), max(MOST_VECTORS // members, 1), MOST_VECTORS)
     together = max(together, -(-16 // members))
     parts = PROGRAMS * len(fmt.tiers)
-    tops = torch.empty(parts, layers * heads, together * members, device=values.device)
+    tops = torch.empty(parts, state.row_layers * heads, together * members, device=values.device)
     sums = torch.empty_like(tops)
     dot = tl.float32 if INTERPRETED else DOT_TYPES[state.dtype]
     rest = (state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries)
@@ -159,9 +159,9 @@ def window_scores(
                 names = ("TOKENS", "KB", "KEYS", "KMETA", "SCORES", "POSITIONS")
                 constants = {
                     "TIER": tier, "TIERS": len(fmt.tiers), **{name: every[name] for name in names},
-                    "PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": layers, "H": heads,
-                    "G": group, "D": dim, "W": window, "WC": together, "GP": members, "HAS_CAP": bool(logit_cap),
-                    "DOT": dot,
+                    "PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers,
+                    "H": heads, "G": group, "D": dim, "W": window, "WC": together, "GP": members,
+                    "HAS_CAP": bool(logit_cap), "DOT": dot,
                 }  # fmt: skip
                 given: tuple[Any, ...] = (tier * PROGRAMS, tops, sums)
                 if kernel is scores_kernel:

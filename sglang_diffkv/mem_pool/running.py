@@ -13,7 +13,7 @@ does not depend on how long the device takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -28,6 +28,7 @@ from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
+from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.ops.decisions import ALIGNED, Judgement
@@ -265,7 +266,8 @@ class RunningBudgets:
         length = self.rows.length(row)
         if self._positions + length > self.device.geometry.max_tokens:
             return False
-        self._judged[row] = length, self.device.launch_beside(self._judging(row, self._positions))
+        judge = self._judging(row, row, self._positions)
+        self._judged[row] = length, self.device.launch_beside(partial(judge, slice(None), self.device.state))
         self._positions += -(-length // ALIGNED) * ALIGNED
         return True
 
@@ -276,25 +278,36 @@ class RunningBudgets:
             self._positions = 0
         return None if found is None else self.device.join(found[1])
 
-    def _judging(self, row: int, beside: int | None) -> Callable[[], Judgement]:
-        """What launches the judgement of a row, in the memory for those beside passes from position ``beside`` on."""
+    def _judging(self, row: int, holder: int, beside: int | None) -> Callable[[slice, PageState], Judgement]:
+        """What launches the judgement of a row in some layers, whose tokens ``holder`` holds by then, in the memory for
+        those beside passes from position ``beside`` on."""
         device, known, length = self.device, self._rows[row], self.rows.length(row)
         assert known.slot is not None
-        return partial(
-            device.ops.judge_running,
-            device.state, row, length, self.policy, self.cache.queries[known.slot], self.scaling,
-            first=not known.judged, most=min(length, device.space.most_tokens(row)), beside=beside,
-        )  # fmt: skip
+        queries, first, most = self.cache.queries[known.slot], not known.judged, device.space.most_tokens(row)
 
-    def _judgement(self, row: int) -> Judgement:
-        """Of a row that is compressed now."""
+        def judge(at: slice, layers: PageState) -> Judgement:
+            return device.ops.judge_running(
+                layers, holder, length, self.policy, queries[at], self.scaling,
+                first=first, most=min(length, most), beside=beside,
+            )  # fmt: skip
+
+        return judge
+
+    def _judgements(self, row: int, holder: int) -> Iterator[tuple[PageState, Judgement]]:
+        """Of a row that is compressed now, one group of layers after the other: each is in the memory of the one
+        before, which was carried out by then. Called before anything changes; ``holder`` as for ``_judging``."""
         judgement = self.drop_judgement(row)
         if judgement is not None:
             assert judgement.scores.shape[2] == self.rows.length(row), "a row grew while it was judged"
             self.beside += 1
-            return judgement
-        with self.device.launching():
-            return self._judging(row, None)()
+            return iter([(self.device.state, judgement)])
+        return self._judged_in_turn(self._judging(row, holder, None))
+
+    def _judged_in_turn(self, judge: Callable[[slice, PageState], Judgement]) -> Iterator[tuple[PageState, Judgement]]:
+        for at, layers in self.device.state.groups(self.policy.layer_stride):
+            with self.device.launching():
+                judgement = judge(at, layers)
+            yield layers, judgement
 
     def compress(self, row: int, path: Path) -> bool:
         """All that a row holds is judged, if it was not, and what stays moves together: in its own pages, which in one
@@ -312,13 +325,12 @@ class RunningBudgets:
         if old is None and not alone:
             self.waited += 1
             return False
-        judgement = self._judgement(row)
         if self._one_tier:
-            self._gather(row, old, length, judgement)
+            self._gather(row, old, length)
             self.counts.record(-pages)
         else:
             assert old is not None
-            self._copy(row, old, path, length, judgement)
+            self._copy(row, old, path, length)
             self.counts.record(int(self.counts.private[row]) - self.copy_pages)
         self.counts.touch(row, decoded=True)
         self._return_slot(row, known)
@@ -327,28 +339,37 @@ class RunningBudgets:
         self.compressions += 1
         return True
 
-    def _gather(self, row: int, old: int | None, length: int, judgement: Judgement) -> None:
+    def _gather(self, row: int, old: int | None, length: int) -> None:
         """Compress a row in its own pages, and add what stays of the rest (Zipage, 4.4), which goes to row ``old``."""
         device = self.device
-        with device.launching():
-            device.ops.compact_judged(device.state, row, length, judgement)
+        for layers, judgement in self._judgements(row, row):
+            with device.launching():
+                device.ops.compact_judged(layers, row, length, judgement)
+            if old is not None:
+                device.hand_over(row, old, layers)
+                with device.launching():
+                    device.ops.copy_judged(layers, row, [(old, 0, length)], length, judgement)
         if old is None:
             return
-        device.hand_over(row, old)
-        with device.launching():
-            device.ops.copy_judged(device.state, row, [(old, 0, length)], length, judgement)
         self.segments.return_row(old)
         self.rows.share(row, 0)
         self.rows.unseal(row)
 
-    def _copy(self, row: int, old: int, path: Path, length: int, judgement: Judgement) -> None:
-        """Compress a row in new pages; row ``old`` has what is its own until then."""
-        device, shared = self.device, self.rows.shared(row)
-        device.share(old, row, shared, length, kept_only=True)
+    def _copy(self, row: int, old: int, path: Path, length: int) -> None:
+        """Compress a row in new pages; row ``old`` has what is its own until then. Where layers are judged in turn, the
+        row has parted with its pages when the second group is, so ``old`` has all that it held."""
+        device, shared, stride = self.device, self.rows.shared(row), self.policy.layer_stride
+        if stride is None:
+            judgements: Iterable[tuple[PageState, Judgement]] = [*self._judgements(row, row)]
+            device.share(old, row, shared, length, kept_only=True)
+        else:
+            judgements = self._judgements(row, old)
+            device.share(old, row, 0, length)
         self.prompts.restart(row, [], length, room=self.rule.keep)
         parts = [*rows_of(path), (old, shared, length)]
-        with device.launching():
-            device.ops.copy_judged(device.state, row, parts, length, judgement)
+        for layers, judgement in judgements:
+            with device.launching():
+                device.ops.copy_judged(layers, row, parts, length, judgement)
         self.segments.return_row(old)
         self.rows.unseal(row)
 

@@ -13,7 +13,8 @@ hands out as a row grows, so table memory follows need and not ``max_requests x 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -209,6 +210,27 @@ class PageState:
     @property
     def num_heads(self) -> int:
         return self.entries.shape[2]
+
+    @cached_property
+    def row_layers(self) -> int:
+        """Layers from a row's numbers, or a table block's, to the next one's: more than there are in a group."""
+        return self.entries.stride(0) // self.entries.stride(1)
+
+    def groups(self, stride: int | None) -> Iterator[tuple[slice, PageState]]:
+        """So many layers at a time, which ones and the state as one of these alone: pages, ring and rows are the same,
+        and what has numbers for each layer is a view. The state itself where ``stride`` is None or not below its
+        layers.
+
+        Ops that judge and compact by a policy's prompt rule take a group for a state, ``hand_over`` does too.
+        """
+        if stride is None or stride >= self.num_layers:
+            yield slice(None), self
+            return
+        assert not self.slides, "layers with a sliding window are compacted together"
+        names = ("page_table", "range_lo", "range_hi", "entries", "kept_entry", "own_entry", "own_tokens", "hole")
+        for first in range(0, self.num_layers, stride):
+            layers = slice(first, min(first + stride, self.num_layers))
+            yield layers, replace(self, **{name: getattr(self, name)[:, layers] for name in names})
 
     @property
     def width(self) -> int:

@@ -126,7 +126,12 @@ class Step:
 
 
 class Ops(Protocol):
-    """Kernels over a ``PageState``. The references in ``kernels/<op>/reference.py`` are their specification."""
+    """Kernels over a ``PageState``. The references in ``kernels/<op>/reference.py`` are their specification.
+
+    ``judge_running``, ``compact_judged``, ``hand_over`` and ``copy_judged`` take a group of layers
+    (``PageState.groups``) for a state, with the queries of these layers. One group's judgement is in the memory of the
+    next one's.
+    """
 
     decisions: Decisions
     pads: bool

@@ -104,10 +104,11 @@ class Decisions:
     """Cuts of policies on one device.
 
     ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed, judged by layer
-    or lowered, a third where running requests are judged; None to take it from PyTorch each time. ``second``: as much
-    for running requests that are judged beside forward passes, which use the first. Cuts that do not change are made
-    once, so that CUDA graphs may hold them. ``ranks`` have a layer's heads between them; ``exchanged``:
-    [2 * cells of a layer] for what they exchange.
+    or lowered, a third where running requests are judged; of as many layers as are judged at a time
+    (``PageState.groups``); None to take it from PyTorch each time. ``second``: as much for running requests that are
+    judged beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may
+    hold them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they
+    exchange.
     """
 
     kernels: WholeHeadKernels = REFERENCE
@@ -127,12 +128,15 @@ class Decisions:
         decisions = cls(kernels)
         rule = policy.prompt
         if isinstance(rule, WholeHead):
-            cells = -(-state.num_layers * state.num_heads * max_tokens // ALIGNED) * ALIGNED
+            assert policy.layer_stride is None or isinstance(rule, TopCount), "heads of all layers are compared"
+            layers = min(policy.layer_stride or state.num_layers, state.num_layers)
+            cells = -(-layers * state.num_heads * max_tokens // ALIGNED) * ALIGNED
             lowered = isinstance(rule, TopCount) and rule.redundancy is not None
             rooms = 2 if rule.smooth > 1 or isinstance(rule, AcrossLayers) or lowered else 1
             rooms = rooms if policy.running is None else 3
             decisions.memory = torch.empty(rooms, cells, device=state.device)
             if policy.running is not None and policy.running.asynchronous:
+                assert policy.layer_stride is None, "all layers are judged before any is moved"
                 decisions.second = torch.empty(rooms, cells, device=state.device)
             for budget in (getattr(rule, name, None) for name in ("budget", "high")):
                 if isinstance(budget, Budget):

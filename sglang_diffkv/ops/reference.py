@@ -170,9 +170,10 @@ class ReferenceOps:
             self.compact_prompt(state, row, seq_len, policy, tail)
 
     def compact_prompt(self, state: PageState, row: int, seq_len: int, policy: Policy, tail: int = 0) -> None:
-        cuts = self.decisions.of_row(state, row, seq_len, policy)
-        if cuts is not None:
-            compact_prompt(state, row, seq_len, cuts, tail)
+        for _, layers in state.groups(policy.layer_stride):
+            cuts = self.decisions.of_row(layers, row, seq_len, policy)
+            if cuts is not None:
+                compact_prompt(layers, row, seq_len, cuts, tail)
 
     def copy_compact(
         self,
@@ -183,8 +184,10 @@ class ReferenceOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        cuts = self.decisions.of_parts(state, parts, seq_len, policy, judged)
-        copy_compact(state, target, parts, seq_len, cuts, judged)
+        for at, layers in state.groups(policy.layer_stride):
+            known = None if judged is None else judged[at]
+            cuts = self.decisions.of_parts(layers, parts, seq_len, policy, known)
+            copy_compact(layers, target, parts, seq_len, cuts, known)
 
     def store_queries(self, cache: QueryCache, layer: int, q: torch.Tensor, step: Step) -> None:
         store_queries(cache, layer, q, step.rows, step.seq_lens)

@@ -334,9 +334,10 @@ class TritonOps:
         most = 1 if isinstance(policy.prompt, WholeHead) else PROMPTS  # rows whose heads are judged whole go one by one
         for first in range(0, len(ends), most):
             some = slice(first, first + most)
-            cuts = self.decisions.of_row(state, *ends[first], policy)
-            if cuts is not None:
-                self._compact(state, ends[some], cuts, None if tails is None else tails[some])
+            for _, layers in state.groups(policy.layer_stride):
+                cuts = self.decisions.of_row(layers, *ends[first], policy)
+                if cuts is not None:
+                    self._compact(layers, ends[some], cuts, None if tails is None else tails[some])
 
     def _compact(
         self,
@@ -358,9 +359,11 @@ class TritonOps:
         policy: Policy,
         judged: torch.Tensor | None,
     ) -> None:
-        cuts = self.decisions.of_parts(state, parts, seq_len, policy, judged)
-        for source, lo, hi in parts:
-            copy_compact(state, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=judged)
+        for at, layers in state.groups(policy.layer_stride):
+            known = None if judged is None else judged[at]
+            cuts = self.decisions.of_parts(layers, parts, seq_len, policy, known)
+            for source, lo, hi in parts:
+                copy_compact(layers, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=known)
 
     def store_queries(self, cache: QueryCache, layer: int, q: torch.Tensor, step: Step) -> None:
         store_queries(cache, layer, q.contiguous(), step.rows, step.seq_lens)

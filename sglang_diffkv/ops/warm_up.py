@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,17 +151,18 @@ def _kinds_of_layers(
 
 
 def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: QueryCache, scaling: Scaling) -> None:
-    """Of an empty row, the first time and later."""
+    """Of an empty row, the first time and later, in each group of layers: grids and places in memory differ."""
     _, _, window, q_heads, dim = queries.queries.shape
     rows = torch.zeros(1, dtype=torch.int64, device=state.device)
     q = torch.zeros(1, q_heads, dim, dtype=queries.queries.dtype, device=state.device)
     ops.store_queries(queries, 0, q, ops.decode_step(state, rows, torch.ones_like(rows), policy))
-    for first in (True, False):
-        judgement = ops.judge_running(state, 1, window, policy, queries.queries[0], scaling, first=first, most=window)
+    for first, (at, layers) in product((True, False), state.groups(policy.layer_stride)):
+        asked = queries.queries[0, at]
+        judgement = ops.judge_running(layers, 1, window, policy, asked, scaling, first=first, most=window)
         if len(state.fmt.tiers) == 1:
-            ops.compact_judged(state, 1, window, judgement)
-            ops.hand_over(state, 1, 2)
-        ops.copy_judged(state, 2, [(1, 0, window)], window, judgement)
+            ops.compact_judged(layers, 1, window, judgement)
+            ops.hand_over(layers, 1, 2)
+        ops.copy_judged(layers, 2, [(1, 0, window)], window, judgement)
 
 
 def _warm_up_decode(

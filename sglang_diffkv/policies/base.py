@@ -248,6 +248,8 @@ class Policy:
     """Later tokens after which a score forgets, see ``kernels/decode_attention``; 0: it is a mean over all."""
     generated_every: int = 1
     """Of generated tokens, each so-manieth observes those before it, for as many."""
+    layer_stride: int | None = None
+    """Layers that are judged and compacted at a time, by a rule that judges each head by itself; None: all."""
 
     @property
     def observation(self) -> Observation:

@@ -18,7 +18,7 @@ What differs from the paper:
   that its first compression makes. With ``scheduling`` "constrained" no more run than have a slot, so none waits;
 - compression is launched between two steps, on their stream, and delays the next one; with ``asynchronous`` what takes
   most of it, judging, runs beside the next pass, and what stays is moved between two steps all the same. All layers at
-  once (the paper: beside decoding, 8 layers at a time);
+  once, or ``layer_stride`` at a time in the memory of so many (C.1; the paper: 8, beside decoding);
 - blocks are a unit of the budget only: memory is taken and given back in pages;
 - with two tiers ``high_share`` of what is kept, the largest scores, stays in the high one.
 """
@@ -52,6 +52,7 @@ class ZipagePolicy(Policy):
     slots: float = 1.0
     constrained: bool = False
     asynchronous: bool = False
+    layer_stride: int | None = None
 
     @property
     def observation(self) -> Observation:
@@ -102,6 +103,9 @@ class ZipagePolicyConfig(PolicyOptions):
     asynchronous: bool = Field(
         default=False, description="requests are judged beside the next pass, and left out of it if it is a decode step"
     )
+    layer_stride: int | None = Field(
+        default=None, ge=1, description="layers that are compressed at a time, in the memory of so many; null: all"
+    )
 
     @field_validator("pool")
     @classmethod
@@ -112,6 +116,8 @@ class ZipagePolicyConfig(PolicyOptions):
     def _sensible(self) -> ZipagePolicyConfig:
         if self.window > self.block:
             raise ValueError(f"window {self.window} must be within a block of {self.block}")
+        if self.asynchronous and self.layer_stride is not None:
+            raise ValueError("layer_stride is not for asynchronous: all layers are judged before any is moved")
         return self
 
     def build(self) -> ZipagePolicy:
@@ -123,5 +129,6 @@ class ZipagePolicyConfig(PolicyOptions):
         slots = self.query_slots or (1.0 if constrained else HYBRID_SLOTS)
         limit = self.max_blocks * self.block
         return ZipagePolicy(
-            keep, limit, self.window, high, self.pool, self.decay, redundancy, slots, constrained, self.asynchronous
+            keep, limit, self.window, high, self.pool, self.decay, redundancy, slots, constrained, self.asynchronous,
+            self.layer_stride,
         )  # fmt: skip

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -170,14 +171,15 @@ def call_again(
     if manager.running is not None:
         queries = manager.running.cache
         ops.store_queries(queries, 1, q[:batch], step)
-        for number in (16, 17, 64):
+        for number, (at, layers) in product((16, 17, 64), state.groups(policy.layer_stride)):
+            asked, length = queries.queries[-1, at], number + 16
             judgement = ops.judge_running(
-                state, number, number + 16, policy, queries.queries[-1], scaling, first=number == 17, most=number + 16
-            )
-            ops.copy_judged(state, number + 1, [(number, number, 2 * number)], number + 16, judgement)
+                layers, number, length, policy, asked, scaling, first=number == 17, most=length
+            )  # fmt: skip
+            ops.copy_judged(layers, number + 1, [(number, number, 2 * number)], length, judgement)
             if len(state.fmt.tiers) == 1:
-                ops.compact_judged(state, number, number + 16, judgement)
-                ops.hand_over(state, number, number + 1)
+                ops.compact_judged(layers, number, length, judgement)
+                ops.hand_over(layers, number, number + 1)
 
 
 def report(config: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ METHODS = {
     "xkv": '{"name": "xkv", "keep": 0.3, "high": 0.5}',
     "xkv by retention": '{"name": "xkv", "min_retention": 0.8}',
     "zipage": '{"name": "zipage", "max_blocks": 3}',
-    "zipage in two tiers": '{"name": "zipage", "max_blocks": 3, "compare": "all"}',
+    "zipage in two tiers": '{"name": "zipage", "max_blocks": 3, "compare": "all", "layer_stride": 1}',
 }
 """Name of a configuration -> its policy, where it is not DiffKV's with two tiers or uniform with one."""
 

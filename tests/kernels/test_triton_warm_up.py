@@ -34,6 +34,7 @@ COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "
         ("K8V4", XKVPolicy(window=4, min_retention=0.9)),
         ("BF16", ZipagePolicy(20, 30, window=4, redundancy=Redundancy(0.2, 0.4))),
         ("K8V4 K4V2", ZipagePolicy(20, 30, window=4, high=10)),
+        ("BF16", ZipagePolicy(20, 30, window=4, layer_stride=1)),
     ],
 )
 def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:

@@ -67,9 +67,10 @@ def reply(server: Server, number: int, length: int) -> list[int]:
     return server.generate(payload)["output_ids"]
 
 
-def crowded(server_of: Callable[..., Server], asynchronous: bool) -> Server:
+def crowded(server_of: Callable[..., Server], asynchronous: bool, **options: Any) -> Server:
     """A server on which most prompts join the prefix cache, so their first compression parts with it."""
-    config = {**CONFIG, "policy": {**POLICY, "query_slots": 1, "asynchronous": asynchronous}, "share_min_tokens": 48}
+    policy = {**POLICY, "query_slots": 1, "asynchronous": asynchronous, **options}
+    config = {**CONFIG, "policy": policy, "share_min_tokens": 48}
     args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1"]
     return server_of("diffkv", args, config=config, env=STRICT)
 
@@ -91,6 +92,18 @@ def test_more_run_than_fit_with_their_limits(asynchronous: bool, server_of: Call
     for number in range(0, MANY, 5):
         assert reply(server, number, 130 + 7 * number) == found[number]
     check_idle(server)
+
+
+def test_a_layer_stride_changes_no_token(server_of: Callable[..., Server]) -> None:
+    """Four of the six layers at a time: prompts that join the prefix cache, one that is compressed at its end, and
+    several compressions each."""
+    found = []
+    for options in ({}, {"layer_stride": 4}):
+        server = crowded(server_of, False, **options)
+        found.append([reply(server, number, 150) for number in (0, 8, 20)])
+        assert stats_of(server)["faults"] == 0
+        check_idle(server)
+    assert found[0] == found[1]
 
 
 KINDS: dict[str, dict[str, Any]] = {

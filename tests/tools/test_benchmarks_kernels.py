@@ -1,6 +1,7 @@
 """The kernel benchmark without a GPU: cases, skipped ones, baselines' arguments, page management and report."""
 
 import argparse
+import json
 import time
 
 import pytest
@@ -296,11 +297,24 @@ def test_uneven_batches_are_of_as_many_bytes(monkeypatch, shape):
     assert uneven._cell(header, {"with scores": 100.0}, "with scores") == "90 (90%)"
 
 
-@pytest.mark.parametrize("way", budgets.WAYS)
-def test_a_compression_s_parts_are_timed(monkeypatch, way):
+def small_budgets(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("runs in Triton's interpreter")
-    for name, value in {"KV_HEADS": 2, "Q_HEADS": 4, "HEAD_DIM": 64, "BLOCK": 32}.items():
+    for name, value in {"LAYERS": 2, "KV_HEADS": 2, "Q_HEADS": 4, "HEAD_DIM": 64, "BLOCK": 32}.items():
         monkeypatch.setattr(budgets, name, value)
-    found = budgets.compressions("BF16", 64, way, 4, layers=2, device="cpu", clock=time.perf_counter)
-    assert found.keys() == {"judge_ms", "move_ms"} and all(x > 0 for x in found.values())
+
+
+@pytest.mark.parametrize("way", budgets.WAYS)
+def test_a_compression_s_parts_are_timed(monkeypatch, way):
+    small_budgets(monkeypatch)
+    found = budgets.compressions("BF16", 64, way, 2, layers=2, device="cpu", clock=time.perf_counter)
+    assert found.keys() == {"judge_ms", "move_ms", "together_ms", "memory_bytes"} and all(x > 0 for x in found.values())
+
+
+def test_a_compression_is_timed_by_layer_stride(monkeypatch, tmp_path, capsys):
+    small_budgets(monkeypatch)
+    more = ["--tiers", "BF16", "--tokens", "64", "--redundancy", "lightning", "--repeats", "1", "--device", "cpu"]
+    assert budgets.main([*more, "--layer-stride", "1", "2", "--output", str(tmp_path / "found.json")]) == 0
+    one, two = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert (one["layer_stride"], two["layer_stride"]) == (1, 2) and two["memory_bytes"] == 2 * one["memory_bytes"]
+    assert min(one["together_ms"], two["together_ms"]) > 0 and "| layer stride |" in capsys.readouterr().out
