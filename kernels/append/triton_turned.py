@@ -147,6 +147,8 @@ def turned_append_kernel(
             return
     vector = program // 2 * R + tl.arange(0, R)
     token, head = vector // H, vector % H
+    if H == 1:
+        head = tl.minimum(vector, 0)  # a 0 that Triton does not know of: with a constant it cannot lay out the pointers
     page_ptr, slot, keep = reserved_slots(
         token, head, rows, offset, num_valid, write_slot, own_entry, row_blocks, page_table, pages, layer,
         TIERS, TOKENS, PAGE_BYTES, MAX_BLOCKS, L, H,

@@ -34,7 +34,7 @@ from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.kernels.kernel_configs import CONFIGS, LONGEST, METHODS, REACHES, SCALINGS, SINKS
+from tests.kernels.kernel_configs import CONFIGS, KV_HEADS, LONGEST, METHODS, REACHES, SCALINGS, SINKS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -71,7 +71,7 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
 
 def start(
     tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = "",
-    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096,
+    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096, heads: int = 8,
 ) -> tuple[PageManager, TritonOps, dict[str, Any]]:  # fmt: skip
     """What a server calls at its start, before it captures graphs. The last: in which form tokens are stored."""
     parsed = tuple(Tier.parse(x) for x in tiers.split())
@@ -82,13 +82,13 @@ def start(
     scored, position_bytes = policy.scored_tiers(len(parsed)), position_bytes_for(longest)
     fmt = PageFormat(head_dim, head_dim, parsed, scored=scored, position_bytes=position_bytes)
     compresses = policy.compresses or any(reaches)
-    geometry = Geometry(fmt, 2, 8, 400, num_rows=8, num_segments=8, max_tokens=4096, reaches=reaches)
-    manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=8 * group)
-    state, ops = manager.state, TritonOps(manager.state, policy, 8 * group, 4096)
+    geometry = Geometry(fmt, 2, heads, 400, num_rows=8, num_segments=8, max_tokens=4096, reaches=reaches)
+    manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=heads * group)
+    state, ops = manager.state, TritonOps(manager.state, policy, heads * group, 4096)
     ops.prepare_graphs(state, 64)
     rotation = Rotation.named(config.rotate)
     queries = None if manager.running is None else manager.running.cache
-    means = torch.zeros(2, 8, head_dim) if rotation.keys and queries is None and sinks is None else None
+    means = torch.zeros(2, heads, head_dim) if rotation.keys and queries is None and sinks is None else None
     warm_up(
         ops,
         state,
@@ -204,7 +204,7 @@ def main() -> None:
         scalings = [Scaling(*x) for x in SCALINGS.get(config, ())]
         sinks = torch.zeros(8 * CONFIGS[config][2] + 1, dtype=torch.bfloat16)[1:] if config in SINKS else None
         more = (METHODS.get(config, ""), REACHES.get(config, ()), None if sinks is None else sinks.dtype)
-        served = start(*CONFIGS[config], scalings, *more, LONGEST.get(config, 4096))
+        served = start(*CONFIGS[config], scalings, *more, LONGEST.get(config, 4096), KV_HEADS.get(config, 8))
         at_start = set(found)
         for batch in (1, 3, 16, 64):
             for scaling in scalings or [Scaling(0.1)]:

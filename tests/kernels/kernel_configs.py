@@ -3,6 +3,7 @@
 CONFIGS = {
     "llama3-8b": ("K8V4 K4V2", 128, 4),
     "qwen2.5-0.5b": ("K8V4 K4V2", 64, 7),
+    "one head a rank": ("K8V4 K4V2", 64, 7),
     "lossless": ("BF16", 128, 4),
     "raw and low": ("BF16 K8V4", 96, 1),
     "wide": ("K8V2 K4V1", 256, 2),
@@ -22,6 +23,9 @@ CONFIGS = {
     "sliding, lossless, with sinks": ("BF16", 64, 8),
 }
 """Name -> tiers, head_dim, query heads of a KV head."""
+
+KV_HEADS = {"one head a rank": 1}
+"""Name -> KV heads of a rank, where there are not 8."""
 
 METHODS = {
     "three tiers": '{"name": "diffkv", "alpha_high": 1, "alpha_between": [0.7], "window": 64}',

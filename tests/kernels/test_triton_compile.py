@@ -24,7 +24,7 @@ WHOLE_HEADS = {"gather_kernel", "digit_kernel", "choose_kernel", "tie_kernel", "
 RUNNING = {"store_kernel", "sums_kernel", "scores_kernel", "last_alike_kernel", "charge_kernel"}
 ACROSS_LAYERS = {"mean_kernel", "sum_kernel", "part_kernel", "above_kernel", "smooth_kernel"}
 
-QUICK = {"llama3-8b", "snapkv"}
+QUICK = {"llama3-8b", "snapkv", "one head a rank"}
 """What ``make test`` compiles. Triton keeps what it compiled, by the kernels' sources and options."""
 
 
