@@ -15,11 +15,10 @@ from benchmarks.kernels.timing import Timer, free_bytes, lacking, median_ms
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.ops.gpu import decode_obstacle
-from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 
 WINDOW = 64
-EVERY = DiffKVPolicyConfig().build().generated_every
-"""Of generated tokens, those that observe on a server that is not told."""
+SAMPLED = 4
+"""Of generated tokens each so-manieth observes, where they are sampled."""
 TIERS = "K8V4 K4V2"
 MIXES = ((TIERS, 1.0), (TIERS, 0.5), (TIERS, 0.0))
 MORE_TIERS = (("K8V4 K4V4 K4V2", 0.25), ("K8V8 K8V4 K4V4 K4V2", 0.25))
@@ -124,13 +123,14 @@ def attention_row(case: Case, bandwidth: float, baselines: Baselines, timer: Tim
     others = {name: baselines.ms(name, case) for name in BASELINES}
     plain = diffkv_ms(case, 0, timer)
     judged = case.tiers != "BF16"
-    scored, each = (diffkv_ms(case, every, timer) if judged else None for every in (EVERY, 1))
+    scored, sampled = (diffkv_ms(case, every, timer) if judged else None for every in (1, SAMPLED))
     speed = case.kv_bytes() / plain / 1e6
     by = "CUDA C++" if served_config(case).cuda else "Triton"
-    row: Row = {**place(case), "by": by, "ms": plain, "ms_scores": scored, "ms_each": each}
+    row: Row = {**place(case), "by": by, "ms": plain, "ms_scores": scored, "ms_sampled": sampled}
     row |= {"gb_s": speed, "fraction": speed / bandwidth}
     for name, other in others.items():
         row |= {f"{name}_ms": other, f"to_{name}": ratio(other, plain), f"to_{name}_scores": ratio(other, scored)}
+        row[f"to_{name}_sampled"] = ratio(other, sampled)
     return row
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.budget import Budget
-from benchmarks.kernels.attention import EVERY, diffkv_ms
+from benchmarks.kernels.attention import diffkv_ms
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.kernels.timing import Timer, cpu_median_ms, free_bytes, lacking, median_ms
 from sglang_diffkv.kernels.allocate.reference import reserve as reserve_on_cpu
@@ -145,7 +145,7 @@ def management_row(
     spread(state)
     reserve_ms, both_ms = step_ms(state, gpu_step(state, batch), timer)
     del state
-    attention_ms = LAYERS * diffkv_ms(attended_case(batch, length), EVERY, attention)
+    attention_ms = LAYERS * diffkv_ms(attended_case(batch, length), 1, attention)
     state = build_state(case, LAYERS, CPU_SPARE * heads, "cpu")
     spread(state)
     (cpu_ms, cpu_reserve_ms), threads = best_cpu_ms(state, batch)

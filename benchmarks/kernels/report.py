@@ -27,7 +27,8 @@ ATTENTION = {
     "to_flashinfer_fp8": "to fp8",
     "to_sglang_triton": "to Triton",
     "ms_scores": "ms with policy",
-    "ms_each": "ms if each token observes",
+    "ms_sampled": "ms, each 4th observing",
+    "to_flashinfer_bf16_sampled": "each 4th to bf16",
     "to_flashinfer_bf16_scores": "with policy to bf16",
     "to_flashinfer_fp8_scores": "with policy to fp8",
     "to_sglang_triton_scores": "with policy to Triton",
@@ -87,8 +88,8 @@ def document(data: dict[str, Any]) -> str:
         f"# Kernels\n\n{headline(data['provenance'])}; measured read bandwidth {data['read_gb_s']:.0f} GB/s.",
         f"`{data['provenance']['command']}`",
         "Decode attention of one layer, medians of CUDA-graph replays over inputs larger than the L2 cache; the ratios "
-        "say how many times faster DiffKV is. With policy: score updates, in each so-manieth step of a request as on a "
-        "server that is not told, and the search for tokens to move.",
+        "say how many times faster DiffKV is. With policy: score update and the search for tokens to move; also where "
+        "each fourth generated token observes (generated_every 4).",
         table(data["attention"], ATTENTION),
         f"Page management of one decode step, 32 layers x 8 KV heads, every head moving one token, against the "
         f"attention of that step at length {data['step_length']} with the policy on, and against the plain PyTorch "

@@ -143,11 +143,8 @@ class DiffKVPolicyConfig(PolicyOptions):
         description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it; by "
         f"default each {EVERY}th, or as many as the window has tokens if these are fewer",
     )
-    generated_every: int | None = Field(
-        default=None,
-        ge=1,
-        le=64,
-        description="of generated tokens, each so-manieth judges those before it; by default as observe_every",
+    generated_every: int = Field(
+        default=1, ge=1, le=64, description="of generated tokens, each so-manieth judges those before it"
     )
     pressure_window: int | None = Field(
         default=64,
@@ -175,7 +172,7 @@ class DiffKVPolicyConfig(PolicyOptions):
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
                 "window would be judged by nobody"
             )
-        if self.generated_every is not None and self.generated_every > self.window:
+        if self.generated_every > self.window:
             raise ValueError(
                 f"generated_every {self.generated_every} is above window {self.window}: tokens would leave it that "
                 "nobody has judged"
@@ -215,5 +212,5 @@ class DiffKVPolicyConfig(PolicyOptions):
         every = self.observe_every or min(EVERY, self.window)
         return DiffKVPolicy(
             *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=every,
-            pressure_window=self.pressure_window, generated_every=self.generated_every or every,
+            pressure_window=self.pressure_window, generated_every=self.generated_every,
         )  # fmt: skip
