@@ -156,7 +156,7 @@ def running(backend: Backend, setup: Setup, budget: Budget) -> Iterator[tuple[Se
         backend.attention,
         [*backend.server_args(tokens), *setup.server_args, *backend.flags],
         diffkv_config=backend.config_json(),
-        log_path=setup.logs / f"{backend.name.replace(' ', '_')}.log",
+        log_path=setup.logs / f"{backend.name.replace(' ', '_').replace('/', '_')}.log",
         timeout=max(1.0, min(setup.start_timeout, budget.remaining())),
     )
     begin = time.perf_counter()

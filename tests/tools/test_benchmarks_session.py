@@ -156,6 +156,16 @@ def test_servers_that_start_together_are_stopped_when_that_is_interrupted(setup,
     assert serving_session.Server.stopped == 2 and held
 
 
+def test_a_path_in_a_backend_s_flags_is_no_path_of_its_log(setup, monkeypatch):
+    def init(self, *args, log_path, **kwargs):
+        log_path.write_text("begun")
+
+    monkeypatch.setattr(serving_session.Server, "__init__", init)
+    records = records_of(setup, backend="triton:bf16 --speculative-draft-model-path some/draft")
+    assert [x["status"] for x in records] == ["ok", "ok"]
+    assert [x.name for x in setup.logs.glob("*.log")] == ["triton_bf16_--speculative-draft-model-path_some_draft.log"]
+
+
 def test_a_server_that_does_not_start(setup):
     serving_session.Server.fails = True
     records = records_of(setup)
