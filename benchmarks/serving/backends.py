@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 from dataclasses import dataclass
 from functools import cache
@@ -72,9 +73,10 @@ def diffkv_backend(name: str, text: str) -> Backend:
 
 def parse_diffkv(text: str) -> Backend:
     """``NAME [FLAGS]=JSON``."""
-    name, equals, value = text.partition("=")
-    if not name or not equals or not value.lstrip().startswith("{"):
+    found = re.fullmatch(r"(.+?)=\s*(\{.*)", text, re.DOTALL)
+    if found is None:
         raise argparse.ArgumentTypeError(f"expected NAME=JSON, got {text!r}")
+    name, value = found.groups()
     try:
         return diffkv_backend(name, value)
     except ConfigError as error:

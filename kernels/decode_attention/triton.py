@@ -214,7 +214,7 @@ def decode_attention(
         workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
         workspace.parts_of, workspace.starts, workspace.ranges, state.pages, state.page_table, state.row_blocks,
         state.entries, state.own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT,
-        every, workspace.room, sink_logits,
+        every, state.scratch_page, workspace.room, sink_logits,
         **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
         SIZE=config.score_tokens, SCORED=scored, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
         HAS_SINK=sink_logits is not None, MERGED=config.cuda, num_warps=config.score_warps, **overlap,

@@ -144,8 +144,8 @@ def packed_score(score, number):
 
 @triton.jit
 def score_tier(
-    start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every, logits_ptr, tile_max_ptr,
-    pages, page_table, row_blocks, row, layer, head, own_first,
+    start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every, scratch, logits_ptr,
+    tile_max_ptr, pages, page_table, row_blocks, row, layer, head, own_first,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     N: tl.constexpr, SIZE: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MEAN: tl.constexpr,
@@ -153,9 +153,10 @@ def score_tier(
     """A program's share of one tier, from :func:`first_tokens`; returns the packed candidate and least significant
     token, int64 each.
 
-    ``lse`` [GP] is the head's base-2 normaliser. Page ids are read two iterations ahead, positions and scores one.
-    With ``SCORES`` ``NO_SCORES`` nothing is scored: only a candidate is found, and its score is 0. Where the newest
-    token does not observe, there are no logits to read, and scores stay as they are.
+    ``lse`` [GP] is the head's base-2 normaliser, ``scratch`` the page that rows without one share, of which nothing is
+    theirs. Page ids are read two iterations ahead, positions and scores one. With ``SCORES`` ``NO_SCORES`` nothing is
+    scored: only a candidate is found, and its score is 0. Where the newest token does not observe, there are no logits
+    to read, and scores stay as they are.
     """
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     T: tl.constexpr = max(SIZE // N, 1)
@@ -177,11 +178,9 @@ def score_tier(
         slot = (tiles % CHUNKS)[:, None] * N + tl.arange(0, N)[None, :]
         number = (tiles // CHUNKS * TOKENS)[:, None] + slot
         packed = number.to(tl.int64)
-        own = (tiles < stop)[:, None] & (slot < TOKENS)
-        if SCORES == NO_SCORES:
-            own = own & (position >= 0)
-        else:
-            own = own & (position >= 0) & ((power > float("-inf")) | (not observed))
+        own = ((tiles < stop) & (page != scratch))[:, None] & (slot < TOKENS) & (position >= 0)
+        if SCORES != NO_SCORES:
+            own = own & ((power > float("-inf")) | (not observed))
             received = total / G if MEAN else tl.exp2(power)
             new = rescored(old, received, position, newest, horizon, every)
             words = (pages + page * PAGE_BYTES).to(tl.pointer_type(tl.float32))[:, None] + slot
@@ -236,13 +235,13 @@ def with_sink(norm, top, sink):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "window", "sinks", "horizon", "every", "max_parts"],
+    do_not_specialize=["layer", "window", "sinks", "horizon", "every", "scratch", "max_parts"],
     do_not_specialize_on_alignment=["rows", "seq_lens", "sink_logits"],
 )
 def finish_kernel(
     out, lse_out, found, max_parts, partial_out, partial_lse, logits, tile_max, offsets, parts_of, starts, ranges,
     pages, page_table, row_blocks, entries, own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon, every,
-    room, sink_logits,
+    scratch, room, sink_logits,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
@@ -347,7 +346,7 @@ def finish_kernel(
     logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
     tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
     candidate, least = score_tier(
-        start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every, logits_ptr,
+        start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every, scratch, logits_ptr,
         tile_max_ptr, pages, page_table, row_blocks, row, layer, head, own_high, 0, LAYOUTS[0][I_TOKENS], SCORES,
         LAYOUTS[0][I_POSITIONS], TILES[0], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,
     )  # fmt: skip
@@ -364,7 +363,7 @@ def finish_kernel(
                 PAGE_BYTES, MAX_BLOCKS, L, H,
             )  # fmt: skip
             _, least = score_tier(
-                start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every,
+                start, stop, page, page_ahead, position, old, lse, newest, window, sinks, horizon, every, scratch,
                 logits_ptr + tokens_before * G, tile_max_ptr + tiles_before * G, pages, page_table,
                 row_blocks, row, layer, head, own_first, tier, LAYOUTS[tier][I_TOKENS], LAYOUTS[tier][I_SCORES],
                 LAYOUTS[tier][I_POSITIONS], TILES[tier], SIZE, PAGE_BYTES, MAX_BLOCKS, L, H, G, GP, MEAN,

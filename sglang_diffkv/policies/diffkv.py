@@ -172,11 +172,12 @@ class DiffKVPolicyConfig(PolicyOptions):
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
                 "window would be judged by nobody"
             )
-        if self.generated_every > self.window:
-            raise ValueError(
-                f"generated_every {self.generated_every} is above window {self.window}: tokens would leave it that "
-                "nobody has judged"
-            )
+        for name, window in (("window", self.window), ("pressure_window", self.pressure_window or self.window)):
+            if self.generated_every > window:
+                raise ValueError(
+                    f"generated_every {self.generated_every} is above {name} {window}: tokens would leave it that "
+                    "nobody has judged"
+                )
         falling = (self.alpha_high, *self.alpha_between, self.alpha_low)
         if list(falling) != sorted(falling, reverse=True):
             raise ValueError(

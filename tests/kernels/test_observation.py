@@ -116,6 +116,9 @@ def test_generated_tokens_observe_as_the_policy_says():
         DiffKVPolicyConfig(generated_every=65, window=64)
     with pytest.raises(ValueError, match="generated_every 9 is above window 8:"):
         DiffKVPolicyConfig(observe_every=1, generated_every=9, window=8)
+    with pytest.raises(ValueError, match="generated_every 9 is above pressure_window 8:"):
+        DiffKVPolicyConfig(generated_every=9, pressure_window=8)
+    assert every(generated_every=64, pressure_window=None) == 64
 
 
 @pytest.mark.parametrize(("every", "horizon"), [(1, 0), (3, 0), (4, 12), (4, 2)])

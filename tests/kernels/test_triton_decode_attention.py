@@ -123,6 +123,39 @@ def test_rules_of_the_search_are_the_reference_s(rule):
     assert ((slots[2] == -1).all() == ("sinks" in rule)) and ((slots[0] >= 0).any() == (rule.get("sinks") != 53))
 
 
+@pytest.mark.parametrize("scored", [True, False])
+def test_what_stands_on_the_scratch_page_is_not_found(scored):
+    """Rows whose heads found no page write to one that all share: what others wrote there is none of their tokens, also
+    in a step whose newest token does not observe, or where no scores are kept."""
+    policy = DiffKVPolicy(1.0 if scored else 1e9, 0.0, WINDOW)
+    manager = make_manager(make_format("K8V4 K4V2", page_tokens=8), pages=40, policy=policy)
+    state, generator = manager.state, torch.Generator().manual_seed(9)
+    for row, count in ((2, 30), (3, 61)):
+        add_prompt(manager, row, count, generator, compact=False)
+    assert state.fault[3], "the ring has pages for both"
+    view, leaving = state.tiers[0], 61 - 1 - WINDOW
+    view.positions[state.scratch_page] = torch.arange(leaving - 3, leaving + 5, device=DEVICE)
+    if scored:
+        view.scores[state.scratch_page] = 0.0
+    rows, seq_lens = torch.tensor([3], device=DEVICE), torch.tensor([61], device=DEVICE)
+    q = torch.randn(1, 4, 64, generator=generator).to(DEVICE, BF16)
+    workspace = DecodeWorkspace.create(state, 1, 4, max_tokens=400 if scored else 0)
+    found = FoundTokens.create(state, 1, judge_low=False, scored=scored)
+    expected = StepScores.create(clone_state(state), 1, False, scored)
+    valid = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    workspace.plan(state, rows, valid, judge_low=False)
+    for layer in range(state.num_layers):
+        twin = clone_state(state)
+        reference(twin, layer, q, rows, seq_lens, 0.1, scores=expected, window=WINDOW, every=7)
+        decode_attention(
+            state, layer, q, rows, seq_lens, 0.1, workspace, valid, found=found, window=WINDOW, every=7
+        )  # fmt: skip
+    got = found.unpack()
+    assert torch.equal(got.candidate_slot, expected.candidate_slot)
+    if scored:
+        assert torch.equal(got.least_slot[..., 0], expected.least_slot[..., 0])
+
+
 def check_against_reference(results, state, twin, found, expected):
     """What both gave for the first request, of 61 tokens, and the third, of 9; the second has none."""
     for (out, lse), (ref_out, ref_lse) in results:

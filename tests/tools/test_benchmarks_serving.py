@@ -195,6 +195,7 @@ def test_flags_in_a_backend_s_name_are_for_its_server_alone():
     assert stock.flags == ("--chunked-prefill-size", "2048", "--enable-mixed-chunk")
     ours = parse_diffkv("small chunks --chunked-prefill-size 2048={}")
     assert ours.flags == ("--chunked-prefill-size", "2048") and ours.name != parse_diffkv("small chunks={}").name
+    assert parse_diffkv('one --mem-fraction-static=0.9={"page_tokens": 16}').flags == ("--mem-fraction-static=0.9",)
     assert parse_backend("fa3:bf16").flags == parse_diffkv("a - b={}").flags == ()
 
 
