@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -66,6 +66,22 @@ def held(state: PageState, row: int) -> list[tuple[Any, ...]]:
     for *token, page, slot in zip(*(x.tolist() for x in columns), strict=True):
         found.append((*token, *(bytes(x[token[0]][page, slot].flatten().cpu()) for x in codes)))
     return sorted(found)
+
+
+def same(one: list[tuple[Any, ...]], other: list[tuple[Any, ...]]) -> bool:
+    """Whether rows hold the same: scores up to what sums over other shapes round otherwise."""
+    if len(one) != len(other):
+        return False
+    return all(
+        x[:5] == y[:5] and x[6:] == y[6:] and x[5] == pytest.approx(y[5], rel=1e-5, abs=1e-9)
+        for x, y in zip(one, other, strict=True)
+    )
+
+
+def all_same(found: list[list[Any]]) -> bool:
+    """The same of what ``compressed`` gave twice."""
+    one, other = found
+    return one[-2:] == other[-2:] and len(one) == len(other) and all(map(same, one[:-2], other[:-2]))
 
 
 def compressed(manager: PageManager, prefix: int, own: int, rounds: int, *, sealed: bool = False) -> list[Any]:
@@ -130,7 +146,7 @@ def test_what_stays_is_what_stays_of_all_layers_together(tiers, prefix, sealed, 
     found = [
         compressed(manager_of(tiers, policy(x, tiers)), prefix, 9, 3, sealed=sealed) for x in (None, stride)
     ]  # fmt: skip
-    assert found[0] == found[1]
+    assert all_same(found)
     assert len(found[0][2]) == LAYERS * 2 * KEEP, "a row was not compressed"
 
 
@@ -145,7 +161,7 @@ def test_triton_keeps_the_same_with_a_stride(tiers, prefix, stride):
         memory = manager.ops.decisions.memory
         assert memory is not None and memory.shape[1] == -(-(x or 4) * 400 // 64) * 64
         found.append(compressed(manager, prefix, 9, 2))
-    assert found[0] == found[1]
+    assert all_same(found)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
@@ -171,10 +187,11 @@ def test_copies_of_prompts_are_the_same(tiers, kernels):
             here = clone_state(manager.state)
             manager.ops.copy_compact(here, TARGET, parts, length, replace(chosen, layer_stride=stride), judged)
             found.append(held(here, TARGET))
-        assert found[0] == found[1] and len(found[0]) == 3 * KEEP
+        assert same(*found) and len(found[0]) == 3 * KEEP
 
 
 @settings(deadline=None)
+@example(layers=2, stride=1, tiers="K8V4 K4V2", prefix=1, own=9, redundant=False)  # scores differ in their last bit
 @given(
     layers=st.integers(1, 5), stride=st.integers(1, 6), tiers=st.sampled_from(["BF16", "K8V4", "K8V4 K4V2"]),
     prefix=st.integers(0, 40), own=st.integers(1, 30), redundant=st.booleans(),
@@ -185,7 +202,7 @@ def test_any_stride_of_any_layers(layers, stride, tiers, prefix, own, redundant)
         compressed(manager_of(tiers, policy(x, tiers, **changes), layers=layers), prefix, own, 1)
         for x in (None, stride)
     ]  # fmt: skip
-    assert found[0] == found[1]
+    assert all_same(found)
 
 
 def test_memory_is_of_so_many_layers():
