@@ -57,15 +57,14 @@ def served_config(case: Case) -> DecodeConfig:
     return DecodeConfig(cuda=not decode_obstacle(case.fmt, case.q_heads // case.kv_heads, "auto"))
 
 
-def diffkv_run(case: Case, every: int, layers: int, device: str = "cuda") -> Callable[[], None]:
-    """A function that attends once in each of ``layers`` layers, with searches and the score updates of each
-    ``every``-th request, in each layer of others; 0: without either."""
-    scores = every > 0
+def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda", every: int = 1) -> Callable[[], None]:
+    """A function that attends once in each of ``layers`` layers, with or without score update and searches.
+    ``every``: scores of each so-manieth request are updated, in each layer of others."""
     state = build_state(case, layers, device=device)
     batch = case.batch
     q = torch.randn(layers, batch, case.q_heads, case.head_dim, device=device).bfloat16()
     rows = torch.arange(1, batch + 1, device=device)
-    seq_lens = [case.length - (rows + turn) % max(every, 1) for turn in range(max(every, 1))]
+    seq_lens = [case.length - (rows + turn) % every for turn in range(every)]
     valid = torch.tensor([batch], dtype=torch.int32, device=device)
     config, longest = served_config(case), case.length if scores else 0
     workspace = DecodeWorkspace.create(state, batch, case.q_heads, max_tokens=longest, config=config)
@@ -77,17 +76,22 @@ def diffkv_run(case: Case, every: int, layers: int, device: str = "cuda") -> Cal
     def run() -> None:
         for layer in range(layers):
             decode_attention(
-                state, layer, q[layer], rows, seq_lens[layer % len(seq_lens)], case.head_dim**-0.5, workspace, valid,
-                out=out, lse=lse, found=found, window=WINDOW, every=max(every, 1),
+                state, layer, q[layer], rows, seq_lens[layer % every], case.head_dim**-0.5, workspace, valid,
+                out=out, lse=lse, found=found, window=WINDOW, every=every,
             )  # fmt: skip
 
     return run
 
 
-def diffkv_ms(case: Case, every: int, timer: Timer = median_ms) -> float:
+def layers_of(case: Case, every: int) -> int:
+    """As many that each request's scores are updated in as many of them."""
+    return -(-case.layers() // every) * every
+
+
+def diffkv_ms(case: Case, scores: bool, timer: Timer = median_ms, every: int = 1) -> float:
     """Milliseconds of one layer."""
-    layers = -(-case.layers() // max(every, 1)) * max(every, 1)
-    return timer(diffkv_run(case, every, layers), layers)
+    layers = layers_of(case, every)
+    return timer(diffkv_run(case, scores, layers, every=every), layers)
 
 
 def ratio(other: float | None, mine: float | None) -> float | None:
@@ -121,9 +125,8 @@ class Baselines:
 def attention_row(case: Case, bandwidth: float, baselines: Baselines, timer: Timer = median_ms) -> Row:
     """The figures of one case."""
     others = {name: baselines.ms(name, case) for name in BASELINES}
-    plain = diffkv_ms(case, 0, timer)
-    judged = case.tiers != "BF16"
-    scored, sampled = (diffkv_ms(case, every, timer) if judged else None for every in (1, SAMPLED))
+    plain, judged = diffkv_ms(case, False, timer), case.tiers != "BF16"
+    scored, sampled = (diffkv_ms(case, True, timer, every) if judged else None for every in (1, SAMPLED))
     speed = case.kv_bytes() / plain / 1e6
     by = "CUDA C++" if served_config(case).cuda else "Triton"
     row: Row = {**place(case), "by": by, "ms": plain, "ms_scores": scored, "ms_sampled": sampled}
@@ -151,7 +154,9 @@ def attention_rows(
     """Measure the cases, each once; ``keep`` gets a row of each, with the reason of those that were skipped."""
     for case in dict.fromkeys(cases):
         row = place(case)
-        if reason := budget.refusal("attention") or lacking(case.state_bytes(case.layers()), baselines.free()):
+        if reason := budget.refusal("attention") or lacking(
+            case.state_bytes(layers_of(case, SAMPLED)), baselines.free()
+        ):
             row["skipped"] = reason
         else:
             try:

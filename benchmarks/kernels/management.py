@@ -145,7 +145,7 @@ def management_row(
     spread(state)
     reserve_ms, both_ms = step_ms(state, gpu_step(state, batch), timer)
     del state
-    attention_ms = LAYERS * diffkv_ms(attended_case(batch, length), 1, attention)
+    attention_ms = LAYERS * diffkv_ms(attended_case(batch, length), True, attention)
     state = build_state(case, LAYERS, CPU_SPARE * heads, "cpu")
     spread(state)
     (cpu_ms, cpu_reserve_ms), threads = best_cpu_ms(state, batch)

@@ -49,15 +49,16 @@ class Backend:
         return None if self.config is None else self.config.model_dump_json(exclude_none=True)
 
 
-def own_flags(name: str) -> tuple[str, ...]:
-    """What stands in a backend's name from its first ``--`` on."""
-    return tuple(shlex.split(name[name.index(" --") :])) if " --" in name else ()
+def parted(name: str) -> tuple[str, tuple[str, ...]]:
+    """A backend's name up to the flags that stand in it, from its first ``--`` on, and these."""
+    bare, dashes, flags = name.partition(" --")
+    return bare.strip(), tuple(shlex.split(dashes + flags))
 
 
 def parse_backend(text: str) -> Backend:
     """``ATTENTION:DTYPE [FLAGS]`` of a stock server, for example ``flashinfer:fp8_e4m3``."""
-    flags = own_flags(text)
-    attention, colon, dtype = text.split(" --")[0].strip().partition(":")
+    bare, flags = parted(text)
+    attention, colon, dtype = bare.partition(":")
     dtype = dtype if colon else "bf16"
     if not attention or dtype not in DTYPE_BYTES:
         raise argparse.ArgumentTypeError(f"{text!r} is not ATTENTION:DTYPE with a dtype of {', '.join(DTYPE_BYTES)}")
@@ -68,7 +69,7 @@ def parse_backend(text: str) -> Backend:
 
 def diffkv_backend(name: str, text: str) -> Backend:
     """A DiffKV server of one configuration. Raises ConfigError for an unusable one."""
-    return Backend(name, "diffkv", "diffkv", load_config(text), own_flags(name))
+    return Backend(name, "diffkv", "diffkv", load_config(text), parted(name)[1])
 
 
 def parse_diffkv(text: str) -> Backend:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_ranges import head_slots, is_result
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, NEVER, head_tiles, kept_slots
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, NEVER, head_tiles, kept_slots, observes
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_SCORES,
@@ -118,12 +118,6 @@ def first_tokens(
     )
     position, old = page_numbers(page, tiles, stop, pages, TOKENS, SCORES, POSITIONS, N, PAGE_BYTES)
     return start, stop, page, page_ahead, position, old
-
-
-@triton.jit
-def observes(newest, every):
-    """Whether scores take in what the token at ``newest`` gives: each ``every``-th does, for as many."""
-    return newest % every == every - 1
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     head_tiles,
     kept_slots,
     kept_tiles,
+    observes,
     tile_page,
 )
 from sglang_diffkv.kernels.triton_codec import (
@@ -253,7 +254,7 @@ def split_kernel(
             oldest = tl.load(seq_lens + b).to(tl.int32) - reach
         keeps = 1
         if KEEP:
-            keeps = (tl.load(seq_lens + b).to(tl.int32) % every == 0).to(tl.int32)
+            keeps = observes(tl.load(seq_lens + b).to(tl.int32) - 1, every).to(tl.int32)
         logits_ptr = logits + (head.to(tl.int64) * room + kept_from) * G
         tile_max_ptr = tile_max + (head.to(tl.int64) * room + kept_from) // 16 * G
 

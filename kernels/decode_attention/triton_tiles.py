@@ -1,4 +1,4 @@
-"""Tiles of a head's pages: where they lie, and where their logits do."""
+"""Tiles of a head's pages: where they lie, where their logits do, and in which steps they have some."""
 
 import triton
 import triton.language as tl
@@ -8,6 +8,12 @@ from sglang_diffkv.kernels.triton_table import I_TOKENS, ceil_div, table_column,
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-1e30)
 """Below every logit: the running maximum before the first token, of which differences are numbers."""
+
+
+@triton.jit
+def observes(newest, every):
+    """Whether scores take in what the token at ``newest`` gives: each ``every``-th does, for as many."""
+    return newest % every == every - 1
 
 
 @triton.jit

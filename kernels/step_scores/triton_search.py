@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, observes, packed_score, rescored, store_found
-from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
+from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, packed_score, rescored, store_found
+from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, observes, tile_page
 from sglang_diffkv.kernels.extend_attention.triton_scores import capped
 from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
 from sglang_diffkv.kernels.triton_table import (

@@ -101,11 +101,11 @@ class PageDevice:
         with self.launching():
             self.ops.attach(self.state, target, source, lo, hi, kept_only=kept_only)
 
-    def hand_over(self, row: int, target: int, layers: PageState | None = None) -> None:
-        """The pages that a row may not write go to another one, which has room for them: ``kernels/hand_over``. In all
-        layers, or in a group of them."""
+    def hand_over(self, layers: PageState, row: int, target: int) -> None:
+        """In a group of layers the pages that a row may not write go to another one, which has room for them:
+        ``kernels/hand_over``."""
         with self.launching():
-            self.ops.hand_over(layers or self.state, row, target)
+            self.ops.hand_over(layers, row, target)
 
     def copy(
         self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None = None

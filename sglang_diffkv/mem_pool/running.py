@@ -346,7 +346,7 @@ class RunningBudgets:
             with device.launching():
                 device.ops.compact_judged(layers, row, length, judgement)
             if old is not None:
-                device.hand_over(row, old, layers)
+                device.hand_over(layers, row, old)
                 with device.launching():
                     device.ops.copy_judged(layers, row, [(old, 0, length)], length, judgement)
         if old is None:
