@@ -43,7 +43,7 @@ class HeldBudgets:
         self.judged.clear()
 
     def follow(self, reqs: Sequence[Any]) -> None:
-        """The results of ``reqs``, which run on, are out. Those that have reached their limit are compressed, where
+        """Results are out, and ``reqs`` run on. Those that have reached their limit are compressed, where
         they are or, if they share pages, in a copy of their own, or judged beside the next pass. One whose copy finds
         no pages goes on and is looked at again behind the next step."""
         for req in reqs:

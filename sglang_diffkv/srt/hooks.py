@@ -263,7 +263,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     result = original(self, batch, *args, **kwargs)
     if requests.manager.drafts and batch.forward_mode.is_decode():
         requests.verified(batch.reqs)
-    requests.after_step(batch.reqs)
+    requests.after_step(batch.reqs, self.running_batch.reqs)
     if requests.budgets is not None:
         requests.budgets.rejoin(self)
     # SGLang by itself looks at its queue again only when a request ends.

@@ -338,15 +338,21 @@ class Requests:
         if self.manager.drafts and row in rows and not rows.in_prompt(row):
             rows.accepted(row, max(rows.length(row), compat.committed_len(req)))
 
-    def after_step(self, reqs: list[Any]) -> None:
-        """The results are out: see what the requests that left make possible for the others."""
+    def after_step(self, reqs: list[Any], others: Sequence[Any] = ()) -> None:
+        """The results of a pass are out: see what the requests that left make possible for the others.
+
+        Budgets look at ``others`` too, running requests that may not have been in it: behind a pass over prompts the
+        next decode step has been launched already, and behind its own results the one after it, so a request that is
+        compressed at its limit, whatever runs beside it, has to be seen behind each pass.
+        """
         running = [req for req in reqs if not req.finished()]
         if self.budgets is not None:
             self.budgets.compress_judged()
         if self.exact is not None:
             self.exact.copy_alone(running)
         if self.budgets is not None:
-            self.budgets.follow(running)
+            known = {id(req) for req in running}
+            self.budgets.follow(running + [x for x in others if id(x) not in known and not x.finished()])
 
     # Publication
 
