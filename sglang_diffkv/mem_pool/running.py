@@ -84,7 +84,7 @@ class RunningBudgets:
         scaling: of the model's layers, all alike. copies: whether rows may have to move to be compressed.
         exact_prefixes: whether the prefix cache keeps all of a prompt's tokens.
         compressions: so far; beside: those of them that were judged so. waited: steps that rows at their limit waited
-            for a query slot or for pages.
+            for a query slot or for pages. late: tokens of rows beyond their limit when they were compressed.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RunningBudgets:
         self.cache, self.scaling = cache, scaling
         self.copies = len(device.fmt.tiers) > 1
         self.exact_prefixes = False
-        self.compressions = self.beside = self.waited = 0
+        self.compressions = self.beside = self.waited = self.late = 0
         self._one_tier, self._page = len(device.fmt.tiers) == 1, device.fmt.high.tokens
         high = policy.prompt.high if isinstance(policy.prompt, TopCount) and not self._one_tier else None
         self._high = high.tokens if high is not None and isinstance(high.tokens, int) else None
@@ -334,6 +334,7 @@ class RunningBudgets:
             self.counts.record(int(self.counts.private[row]) - self.copy_pages)
         self.counts.touch(row, decoded=True)
         self._return_slot(row, known)
+        self.late += self.held(row) - self.rule.limit
         known.held, known.at, known.judged = min(self.rule.keep, self.held(row)), length, True
         known.own = known.held
         self.compressions += 1
@@ -395,7 +396,11 @@ class RunningBudgets:
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
-        found = {"budget_compressions": self.compressions, "budget_waited_steps": self.waited}
+        found = {
+            "budget_compressions": self.compressions,
+            "budget_waited_steps": self.waited,
+            "budget_late_tokens": self.late,
+        }
         return {**found, "budget_judged_beside": self.beside} if self.rule.asynchronous else found
 
     def digest(self) -> list[Sequence[int]]:

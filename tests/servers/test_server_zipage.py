@@ -86,6 +86,7 @@ def test_more_run_than_fit_with_their_limits(asynchronous: bool, server_of: Call
     log, stats = server.log_text(), stats_of(server)
     assert max(running_in(log)) > (POOL - KEEP) // LIMIT
     assert "Retract requests" not in log and stats["admission"]["budget_waited_steps"] == stats["faults"] == 0
+    assert stats["admission"]["budget_late_tokens"] == 0, "prompts that run meanwhile delay no compression"
     judged = stats["admission"].get("budget_judged_beside", 0)
     assert (judged > stats["admission"]["budget_compressions"] // 2) == asynchronous
     server.flush_cache()  # which has what the requests kept
