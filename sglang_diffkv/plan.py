@@ -44,6 +44,8 @@ class MemoryPlan:
     """Bytes that a draft model's keys and values take for each KV slot; 0 without one."""
     keeps_retracted: bool = False
     """Whether what retracted requests hold goes to host memory."""
+    mixed_chunks: bool = False
+    """Whether requests decode in passes over prompts too."""
 
     @classmethod
     def of(
@@ -113,7 +115,10 @@ class MemoryPlan:
         if self.gpu and self.config.gpu_ops == "triton":
             from sglang_diffkv.ops.gpu import build_ops
 
-            return build_ops(state, policy, geometry, self.q_heads, self.config.prefill, self.config.decode)
+            config = self.config
+            return build_ops(
+                state, policy, geometry, self.q_heads, config.prefill, config.decode, mixed_chunks=self.mixed_chunks
+            )  # fmt: skip
         return ReferenceOps(self.config.lossless)
 
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:

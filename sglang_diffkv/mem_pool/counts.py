@@ -203,6 +203,11 @@ class PageCounts:
         self.upcoming = step
         self._unreported.append(step.number)
 
+    def joined(self, step: PlannedStep) -> None:
+        """The planned step is ``step`` by now: rows that decode have joined it, whose pages its snapshot covers."""
+        assert self.upcoming is not None and self.upcoming.number == step.number
+        self.upcoming = step
+
     def launched(self) -> None:
         """The planned step's kernels follow all that are launched so far."""
         self.upcoming = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,9 +137,7 @@ class PageManager:
         Raises TableFull, before anything changes, if the page table cannot hold a row's next entries, and
         ValueError if a row does not end at ``start``.
         """
-        for row, at in zip(rows, start, strict=True):
-            if self.rows.length(row) != at:
-                raise ValueError(f"row {row} holds {self.rows.length(row)} tokens, the step starts at {at}")
+        self._check_starts(rows, start)
         self.counts.take_snapshot()
         self.space.append_all(rows, new_tokens)
         pages = 0
@@ -159,6 +158,34 @@ class PageManager:
             frozenset(compacting),
         )
         self.counts.plan(step)
+        return step
+
+    def _check_starts(self, rows: list[int], start: list[int]) -> None:
+        for row, at in zip(rows, start, strict=True):
+            if self.rows.length(row) != at:
+                raise ValueError(f"row {row} holds {self.rows.length(row)} tokens, the step starts at {at}")
+
+    def decode_beside_prompts(self, rows: list[int], start: list[int]) -> PlannedStep:
+        """The planned pass over prompts computes the next token of each of ``rows`` too, behind ``start`` ones: table
+        blocks for these. The snapshot that was taken for the pass covers them.
+
+        Raises TableFull, before anything changes, and ValueError as ``plan_step`` does.
+        """
+        prompts = self.counts.upcoming
+        assert prompts is not None and prompts.prompts and not prompts.decoding, "no pass over prompts is planned"
+        self._check_starts(rows, start)
+        ones = [1] * len(rows)
+        self.space.append_all(rows, ones)
+        for row in rows:
+            self.rows.grow(row, 1, in_prompt=False)
+        step = replace(
+            prompts,
+            rows=[*prompts.rows, *rows],
+            new_tokens=[*prompts.new_tokens, *ones],
+            start=[*prompts.start, *start],
+            decoding=len(rows),
+        )
+        self.counts.joined(step)
         return step
 
     def plan_verification(self, rows: list[int]) -> PlannedStep:

@@ -18,6 +18,8 @@ class PlannedStep:
         number: passes planned before it, and it. new_tokens, start: of each of ``rows``.
         pages: that its prompts take at most.
         prompts: of each of ``rows``, where its prompt ends; empty for a decode step.
+        decoding: how many of ``rows``, the last ones, are past their prompts and get one token in a pass over those of
+            others (mixed chunks); 0 in all other passes. ``prompts`` does not have them.
         ending: rows whose prompt ends with it. compacting: rows that are compacted behind it, though more of their
             prompt comes.
     """
@@ -30,6 +32,7 @@ class PlannedStep:
     prompts: list[int] = field(default_factory=list)
     ending: Collection[int] = ()
     compacting: Collection[int] = ()
+    decoding: int = 0
 
     def launched(self) -> LaunchedStep:
         """The same pass, with its kernels launched next on the stream of the forward passes."""

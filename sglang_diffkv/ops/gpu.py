@@ -20,8 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_ops(
-    state: PageState, policy: Policy, geometry: Geometry, q_heads: int, prefill: str, decode: str = "auto"
-) -> TritonOps:
+    state: PageState, policy: Policy, geometry: Geometry, q_heads: int, prefill: str, decode: str = "auto", *,
+    mixed_chunks: bool = False,
+) -> TritonOps:  # fmt: skip
     """Ops for steps of as many requests as there are rows, with room for FlashInfer where it may compute the attention
     of new tokens. ``choose_prefill`` decides that, once the model is loaded.
 
@@ -31,6 +32,7 @@ def build_ops(
             is not there or has no kernel for the model's heads.
         decode: ``cuda``, ``triton`` or ``auto``, as configured. Raises UnsupportedError where the kernel that is asked
             for cannot be used.
+        mixed_chunks: whether requests decode in passes over prompts too, whose memory FlashInfer then cannot use.
     """
     fmt, heads = state.fmt, state.num_heads
     ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, (), state.reaches)
@@ -40,7 +42,8 @@ def build_ops(
     if not state.pages.is_meta:
         reason = f" ({obstacle})" if decode == "auto" and obstacle else ""
         logger.info("DiffKV: decode steps attend by %s%s", "CUDA C++" if config.cuda else "Triton", reason)
-    ops = TritonOps(state, policy, q_heads, geometry.max_tokens, least_scratch=least, config=config)
+    memory = {"prefill_bytes": least} if mixed_chunks else {"least_scratch": least}
+    ops = TritonOps(state, policy, q_heads, geometry.max_tokens, config=config, **memory)
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     return ops
@@ -72,6 +75,7 @@ def choose_prefill(ops: TritonOps, state: PageState, prefill: str, scalings: Seq
     obstacle = prefill_obstacle(state.fmt, prefill, scalings, state.reaches)
     ragged = prefill != "triton" and not obstacle
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
+    ops.prefill_bytes = ops.prefill_bytes if ragged else 0
     if ragged:
         ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim))
     reason = f" ({obstacle})" if prefill == "auto" and obstacle else ""

@@ -64,6 +64,7 @@ class TritonOps:
         q_heads: query heads. max_tokens: longest sequence, for the scratch that keeps a step's logits.
         ragged: computes the attention of new tokens among themselves; None for the Triton kernel.
         least_scratch: bytes of the scratch at least, for ``ragged``, which may use it between decode steps.
+        prefill_bytes: bytes for ``ragged`` alone, where requests decode in passes over prompts too; 0 for none.
         config: how decode attention is cut.
     """
 
@@ -79,10 +80,11 @@ class TritonOps:
         ragged: RaggedPrefill | None = None,
         least_scratch: int = 0,
         config: DecodeConfig | None = None,
+        prefill_bytes: int = 0,
     ):
         self.config = config or DecodeConfig()
         self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
-        self.least_scratch = least_scratch
+        self.least_scratch, self.prefill_bytes = least_scratch, prefill_bytes
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
         self.prompt = PromptWorkspace.create(state)
         self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
@@ -105,10 +107,12 @@ class TritonOps:
 
     def use_ragged(self, state: PageState, scaling: Scaling) -> None:
         """New tokens of layers of this scaling attend among themselves by FlashInfer, in the scratch of the decode
-        steps."""
+        steps, or in memory of its own."""
         self.ragged_plan_bytes = PLAN_BYTES
         if not state.pages.is_meta:
             fmt, buffer = state.fmt, self.buffers[0].scratch.memory
+            if self.prefill_bytes:
+                buffer = torch.empty(self.prefill_bytes, dtype=torch.uint8, device=state.device)
             shape = (self.q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim)
             self.ragged = RaggedPrefill(*shape, state.dtype, state.device, *scaling, buffer=buffer)
 
@@ -119,7 +123,8 @@ class TritonOps:
             lines["decode spans"] += tensor_bytes(x.compaction.spans)
             lines["step constants"] += tensor_bytes(x)
         lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
-        return {**lines, "decisions": self.decisions.nbytes(), "FlashInfer's plans": self.ragged_plan_bytes}
+        flashinfer = {"FlashInfer's plans": self.ragged_plan_bytes, "FlashInfer's results": self.prefill_bytes}
+        return {**lines, "decisions": self.decisions.nbytes(), **flashinfer}
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_diffkv.attention.mixed import MixedWrapper
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.config import DiffKVConfig, load_config
@@ -54,12 +55,13 @@ class DiffKVAttnBackend(AttentionBackend):
         means = self._key_means(runner, config, scalings, sinks)
         self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
         self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
+        self.mixed = MixedWrapper(self.extend, self.decode)
         self.verify: VerifyWrapper | None = None
         self.drafts_mask: Any = None
         self.needs_cpu_seq_lens = not manager.drafts  # SGLang need not wait for what was accepted
         if manager.drafts:
             self.verify = VerifyWrapper(*core, q_heads=manager.q_heads, rotation=rotation, key_means=means)
-        self.new_tokens: ExtendWrapper | VerifyWrapper = self.extend
+        self.new_tokens: ExtendWrapper | MixedWrapper | VerifyWrapper = self.extend
         """Of the pass that runs, where it is no decode step."""
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
@@ -67,7 +69,7 @@ class DiffKVAttnBackend(AttentionBackend):
             if not compat.resolved(runner.server_args).disable_overlap_schedule:
                 manager.device.stream = runner.forward_stream
         self.launched: LaunchedStep | None = None
-        """The pass that runs, as the host planned it: prompts only."""
+        """The pass that runs, as the host planned it, if it is one over prompts."""
 
     def _key_means(
         self, runner: Any, config: DiffKVConfig, scalings: Sequence[Scaling], sinks: torch.dtype | None
@@ -177,20 +179,24 @@ class DiffKVAttnBackend(AttentionBackend):
             self.new_tokens = self.verify
             self.verify.plan(rows, forward_batch.seq_lens, self.manager.drafts)
             return
-        self.new_tokens = self.extend
         if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
-        lens = (forward_batch.extend_prefix_lens, forward_batch.extend_seq_lens)
+        count = len(launched.prompts)  # requests whose prompts run; behind them come those that decode
+        tensors = (rows[:count], forward_batch.extend_prefix_lens[:count], forward_batch.extend_seq_lens[:count])
         judged = self.manager.prompts.judged
         judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}
-        self.extend.plan(rows, *lens, launched.start, launched.new_tokens, prompts=launched.prompts, judged=judged)
+        numbers = (launched.start[:count], launched.new_tokens[:count])
+        self.extend.plan(*tensors, *numbers, prompts=launched.prompts, judged=judged)
+        if launched.decoding:
+            self.decode.plan(rows[count:], forward_batch.seq_lens[count:])
+        self.new_tokens = self.mixed if launched.decoding else self.extend
         self.launched = launched
 
     # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 
     def _run(
-        self, wrapper: DecodeWrapper | ExtendWrapper | VerifyWrapper, q: torch.Tensor, k: Any, v: Any, layer: Any,
-        sink_logits: torch.Tensor | None,
+        self, wrapper: DecodeWrapper | ExtendWrapper | MixedWrapper | VerifyWrapper, q: torch.Tensor, k: Any, v: Any,
+        layer: Any, sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         if k is None or v is None:
             raise NotImplementedError("diffkv does not serve models that share one layer's KV with another")
@@ -199,9 +205,9 @@ class DiffKVAttnBackend(AttentionBackend):
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         out = wrapper.run(self.layers[layer.layer_id], q, k, v, scaling_of(layer), sink_logits)
         if layer.layer_id == self.last_layer:
-            if wrapper is self.decode:
+            if wrapper in (self.decode, self.mixed):
                 self.decode.end()
-            elif self.launched is not None:
+            if self.launched is not None:
                 self.manager.end_prompts(self.launched)
         return out.reshape(out.shape[0], -1)
 

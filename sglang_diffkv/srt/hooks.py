@@ -143,6 +143,7 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             requests.begin_states(self.reqs)
             result = original(self, *args, **kwargs)
         requests.plan_prefill(self.reqs)
+        requests.mixed.prompts_planned()
     except BatchRefused as refused:
         refused.batch = self
         raise
@@ -173,6 +174,13 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     else:
         requests.plan_decode(self.reqs, [length - 1 for length in self.seq_lens_cpu.tolist()])
     return result
+
+
+def mix_with_running(original: Any, self: Any, running_batch: Any) -> Any:
+    """A pass over prompts takes in those that run, unless none of them has room in it."""
+    if requests_of(self) is not None and running_batch.is_empty():
+        return None
+    return original(self, running_batch)
 
 
 def check_decode_mem(original: Any, self: Any, selected_indices: Any = None) -> bool:
@@ -218,8 +226,11 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
     requests = requests_of(self)
     if requests is not None and requests.retracted is not None:
         requests.retracted.expected = lambda: compat.expected_tokens(self, running_batch)
-    try:
+    if requests is None:
         return original(self, running_batch)
+    try:
+        with requests.mixed.scheduling(self, running_batch):
+            return original(self, running_batch)
     except BatchRefused as refused:
         undo_prefill(self, refused)
         running_batch.batch_is_full = False
@@ -317,6 +328,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
         report["prompts"] = metrics.prompt_outcomes(requests)
+        if self.is_mixed_chunk:
+            report["mixed_chunks"] = requests.mixed.report()
         if requests.states is not None:
             report["states"] = requests.states.report()
         if requests.retracted is not None:
@@ -369,6 +382,7 @@ HOOKS = {
     BATCH + "prepare_for_extend": prepare_for_extend,
     SRT + "model_executor.model_runner.ModelRunner.forward": forward,
     BATCH + "prepare_for_decode": prepare_for_decode,
+    BATCH + "mix_with_running": mix_with_running,
     BATCH + "check_decode_mem": check_decode_mem,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,

@@ -37,6 +37,7 @@ from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.held_budgets import HeldBudgets
 from sglang_diffkv.srt.joint_admission import JointAdmission
+from sglang_diffkv.srt.mixed_chunks import MixedChunks
 
 if TYPE_CHECKING:
     from sglang_diffkv.srt.exact_prompts import ExactPrompts
@@ -94,6 +95,7 @@ class Requests:
         running = self.manager.running
         self.budgets = None if running is None else HeldBudgets(self, running)
         self.joint = None if running is None else JointAdmission(self, running)
+        self.mixed = MixedChunks(self.manager.counts)
 
     @property
     def states(self) -> KeptStates | None:
@@ -294,9 +296,9 @@ class Requests:
 
     def relieve(self, reqs: list[Any]) -> bool:
         """The next token of each request does not fit. Whether any of them has given up bytes: not where table blocks
-        or KV slots are short, of which compression frees none."""
+        or KV slots are short, of which compression frees none, nor where a pass is planned already."""
         pressure, ledger = self.manager.pressure, self.ledger
-        if pressure is None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
+        if pressure is None or self.manager.counts.upcoming is not None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
             return False
         rows, before = (compat.row_of(req) for req in reqs if not req.finished()), pressure.compressions
         relieved = bool(pressure.relieve(row for row in rows if row is not None))
@@ -308,8 +310,11 @@ class Requests:
         return relieved
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
-        """The next pass computes one token of each request, at positions ``starts``."""
+        """The next pass computes one token of each request, at positions ``starts``, beside the prompts that are planned
+        for it if SGLang mixes the two."""
         rows = [compat.allocated_row_of(req) for req in reqs]
+        if self.mixed.joins():
+            return self.manager.decode_beside_prompts(rows, starts)
         return self.manager.plan_step(rows, [1] * len(rows), starts)
 
     def plan_verification(self, reqs: list[Any]) -> PlannedStep:

@@ -192,7 +192,11 @@ REFUSED: dict[str, Refused] = {
     "enable_page_major_kv_layout": Refused("the page-major KV layout: drop --enable-page-major-kv-layout"),
     "enable_unified_memory": Refused("the unified memory pool: drop --enable-unified-memory"),
     "enable_memory_saver": Refused("the memory saver: drop --enable-memory-saver"),
-    "enable_mixed_chunk": Refused("mixed chunks: drop --enable-mixed-chunk"),
+    "enable_mixed_chunk": Refused(
+        "mixed chunks beside drafts, of which SGLang runs none in a pass over prompts: drop --enable-mixed-chunk",
+        lambda value, args: value and drafts_of(args),
+        "tests/servers/test_server_mixed_chunks.py",
+    ),
     "prefill_only_disable_kv_cache": Refused("a server without KV cache: drop --prefill-only-disable-kv-cache"),
     "is_embedding": Refused(
         "--is-embedding: an embedding would change once its prefix is cached, as cached tokens are compressed; serve "

@@ -127,7 +127,8 @@ def server(server_of: Callable[..., Server]) -> Server:
 def test_one_that_is_aborted_leaves_no_host_memory(server: Server) -> None:
     with _some_on_the_host(server) as asked:
         server.post("/abort_request", {"abort_all": True})
-        assert all(x.result()["meta_info"]["finish_reason"]["type"] == "abort" for x in asked if not x.exception())
+        ends = {x.result()["meta_info"]["finish_reason"]["type"] for x in asked if not x.exception()}
+        assert "abort" in ends and ends <= {"abort", "length"}, "some may have been about to end"
     time.sleep(0.5)
     assert _check_balanced(server)["dropped"]
 

@@ -1,0 +1,108 @@
+"""Mixed chunks on a real server: requests decode in passes over others' prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from benchmarks import splits
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from sglang_diffkv.evaluate.tasks import reference
+from tests.servers.identity import check_tokens
+from tests.servers.shared import STRICT, check_idle, stats_of
+
+pytestmark = pytest.mark.server
+
+CHUNKS = ["--chunked-prefill-size", "96"]
+MIXED = [*CHUNKS, "--enable-mixed-chunk"]
+REQUESTS, SHARED, NEW_TOKENS = 16, 4, 48
+ROOM = 6000
+"""Tokens of a pool in which all fit."""
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of one chunk and of several, some over one prefix."""
+    items = reference.select(splits.load("dev"), levels=["easy", "medium"], n=REQUESTS - SHARED, seed=5)
+    items += [x for x in splits.load("dev") if x.task == "fewshot_shared"][:SHARED]
+    found = [chat_ids(load_tokenizer(NANO), x.prompt) for x in items]
+    assert min(map(len, found)) < 96 < 2 * 96 < max(map(len, found))
+    return found
+
+
+def one_by_one(server: Server, prompts: list[list[int]]) -> list[Record]:
+    return client.run(server.url, prompts, NEW_TOKENS, concurrency=1, top_logprobs=2)
+
+
+def crowd(server: Server, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """Replies to requests that come while others decode. None asks for log-probabilities, with which SGLang does not
+    mix."""
+    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": new_tokens > NEW_TOKENS}
+
+    def ask(number: int) -> list[int]:
+        time.sleep(0.1 * number)
+        payload = {"input_ids": prompts[number], "sampling_params": parameters}
+        ids: list[int] = server.generate(payload)["output_ids"]
+        return ids
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        return list(threads.map(ask, range(len(prompts))))
+
+
+def check_mixed(server: Server, least: int) -> dict[str, Any]:
+    """Requests decoded in passes over prompts, at least so many, and nothing is lost."""
+    stats = stats_of(server)
+    assert stats["mixed_chunks"]["passes"] >= least and stats["faults"] == 0
+    check_idle(server)
+    return stats
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--disable-overlap-schedule"], marks=pytest.mark.full)])
+def test_lossless_gives_stock_tokens(
+    flags: list[str], prompts: list[list[int]], server_of: Callable[..., Server]
+) -> None:
+    expected = one_by_one(server_of(stock_backend(), CHUNKS), prompts)
+    server = server_of("diffkv", [*MIXED, *flags], config={"tiers": ["BF16"]}, env=STRICT)
+    check_tokens(crowd(server, prompts), expected, "mixed")
+    check_mixed(server, REQUESTS // 2)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "exact": {"prefix_fidelity": "exact"},
+    "zipage": {"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 4, "block": 32}, "page_tokens": 16},
+    "snapkv": {"tiers": ["K8V4"], "policy": {"name": "snapkv", "fraction": 0.5, "window": 16}},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == "zipage" else pytest.mark.full) for x in CONFIGS])
+def test_tokens_are_those_of_passes_apart(
+    name: str, prompts: list[list[int]], server_of: Callable[..., Server]
+) -> None:
+    """What is kept of a request does not depend on what else is in its passes."""
+    args = ["--max-total-tokens", str(ROOM), "--disable-radix-cache"]
+    apart = server_of("diffkv", [*CHUNKS, *args], config=CONFIGS[name], env=STRICT)
+    expected = one_by_one(apart, prompts)
+    assert "mixed_chunks" not in stats_of(apart)
+    server = server_of("diffkv", [*MIXED, *args], config=CONFIGS[name], env=STRICT)
+    check_tokens(crowd(server, prompts), expected, name, equal=0.7)
+    check_mixed(server, REQUESTS // 2)
+
+
+@pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
+def test_a_small_pool(fidelity: str, prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
+    """Where the next tokens of those that run do not fit beside a prompt, the pass is one over prompts alone, and
+    requests are retracted as ever. All get their tokens."""
+    args = [*MIXED, "--max-total-tokens", "1100", "--schedule-conservativeness", "0.1"]
+    server = server_of("diffkv", args, config={"prefix_fidelity": fidelity}, env=STRICT)
+    assert {len(x) for x in crowd(server, prompts, 160)} == {160}
+    assert "Retract requests" in server.log_text()
+    check_mixed(server, 1)
