@@ -72,6 +72,7 @@ def make_manager(
     blocks: int = 0,
     make_ops: OpsOf | None = None,
     all_scores: bool = False,
+    q_heads: int | None = None,
 ) -> PageManager:
     """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table. Pages have
     the scores that the policy reads, and no others without ``all_scores``."""
@@ -80,7 +81,7 @@ def make_manager(
     sizes = (fmt, layers, heads, pages, rows, segments, max_tokens)
     geometry = ShortTableGeometry(*sizes, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager
-    manager = kind(geometry, policy, dtype=dtype, make_ops=make_ops)
+    manager = kind(geometry, policy, dtype=dtype, make_ops=make_ops, q_heads=q_heads)
     manager.state.pages.view(torch.int16).fill_(POISONS[poison])
     return manager
 
