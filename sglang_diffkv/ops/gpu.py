@@ -42,8 +42,10 @@ def build_ops(
     if not state.pages.is_meta:
         reason = f" ({obstacle})" if decode == "auto" and obstacle else ""
         logger.info("DiffKV: decode steps attend by %s%s", "CUDA C++" if config.cuda else "Triton", reason)
-    memory = {"prefill_bytes": least} if mixed_chunks else {"least_scratch": least}
-    ops = TritonOps(state, policy, q_heads, geometry.max_tokens, config=config, **memory)
+    ops = TritonOps(
+        state, policy, q_heads, geometry.max_tokens, config=config,
+        least_scratch=0 if mixed_chunks else least, prefill_bytes=least if mixed_chunks else 0,
+    )  # fmt: skip
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     return ops

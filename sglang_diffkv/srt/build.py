@@ -75,7 +75,7 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     longest = longest_row(configurator.model_config.context_len, compat.resolved(configurator.server_args))
     draft_bytes = bytes_of_slot(configurator.server_args)
     plan = MemoryPlan.of(configurator, config, len(layers), longest, reaches, draft_bytes)
-    mixed_chunks = bool(compat.resolved(configurator.server_args).enable_mixed_chunk)
+    mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
     return replace(plan, keeps_retracted=not why_recomputed(configurator, config), mixed_chunks=mixed_chunks)
 
 

@@ -44,7 +44,7 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
         )
     if drafts_of(args):
         yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
-    if args.enable_mixed_chunk:
+    if getattr(args, "enable_mixed_chunk", False):
         yield "layers with states, beside which mixed chunks were not seen to be right; drop --enable-mixed-chunk"
     if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
         yield "sparse attention with an index of its own"

@@ -298,7 +298,9 @@ class Requests:
         """The next token of each request does not fit. Whether any of them has given up bytes: not where table blocks
         or KV slots are short, of which compression frees none, nor where a pass is planned already."""
         pressure, ledger = self.manager.pressure, self.ledger
-        if pressure is None or self.manager.counts.upcoming is not None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
+        if self.manager.counts.upcoming is not None:
+            return False
+        if pressure is None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
             return False
         rows, before = (compat.row_of(req) for req in reqs if not req.finished()), pressure.compressions
         relieved = bool(pressure.relieve(row for row in rows if row is not None))
@@ -310,8 +312,8 @@ class Requests:
         return relieved
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
-        """The next pass computes one token of each request, at positions ``starts``, beside the prompts that are planned
-        for it if SGLang mixes the two."""
+        """The next pass computes one token of each request, at positions ``starts``, beside the prompts that are
+        planned for it if SGLang mixes the two."""
         rows = [compat.allocated_row_of(req) for req in reqs]
         if self.mixed.joins():
             return self.manager.decode_beside_prompts(rows, starts)

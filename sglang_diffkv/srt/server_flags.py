@@ -195,7 +195,7 @@ REFUSED: dict[str, Refused] = {
     "enable_mixed_chunk": Refused(
         "mixed chunks beside drafts, of which SGLang runs none in a pass over prompts: drop --enable-mixed-chunk",
         lambda value, args: value and drafts_of(args),
-        "tests/servers/test_server_mixed_chunks.py",
+        "tests/servers/test_server_mixed_chunks.py::test_lossless_gives_stock_tokens",
     ),
     "prefill_only_disable_kv_cache": Refused("a server without KV cache: drop --prefill-only-disable-kv-cache"),
     "is_embedding": Refused(

@@ -48,7 +48,7 @@ def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
     if device == "cuda" and _switched_on("SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
     problems += _drafts_on_a_gpu(args, device)
-    if args.enable_mixed_chunk:
+    if getattr(args, "enable_mixed_chunk", False):
         problems += untried_on_a_gpu(device, "--enable-mixed-chunk", "drop it")
         if getattr(config.policy, "asynchronous", False):
             problems.append('--enable-mixed-chunk with "asynchronous": true: drop one of them')

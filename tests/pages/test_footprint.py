@@ -135,6 +135,18 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragged.RaggedPrefill, "obstacle", staticmethod(lambda *model: ""))
 
 
+def test_flashinfer_has_memory_of_its_own_beside_decode_steps(hopper: None) -> None:
+    """Where passes are mixed, decode steps keep theirs meanwhile."""
+    plan = plan_of("{}", layers=32, kv_heads=8, q_heads=32, dim=128)
+    geometry = plan.geometry(50_000, 129, 8192)
+    apart, mixed = (x.footprint(geometry, 50_000) for x in (plan, replace(plan, mixed_chunks=True)))
+    assert "FlashInfer's results" not in apart.held or not apart.held["FlashInfer's results"]
+    assert mixed.held["FlashInfer's results"] == 68 << 20
+    assert mixed.total - apart.total <= 68 << 20  # decode steps alone may need less than the two in turn
+    triton = replace_prefill(replace(plan, mixed_chunks=True)).footprint(geometry, 50_000)
+    assert not triton.held.get("FlashInfer's results")
+
+
 @pytest.mark.parametrize("gib", [8, 40])
 @pytest.mark.parametrize("context", [8192, 32768, 131072])
 @pytest.mark.parametrize("text", CONFIGS[:2])

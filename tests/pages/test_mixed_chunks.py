@@ -64,10 +64,8 @@ class Passes:
         begun = 0 if prompt is None else manager.rows.length(prompt[0])
         count = 0 if prompt is None else min(prompt[1] - begun, CHUNK)
         starts = [manager.rows.length(row) for row in decoding]
-        data = [
-            [torch.randn(count + len(decoding), n, DIM, generator=generator).bfloat16() for n in (HEADS * GROUP, HEADS, HEADS)]
-            for _ in range(LAYERS)
-        ]  # fmt: skip
+        shapes = [(count + len(decoding), heads, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]
+        data = [[torch.randn(x, generator=generator).bfloat16() for x in shapes] for _ in range(LAYERS)]
         if prompt is None:
             return self._decode(decoding, starts, data)
         plan = partial(self._plan_prompt, *prompt, begun, count)

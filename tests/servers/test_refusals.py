@@ -117,6 +117,8 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"tp_size": 2, "dcp_size": 2}, "--dcp-size"),
         ({"tp_size": 2, "pp_size": 2}, "--pp-size"),
         ({"decode_attention_backend": "triton"}, "second attention backend"),
+        ({"speculative_algorithm": "NGRAM", "enable_mixed_chunk": True}, "mixed chunks beside drafts"),
+        ({"device": "cuda", "enable_mixed_chunk": True}, "--enable-mixed-chunk on a GPU.*UNTRIED"),
         ({"device": "xpu"}, "device xpu"),
         ({"radix_eviction_policy": "tlru"}, "--radix-eviction-policy tlru"),
         ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
@@ -128,6 +130,14 @@ def test_server_options_are_refused_by_name(changes: dict[str, object], name: st
     check_server_args(_args(tp_size=2))
     with pytest.raises(UnsupportedError, match=name):
         check_server_args(_args(**changes))
+
+
+def test_mixed_chunks_are_refused_beside_asynchronous_compression() -> None:
+    policy = '{"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 4, "asynchronous": %s}}'
+    check_server_args(_args(enable_mixed_chunk=True), load_config(policy % "false"))
+    check_server_args(_args(), load_config(policy % "true"))
+    with pytest.raises(UnsupportedError, match='--enable-mixed-chunk with "asynchronous": true'):
+        check_server_args(_args(enable_mixed_chunk=True), load_config(policy % "true"))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +184,10 @@ HYBRID = {"mambaish_config": SimpleNamespace(full_attention_layer_ids=[3, 7])}
         (
             {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=True, speculative_algorithm="NGRAM")},
             "drop --speculative-algorithm",
+        ),
+        (
+            {**HYBRID, "server_args": SimpleNamespace(disable_radix_cache=True, enable_mixed_chunk=True)},
+            "drop --enable-mixed-chunk",
         ),
         ({**HYBRID, "model_config": SimpleNamespace(hf_text_config=SimpleNamespace(indexer_n_heads=4))}, "sparse"),
         ({"kv_cache_dtype": torch.float32}, "float32"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.srt.mixed_chunks import MixedChunks
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of
 
@@ -97,12 +99,36 @@ def test_tokens_are_those_of_passes_apart(
     check_mixed(server, REQUESTS // 2)
 
 
+@pytest.mark.parametrize("fits", [True, False])
+def test_those_that_do_not_fit_sit_the_pass_out(fits: bool) -> None:
+    """And SGLang mixes the next one, if that fits."""
+    counts: Any = SimpleNamespace(upcoming=None)
+    scheduler = SimpleNamespace(is_mixed_chunk=True)
+    running = SimpleNamespace(is_empty=lambda: False, check_decode_mem=lambda: fits)
+    mixed = MixedChunks(counts)
+    for number in (1, 2):
+        with mixed.scheduling(scheduler, running):
+            assert not mixed.joins()  # no prompts are planned yet
+            counts.upcoming = object()
+            mixed.prompts_planned()
+            assert scheduler.is_mixed_chunk == fits
+            if fits:
+                assert mixed.joins()
+        counts.upcoming = None
+        assert scheduler.is_mixed_chunk and not mixed.joins()
+        assert mixed.report() == {"passes": number * fits, "left_out": number * (not fits)}
+    scheduler.is_mixed_chunk = False
+    with mixed.scheduling(scheduler, running):
+        mixed.prompts_planned()
+    assert mixed.report()["left_out"] == 2 * (not fits) and not scheduler.is_mixed_chunk
+
+
 @pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
 def test_a_small_pool(fidelity: str, prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
     """Where the next tokens of those that run do not fit beside a prompt, the pass is one over prompts alone, and
     requests are retracted as ever. All get their tokens."""
     args = [*MIXED, "--max-total-tokens", "1100", "--schedule-conservativeness", "0.1"]
     server = server_of("diffkv", args, config={"prefix_fidelity": fidelity}, env=STRICT)
-    assert {len(x) for x in crowd(server, prompts, 160)} == {160}
+    assert {len(x) for x in crowd(server, [x for x in prompts if len(x) < 600], 160)} == {160}
     assert "Retract requests" in server.log_text()
     check_mixed(server, 1)
