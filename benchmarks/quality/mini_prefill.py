@@ -34,9 +34,11 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from benchmarks import splits
 from benchmarks.provenance import headline, provenance
@@ -112,9 +114,9 @@ def compare(reader: Reader, ids: torch.Tensor, rule: Rule, chunks: Sequence[int]
     tokens, device = len(ids), reader.model.device
     pieces = sorted({min(chunk, tokens) for chunk in chunks}, reverse=True)
     ways: list[tuple[str, int, Callable[[], Outcome]]] = [
-        (AT_END, chunk, lambda chunk=chunk: judged_at_end(reader, ids, rule, chunk)) for chunk in pieces
+        (AT_END, chunk, partial(judged_at_end, reader, ids, rule, chunk)) for chunk in pieces
     ]
-    ways.append((MINI, tokens, lambda: mini_prefill(reader, ids, rule)))
+    ways.append((MINI, tokens, partial(mini_prefill, reader, ids, rule)))
     alive = [most_alive(work, device) for _, _, work in ways]
     runs = [[work() for _, _, work in ways] for _ in range(repeat)]
     found = []
@@ -137,7 +139,8 @@ def compare(reader: Reader, ids: torch.Tensor, rule: Rule, chunks: Sequence[int]
 
 def prompt_ids(model: str, tokens: int) -> torch.Tensor:
     """So many tokens of questions, one after another. Raises EvaluationError if there are fewer."""
-    tokenizer, ids = load_tokenizer(model), []
+    tokenizer = load_tokenizer(model)
+    ids: list[int] = []
     for question in splits.load("calib"):
         if len(ids) >= tokens:
             break
@@ -194,16 +197,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the tables and write them; 1 with the reason if that is not possible."""
     args = parse_args(argv)
     rule = Rule(args.window, args.pool, args.keep)
-    rows: list[Measured] = []
+    about, rows = provenance("quality.mini_prefill", argv), list[Measured]()
     try:
         ids = prompt_ids(args.model, max(args.lengths))
         reader = Reader(args.model, DTYPES[args.dtype])
-        for tokens in args.lengths:
+        for tokens in tqdm(args.lengths, "mini-prefill", unit="prompt"):
             rows += compare(reader, ids[:tokens].to(reader.model.device), rule, args.chunks, args.repeat)
     except EvaluationError as error:
         print(f"benchmarks.quality.mini_prefill: {error}", file=sys.stderr)
         return 1
-    about = provenance("quality.mini_prefill", argv)
     threads = torch.get_num_threads() if reader.model.device.type == "cpu" else None
     where = "a GPU" if threads is None else f"{threads} thread{'s' * (threads > 1)} of a CPU"
     said = f"{model_name(args.model)} in {args.dtype}, {where}; one prompt of each length, "

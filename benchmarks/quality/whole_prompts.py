@@ -88,7 +88,7 @@ class Served:
 
 def served(prompt: int, shape: Preset, pool: int, keep: float, share: float = PROMPT_SHARE) -> list[Served]:
     """All ways in a pool of so many bytes; ``share`` of the first one's time are prompts."""
-    whole, found = prompt * token_bytes(shape), []
+    whole, found = prompt * token_bytes(shape), list[Served]()
     for way in ways(shape, keep):
         reading, beside = way.reading * whole, max(prompt - CHUNK, 0) * way.beside
         room = pool - reading - beside
