@@ -58,7 +58,7 @@ MIB = 1 << 20
 
 
 def most_alive(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes of what ``work`` allocates and has not given back, at most."""
+    """Bytes of what ``work`` allocates and has not given back, at most. It frees nothing that was there before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -124,6 +124,7 @@ def compare(reader: Reader, ids: torch.Tensor, rule: Rule, chunks: Sequence[int]
         first, outcomes = runs[-1][0], [x[number] for x in runs]
         cache, sums = outcomes[-1].cache, [sum(x.seconds) for x in outcomes]
         cache.check_integrity()
+        assert alive[number] >= cache.peak, "what the cache holds is alive"
         different = others(first.kept, outcomes[-1].kept, tokens)
         if cache.held != first.cache.held:
             raise EvaluationError(f"{way}, chunks of {chunk}: {cache.held} bytes stay, not {first.cache.held}")

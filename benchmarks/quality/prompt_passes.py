@@ -108,7 +108,10 @@ class Reader:
         """One pass over ids [M] that begin at position ``start``."""
         self.step, self.end = step, start + len(ids)
         at = torch.arange(start, self.end, device=ids.device)
-        self.model.model(ids.unsqueeze(0), position_ids=at.unsqueeze(0), use_cache=False)
+        try:
+            self.model.model(ids.unsqueeze(0), position_ids=at.unsqueeze(0), use_cache=False)
+        finally:
+            self.step = None  # it holds its pass's cache
 
     def now(self) -> float:
         """Seconds, once all work is done."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.paths import NANO
 from benchmarks.quality import mini_prefill, whole_prompts
 from benchmarks.quality.mini_prefill import AT_END, MINI, most_alive
 from benchmarks.quality.prompt_passes import Cache, Reader, chosen, judged_at_end, sizes
+from benchmarks.quality.prompt_passes import mini_prefill as two_passes
 from benchmarks.serving.geometries import PRESETS
 from sglang_diffkv.calibrate.layers.measure import Rule
 from sglang_diffkv.policies.xkv import XKVPolicy
@@ -97,6 +99,14 @@ def test_both_ways_keep_the_same_tokens(dtype: str, tmp_path: Path, capsys: pyte
     text = capsys.readouterr().out
     assert text.strip() == (tmp_path / "mini_prefill.md").read_text().strip()
     assert "| 300 | mini-prefill | 300 |" in text and "Computed, not measured" in text
+
+
+def test_what_is_alive_does_not_depend_on_what_ran_before() -> None:
+    reader, rule = Reader(str(NANO), torch.float32), Rule(8, 7, keep=0.9)
+    ids = mini_prefill.prompt_ids(str(NANO), 256)
+    for way in (partial(judged_at_end, reader, ids, rule, 64), partial(two_passes, reader, ids, rule)):
+        first = most_alive(way, ids.device)
+        assert most_alive(way, ids.device) == most_alive(way, ids.device) == pytest.approx(first, abs=4096)
 
 
 def test_prompts_must_be_longer_than_the_window(capsys: pytest.CaptureFixture[str]) -> None:
