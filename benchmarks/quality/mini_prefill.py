@@ -19,7 +19,7 @@ before they are written. *Alive* are all tensors beside the weights, copies incl
 not get back, at most, during one more run (on a GPU PyTorch's peak of allocated memory, on a CPU the profiler's record
 of allocations; what a matrix library packs for itself is in neither). *Other tokens* are those that stay where others
 do in the first line. With 32-bit numbers and one piece the command fails if there are any; chunks round differently.
-Example:
+Seconds on a CPU are the process's time on it, of all threads together. Example:
 
     python -m benchmarks.quality.mini_prefill --model MODEL --lengths 1024 8192 --chunks 8192 1024 --keep 0.3
 
@@ -208,9 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.quality.mini_prefill: {error}", file=sys.stderr)
         return 1
     threads = torch.get_num_threads() if reader.model.device.type == "cpu" else None
-    where = "a GPU" if threads is None else f"{threads} thread{'s' * (threads > 1)} of a CPU"
-    said = f"{model_name(args.model)} in {args.dtype}, {where}; one prompt of each length, "
-    said += f"medians of {args.repeat} runs, ways in turn."
+    where = "a GPU" if threads is None else f"a CPU, threads: {threads}, seconds of its time"
+    said = f"{model_name(args.model)} in {args.dtype}, {where}; one prompt of each length, medians of {args.repeat}, "
+    said += "ways in turn."
     served = whole_prompts.rows()
     source = f"{headline(about)}\n\n```\n{about['command']}\n```"
     text = "\n\n".join([said, table(rows), whole_prompts.SAID, whole_prompts.table(served), source]) + "\n"

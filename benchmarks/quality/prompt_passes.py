@@ -114,9 +114,11 @@ class Reader:
             self.step = None  # it holds its pass's cache
 
     def now(self) -> float:
-        """Seconds, once all work is done."""
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize()
+        """Seconds: of this process's time on a CPU, which others that share it do not stretch, or of the clock, once a
+        GPU's work is done."""
+        if self.model.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
         return time.perf_counter()
 
 
