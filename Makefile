@@ -25,6 +25,8 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.
 	tests/servers/test_server_requests.py::test_cancelled_stream_returns_its_pages \
 	tests/servers/test_server_exact.py::test_the_tree_keeps_prompts_high_and_requests_run_compressed \
 	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt \
+	tests/servers/test_server_mixed_chunks.py::test_lossless_gives_stock_tokens \
+	tests/servers/test_server_mixed_chunks.py::test_a_small_pool \
 	tests/servers/test_server_kv_dtype.py \
 	tests/servers/test_backend.py::test_models_that_write_k_and_v_themselves_find_the_pool \
 	tests/servers/test_hybrids.py tests/servers/test_server_hybrids.py::test_lossless_gives_the_tokens_of_transformers \
