@@ -188,7 +188,8 @@ class DiffKVAttnBackend(AttentionBackend):
         numbers = (launched.start[:count], launched.new_tokens[:count])
         self.extend.plan(*tensors, *numbers, prompts=launched.prompts, judged=judged)
         if launched.decoding:
-            self.decode.plan(rows[count:], forward_batch.seq_lens[count:])
+            # Copies, which lie where kernels were compiled for: at addresses that 16 divides.
+            self.decode.plan(rows[count:].clone(), forward_batch.seq_lens[count:].clone())
         self.new_tokens = self.mixed if launched.decoding else self.extend
         self.launched = launched
 
