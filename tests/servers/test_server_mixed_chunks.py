@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from benchmarks import splits
 from benchmarks.paths import NANO
@@ -17,6 +19,8 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.hooks import mix_with_running
 from sglang_diffkv.srt.mixed_chunks import MixedChunks
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of
@@ -121,6 +125,27 @@ def test_those_that_do_not_fit_sit_the_pass_out(fits: bool) -> None:
     with mixed.scheduling(scheduler, running):
         mixed.prompts_planned()
     assert mixed.report()["left_out"] == 2 * (not fits) and not scheduler.is_mixed_chunk
+
+
+@pytest.mark.parametrize("known", [4, 5])
+def test_a_token_is_where_its_sequence_ends(known: int) -> None:
+    """Of a request whose fifth token is to run, whether or not it was in the pass before: then its fourth is the last
+    that SGLang knows of."""
+    req = SimpleNamespace(origin_input_ids=[0] * 10, output_ids=[0] * known, full_untruncated_fill_ids=[0] * 14)
+    req.set_extend_range = lambda start, end: None
+    req.refresh_fill_ids = req._refresh_fill_ids = lambda: None
+    lengths, slots = torch.tensor([15]), torch.tensor([9])
+    both = {"seq_lens_cpu": lengths, "req_pool_indices": slots, "req_pool_indices_cpu": slots, "out_cache_loc": slots}
+    running = SimpleNamespace(reqs=[req], batch_size=lambda: 1, is_empty=lambda: False, **both)
+    allocator = object.__new__(DiffKVAllocator)
+    allocator.requests = SimpleNamespace()  # type: ignore[assignment]
+    batch = SimpleNamespace(
+        **both, token_to_kv_pool_allocator=allocator, spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        enable_overlap=True, mamba_track_indices=None, merge_batch=lambda other: None, prefix_lens=[3], extend_lens=[6],
+        extend_num_tokens=6, extend_logprob_start_lens=[0],
+    )  # fmt: skip
+    mix_with_running(ScheduleBatch.mix_with_running, batch, running)
+    assert batch.prefix_lens == [3, 14] and batch.extend_lens == [6, 1]
 
 
 @pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
