@@ -47,13 +47,16 @@ class MixedChunks:
             yield
         finally:
             scheduler.is_mixed_chunk = mixes
+            self.counts.waits = True
             self._scheduler = self._running = None
 
     def prompts_planned(self) -> None:
-        """A pass over prompts is planned: may requests decode in it?"""
+        """A pass over prompts is planned: may requests decode in it? What the device has counted since it was is for
+        the next pass to know: to wait for that is to wait for the pass that runs."""
         running = self._running
         if running is None or not self._scheduler.is_mixed_chunk or running.is_empty():
             return
+        self.counts.waits = False
         if not running.check_decode_mem():
             self._scheduler.is_mixed_chunk = False
             self.left_out += 1

@@ -106,10 +106,15 @@ def test_tokens_are_those_of_passes_apart(
 
 def parts(*, running: int = 1, fits: bool = True, **scheduler: Any) -> tuple[MixedChunks, Any, Any]:
     """With SGLang's scheduler and the batch of those that run."""
-    counts: Any = SimpleNamespace(upcoming=None)
+    counts: Any = SimpleNamespace(upcoming=None, waits=True)
     fields = {"is_mixed_chunk": True, "chunked_req": None, "chunked_prefill_size": 8, **scheduler}
+
+    def check_decode_mem() -> bool:
+        assert not counts.waits, "what the pass that runs leaves is not waited for"
+        return fits
+
     reqs = list(range(running))
-    batch = SimpleNamespace(reqs=reqs, is_empty=lambda: not reqs, check_decode_mem=lambda: fits)
+    batch = SimpleNamespace(reqs=reqs, is_empty=lambda: not reqs, check_decode_mem=check_decode_mem)
     return MixedChunks(counts), SimpleNamespace(**fields), batch
 
 
@@ -126,7 +131,7 @@ def test_those_that_do_not_fit_sit_the_pass_out(fits: bool) -> None:
             if fits:
                 assert mixed.joins(running.reqs)
         mixed.counts.upcoming = None
-        assert scheduler.is_mixed_chunk and not mixed.joins([])
+        assert scheduler.is_mixed_chunk and mixed.counts.waits and not mixed.joins([])
         assert mixed.report() == {"passes": number * fits, "left_out": number * (not fits)}
         assert mixed.decoding == running.reqs[: int(fits)]
     scheduler.is_mixed_chunk = False
