@@ -118,6 +118,7 @@ class PageCounts:
         faults: requests that ever did. pages: [rows] those that a row referred to when it was last counted.
         private: [rows] those that leave with it, at least. uncounted: row -> segment whose pages are not known yet.
         upcoming: the planned step while its kernels are not launched.
+        waits: whether reading a bound may wait for the device; if not, bounds are by what the host knows already.
     """
 
     def __init__(self, device: PageDevice, rows: RequestRows, ranks: Ranks, *, low_grows: bool, step_tokens: int = 1):
@@ -144,6 +145,7 @@ class PageCounts:
         self.faults = 0
         self.uncounted: dict[int, Segment] = {}
         self.upcoming: PlannedStep | None = None
+        self.waits = True
         self.steps = 0  # planned so far
         self.counted_step = 0  # all steps up to this one are known
         self.on_counted: Callable[[Segment], None] = lambda segment: None
@@ -326,12 +328,12 @@ class PageCounts:
 
     def free_bound(self) -> int:
         """``free``, by what the device has counted by now too."""
-        if self.ranks.ranks.alone:
+        if self.ranks.ranks.alone and self.waits:
             self.meet()
         return self.free()
 
     def headroom_bound(self) -> int:
         """``headroom``, by what the device has counted by now too."""
-        if self.ranks.ranks.alone:
+        if self.ranks.ranks.alone and self.waits:
             self.refresh()
         return self.headroom()

@@ -373,6 +373,14 @@ def no_prefill(running_batch: Any) -> Any:
     return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
 
+def set_mixed_starts(batch: Any, running: Any) -> None:
+    """0.5.17 takes it for granted that each request which decodes in a pass over prompts was in the pass before, too:
+    of one that was not, the token would be one position too far."""
+    if release() < (0, 5, 18):
+        starts = [length - 1 for length in running.seq_lens_cpu.tolist()]
+        batch.prefix_lens[-len(starts) :] = starts
+
+
 def part_batch(batch: Any, indices: Sequence[int]) -> Any:
     """Take the requests at ``indices``, not all, out of a batch that is about to decode. A batch of them, for
     ``join_batch``; None, changing nothing, where SGLang accumulates penalties, which it has for a batch as a whole."""

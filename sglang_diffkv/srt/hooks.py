@@ -178,9 +178,13 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
 
 def mix_with_running(original: Any, self: Any, running_batch: Any) -> Any:
     """A pass over prompts takes in those that run, unless none of them has room in it."""
-    if requests_of(self) is not None and running_batch.is_empty():
+    if requests_of(self) is None:
+        return original(self, running_batch)
+    if running_batch.is_empty():
         return None
-    return original(self, running_batch)
+    result = original(self, running_batch)
+    compat.set_mixed_starts(self, running_batch)
+    return result
 
 
 def check_decode_mem(original: Any, self: Any, selected_indices: Any = None) -> bool:

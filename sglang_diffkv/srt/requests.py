@@ -315,7 +315,7 @@ class Requests:
         """The next pass computes one token of each request, at positions ``starts``, beside the prompts that are
         planned for it if SGLang mixes the two."""
         rows = [compat.allocated_row_of(req) for req in reqs]
-        if self.mixed.joins():
+        if self.mixed.joins(reqs):
             return self.manager.decode_beside_prompts(rows, starts)
         return self.manager.plan_step(rows, [1] * len(rows), starts)
 
@@ -358,8 +358,8 @@ class Requests:
         if self.exact is not None:
             self.exact.copy_alone(running)
         if self.budgets is not None:
-            known = {id(req) for req in running}
-            self.budgets.follow(running + [x for x in others if id(x) not in known and not x.finished()])
+            found = {id(req): req for req in (*running, *others, *self.mixed.decoding)}
+            self.budgets.follow([req for req in found.values() if not req.finished()])
 
     # Publication
 

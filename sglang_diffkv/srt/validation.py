@@ -50,6 +50,11 @@ def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
     problems += _drafts_on_a_gpu(args, device)
     if getattr(args, "enable_mixed_chunk", False):
         problems += untried_on_a_gpu(device, "--enable-mixed-chunk", "drop it")
+        if _switched_on("SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP"):
+            problems.append(
+                "--enable-mixed-chunk with SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP, by which requests would end "
+                "while their next token is planned: unset it"
+            )
         if getattr(config.policy, "asynchronous", False):
             problems.append('--enable-mixed-chunk with "asynchronous": true: drop one of them')
     if getattr(config.policy, "asynchronous", False):

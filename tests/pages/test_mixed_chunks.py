@@ -199,3 +199,18 @@ def test_rows_that_do_not_fit_leave_the_prompts_planned() -> None:
     manager.decode_beside_prompts([1], [20])
     with pytest.raises(AssertionError, match="no pass over prompts"):
         manager.decode_beside_prompts([1], [21])
+
+
+def test_bounds_that_do_not_wait_for_the_device() -> None:
+    """Before its pass is planned in full, the snapshot that was taken for it lies behind the pass that runs."""
+    passes = Passes(*POLICIES["diffkv"], "reference", mixed=True)
+    manager, counts = passes.manager, passes.manager.counts
+    passes.run((1, 20), [], 1)
+    passes.run(None, [1], 2)
+    passes._plan_prompt(2, 30, 0, 20)
+    counts.waits = False
+    bounds, left = counts.free_bound() - counts.headroom_bound(), len(counts._snapshots)
+    manager.decode_beside_prompts([1], [21])
+    counts.waits = True
+    assert left == 1 and bounds <= counts.free_bound() - counts.headroom_bound()
+    assert not counts._snapshots

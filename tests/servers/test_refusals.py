@@ -140,6 +140,13 @@ def test_mixed_chunks_are_refused_beside_asynchronous_compression() -> None:
         check_server_args(_args(enable_mixed_chunk=True), load_config(policy % "true"))
 
 
+def test_mixed_chunks_are_refused_where_results_come_before_a_planned_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP", "1")
+    check_server_args(_args())
+    with pytest.raises(UnsupportedError, match="with SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP"):
+        check_server_args(_args(enable_mixed_chunk=True))
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
 
 from benchmarks import splits
 from benchmarks.paths import NANO
@@ -17,7 +19,10 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.srt.allocator import DiffKVAllocator
+from sglang_diffkv.srt.hooks import mix_with_running
 from sglang_diffkv.srt.mixed_chunks import MixedChunks
+from sglang_diffkv.srt.requests import Requests
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of
 
@@ -99,28 +104,80 @@ def test_tokens_are_those_of_passes_apart(
     check_mixed(server, REQUESTS // 2)
 
 
+def parts(*, running: int = 1, fits: bool = True, **scheduler: Any) -> tuple[MixedChunks, Any, Any]:
+    """With SGLang's scheduler and the batch of those that run."""
+    counts: Any = SimpleNamespace(upcoming=None, waits=True)
+    fields = {"is_mixed_chunk": True, "chunked_req": None, "chunked_prefill_size": 8, **scheduler}
+
+    def check_decode_mem() -> bool:
+        assert not counts.waits, "what the pass that runs leaves is not waited for"
+        return fits
+
+    reqs = list(range(running))
+    batch = SimpleNamespace(reqs=reqs, is_empty=lambda: not reqs, check_decode_mem=check_decode_mem)
+    return MixedChunks(counts), SimpleNamespace(**fields), batch
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_those_that_do_not_fit_sit_the_pass_out(fits: bool) -> None:
     """And SGLang mixes the next one, if that fits."""
-    counts: Any = SimpleNamespace(upcoming=None)
-    scheduler = SimpleNamespace(is_mixed_chunk=True)
-    running = SimpleNamespace(is_empty=lambda: False, check_decode_mem=lambda: fits)
-    mixed = MixedChunks(counts)
+    mixed, scheduler, running = parts(fits=fits)
     for number in (1, 2):
         with mixed.scheduling(scheduler, running):
-            assert not mixed.joins()  # no prompts are planned yet
-            counts.upcoming = object()
+            assert not mixed.joins(running.reqs)  # no prompts are planned yet
+            mixed.counts.upcoming = object()  # type: ignore[assignment]
             mixed.prompts_planned()
             assert scheduler.is_mixed_chunk == fits
             if fits:
-                assert mixed.joins()
-        counts.upcoming = None
-        assert scheduler.is_mixed_chunk and not mixed.joins()
+                assert mixed.joins(running.reqs)
+        mixed.counts.upcoming = None
+        assert scheduler.is_mixed_chunk and mixed.counts.waits and not mixed.joins([])
         assert mixed.report() == {"passes": number * fits, "left_out": number * (not fits)}
+        assert mixed.decoding == running.reqs[: int(fits)]
     scheduler.is_mixed_chunk = False
     with mixed.scheduling(scheduler, running):
         mixed.prompts_planned()
-    assert mixed.report()["left_out"] == 2 * (not fits) and not scheduler.is_mixed_chunk
+    assert mixed.report()["left_out"] == 2 * (not fits) and not scheduler.is_mixed_chunk and not mixed.decoding
+
+
+@pytest.mark.parametrize(("running", "chunked", "mixes"), [(7, True, True), (8, True, False), (8, False, True)])
+def test_a_prompt_goes_on_where_those_that_run_fill_its_chunk(running: int, chunked: bool, mixes: bool) -> None:
+    """SGLang gives its next chunk what those that run leave, and would give it nothing, or less."""
+    mixed, scheduler, batch = parts(running=running, chunked_req=object() if chunked else None)
+    with mixed.scheduling(scheduler, batch):
+        assert scheduler.is_mixed_chunk == mixes
+    assert scheduler.is_mixed_chunk and mixed.left_out == (not mixes)
+
+
+@pytest.mark.parametrize("known", [4, 5])
+def test_a_token_is_where_its_sequence_ends(known: int) -> None:
+    """Of a request whose fifth token is to run, whether or not it was in the pass before: then its fourth is the last
+    that SGLang knows of."""
+    req = SimpleNamespace(origin_input_ids=[0] * 10, output_ids=[0] * known, full_untruncated_fill_ids=[0] * 14)
+    req.set_extend_range = lambda start, end: None
+    req.refresh_fill_ids = req._refresh_fill_ids = lambda: None
+    lengths, slots = torch.tensor([15]), torch.tensor([9])
+    both = {"seq_lens_cpu": lengths, "req_pool_indices": slots, "req_pool_indices_cpu": slots, "out_cache_loc": slots}
+    running = SimpleNamespace(reqs=[req], batch_size=lambda: 1, is_empty=lambda: False, **both)
+    allocator = object.__new__(DiffKVAllocator)
+    allocator.requests = SimpleNamespace()  # type: ignore[assignment]
+    batch = SimpleNamespace(
+        **both, token_to_kv_pool_allocator=allocator, spec_algorithm=SimpleNamespace(is_none=lambda: True),
+        enable_overlap=True, mamba_track_indices=None, merge_batch=lambda other: None, prefix_lens=[3], extend_lens=[6],
+        extend_num_tokens=6, extend_logprob_start_lens=[0],
+    )  # fmt: skip
+    mix_with_running(ScheduleBatch.mix_with_running, batch, running)
+    assert batch.prefix_lens == [3, 14] and batch.extend_lens == [6, 1]
+
+
+def test_budgets_see_those_that_decode_beside_prompts() -> None:
+    """Each once, behind the results of the pass before: SGLang's running batch does not have them then."""
+    followed: list[Any] = []
+    budgets = SimpleNamespace(compress_judged=lambda: None, follow=followed.extend)
+    prompt, runs, ended, joined = (SimpleNamespace(finished=lambda ends=ends: ends) for ends in (0, 0, 1, 0))
+    requests: Any = SimpleNamespace(budgets=budgets, exact=None, mixed=SimpleNamespace(decoding=[runs, joined]))
+    Requests.after_step(requests, [prompt, ended], [runs])
+    assert followed == [prompt, runs, joined]
 
 
 @pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
