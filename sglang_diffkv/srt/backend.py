@@ -181,7 +181,7 @@ class DiffKVAttnBackend(AttentionBackend):
             return
         if launched is None or list(forward_batch.extend_seq_lens_cpu) != launched.new_tokens:
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
-        count = len(launched.prompts)  # requests whose prompts run; behind them come those that decode
+        count = len(launched.rows) - launched.decoding  # requests whose prompts run; those that decode come last
         tensors = (rows[:count], forward_batch.extend_prefix_lens[:count], forward_batch.extend_seq_lens[:count])
         judged = self.manager.prompts.judged
         judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}

@@ -94,14 +94,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_tokens_are_those_of_passes_apart(
     name: str, prompts: list[list[int]], server_of: Callable[..., Server]
 ) -> None:
-    """What is kept of a request does not depend on what else is in its passes."""
-    args = ["--max-total-tokens", str(ROOM), "--disable-radix-cache"]
-    apart = server_of("diffkv", [*CHUNKS, *args], config=CONFIGS[name], env=STRICT)
+    """What is kept of a request does not depend on what else is in its passes. No prompt is cut: where it is cut decides
+    how its keys round, and so which of two tokens of nearly one score a method keeps."""
+    prompts = [x for x in prompts if len(x) < 600]
+    args = ["--max-total-tokens", str(2 * ROOM), "--chunked-prefill-size", "2048", "--disable-radix-cache"]
+    apart = server_of("diffkv", args, config=CONFIGS[name], env=STRICT)
     expected = one_by_one(apart, prompts)
     assert "mixed_chunks" not in stats_of(apart)
-    server = server_of("diffkv", [*MIXED, *args], config=CONFIGS[name], env=STRICT)
-    check_tokens(crowd(server, prompts), expected, name, equal=0.7)
-    check_mixed(server, REQUESTS // 2)
+    server = server_of("diffkv", [*args, "--enable-mixed-chunk"], config=CONFIGS[name], env=STRICT)
+    check_tokens(crowd(server, prompts), expected, name)
+    check_mixed(server, 3)
 
 
 def parts(*, running: int = 1, fits: bool = True, **scheduler: Any) -> tuple[MixedChunks, Any, Any]:

@@ -104,12 +104,12 @@ def test_states_that_take_all_memory_leave_none(tmp_path: Path) -> None:
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     """A Python that does not know of the plugin, an option and a model that are refused."""
     (tmp_path / "sitecustomize.py").write_text(UNKNOWN)
-    done = _run("--model-path", str(MLA), "--enable-mixed-chunk", first=tmp_path)
+    done = _run("--model-path", str(MLA), "--enable-two-batch-overlap", first=tmp_path)
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     said = " ".join(done.stdout.split())
     assert "REFUSED: SGLang does not know of the plugin: in this Python no package has the entry point 'diffkv'" in said
-    assert "REFUSED: --attention-backend diffkv does not work with mixed chunks: drop --enable-mixed-chunk" in said
+    assert "REFUSED: --attention-backend diffkv does not work with two-batch overlap: drop --enable-two-batch" in said
     assert "REFUSED: --attention-backend diffkv cannot serve this model (DeepseekV2Config): it has multi-head" in said
     assert "A server would be refused, for 3 reasons." in said
 

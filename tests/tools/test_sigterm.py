@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import sys
+import signal, sys
 from sglang_diffkv.evaluate.server import Server
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 server = Server("a model")
 stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 server.command = [sys.executable, "-c", stubborn + "print(os.getpid(), flush=True); time.sleep(120)"]
@@ -51,13 +52,9 @@ def test_signals_stop_the_server_too(numbers: list[int], grace: float) -> None:
             time.sleep(0.1)
         pid = int(text)
         assert alive(pid)
-        deadline = time.monotonic() + grace / 2
         for number in numbers:
             run.send_signal(number)
             time.sleep(0.3)
-        while run.poll() is None and numbers[0] == signal.SIGINT and time.monotonic() < deadline:
-            time.sleep(2)  # two that come at once are one to a program on a busy machine
-            run.send_signal(signal.SIGINT)
         run.wait(timeout=30)
     assert run.returncode != 0
     deadline = time.monotonic() + 10
