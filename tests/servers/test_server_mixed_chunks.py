@@ -94,8 +94,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_tokens_are_those_of_passes_apart(
     name: str, prompts: list[list[int]], server_of: Callable[..., Server]
 ) -> None:
-    """What is kept of a request does not depend on what else is in its passes. No prompt is cut: where it is decides how
-    its keys round, and so which of two tokens of nearly one score a method keeps."""
+    """What is kept of a request does not depend on what else is in its passes. No prompt is cut: where it is decides
+    how its keys round, and so which of two tokens of nearly one score a method keeps."""
     prompts = [x for x in prompts if len(x) < 600]
     args = ["--max-total-tokens", str(2 * ROOM), "--chunked-prefill-size", "2048", "--disable-radix-cache"]
     apart = server_of("diffkv", args, config=CONFIGS[name], env=STRICT)
