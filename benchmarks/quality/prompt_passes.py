@@ -19,7 +19,7 @@ from sglang_diffkv.calibrate.layers.measure import Rule, judge, window_scores
 from sglang_diffkv.calibrate.reading import Sight, causal, load
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.kernels.gather_scores.reference import smooth
-from sglang_diffkv.kernels.select.reference import select_count
+from sglang_diffkv.kernels.select.reference import is_above, select_count
 
 QUERIES = 256
 """Of a later chunk that attend at once, which bounds their mask."""
@@ -146,8 +146,7 @@ def chosen(scores: torch.Tensor, count: int, rule: Rule) -> torch.Tensor:
     them (Algorithm 2), and the window."""
     values = smooth(scores.unsqueeze(0), rule.pool, average=True) if rule.pool > 1 else scores.unsqueeze(0)
     heads, tokens = scores.shape
-    cut, tie = (x[0].unsqueeze(1) for x in select_count(values, torch.full((1, heads), count)))
-    best = (values[0] > cut) | ((values[0] == cut) & (torch.arange(tokens) <= tie))
+    best = is_above(values, *select_count(values, torch.full((1, heads), count)))[0]
     window = torch.arange(tokens, tokens + rule.window).expand(heads, -1)
     return torch.cat([best.nonzero()[:, 1].view(heads, count), window], 1)
 

@@ -73,11 +73,16 @@ def _weights(values: torch.Tensor) -> torch.Tensor:
     return torch.where(finite, values * scale, 0.0).floor().long()
 
 
-def count_above(values: torch.Tensor, cut: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
-    """[L, H] int64: values of each head that ``cut`` [L, H] and ``tie`` [L, H], as the selections give them, choose."""
+def is_above(values: torch.Tensor, cut: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
+    """[L, H, n] bool: the values that ``cut`` [L, H] and ``tie`` [L, H], as the selections give them, choose."""
     cut, tie = cut.unsqueeze(2), tie.unsqueeze(2)
     at = torch.arange(values.shape[2], device=values.device)
-    return ((values > cut) | ((values == cut) & (at <= tie))).sum(2)
+    return (values > cut) | ((values == cut) & (at <= tie))
+
+
+def count_above(values: torch.Tensor, cut: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
+    """[L, H] int64, how many of each head's."""
+    return is_above(values, cut, tie).sum(2)
 
 
 def _select(values: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,10 @@ class Pressure:
 
     def relieve(self, rows: Iterable[int]) -> list[int]:
         """Compress those of ``rows`` that have grown since they last were, some at a time: each borrows pages. Behind
-        all that is launched; waits for the device. Returns those that were compressed."""
+        all that is launched; waits for the device. Returns those that were compressed: none while a pass is planned
+        that is not launched, for which it does not wait."""
+        if self.counts.upcoming is not None:
+            return []
         due = [row for row in rows if self._is_due(row)]
         done: list[int] = []
         while due and (fitting := self._fitting()) > 0:
@@ -51,7 +54,7 @@ class Pressure:
         """Rows for which there are certainly pages. No step is in flight once the counts are settled, so what steps may
         take can be lent: it is back, but for a page of a head at most, before the next one is asked for its room."""
         self.counts.settle()
-        return self.counts.free() // lent_pages(self.device) if self.counts.upcoming is None else 0
+        return self.counts.free() // lent_pages(self.device)
 
     def _has_table_room(self, row: int) -> bool:
         """Make room in the page table for the tokens that may go down; False if there is none."""

@@ -206,8 +206,8 @@ class DiffKVAttnBackend(AttentionBackend):
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         out = wrapper.run(self.layers[layer.layer_id], q, k, v, scaling_of(layer), sink_logits)
         if layer.layer_id == self.last_layer:
-            if wrapper in (self.decode, self.mixed):
-                self.decode.end()
+            if isinstance(wrapper, DecodeWrapper | MixedWrapper):
+                wrapper.end()
             if self.launched is not None:
                 self.manager.end_prompts(self.launched)
         return out.reshape(out.shape[0], -1)

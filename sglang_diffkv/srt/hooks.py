@@ -228,10 +228,10 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
 def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
     """A batch that cannot be prepared ends the requests that are the cause; the others wait again."""
     requests = requests_of(self)
-    if requests is not None and requests.retracted is not None:
-        requests.retracted.expected = lambda: compat.expected_tokens(self, running_batch)
     if requests is None:
         return original(self, running_batch)
+    if requests.retracted is not None:
+        requests.retracted.expected = lambda: compat.expected_tokens(self, running_batch)
     try:
         with requests.mixed.scheduling(self, running_batch):
             return original(self, running_batch)

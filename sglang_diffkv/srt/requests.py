@@ -298,8 +298,6 @@ class Requests:
         """The next token of each request does not fit. Whether any of them has given up bytes: not where table blocks
         or KV slots are short, of which compression frees none, nor where a pass is planned already."""
         pressure, ledger = self.manager.pressure, self.ledger
-        if self.manager.counts.upcoming is not None:
-            return False
         if pressure is None or ledger.table_starved() or ledger.uncommitted_kv_slots() < len(reqs):
             return False
         rows, before = (compat.row_of(req) for req in reqs if not req.finished()), pressure.compressions
