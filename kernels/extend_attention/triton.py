@@ -216,39 +216,56 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor)
 
 
 def _update_scores(
-    state: PageState,
-    layer: int,
-    q: torch.Tensor,
-    key: torch.Tensor,
-    lse: torch.Tensor,  # [tokens, Hq] float32, base 2
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    extend_lens: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    max_extend: int,
-    max_prefix: int,
-    sm_scale: float,
-    logit_cap: float,
-    judged: dict[int, torch.Tensor],
-    observe_from: torch.Tensor | None,
-    observe_every: int,
-    reduce: str,
-) -> None:
-    fmt, group, heads, batch = state.fmt, q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
-    since = extend_lens if observe_from is None else observe_from
-    assert since.shape == (batch,) and (not observe_every or observe_from is not None)
-    observed = {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
-    common = {"G": group, "HAS_CAP": logit_cap > 0, **observed}
+    state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
+    starts: torch.Tensor, extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, max_prefix: int,
+    sm_scale: float, logit_cap: float, judged: dict[int, torch.Tensor], observe_from: torch.Tensor | None,
+    observe_every: int, reduce: str,
+) -> None:  # fmt: skip
+    lens = (rows, starts, extend_lens, prefix_lens)
+    rule: dict[str, Any] = {"observe_from": observe_from, "observe_every": observe_every, "reduce": reduce}
     if max_prefix:
-        for tier in _constants(*_shape(state))[: fmt.scored]:
-            programs = min(64, triton.cdiv(max_prefix, tier["N"]))
-            for number, scores in [(None, lse), *judged.items()]:
-                page_scores_kernel[(batch if number is None else 1, heads, programs)](
-                    q, lse, starts, extend_lens, prefix_lens, since, rows, state.pages, state.page_table,
-                    state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry, state.write_slot,
-                    scores, scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
-                    M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
-                )  # fmt: skip
+        score_pages(state, layer, q, lse, *lens, max_prefix, sm_scale, logit_cap, judged, **rule)
+    score_new(state, layer, q, key, lse, *lens, max_extend, sm_scale, logit_cap, **rule)
+
+
+def _observed(batch: int, observe_from: torch.Tensor | None, observe_every: int, reduce: str) -> dict[str, Any]:
+    """Compile-time constants of who observes."""
+    assert observe_from is None or observe_from.shape == (batch,)
+    assert not observe_every or observe_from is not None
+    return {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
+
+
+def score_pages(
+    state: PageState, layer: int, q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
+    extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float,
+    judged: dict[int, torch.Tensor], *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+) -> None:  # fmt: skip
+    """Of ``extend_attention``'s scores those of tokens in pages. ``lse``: [tokens, Hq] float32, base 2, of the logits
+    that queries have with keys as they are stored."""
+    group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
+    assert q.is_contiguous() and lse.is_contiguous()
+    since = extend_lens if observe_from is None else observe_from
+    common = {"G": group, "HAS_CAP": logit_cap > 0, **_observed(batch, observe_from, observe_every, reduce)}
+    for tier in _constants(*_shape(state))[: state.fmt.scored]:
+        programs = min(64, triton.cdiv(max_prefix, tier["N"]))
+        for number, scores in [(None, lse), *judged.items()]:
+            page_scores_kernel[(batch if number is None else 1, heads, programs)](
+                q, lse, starts, extend_lens, prefix_lens, since, rows, state.pages, state.page_table,
+                state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry, state.write_slot,
+                scores, scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
+                M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
+            )  # fmt: skip
+
+
+def score_new(
+    state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
+    starts: torch.Tensor, extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, sm_scale: float,
+    logit_cap: float, *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+) -> None:  # fmt: skip
+    """Of ``extend_attention``'s scores those of new tokens."""
+    group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
+    since = extend_lens if observe_from is None else observe_from
+    common = {"G": group, "HAS_CAP": logit_cap > 0, **_observed(batch, observe_from, observe_every, reduce)}
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
     new_scores_kernel[(batch * heads * -(-max_extend // tile),)](
         q, q.stride(0), q.stride(1), key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since,

@@ -43,11 +43,13 @@ class Wrapper:
         self.state, self.ops, self.policy, self.rotation, self.queries = state, ops, policy, rotation, queries
         self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, rotated as keys are
         self._rounded_means = key_means  # the same numbers in the state's dtype, which they are rounded to
+        self._given_means: torch.Tensor | None = None  # and before they are rotated, float32
         if key_means is not None:
             assert key_means.shape == (state.num_layers, state.num_heads, state.fmt.head_dim)
             means = key_means.to(state.device, torch.float32)
             self._rounded_means = (rotated(means) if rotation.keys else means).to(state.dtype)
             self.key_means = self._rounded_means.float()
+            self._given_means = rotated(self.key_means) if rotation.keys else self.key_means
         self.step: Step | None = None
 
     def begin(self) -> None:
@@ -176,6 +178,13 @@ class ExtendWrapper(Wrapper):
         # New tokens that see each other only: in any form attention is the same, and so are scores.
         if not step.max_prefix and not self.ops.reads_new_tokens:
             return self._extend(step, layer, q, key, value, scaling, sink_logits)
+        means = None if self._given_means is None else self._given_means[layer]
+        out = self.ops.extend_unpacked(
+            self.state, layer, q, key, value, step, scaling, self.policy,
+            rotation=self.rotation, key_means=means, sink_logits=sink_logits,
+        )  # fmt: skip
+        if out is not None:
+            return out
         return self._turned_back(
             self._extend(step, layer, *self._as_stored(layer, q, key, value), scaling, sink_logits)
         )  # fmt: skip

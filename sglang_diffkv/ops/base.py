@@ -31,6 +31,18 @@ def usual_scaling(head_dim: int) -> Scaling:
     return Scaling(head_dim**-0.5)
 
 
+@dataclass(frozen=True)
+class WholeRequests:
+    """All tokens of a pass's requests, one request after the other, those that are stored before the new ones.
+
+    Attributes:
+        into: [B] int64 on the device, place of each request's first token. lens: tokens of each, on the host.
+    """
+
+    into: torch.Tensor
+    lens: tuple[int, ...]
+
+
 @dataclass
 class Step:
     """One forward pass: ``B`` requests with ``extend_lens`` new tokens after ``prefix_lens`` stored ones.
@@ -52,6 +64,8 @@ class Step:
     max_extend: int = 1
     max_prefix: int = 0
     counts: tuple[int, ...] = ()  # an extend step's new tokens of each request, on the host
+    prefixes: tuple[int, ...] = ()  # and those stored before them
+    whole: WholeRequests | None = None  # where stored tokens are read back from pages, for attention to all at once
     found: Any = None
     scratch: Any = None
     judged: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -97,6 +111,7 @@ class Step:
             max(counts),
             max(prefixes),
             tuple(counts),
+            tuple(prefixes),
             observe_from=to_device(observe_from, device) if observe_from and any(observe_from) else None,
         )
         step.starts = starts
@@ -197,6 +212,20 @@ class Ops(Protocol):
         cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
+
+    def extend_unpacked(
+        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
+        scaling: Scaling, policy: Policy, *, rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """As ``extend``, of new tokens as the model gives them: they attend to stored ones that are read back from
+        pages (``kernels/read_back``). None, doing nothing, where this is not done in this layer of this step.
+
+        Args:
+            rotation: what is rotated before it is stored. key_means: [H, head_dim] float32, what is taken off keys, not
+                rotated.
+        """
+        ...
 
     def verify(
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,

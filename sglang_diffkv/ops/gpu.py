@@ -71,15 +71,17 @@ def prefill_obstacle(fmt: PageFormat, prefill: str, scalings: Sequence[Scaling],
     return obstacle
 
 
-def choose_prefill(ops: TritonOps, state: PageState, prefill: str, scalings: Sequence[Scaling]) -> None:
-    """Let FlashInfer compute the attention of new tokens among themselves if it can for layers of these ``scalings``.
-    Raises UnsupportedError as ``build_ops`` does."""
+def choose_prefill(
+    ops: TritonOps, state: PageState, prefill: str, scalings: Sequence[Scaling], *, sinks: bool = False
+) -> None:
+    """Let FlashInfer compute the attention of new tokens if it can for layers of these ``scalings``. ``sinks``: whether
+    any layers have attention sinks. Raises UnsupportedError as ``build_ops`` does."""
     obstacle = prefill_obstacle(state.fmt, prefill, scalings, state.reaches)
     ragged = prefill != "triton" and not obstacle
     ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     ops.prefill_bytes = ops.prefill_bytes if ragged else 0
     if ragged:
-        ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim))
+        ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim), sinks=sinks)
     reason = f" ({obstacle})" if prefill == "auto" and obstacle else ""
     by = "FlashInfer" if ragged else "Triton"
     if ragged and state.slides:

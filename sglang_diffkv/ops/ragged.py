@@ -1,4 +1,4 @@
-"""Attention of a prefill's new tokens among themselves by FlashInfer, where it is installed."""
+"""Attention of a prefill's new tokens by FlashInfer, where it is installed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ def workspace_bytes(q_heads: int, kv_heads: int, v_head_dim: int, device: torch.
     tiles = RESIDENT * processors_of(device) // kv_heads
     results = q_heads * max(tiles, 1) * TILE_ROWS * (v_head_dim + 1) * 4
     return -(-results // MIB) * MIB + MIB
+
+
+def _ends(lens: Sequence[int]) -> torch.Tensor:
+    """[B + 1] int32, on the host."""
+    return torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 class RaggedPrefill:
@@ -78,23 +83,25 @@ class RaggedPrefill:
         return not cls.obstacle(head_dim, v_head_dim, ())
 
     def plan(self, step: Step) -> None:
-        """Plan for the requests of an extend step.
+        """Plan for the requests of an extend step: for attention of new tokens among themselves, or, where the step has
+        ``whole`` requests, to those before them too.
 
         FlashInfer copies a plan from one pinned buffer, so the last plan's copy has to be through.
         """
         if self._copied is not None:
             self._copied.synchronize()
-        ends = torch.tensor([0, *step.counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)  # [B + 1], on the host
+        ends = _ends(step.counts)
+        key_ends = ends if step.whole is None else _ends(step.whole.lens)
         q_heads, kv_heads, head_dim, v_head_dim = self._shape
-        self._wrapper.plan(ends, ends, q_heads, kv_heads, head_dim, v_head_dim, **self._options)
+        self._wrapper.plan(ends, key_ends, q_heads, kv_heads, head_dim, v_head_dim, **self._options)
         self._copied = self._copied or torch.cuda.Event()
         self._copied.record()
 
     def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Causal attention within each request.
+        """Causal attention within each request, whose last tokens the queries are.
 
         Args:
-            q: [tokens, Hq, head_dim]. key: [tokens, H, head_dim]. value: [tokens, H, v_head_dim].
+            q: [tokens, Hq, head_dim]. key: [planned tokens, H, head_dim]. value: [planned tokens, H, v_head_dim].
 
         Returns:
             out [tokens, Hq, v_head_dim], lse [tokens, Hq] float32, base 2.

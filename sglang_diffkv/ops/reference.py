@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -117,6 +118,9 @@ class ReferenceOps:
             judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
             reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
         )  # fmt: skip
+
+    def extend_unpacked(self, *step: Any, **form: Any) -> None:
+        """Pages are attended to as they are."""
 
     def verify(
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,

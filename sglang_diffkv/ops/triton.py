@@ -44,6 +44,7 @@ from sglang_diffkv.kernels.window_scores.triton import window_scores
 from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.mem_pool.transfer import to_device
+from sglang_diffkv.ops import read_back
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
@@ -86,6 +87,8 @@ class TritonOps:
         self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
         self.least_scratch, self.prefill_bytes = least_scratch, prefill_bytes
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
+        self.has_sinks = False
+        """Of the model's layers: attention that sinks join is rounded once, behind them."""
         self.prompt = PromptWorkspace.create(state)
         self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
@@ -105,9 +108,10 @@ class TritonOps:
             )
         )
 
-    def use_ragged(self, state: PageState, scaling: Scaling) -> None:
-        """New tokens of layers of this scaling attend among themselves by FlashInfer, in the scratch of the decode
-        steps, or in memory of its own."""
+    def use_ragged(self, state: PageState, scaling: Scaling, *, sinks: bool = False) -> None:
+        """New tokens of layers of this scaling attend by FlashInfer, in the scratch of the decode steps, or in memory
+        of its own. ``sinks``: whether any layers have attention sinks."""
+        self.has_sinks = sinks
         self.ragged_plan_bytes = PLAN_BYTES
         if not state.pages.is_meta:
             fmt, buffer = state.fmt, self.buffers[0].scratch.memory
@@ -171,6 +175,8 @@ class TritonOps:
             torch.sub(step.seq_lens, 1, out=step.prefix_lens)
             step.num_valid.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
+            if not self.has_sinks and read_back.heads_hold_all(self.policy, len(state.fmt.tiers)):
+                step.whole = read_back.whole_requests(state, step)
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
         if decode and state.slides and step.found is not None:  # nothing is searched in sliding layers
@@ -244,12 +250,7 @@ class TritonOps:
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         reach = state.reach(layer)
-        if self.ragged is not None and not reach and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
-            logger.warning(
-                "DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", scale, cap
-            )
-            self.ragged = None
-        ragged = None if reach else self.ragged
+        ragged = None if reach or step.whole is not None else self._ragged(scale, cap)
         if ragged is None or step.max_prefix:  # FlashInfer and the scores of new tokens take a slice of a projection
             q = q.contiguous()
         new_part = None if ragged is None else ragged.run(q, key, value)
@@ -279,6 +280,29 @@ class TritonOps:
             reach=reach,
             sink_logits=sink_logits,
         )[0]
+
+    def _ragged(self, scale: float, cap: float) -> RaggedPrefill | None:
+        """FlashInfer, if it was planned for layers of this scaling; otherwise it is not used any more."""
+        if self.ragged is not None and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
+            logger.warning(
+                "DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", scale, cap
+            )
+            self.ragged = None
+        return self.ragged
+
+    def extend_unpacked(
+        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
+        scaling: Scaling, policy: Policy, *, rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:  # fmt: skip
+        if step.whole is None or state.reach(layer) or sink_logits is not None:
+            return None
+        ragged = self._ragged(*scaling)
+        if ragged is None:
+            return None
+        return read_back.attend(
+            state, layer, q, key, value, step, ragged, scaling, policy, rotation, key_means
+        )  # fmt: skip
 
     def verify(
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,

@@ -91,11 +91,16 @@ def warm_up(
         ops.rotate(value.new_zeros(1, ops.q_heads, fmt.v_head_dim))
     for prefix, scores in [(0, {}), (1, {}), *((1, x) for x in judged)]:
         one, zero = none[:1], none[:1]
-        step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
-        ops.begin(state, step, decode=False)
-        ops.append(state, 0, key[:1], value[:1], step, **form)
-        for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
-            ops.extend(state, layer, q[:1], key[:1], value[:1], step, scale, policy, cap, sink)
+        for stored in ((), (prefix,)) if prefix else ((),):  # pages as they are, and read back where that is done
+            step = Step(
+                one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), stored, judged=scores
+            )
+            ops.begin(state, step, decode=False)
+            ops.append(state, 0, key[:1], value[:1], step, **form)
+            for layer, scaling, sink in _kinds_of_layers(ops, state, scalings, sinks):
+                tokens, (scale, cap) = (q[:1], key[:1], value[:1]), scaling
+                if ops.extend_unpacked(state, layer, *tokens, step, scaling, policy, **form, sink_logits=sink) is None:
+                    ops.extend(state, layer, *tokens, step, scale, policy, cap, sink)
     if drafts:
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, drafts, 1, (drafts,))
         for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):

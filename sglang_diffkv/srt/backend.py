@@ -101,7 +101,7 @@ class DiffKVAttnBackend(AttentionBackend):
 
         ops, policy = self.manager.ops, self.manager.policy
         assert isinstance(ops, TritonOps)
-        choose_prefill(ops, self.state, config.prefill, scalings)
+        choose_prefill(ops, self.state, config.prefill, scalings, sinks=sinks is not None)
         copies = config.prefix_fidelity == "exact"
         compile_kernels(
             ops, self.state, policy, dtype=dtype, scalings=scalings, rotation=self.extend.rotation, copies=copies,

@@ -69,6 +69,18 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
     JITFunction.run = compiled
 
 
+class Planned:
+    """What the ops ask of FlashInfer, which computes nothing here."""
+
+    def __init__(self, scaling: Scaling):
+        self.scale, self.logit_cap = scaling
+
+    def plan(self, step: Step) -> None: ...
+
+    def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(*q.shape[:2], value.shape[2], dtype=q.dtype), torch.zeros(q.shape[:2])
+
+
 def start(
     tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = "",
     reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096, heads: int = 8,
@@ -89,19 +101,22 @@ def start(
     rotation = Rotation.named(config.rotate)
     queries = None if manager.running is None else manager.running.cache
     means = torch.zeros(2, heads, head_dim) if rotation.keys and queries is None and sinks is None else None
-    warm_up(
-        ops,
-        state,
-        policy,
-        dtype=torch.bfloat16,
-        scalings=scalings,
-        queries=queries,
-        copies=compresses,
-        rotation=rotation,
-        sinks=sinks,
-        key_means=means,
-        drafts=DRAFTS if queries is None else 0,
-    )
+    planned: Any = Planned(scalings[0]) if len(scalings) == 1 and not all(reaches or (0,)) else None
+    for ragged in (None, planned):
+        ops.ragged, ops.has_sinks = ragged, sinks is not None
+        warm_up(
+            ops,
+            state,
+            policy,
+            dtype=torch.bfloat16,
+            scalings=scalings,
+            queries=queries,
+            copies=compresses,
+            rotation=rotation,
+            sinks=sinks,
+            key_means=means,
+            drafts=DRAFTS if queries is None else 0,
+        )
     return manager, ops, {"rotation": rotation, "key_means": None if means is None else means[1]}
 
 
@@ -119,15 +134,20 @@ def call_again(
     q = torch.zeros(count, ops.q_heads, dim, dtype=torch.bfloat16)
     wide = torch.zeros(batch, heads + ops.q_heads, dim, dtype=torch.bfloat16)
     key, value = (torch.zeros(count, 3 * heads, dim, dtype=torch.bfloat16)[:, heads : 2 * heads] for _ in range(2))
-    for before in (torch.zeros_like(prefix), prefix):
+    for before, ragged in product((torch.zeros_like(prefix), prefix), (None, ops.ragged)):
         since = (before + 2).tolist() if policy.observation.queries else None
         step = Step.extend(rows, before, lengths, before.tolist(), lengths.tolist(), since)
         if compresses and before is prefix:
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
+        planned, ops.ragged = ops.ragged, ragged
         ops.begin(state, step, decode=False)
         ops.append(state, 1, key, value, step, **form)
         for layer in range(2):
-            ops.extend(state, layer, q, key, value, step, scaling.scale, policy, scaling.cap, sinks)
+            if ops.extend_unpacked(
+                state, layer, q, key, value, step, scaling, policy, **form, sink_logits=sinks
+            ) is None:  # fmt: skip
+                ops.extend(state, layer, q, key, value, step, scaling.scale, policy, scaling.cap, sinks)
+        ops.ragged = planned
     if manager.running is None:
         chains = Step.chains(rows, prefix, DRAFTS)
         ahead = torch.zeros(batch * DRAFTS, 3 * heads + ops.q_heads, dim, dtype=torch.bfloat16)
@@ -201,13 +221,13 @@ def main() -> None:
     compile_instead_of_launching(found)
     for config in sys.argv[1:] or CONFIGS:
         found.clear()
-        scalings = [Scaling(*x) for x in SCALINGS.get(config, ())]
+        scalings = [Scaling(*x) for x in SCALINGS.get(config, ((0.1,),))]
         sinks = torch.zeros(8 * CONFIGS[config][2] + 1, dtype=torch.bfloat16)[1:] if config in SINKS else None
         more = (METHODS.get(config, ""), REACHES.get(config, ()), None if sinks is None else sinks.dtype)
         served = start(*CONFIGS[config], scalings, *more, LONGEST.get(config, 4096), KV_HEADS.get(config, 8))
         at_start = set(found)
         for batch in (1, 3, 16, 64):
-            for scaling in scalings or [Scaling(0.1)]:
+            for scaling in scalings:
                 call_again(*served, batch, scaling, sinks)
         for line in report(config, found):
             print(json.dumps({**line, "late": line["kernel"] not in at_start}), flush=True)

@@ -47,6 +47,8 @@ def test_kernels_compile_for_hopper(config: str) -> None:
     method = json.loads(METHODS.get(config, "null"))
     rotated = DiffKVConfig(tiers=tuple(CONFIGS[config][0].split()), policy=method).rotate != "none"
     assert names >= {*ALWAYS, "turned_append_kernel" if rotated else "append_kernel"}
+    if config in ("llama3-8b", "lossless", "window alone"):
+        assert "read_back_kernel" in names
     if config in ("llama3-8b", "wide", "three tiers", "four tiers"):
         assert names >= COMPRESSING
     if method is not None and method["name"] != "diffkv":

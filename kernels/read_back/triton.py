@@ -1,0 +1,211 @@
+"""``reference.py`` on the GPU: one launch for all requests and tiers of a layer.
+
+A code is an integer below 256, which the tensor cores hold exactly: rotated tokens are turned back as codes, and scale
+and zero point follow, so that nothing is rounded but the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
+from sglang_diffkv.kernels.rotate.triton import signs
+from sglang_diffkv.kernels.triton_codec import meta_pair
+from sglang_diffkv.kernels.triton_table import (
+    I_KB,
+    I_KEYS,
+    I_KMETA,
+    I_POSITIONS,
+    I_TOKENS,
+    I_VALUES,
+    I_VB,
+    I_VMETA,
+    INTERPRETED,
+    ceil_div,
+    dot_padded,
+    earlier_entries,
+    format_constants,
+    layout_of,
+    load_positions,
+    padded,
+    table_column,
+    table_index,
+)
+from sglang_diffkv.kernels.triton_tokens import number_at
+from sglang_diffkv.mem_pool.state import PageState
+
+SLOTS = 32
+"""Slots of a page that a program reads at a time, at most."""
+NEW_TOKENS = 64
+"""New tokens that a program copies at a time."""
+MOST_PROGRAMS = 512
+"""That share a head of a request."""
+
+
+@triton.jit
+def read_vectors(
+    page, slot, chosen, raw, target, means,
+    DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr, TURN: tl.constexpr,
+    B: tl.constexpr, NORM: tl.constexpr, ADD_MEANS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Vectors of the chosen of slots [T] of a page, turned back if ``TURN``, with ``means`` [DIM] added, to ``target``
+    [T], where their elements go. ``raw`` is the raw tier's type."""
+    DP: tl.constexpr = dot_padded(DIM)
+    C: tl.constexpr = min(DP, 64) if TURN else DP
+    d = tl.arange(0, DP)
+    inside = chosen[:, None] & (d < DIM)[None, :]
+    codes_type: tl.constexpr = raw if BITS == 16 else tl.float16
+    dot_type: tl.constexpr = codes_type if ASM or codes_type == tl.float16 else tl.float32  # not bf16 when interpreted
+    precision: tl.constexpr = "ieee" if dot_type == tl.float32 else "tf32"
+    scale = tl.full(slot.shape, 1.0, tl.float32)
+    zero = tl.zeros(slot.shape, tl.float32)
+    if BITS == 16:
+        x = tl.load((page + OFFSET).to(tl.pointer_type(raw)) + slot[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+    else:
+        BYTES: tl.constexpr = DIM * BITS // 8
+        codes = tl.load(page + OFFSET + slot[:, None] * BYTES + (d % BYTES)[None, :], mask=inside, other=0)
+        x = (codes.to(tl.int32) >> (d // BYTES * BITS)[None, :]) & ((1 << BITS) - 1)
+        scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
+    for first in tl.static_range(0, DP, C):
+        column = first + tl.arange(0, C)
+        if TURN:
+            matrix = signs(d[:, None] % B, column[None, :] % B)
+            if B < DP:
+                matrix = tl.where(d[:, None] // B == column[None, :] // B, matrix, 0.0)
+            y = tl.dot(x.to(dot_type), matrix.to(dot_type), input_precision=precision)
+            y = (y * scale[:, None] + tl.where(column % B == 0, B * 1.0, 0.0)[None, :] * zero[:, None]) * NORM
+        else:
+            y = x.to(tl.float32) * scale[:, None] + zero[:, None]
+        if ADD_MEANS:
+            y += tl.load(means + column, mask=column < DIM, other=0.0)[None, :]
+        there = chosen[:, None] & (column < DIM)[None, :]
+        tl.store(target[:, None] + column[None, :], y.to(target.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def read_tier(
+    part, parts, first_place, prefix, extend, key_out, value_out, means, row, layer, head,
+    pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
+    TIER: tl.constexpr, LAYOUT: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr,
+    TURN_KEYS: tl.constexpr, TURN_VALUES: tl.constexpr, B: tl.constexpr, BV: tl.constexpr,
+    NORM: tl.constexpr, NORM_V: tl.constexpr, ADD_MEANS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """The tokens of a request that one tier of a head holds before its new ones: each ``parts``-th tile of slots."""
+    TOKENS: tl.constexpr = LAYOUT[I_TOKENS]
+    N: tl.constexpr = min(padded(TOKENS), SLOTS)
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    raw: tl.constexpr = key_out.dtype.element_ty
+    head_at = (row * L + layer) * H + head
+    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
+    for tile in range(part, tl.where(prefix > 0, count, 0) * CHUNKS, parts):
+        column = table_column(tile // CHUNKS, TIER, MAX_BLOCKS)
+        at = table_index(row_blocks, row, layer, head, column, True, MAX_BLOCKS, L, H)
+        page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
+        slot = tile % CHUNKS * N + tl.arange(0, N)
+        position = load_positions(page, LAYOUT[I_POSITIONS], slot, slot < TOKENS)
+        last = tl.minimum(tl.load(range_hi + at), prefix)
+        held = (slot < TOKENS) & (position >= tl.load(range_lo + at)) & (position < last)
+        vector = (first_place + tl.where(held, position, 0)) * H + head
+        read_vectors(
+            page, slot, held, raw, key_out + vector * D, means + head * D,
+            D, LAYOUT[I_KB], LAYOUT[I_KEYS], LAYOUT[I_KMETA], TURN_KEYS, B, NORM, ADD_MEANS, ASM,
+        )  # fmt: skip
+        read_vectors(
+            page, slot, held, raw, value_out + vector * DV, means,
+            DV, LAYOUT[I_VB], LAYOUT[I_VALUES], LAYOUT[I_VMETA], TURN_VALUES, BV, NORM_V, False, ASM,
+        )  # fmt: skip
+
+
+@triton.jit
+def copy_vectors(source, target, live, DIM: tl.constexpr):
+    """Vectors from ``source`` [T] to ``target`` [T]."""
+    d = tl.arange(0, padded(DIM))
+    inside = live[:, None] & (d < DIM)[None, :]
+    x = tl.load(source[:, None] + d[None, :], mask=inside, other=0.0)
+    tl.store(target[:, None] + d[None, :], x, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["rows", "starts", "extend_lens", "prefix_lens", "into"],
+)
+def read_back_kernel(
+    key, value, key_stride, key_head, value_stride, value_head, key_out, value_out, means,
+    rows, starts, extend_lens, prefix_lens, into,
+    pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot, layer,
+    LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
+    MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, NEW: tl.constexpr,
+    TURN_KEYS: tl.constexpr, TURN_VALUES: tl.constexpr, B: tl.constexpr, BV: tl.constexpr,
+    NORM: tl.constexpr, NORM_V: tl.constexpr, ADD_MEANS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Grid (programs that share a head, H, B). Strides are in elements."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    head, b = tl.program_id(1), tl.program_id(2)
+    row = tl.load(rows + b).to(tl.int64)
+    prefix, extend = tl.load(prefix_lens + b).to(tl.int32), tl.load(extend_lens + b).to(tl.int32)
+    first_place = tl.load(into + b).to(tl.int64)
+    for tier in tl.static_range(TIERS):
+        read_tier(
+            part, parts, first_place, prefix, extend, key_out, value_out, means, row, layer, head,
+            pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
+            tier, layout_of(LAYOUTS, tier), TIERS, D, DV, PAGE_BYTES, MAX_BLOCKS, L, H, SLOTS,
+            TURN_KEYS, TURN_VALUES, B, BV, NORM, NORM_V, ADD_MEANS, ASM,
+        )  # fmt: skip
+    start = tl.load(starts + b).to(tl.int64)
+    for begin in range(part * NEW, extend, parts * NEW):
+        token = begin + tl.arange(0, NEW)
+        vector = (first_place + prefix + token) * H + head
+        wide = start + token
+        copy_vectors(key + wide * key_stride + head * key_head, key_out + vector * D, token < extend, D)
+        copy_vectors(value + wide * value_stride + head * value_head, value_out + vector * DV, token < extend, DV)
+
+
+def read_back(
+    state: PageState,
+    layer: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    into: torch.Tensor,
+    key_out: torch.Tensor,
+    value_out: torch.Tensor,
+    longest: int,
+    *,
+    rotation: Rotation = NO_ROTATION,
+    key_means: torch.Tensor | None = None,
+) -> None:
+    """As ``reference.read_back``.
+
+    Args:
+        key, value: with a contiguous last dimension. longest: tokens of the longest request, on the host: the larger of
+            what it has stored and what is new.
+    """
+    fmt, heads, batch = state.fmt, state.num_heads, rows.shape[0]
+    tokens = key.shape[0]
+    assert key.shape == (tokens, heads, fmt.head_dim) and key.stride(2) == 1
+    assert value.shape == (tokens, heads, fmt.v_head_dim) and value.stride(2) == 1
+    assert key_out.shape[1:] == key.shape[1:] and value_out.shape[1:] == value.shape[1:]
+    assert len(key_out) == len(value_out) and key_out.is_contiguous() and value_out.is_contiguous()
+    assert key.dtype == value.dtype == key_out.dtype == value_out.dtype
+    assert not fmt.high.tier.is_raw or key.dtype == state.dtype, "the raw tier holds the dtype of keys"
+    assert rows.shape == starts.shape == extend_lens.shape == prefix_lens.shape == into.shape == (batch,)
+    if key_means is not None:
+        assert key_means.shape == (heads, fmt.head_dim) and key_means.dtype == torch.float32
+        assert key_means.is_contiguous()
+    block, v_block = block_size(fmt.head_dim), block_size(fmt.v_head_dim)
+    programs = max(1, min(triton.cdiv(longest, NEW_TOKENS), MOST_PROGRAMS))
+    read_back_kernel[(programs, heads, batch)](
+        key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), key_out, value_out,
+        key_out if key_means is None else key_means, rows, starts, extend_lens, prefix_lens, into,
+        state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
+        state.own_entry, state.write_slot, layer, **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1],
+        L=state.num_layers, H=heads, SLOTS=SLOTS, NEW=NEW_TOKENS, TURN_KEYS=rotation.keys,
+        TURN_VALUES=rotation.values, B=block, BV=v_block, NORM=block**-0.5, NORM_V=v_block**-0.5,
+        ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
+    )  # fmt: skip

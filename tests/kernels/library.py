@@ -1,0 +1,48 @@
+"""What an attention library does for new tokens, in plain PyTorch: for machines that have none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from sglang_diffkv.ops.base import Scaling, Step
+
+
+class Library:
+    """Stands for ``RaggedPrefill``.
+
+    Attributes:
+        asked: for every layer, tokens of keys and of queries that it was asked for.
+    """
+
+    def __init__(self, scaling: Scaling):
+        self.scale, self.logit_cap = scaling
+        self.asked: list[tuple[int, int]] = []
+        self._lens: list[tuple[int, int]] = []
+
+    def plan(self, step: Step) -> None:
+        keys = step.counts if step.whole is None else step.whole.lens
+        self._lens = list(zip(step.counts, keys, strict=True))
+
+    def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append((len(key), len(q)))
+        assert (len(q), len(key)) == tuple(map(sum, zip(*self._lens, strict=True)))
+        outs, norms = zip(*self._requests(q, key, value), strict=True)
+        return torch.cat(outs).to(q.dtype), torch.cat(norms)
+
+    def _requests(
+        self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        group = q.shape[1] // key.shape[1]
+        at = of_keys = 0
+        for count, keys in self._lens:
+            k, v = (x[of_keys : of_keys + keys].float().repeat_interleave(group, 1) for x in (key, value))
+            logits = torch.einsum("qhd,khd->qhk", q[at : at + count].float(), k) * self.scale
+            if self.logit_cap:
+                logits = self.logit_cap * torch.tanh(logits / self.logit_cap)
+            later = torch.ones(count, keys, dtype=torch.bool, device=q.device).triu(keys - count + 1)
+            logits.masked_fill_(later.unsqueeze(1), -torch.inf)
+            yield torch.einsum("qhk,khd->qhd", logits.softmax(2), v), logits.logsumexp(2) / math.log(2)
+            at, of_keys = at + count, of_keys + keys

@@ -1,0 +1,168 @@
+"""Passes whose stored tokens are read back for an attention library, against the references, which attend to pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_diffkv.attention.wrappers import ExtendWrapper
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.mem_pool.device import OpsOf
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.ops import ReferenceOps, Scaling, read_back
+from sglang_diffkv.ops.read_back import heads_hold_all
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.kernels.library import Library
+from tests.kernels.triton_helpers import BF16, DEVICE, close, held_pages, make_format, make_manager
+
+LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
+SCALING = Scaling(0.1)
+WINDOW = DiffKVPolicy(1e9, 0.0, 6)
+SCORED = DiffKVPolicy(1.0, 0.0, 6, observe_every=1)
+SAMPLED = DiffKVPolicy(1.0, 0.0, 6, observe_every=4)
+BOTH = Rotation(True, True)
+
+
+@dataclass
+class Passes:
+    """What some passes over prompts gave: outputs, and the scores of what each row holds then, by head."""
+
+    outs: list[torch.Tensor]
+    scores: list[torch.Tensor]
+
+
+def run(
+    make_ops: OpsOf, tiers: str, policy: Policy, rotation: Rotation, means: torch.Tensor | None,
+    scaling: Scaling = SCALING, sinks: torch.Tensor | None = None,
+) -> Passes:  # fmt: skip
+    """A prompt, part of it shared by another one beside the first's next chunk and a new one, then one chunk more of
+    each, the new one's a single token."""
+    manager = make_manager(
+        make_format(tiers, DIM), layers=LAYERS, heads=HEADS, policy=policy, make_ops=make_ops, pages=600
+    )
+    if means is not None:
+        means = means.to(DEVICE)
+    wrapper = ExtendWrapper(manager.state, manager.ops, policy, rotation=rotation, key_means=means)
+    generator = torch.Generator().manual_seed(2)
+    outs = []
+
+    def extend(rows: list[int], counts: list[int], *, ending: tuple[int, ...] = ()) -> None:
+        starts = [manager.rows.length(row) for row in rows]
+        manager.plan_step(rows, counts, starts, ending=ending)
+        launched = manager.launch_step()
+        assert launched is not None
+        numbers = [torch.tensor(x, device=DEVICE) for x in (rows, starts, counts)]
+        wrapper.plan(*numbers, starts, counts, prompts=[start + 90 for start in starts])
+        wrapper.begin()
+        for layer in range(LAYERS):
+            q, key, value = (
+                torch.randn(sum(counts), heads, DIM, generator=generator).to(DEVICE, BF16)
+                for heads in (HEADS * GROUP, HEADS, HEADS)
+            )
+            outs.append(wrapper.run(layer, q, key * 2 + 1, value, scaling, sinks).clone())
+        manager.end_prompts(launched)
+
+    extend([1], [51], ending=(1,))
+    segment = manager.segments.share(1, 0, 45)
+    assert segment is not None
+    manager.attach_prefix(2, [(segment, 0, 33)])
+    extend([3, 1, 4, 2], [13, 20, 9, 41])
+    extend([1, 4, 2], [7, 1, 3])
+    check_integrity(manager)
+    state, view = manager.state, manager.state.tiers[0]
+    scores = []
+    if view.scores is not None:
+        for row in (1, 2, 3, 4):
+            pages = held_pages(state, torch.tensor([row], device=DEVICE), 0)
+            position = view.positions[pages]
+            held = (position >= 0) & (position < 200)
+            scores.append(view.scores[pages][held])
+    return Passes(outs, scores)
+
+
+def ops_of(policy: Policy, made: list[TritonOps], scaling: Scaling = SCALING) -> OpsOf:
+    def make(state: PageState) -> TritonOps:
+        library: Any = Library(scaling)
+        made.append(TritonOps(state, policy, HEADS * GROUP, 400, library))
+        return made[0]
+
+    return make
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("means", [False, True], ids=["", "means"])
+@pytest.mark.parametrize("turned", ["none", "both", "keys"])
+@pytest.mark.parametrize(
+    ("tiers", "policy"),
+    [("K8V4 K4V2", WINDOW), ("K8V4 K4V2", SCORED), ("K8V4 K4V2", SAMPLED), ("BF16", UniformPolicy())],
+    ids=["window", "scored", "sampled", "raw"],
+)
+def test_passes_give_what_the_references_give(tiers: str, policy: Policy, turned: str, means: bool) -> None:
+    rotation = Rotation.named(turned)
+    common = torch.randn(LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(7)) * 2 if means else None
+    made: list[TritonOps] = []
+    mine = run(ops_of(policy, made), tiers, policy, rotation, common)
+    library: Any = made[0].ragged
+    assert library.asked == [(51, 51)] * 2 + [(13 + 71 + 9 + 74, 83)] * 2 + [(78 + 10 + 77, 11)] * 2
+    expected = run(lambda state: ReferenceOps(), tiers, policy, rotation, common)
+    limit = 2e-2 if tiers == "BF16" and DEVICE == "cpu" else 1.2e-2  # the interpreter cuts off what it stores
+    for got, known in zip(mine.outs, expected.outs, strict=True):
+        assert close(got, known) < limit
+    assert len(mine.scores) == len(expected.scores)
+    for got, known in zip(mine.scores, expected.scores, strict=True):
+        assert close(got, known) < 2e-2
+
+
+def test_a_logit_cap_and_no_rotation() -> None:
+    scaling, made = Scaling(0.1, 4.0), []
+    mine = run(ops_of(SCORED, made, scaling), "K8V4 K4V2", SCORED, NO_ROTATION, None, scaling)
+    expected = run(lambda state: ReferenceOps(), "K8V4 K4V2", SCORED, NO_ROTATION, None, scaling)
+    assert made[0].ragged is not None
+    for got, known in zip(mine.outs + mine.scores, expected.outs + expected.scores, strict=True):
+        assert close(got, known) < 2e-2
+
+
+@pytest.mark.parametrize("why", ["too many", "dropped", "sinks", "sinks that nobody told of", "another scaling"])
+def test_pages_are_attended_to_as_they_are(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all tokens of the requests do not fit, where a head may have dropped some, with attention sinks, and where
+    a layer's scaling is another than the library was planned for."""
+    policy: Policy = SCORED
+    sinks = torch.randn(HEADS * GROUP).to(DEVICE) if "sinks" in why else None
+    made: list[TritonOps] = []
+    make = ops_of(policy, made, Scaling(0.2) if why == "another scaling" else SCALING)
+    if why == "too many":
+        monkeypatch.setattr(read_back, "MOST_BYTES", 100 * HEADS * 2 * DIM * 2)
+    elif why == "dropped":
+        policy = DiffKVPolicy(1.0, 0.2, 6)
+        make = ops_of(policy, made)
+
+    def told(state: PageState) -> TritonOps:
+        ops = make(state)
+        ops.has_sinks = why == "sinks"
+        return ops
+
+    mine = run(told, "K8V4 K4V2", policy, BOTH, None, SCALING, sinks)
+    expected = run(lambda state: ReferenceOps(), "K8V4 K4V2", policy, BOTH, None, SCALING, sinks)
+    library: Any = made[0].ragged
+    if why == "another scaling":
+        assert library is None
+    else:
+        assert (167, 83) not in library.asked
+    for got, known in zip(mine.outs, expected.outs, strict=True):
+        assert close(got, known) < 1.2e-2
+
+
+def test_which_policies_hold_all() -> None:
+    assert heads_hold_all(WINDOW, 2) and heads_hold_all(SCORED, 2) and heads_hold_all(UniformPolicy(), 1)
+    assert not heads_hold_all(WINDOW, 1), "with one tier what leaves the window is dropped"
+    assert not heads_hold_all(DiffKVPolicy(1.0, 0.1, 6), 2)
+    assert not heads_hold_all(SnapKVPolicy(Budget(20), window=4), 2)
