@@ -157,18 +157,20 @@ class ExtendWrapper(Wrapper):
         *,
         prompts: list[int] | None = None,
         judged: dict[int, torch.Tensor] | None = None,
+        as_computed: bool = False,
     ) -> None:
         """rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are the latter two on
         the host.
 
         Args:
             prompts: of each request, where its prompt ends, if not with this pass: a policy that observes the last
-                queries of a prompt has to know. judged: as in ``Step``.
+                queries of a prompt has to know. judged: as in ``Step``. as_computed: every head holds all stored tokens
+                of these requests, also where the policy drops some.
         """
         ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
         observe_from = self.policy.observation.since(ends)
         self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
-        self.step.judged = judged or {}
+        self.step.judged, self.step.as_computed = judged or {}, as_computed
 
     def _run(
         self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,

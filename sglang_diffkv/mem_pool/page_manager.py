@@ -243,7 +243,7 @@ class PageManager:
                 if self.rows.length(row) != lo or not segment.lo <= lo < hi <= segment.hi:
                     raise ValueError(f"[{lo}, {hi}) of a segment [{segment.lo}, {segment.hi}) does not continue")
                 self.device.attach(row, segment, lo, hi)
-                self.rows.attach(row, hi)
+                self.rows.attach(row, hi, as_computed=all(part.as_computed for part, _, _ in parts))
                 self.counts.touch(row)
         except (TableFull, ValueError):
             self.release(row)

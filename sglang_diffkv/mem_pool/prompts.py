@@ -98,6 +98,7 @@ class Prompts:
         down for good."""
         for row in self._compact(rows):
             self.counts.touch(row)
+            self.rows.compacted(row)
 
     def end(self, *rows: int) -> None:
         """Compaction of rows whose last chunk has run.

@@ -14,7 +14,8 @@ class RequestRow:
         length: tokens of its sequence that are stored or pruned. shared: of these, the first that segments hold for it.
         unverified: tokens that it takes beside them at most, of verifications whose results the host has yet to see.
         sealed: of these, the first that lie in pages which it may not write any more, where it was sealed.
-        in_prompt: its prompt may still be compacted.
+        in_prompt: its prompt may still be compacted. as_computed: every token is there in all heads, since nothing
+            was compacted.
     """
 
     length: int = 0
@@ -22,6 +23,7 @@ class RequestRow:
     shared: int = 0
     sealed: int | None = None
     in_prompt: bool = False
+    as_computed: bool = False
 
 
 class RequestRows:
@@ -59,13 +61,17 @@ class RequestRows:
         """Whether a row's prompt may still be compacted."""
         return row in self._rows and self._rows[row].in_prompt
 
+    def as_computed(self, row: int) -> bool:
+        """Whether all heads of a row hold all of its tokens, whatever the policy drops."""
+        return row not in self._rows or self._rows[row].as_computed
+
     def lengths(self) -> dict[int, int]:
         """Tokens of each row."""
         return {row: known.length for row, known in self._rows.items()}
 
     def grow(self, row: int, count: int, *, in_prompt: bool) -> None:
         """``count`` tokens more; ``in_prompt`` if they are a prompt's."""
-        known = self._rows.setdefault(row, RequestRow())
+        known = self._rows.setdefault(row, RequestRow(as_computed=in_prompt))
         known.length += count
         known.in_prompt = known.in_prompt or in_prompt
 
@@ -83,9 +89,9 @@ class RequestRows:
         known.length = length
         known.unverified = max(known.unverified - drafts, 0)
 
-    def attach(self, row: int, end: int) -> None:
+    def attach(self, row: int, end: int, *, as_computed: bool = False) -> None:
         """A row that holds shared pages only, now up to position ``end``; its prompt begins behind them."""
-        self._rows[row] = RequestRow(length=end, shared=end, in_prompt=True)
+        self._rows[row] = RequestRow(length=end, shared=end, in_prompt=True, as_computed=as_computed)
 
     def share(self, row: int, end: int) -> None:
         """Segments hold the row's first ``end`` tokens."""
@@ -99,9 +105,13 @@ class RequestRows:
         """The row's tokens are in pages of its own, which it may write."""
         self._rows[row].sealed = None
 
+    def compacted(self, row: int) -> None:
+        """The row's prompt so far is compacted."""
+        self._rows[row].as_computed = False
+
     def end_prompt(self, row: int) -> None:
         """The row's prompt is compacted, or is to stay as it is."""
-        self._rows[row].in_prompt = False
+        self._rows[row].in_prompt = self._rows[row].as_computed = False
 
     def drop(self, row: int) -> None:
         """The row holds nothing any more."""

@@ -65,6 +65,7 @@ class Step:
     max_prefix: int = 0
     counts: tuple[int, ...] = ()  # an extend step's new tokens of each request, on the host
     prefixes: tuple[int, ...] = ()  # and those stored before them
+    as_computed: bool = False  # every head of an extend step's requests holds all of their stored tokens
     whole: WholeRequests | None = None  # where stored tokens are read back from pages, for attention to all at once
     found: Any = None
     scratch: Any = None

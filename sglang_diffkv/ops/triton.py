@@ -175,7 +175,7 @@ class TritonOps:
             torch.sub(step.seq_lens, 1, out=step.prefix_lens)
             step.num_valid.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
-            if not self.has_sinks and read_back.heads_hold_all(self.policy, len(state.fmt.tiers)):
+            if not self.has_sinks and (step.as_computed or read_back.heads_hold_all(self.policy, len(state.fmt.tiers))):
                 step.whole = read_back.whole_requests(state, step)
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)

@@ -92,9 +92,8 @@ def warm_up(
     for prefix, scores in [(0, {}), (1, {}), *((1, x) for x in judged)]:
         one, zero = none[:1], none[:1]
         for stored in ((), (prefix,)) if prefix else ((),):  # pages as they are, and read back where that is done
-            step = Step(
-                one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), stored, judged=scores
-            )
+            step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
+            step.prefixes, step.as_computed = stored, bool(stored)
             ops.begin(state, step, decode=False)
             ops.append(state, 0, key[:1], value[:1], step, **form)
             for layer, scaling, sink in _kinds_of_layers(ops, state, scalings, sinks):

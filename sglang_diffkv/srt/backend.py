@@ -186,7 +186,8 @@ class DiffKVAttnBackend(AttentionBackend):
         judged = self.manager.prompts.judged
         judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}
         numbers = (launched.start[:count], launched.new_tokens[:count])
-        self.extend.plan(*tensors, *numbers, prompts=launched.prompts, judged=judged)
+        as_computed = all(map(self.manager.rows.as_computed, launched.rows[:count]))
+        self.extend.plan(*tensors, *numbers, prompts=launched.prompts, judged=judged, as_computed=as_computed)
         if launched.decoding:
             # Copies, which lie where kernels were compiled for: at addresses that 16 divides.
             self.decode.plan(rows[count:].clone(), forward_batch.seq_lens[count:].clone())

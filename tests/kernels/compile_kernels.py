@@ -134,12 +134,12 @@ def call_again(
     q = torch.zeros(count, ops.q_heads, dim, dtype=torch.bfloat16)
     wide = torch.zeros(batch, heads + ops.q_heads, dim, dtype=torch.bfloat16)
     key, value = (torch.zeros(count, 3 * heads, dim, dtype=torch.bfloat16)[:, heads : 2 * heads] for _ in range(2))
-    for before, ragged in product((torch.zeros_like(prefix), prefix), (None, ops.ragged)):
+    for before, ragged, kept in product((torch.zeros_like(prefix), prefix), (None, ops.ragged), (False, True)):
         since = (before + 2).tolist() if policy.observation.queries else None
         step = Step.extend(rows, before, lengths, before.tolist(), lengths.tolist(), since)
         if compresses and before is prefix:
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
-        planned, ops.ragged = ops.ragged, ragged
+        planned, ops.ragged, step.as_computed = ops.ragged, ragged, kept
         ops.begin(state, step, decode=False)
         ops.append(state, 1, key, value, step, **form)
         for layer in range(2):

@@ -40,53 +40,68 @@ class Passes:
     scores: list[torch.Tensor]
 
 
-def run(
-    make_ops: OpsOf, tiers: str, policy: Policy, rotation: Rotation, means: torch.Tensor | None,
-    scaling: Scaling = SCALING, sinks: torch.Tensor | None = None,
-) -> Passes:  # fmt: skip
-    """A prompt, part of it shared by another one beside the first's next chunk and a new one, then one chunk more of
-    each, the new one's a single token."""
-    manager = make_manager(
-        make_format(tiers, DIM), layers=LAYERS, heads=HEADS, policy=policy, make_ops=make_ops, pages=600
-    )
-    if means is not None:
-        means = means.to(DEVICE)
-    wrapper = ExtendWrapper(manager.state, manager.ops, policy, rotation=rotation, key_means=means)
-    generator = torch.Generator().manual_seed(2)
-    outs = []
+class Prompts:
+    """A manager and its extend wrapper, given random tokens.
 
-    def extend(rows: list[int], counts: list[int], *, ending: tuple[int, ...] = ()) -> None:
+    Attributes:
+        outs: of each pass and layer.
+    """
+
+    def __init__(
+        self, make_ops: OpsOf, tiers: str, policy: Policy, rotation: Rotation, means: torch.Tensor | None = None,
+        scaling: Scaling = SCALING, sinks: torch.Tensor | None = None,
+    ):  # fmt: skip
+        fmt = make_format(tiers, DIM)
+        self.manager = make_manager(fmt, layers=LAYERS, heads=HEADS, policy=policy, make_ops=make_ops, pages=600)
+        means = None if means is None else means.to(DEVICE)
+        core = (self.manager.state, self.manager.ops, policy)
+        self.wrapper = ExtendWrapper(*core, rotation=rotation, key_means=means)
+        self.scaling, self.sinks, self.generator = scaling, sinks, torch.Generator().manual_seed(2)
+        self.outs: list[torch.Tensor] = []
+
+    def extend(
+        self, rows: list[int], counts: list[int], *, ending: tuple[int, ...] = (), compacting: tuple[int, ...] = ()
+    ) -> None:
+        manager, generator = self.manager, self.generator
         starts = [manager.rows.length(row) for row in rows]
-        manager.plan_step(rows, counts, starts, ending=ending)
+        manager.plan_step(rows, counts, starts, ending=ending, compacting=compacting)
         launched = manager.launch_step()
         assert launched is not None
         numbers = [torch.tensor(x, device=DEVICE) for x in (rows, starts, counts)]
-        wrapper.plan(*numbers, starts, counts, prompts=[start + 90 for start in starts])
-        wrapper.begin()
+        as_computed = all(map(manager.rows.as_computed, rows))
+        prompts = [start + 90 for start in starts]
+        self.wrapper.plan(*numbers, starts, counts, prompts=prompts, as_computed=as_computed)
+        self.wrapper.begin()
         for layer in range(LAYERS):
             q, key, value = (
                 torch.randn(sum(counts), heads, DIM, generator=generator).to(DEVICE, BF16)
                 for heads in (HEADS * GROUP, HEADS, HEADS)
             )
-            outs.append(wrapper.run(layer, q, key * 2 + 1, value, scaling, sinks).clone())
+            self.outs.append(self.wrapper.run(layer, q, key * 2 + 1, value, self.scaling, self.sinks).clone())
         manager.end_prompts(launched)
+        check_integrity(manager)
 
-    extend([1], [51], ending=(1,))
-    segment = manager.segments.share(1, 0, 45)
-    assert segment is not None
-    manager.attach_prefix(2, [(segment, 0, 33)])
-    extend([3, 1, 4, 2], [13, 20, 9, 41])
-    extend([1, 4, 2], [7, 1, 3])
-    check_integrity(manager)
-    state, view = manager.state, manager.state.tiers[0]
-    scores = []
-    if view.scores is not None:
-        for row in (1, 2, 3, 4):
+    def scores(self, *rows: int) -> list[torch.Tensor]:
+        """Of what each row holds in the high tier."""
+        state, view, found = self.manager.state, self.manager.state.tiers[0], []
+        for row in rows if view.scores is not None else ():
             pages = held_pages(state, torch.tensor([row], device=DEVICE), 0)
             position = view.positions[pages]
-            held = (position >= 0) & (position < 200)
-            scores.append(view.scores[pages][held])
-    return Passes(outs, scores)
+            found.append(view.scores[pages][(position >= 0) & (position < 200)])
+        return found
+
+
+def run(make_ops: OpsOf, *given: Any) -> Passes:
+    """A prompt, part of it shared by another one beside the first's next chunk and a new one, then one chunk more of
+    each, the new one's a single token. ``given`` to ``Prompts``."""
+    prompts = Prompts(make_ops, *given)
+    prompts.extend([1], [51], ending=(1,))
+    segment = prompts.manager.segments.share(1, 0, 45)
+    assert segment is not None
+    prompts.manager.attach_prefix(2, [(segment, 0, 33)])
+    prompts.extend([3, 1, 4, 2], [13, 20, 9, 41])
+    prompts.extend([1, 4, 2], [7, 1, 3])
+    return Passes(prompts.outs, prompts.scores(1, 2, 3, 4))
 
 
 def ops_of(policy: Policy, made: list[TritonOps], scaling: Scaling = SCALING) -> OpsOf:
@@ -159,6 +174,43 @@ def test_pages_are_attended_to_as_they_are(why: str, monkeypatch: pytest.MonkeyP
         assert (167, 83) not in library.asked
     for got, known in zip(mine.outs, expected.outs, strict=True):
         assert close(got, known) < 1.2e-2
+
+
+def test_a_prompt_is_read_back_until_its_tokens_are_dropped() -> None:
+    """A policy that prunes has pruned nothing of a prompt that it has not compacted."""
+    policy = SnapKVPolicy(Budget(20), window=4)
+    made: list[TritonOps] = []
+    twins = [Prompts(make, "K8V4", policy, BOTH) for make in (ops_of(policy, made), lambda state: ReferenceOps())]
+    for twin in twins:
+        twin.extend([1], [30])
+        twin.extend([2, 1], [17, 21])
+        twin.extend([1, 2], [5, 6], compacting=(2,))
+        assert twin.manager.rows.as_computed(1) and not twin.manager.rows.as_computed(2)
+        twin.extend([1], [4], ending=(1,))
+        twin.extend([2, 3], [3, 8])
+        segment = twin.manager.segments.share(1, 0, 60)
+        assert segment is not None and not twin.manager.rows.as_computed(1)
+        twin.manager.attach_prefix(4, [(segment, 0, 50)])
+        twin.extend([4], [9])
+    library: Any = made[0].ragged
+    of_layers = [(30, 30), (17 + 51, 38), (56 + 23, 11), (60, 4), (11, 11), (9, 9)]  # the last two: new tokens alone
+    assert library.asked == [asked for asked in of_layers for _ in range(LAYERS)]
+    for got, known in zip(*(twin.outs for twin in twins), strict=True):
+        assert close(got, known) < 1.5e-2
+    for got, known in zip(*(twin.scores(1, 2, 3, 4) for twin in twins), strict=True):
+        assert close(got, known) < 3e-2
+
+
+def test_a_segment_as_computed_leaves_its_reader_so() -> None:
+    prompts = Prompts(lambda state: ReferenceOps(), "K8V4", SnapKVPolicy(Budget(20), window=4), BOTH)
+    manager = prompts.manager
+    prompts.extend([1], [30])
+    manager.prompts.untouched.add(1)
+    manager.prompts.end(1)
+    segment = manager.prompts.publish(1, 0, 30)
+    assert segment is not None and segment.as_computed
+    manager.attach_prefix(2, [(segment, 0, 20)])
+    assert manager.rows.as_computed(2)
 
 
 def test_which_policies_hold_all() -> None:
