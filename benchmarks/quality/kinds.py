@@ -40,6 +40,7 @@ LOSSLESS = '{"tiers": ["BF16"], "prefill": "triton"}'
 DEFAULT = '{"prefill": "triton"}'
 CHECKED = {CHECK_ENV: "8"}
 CHUNKS = ("--chunked-prefill-size", "64")
+MIXED = "--enable-mixed-chunk"
 STATES = ("--disable-radix-cache", "--max-mamba-cache-size", "64")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 """On a CPU SGLang's kernels for states run so."""
@@ -160,6 +161,10 @@ KINDS = {
     "nano": Kind(
         "the trained model of the repository",
         lambda folder: [*_chunked(), _ours("default tiers", config=DEFAULT, env=CHECKED)],
+    ),
+    "mixed": Kind(
+        "requests that decode in passes over others' prompts",
+        lambda folder: [*_chunked(MIXED), _ours("default tiers", MIXED, config=DEFAULT, env=CHECKED)],
     ),
     "compile": Kind("torch.compile", lambda folder: _compiled(), gpu=True),
     "gptq": Kind("GPTQ weights", lambda folder: _pair("--quantization", "gptq"), _checkpoint("gptq"), gpu=True),
