@@ -34,7 +34,8 @@ BOTH = Rotation(True, True)
 
 @dataclass
 class Passes:
-    """What some passes over prompts gave: outputs, and the scores of what each row holds then, by head."""
+    """What some passes over prompts gave: outputs, and the scores of what each row holds then, by head, with those that
+    a row keeps of what it shares."""
 
     outs: list[torch.Tensor]
     scores: list[torch.Tensor]
@@ -61,7 +62,8 @@ def run(
         launched = manager.launch_step()
         assert launched is not None
         numbers = [torch.tensor(x, device=DEVICE) for x in (rows, starts, counts)]
-        wrapper.plan(*numbers, starts, counts, prompts=[start + 90 for start in starts])
+        judged = {rows.index(row): found for row, found in manager.prompts.judged.items() if row in rows}
+        wrapper.plan(*numbers, starts, counts, prompts=[start + 90 for start in starts], judged=judged)
         wrapper.begin()
         for layer in range(LAYERS):
             q, key, value = (
@@ -75,11 +77,13 @@ def run(
     segment = manager.segments.share(1, 0, 45)
     assert segment is not None
     manager.attach_prefix(2, [(segment, 0, 33)])
+    manager.prompts.judge(2)
     extend([3, 1, 4, 2], [13, 20, 9, 41])
     extend([1, 4, 2], [7, 1, 3])
     check_integrity(manager)
     state, view = manager.state, manager.state.tiers[0]
-    scores = []
+    scores = [found[~found.isnan()] for found in manager.prompts.judged.values()]  # a low tier has none
+    assert bool(scores) == (view.scores is not None) and all(map(len, scores))
     if view.scores is not None:
         for row in (1, 2, 3, 4):
             pages = held_pages(state, torch.tensor([row], device=DEVICE), 0)
