@@ -219,7 +219,7 @@ def read_back(
         key_out if key_means is None else key_means, rows, starts, extend_lens, prefix_lens, into,
         state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
         state.own_entry, state.write_slot, state.fault, layer, **format_constants(fmt),
-        MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, SLOTS=SLOTS, NEW=NEW_TOKENS, TURN_KEYS=rotation.keys,
-        TURN_VALUES=rotation.values, B=block, BV=v_block, NORM=block**-0.5, NORM_V=v_block**-0.5,
-        ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
+        MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, SLOTS=SLOTS, NEW=NEW_TOKENS,
+        TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=block, BV=v_block, NORM=block**-0.5,
+        NORM_V=v_block**-0.5, ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
     )  # fmt: skip
