@@ -170,7 +170,7 @@ def page_received(
 
 @triton.jit(
     do_not_specialize=["layer", "request", "judged_len"],
-    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "rows"],
+    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "since", "rows", "judged"],
 )
 def page_scores_kernel(
     q, lse, starts, extend_lens, prefix_lens, since, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,

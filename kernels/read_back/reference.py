@@ -32,7 +32,9 @@ def read_back(
 ) -> None:
     """Fill the requests' parts of ``key_out`` and ``value_out``: stored tokens by position, then the new ones.
 
-    For heads that hold every token; the place of one that a head has dropped stays as it is.
+    For heads that hold every token; the place of one that a head has dropped stays as it is. Of a row with a fault,
+    which may miss some and is about to be aborted, zeros stand for the stored ones: what was in memory before may be no
+    numbers, and a library that reads beyond a request multiplies them by 0 for its neighbour.
 
     Args:
         key: [tokens, H, head_dim] and value: [tokens, H, v_head_dim], the new tokens, requests one after the other.
@@ -47,7 +49,11 @@ def read_back(
     head = torch.arange(state.num_heads, device=state.device)
     for row, start, count, prefix, at in lens:
         one = torch.tensor([row], device=state.device)
-        for tier, view in enumerate(state.tiers):
+        faulted = bool(state.fault[row])
+        if faulted:
+            key_out[at : at + prefix] = 0
+            value_out[at : at + prefix] = 0
+        for tier, view in enumerate(() if faulted else state.tiers):
             width = max_entries(state, one, tier, layer) if prefix else 0
             page, lo, hi = (x[0].unsqueeze(2) for x in layer_table(state, one, tier, layer, width))  # [H, E, 1]
             slot = torch.arange(view.layout.tokens, device=state.device).expand(*page.shape[:2], -1)

@@ -128,6 +128,14 @@ def copy_vectors(source, target, live, DIM: tl.constexpr):
     tl.store(target[:, None] + d[None, :], x, mask=inside)
 
 
+@triton.jit
+def clear_vectors(target, live, DIM: tl.constexpr):
+    """Zeros in vectors at ``target`` [T]."""
+    d = tl.arange(0, padded(DIM))
+    zeros = tl.zeros([target.shape[0], padded(DIM)], target.dtype.element_ty)
+    tl.store(target[:, None] + d[None, :], zeros, mask=live[:, None] & (d < DIM)[None, :])
+
+
 @triton.jit(
     do_not_specialize=["layer"],
     do_not_specialize_on_alignment=["rows", "starts", "extend_lens", "prefix_lens", "into"],
@@ -135,7 +143,7 @@ def copy_vectors(source, target, live, DIM: tl.constexpr):
 def read_back_kernel(
     key, value, key_stride, key_head, value_stride, value_head, key_out, value_out, means,
     rows, starts, extend_lens, prefix_lens, into,
-    pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot, layer,
+    pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot, fault, layer,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, NEW: tl.constexpr,
     TURN_KEYS: tl.constexpr, TURN_VALUES: tl.constexpr, B: tl.constexpr, BV: tl.constexpr,
@@ -147,13 +155,19 @@ def read_back_kernel(
     row = tl.load(rows + b).to(tl.int64)
     prefix, extend = tl.load(prefix_lens + b).to(tl.int32), tl.load(extend_lens + b).to(tl.int32)
     first_place = tl.load(into + b).to(tl.int64)
+    missing = tl.where(tl.load(fault + row) != 0, prefix, 0)
     for tier in tl.static_range(TIERS):
         read_tier(
-            part, parts, first_place, prefix, extend, key_out, value_out, means, row, layer, head,
+            part, parts, first_place, prefix - missing, extend, key_out, value_out, means, row, layer, head,
             pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
             tier, layout_of(LAYOUTS, tier), TIERS, D, DV, PAGE_BYTES, MAX_BLOCKS, L, H, SLOTS,
             TURN_KEYS, TURN_VALUES, B, BV, NORM, NORM_V, ADD_MEANS, ASM,
         )  # fmt: skip
+    for begin in range(part * NEW, missing, parts * NEW):
+        token = begin + tl.arange(0, NEW)
+        vector = (first_place + token) * H + head
+        clear_vectors(key_out + vector * D, token < missing, D)
+        clear_vectors(value_out + vector * DV, token < missing, DV)
     start = tl.load(starts + b).to(tl.int64)
     for begin in range(part * NEW, extend, parts * NEW):
         token = begin + tl.arange(0, NEW)
@@ -204,8 +218,8 @@ def read_back(
         key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), key_out, value_out,
         key_out if key_means is None else key_means, rows, starts, extend_lens, prefix_lens, into,
         state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
-        state.own_entry, state.write_slot, layer, **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1],
-        L=state.num_layers, H=heads, SLOTS=SLOTS, NEW=NEW_TOKENS, TURN_KEYS=rotation.keys,
-        TURN_VALUES=rotation.values, B=block, BV=v_block, NORM=block**-0.5, NORM_V=v_block**-0.5,
-        ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
+        state.own_entry, state.write_slot, state.fault, layer, **format_constants(fmt),
+        MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, SLOTS=SLOTS, NEW=NEW_TOKENS,
+        TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=block, BV=v_block, NORM=block**-0.5,
+        NORM_V=v_block**-0.5, ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
     )  # fmt: skip

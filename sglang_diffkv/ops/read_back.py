@@ -43,19 +43,27 @@ def attend(
     ragged: RaggedPrefill, scaling: Scaling, policy: Policy, rotation: Rotation, key_means: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """``Ops.extend_unpacked`` of a step that has a place for ``whole`` requests, which ``ragged`` is planned for."""
-    whole = step.whole
+    out, lse = ragged.run(q, *_unpacked(state, layer, key, value, step, rotation, key_means))
+    if policy.scored_tiers(len(state.fmt.tiers)) > 0:
+        _score(state, layer, q, key, lse, step, scaling, policy, rotation, key_means)
+    return out
+
+
+def _unpacked(
+    state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, rotation: Rotation,
+    key_means: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Keys and values of whole requests. The caller keeps them for attention alone: scores take memory of their own."""
+    whole, fmt, heads = step.whole, state.fmt, state.num_heads
     assert whole is not None
-    tokens, fmt, heads = sum(whole.lens), state.fmt, state.num_heads
+    tokens = sum(whole.lens)
     keys = torch.empty(tokens, heads, fmt.head_dim, dtype=key.dtype, device=key.device)
     values = torch.empty(tokens, heads, fmt.v_head_dim, dtype=value.dtype, device=value.device)
     read_back(
         state, layer, key, value, step.rows, step.starts, step.extend_lens, step.prefix_lens, whole.into, keys, values,
         max(step.max_prefix, step.max_extend), rotation=rotation, key_means=key_means,
     )  # fmt: skip
-    out, lse = ragged.run(q, keys, values)
-    if policy.scored_tiers(len(fmt.tiers)) > 0:
-        _score(state, layer, q, key, lse, step, scaling, policy, rotation, key_means)
-    return out
+    return keys, values
 
 
 def _score(

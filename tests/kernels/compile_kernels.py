@@ -34,7 +34,7 @@ from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from tests.kernels.kernel_configs import CONFIGS, KV_HEADS, LONGEST, METHODS, REACHES, SCALINGS, SINKS
+from tests.kernels.kernel_configs import CONFIGS, KV_HEADS, LONGEST, METHODS, NO_MEANS, REACHES, SCALINGS, SINKS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -83,7 +83,8 @@ class Planned:
 
 def start(
     tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = "",
-    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096, heads: int = 8,
+    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096, heads: int = 8, *,
+    key_means: bool = True,
 ) -> tuple[PageManager, TritonOps, dict[str, Any]]:  # fmt: skip
     """What a server calls at its start, before it captures graphs. The last: in which form tokens are stored."""
     parsed = tuple(Tier.parse(x) for x in tiers.split())
@@ -100,7 +101,8 @@ def start(
     ops.prepare_graphs(state, 64)
     rotation = Rotation.named(config.rotate)
     queries = None if manager.running is None else manager.running.cache
-    means = torch.zeros(2, heads, head_dim) if rotation.keys and queries is None and sinks is None else None
+    less = key_means and rotation.keys and queries is None and sinks is None
+    means = torch.zeros(2, heads, head_dim) if less else None
     planned: Any = Planned(scalings[0]) if len(scalings) == 1 and not all(reaches or (0,)) else None
     for ragged in (None, planned):
         ops.ragged, ops.has_sinks = ragged, sinks is not None
@@ -130,6 +132,7 @@ def call_again(
     lengths = torch.arange(batch + 1)[1:] * 7 % 40 + 1
     rows = torch.ones(batch + 1, dtype=torch.int64)[1:]
     prefix = lengths + 3
+    prefix[: batch // 3 * 2] = 0  # whom others with stored tokens follow
     count = int(lengths.sum())
     q = torch.zeros(count, ops.q_heads, dim, dtype=torch.bfloat16)
     wide = torch.zeros(batch, heads + ops.q_heads, dim, dtype=torch.bfloat16)
@@ -224,7 +227,8 @@ def main() -> None:
         scalings = [Scaling(*x) for x in SCALINGS.get(config, ((0.1,),))]
         sinks = torch.zeros(8 * CONFIGS[config][2] + 1, dtype=torch.bfloat16)[1:] if config in SINKS else None
         more = (METHODS.get(config, ""), REACHES.get(config, ()), None if sinks is None else sinks.dtype)
-        served = start(*CONFIGS[config], scalings, *more, LONGEST.get(config, 4096), KV_HEADS.get(config, 8))
+        sizes = (LONGEST.get(config, 4096), KV_HEADS.get(config, 8))
+        served = start(*CONFIGS[config], scalings, *more, *sizes, key_means=config not in NO_MEANS)
         at_start = set(found)
         for batch in (1, 3, 16, 64):
             for scaling in scalings:

@@ -27,6 +27,9 @@ CONFIGS = {
 KV_HEADS = {"one head a rank": 1}
 """Name -> KV heads of a rank, where there are not 8."""
 
+NO_MEANS = {"one head a rank"}
+"""From whose rotated keys nothing is taken off."""
+
 METHODS = {
     "three tiers": '{"name": "diffkv", "alpha_high": 1, "alpha_between": [0.7], "window": 64}',
     "four tiers": '{"name": "diffkv", "alpha_high": 1, "alpha_between": [0.7, 0.4], "window": 64}',

@@ -134,3 +134,24 @@ def test_nothing_is_written_elsewhere():
     for got, expected in zip(*outs, strict=True):
         assert torch.equal(got == 7.0, expected == 7.0) and (got[:4] == 7.0).all() and (got[57:] == 7.0).all()
         assert 0 < (got[4:54] == 7.0).all(2).sum() < 100, "some tokens were dropped"
+
+
+def test_a_row_that_found_no_page_has_zeros():
+    """Its stored tokens that were lost have no number of who had the memory before; others are read."""
+    manager = make_manager(make_format("K8V4 K4V2"), layers=1, policy=KEEPS_ALL, pages=14)
+    generator = torch.Generator().manual_seed(6)
+    state, owners, prefix, new = manager.state, [1, 2], [20, 90], [3, 70]
+    for row, count in zip(owners, prefix, strict=True):
+        add_prompt(manager, row, count, generator, compact=False)
+    assert state.fault[owners].tolist() == [0, 1]
+    begin_step(manager, owners, new, prefix)
+    state.fault[1] = 0  # its new tokens alone found none
+    key, value = vectors(state, sum(new), generator)
+    rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in (owners, new, prefix))
+    lens = (rows, parts_of(new), extend_lens, prefix_lens, parts_of([23, 160]))
+    outs = [[torch.full((183, 2, 64), torch.nan, dtype=BF16, device=DEVICE) for _ in range(2)] for _ in range(2)]
+    read_back(state, 0, key, value, *lens, *outs[0], 90)
+    reference(state, 0, key, value, *lens, *outs[1])
+    for got, expected, given in zip(*outs, (key, value), strict=True):
+        assert close(got, expected) < 4e-3 and torch.equal(got[113:], given[3:])
+        assert (got[23:113] == 0).all() and not (got[:20] == 0).any(2).all(1).any()
