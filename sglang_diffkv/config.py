@@ -53,7 +53,7 @@ class DiffKVConfig(Strict):
             ``exact``, all of it in the high tier, of which a running request takes a compressed copy of its own.
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
-        prefill: what computes the attention of new tokens among themselves on a GPU: ``flashinfer``, ``triton``,
+        prefill: what computes the attention of new tokens on a GPU: ``flashinfer``, ``triton``,
             or ``auto`` for FlashInfer where it is installed, has the model's head size, and all layers have one scale
             and logit cap.
         decode: what computes the attention of decode steps on a GPU: ``cuda``, the kernel in CUDA C++ for Hopper GPUs,

@@ -86,4 +86,4 @@ def choose_prefill(
     by = "FlashInfer" if ragged else "Triton"
     if ragged and state.slides:
         by += ", in layers with a sliding window by Triton"
-    logger.info("DiffKV: new tokens attend among themselves by %s%s", by, reason)
+    logger.info("DiffKV: new tokens attend by %s%s", by, reason)

@@ -120,7 +120,7 @@ class ReferenceOps:
         )  # fmt: skip
 
     def extend_unpacked(self, *step: Any, **form: Any) -> None:
-        """Pages are attended to as they are."""
+        """Nothing: pages are attended to as they are."""
 
     def verify(
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,

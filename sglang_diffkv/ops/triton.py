@@ -63,7 +63,7 @@ class TritonOps:
 
     Args:
         q_heads: query heads. max_tokens: longest sequence, for the scratch that keeps a step's logits.
-        ragged: computes the attention of new tokens among themselves; None for the Triton kernel.
+        ragged: computes the attention of new tokens; None for the Triton kernel.
         least_scratch: bytes of the scratch at least, for ``ragged``, which may use it between decode steps.
         prefill_bytes: bytes for ``ragged`` alone, where requests decode in passes over prompts too; 0 for none.
         config: how decode attention is cut.

@@ -342,6 +342,6 @@ def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bo
     obstacle = prefill_obstacle(fmt, config.prefill, (), reaches)
     if config.prefill == "triton" or obstacle:
         reason = f" ({obstacle})" if config.prefill == "auto" else ""
-        return f"Triton; new tokens attend among themselves by Triton{reason}{decode}"
+        return f"Triton; new tokens attend by Triton{reason}{decode}"
     flashinfer = "FlashInfer, if all layers have one scale and logit cap"
-    return f"Triton; new tokens attend among themselves by {flashinfer}{decode}"
+    return f"Triton; new tokens attend by {flashinfer}{decode}"

@@ -157,6 +157,10 @@ def test_a_terminated_command_ends_its_part(tmp_path):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     (child,) = children(process.pid)
+    while "http.server" not in Path(f"/proc/{child}/cmdline").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.5)  # the command has a handle of its child only once that has begun
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == cli.BROKEN_OFF
     assert not Path(f"/proc/{child}").exists() and not (tmp_path / "parts" / "slow.json").exists()

@@ -193,7 +193,7 @@ def test_what_a_gpu_server_would_run_on(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "")
     monkeypatch.setattr(cuda, "missing", lambda: "there is no GPU")
-    assert _kernels(DiffKVConfig(), on_gpu=True).startswith("Triton; new tokens attend among themselves by FlashInfer")
+    assert _kernels(DiffKVConfig(), on_gpu=True).startswith("Triton; new tokens attend by FlashInfer")
     decode = "; decode steps attend by Triton (there is no GPU)"
     assert _kernels(DiffKVConfig(prefill="triton"), on_gpu=True).endswith(f"by Triton{decode}")
     monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "FlashInfer is not installed")
