@@ -89,6 +89,7 @@ class TritonOps:
         self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
         self.has_sinks = False
         """Of the model's layers: attention that sinks join is rounded once, behind them."""
+        self._heads_hold_all = read_back.heads_hold_all(policy, len(state.fmt.tiers))
         self.prompt = PromptWorkspace.create(state)
         self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
@@ -175,7 +176,7 @@ class TritonOps:
             torch.sub(step.seq_lens, 1, out=step.prefix_lens)
             step.num_valid.copy_((step.rows != 0).sum())
         elif self.ragged is not None:
-            if not self.has_sinks and (step.as_computed or read_back.heads_hold_all(self.policy, len(state.fmt.tiers))):
+            if not self.has_sinks and (step.as_computed or self._heads_hold_all):
                 step.whole = read_back.whole_requests(state, step)
             self.ragged.plan(step)
         reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
