@@ -78,8 +78,8 @@ def crowded(server_of: Callable[..., Server], asynchronous: bool, **options: Any
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_more_run_than_fit_with_their_limits(asynchronous: bool, server_of: Callable[..., Server]) -> None:
     """Requests that are not at their limits at the same time: more run than limits fit, none is retracted (judged
-    beside the passes, one at most), and each gets the tokens that it gets alone, where nobody is parked. Most prompts join the prefix cache, so their first
-    compression parts with it."""
+    beside the passes, one at most), and each gets the tokens that it gets alone, where nobody is parked. Most prompts
+    join the prefix cache, so their first compression parts with it."""
     server = crowded(server_of, asynchronous)
     with ThreadPoolExecutor(MANY) as threads:
         found = list(threads.map(lambda number: reply(server, number, 130 + 7 * number), range(MANY)))
