@@ -77,16 +77,15 @@ def crowded(server_of: Callable[..., Server], asynchronous: bool, **options: Any
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_more_run_than_fit_with_their_limits(asynchronous: bool, server_of: Callable[..., Server]) -> None:
-    """Requests that are not at their limits at the same time: more run than limits fit, none is retracted (judged
-    beside the passes, one at most), and each gets the tokens that it gets alone, where nobody is parked. Most prompts
-    join the prefix cache, so their first compression parts with it."""
+    """Requests that are not at their limits at the same time: more run than limits fit, none is retracted, and each
+    gets the tokens that it gets alone, where nobody is parked. Most prompts join the prefix cache, so their first
+    compression parts with it."""
     server = crowded(server_of, asynchronous)
     with ThreadPoolExecutor(MANY) as threads:
         found = list(threads.map(lambda number: reply(server, number, 130 + 7 * number), range(MANY)))
     log, stats = server.log_text(), stats_of(server)
     assert max(running_in(log)) > (POOL - KEEP) // LIMIT
-    retracted = log.count("Retract requests")  # rarely one of those that are judged beside the passes
-    assert retracted <= asynchronous and stats["admission"]["budget_waited_steps"] == stats["faults"] == 0
+    assert "Retract requests" not in log and stats["admission"]["budget_waited_steps"] == stats["faults"] == 0
     assert stats["admission"]["budget_late_tokens"] == 0, "prompts that run meanwhile delay no compression"
     judged = stats["admission"].get("budget_judged_beside", 0)
     assert (judged > stats["admission"]["budget_compressions"] // 2) == asynchronous
