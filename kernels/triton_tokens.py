@@ -169,6 +169,19 @@ def requantized(
 
 
 @triton.jit
+def vector_codes(
+    page, slot, chosen, mask, d, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
+):  # fmt: skip
+    """Of quantised vectors of the chosen of slots [T] of a page: codes of elements ``d`` [1, N], int32 [T, N], 0
+    without ``mask`` [T, N]; scales and zero points, float32 [T]."""
+    BYTES: tl.constexpr = DIM * BITS // 8
+    codes = tl.load(page + OFFSET + slot[:, None] * BYTES + d % BYTES, mask=mask, other=0)
+    codes = (codes.to(tl.int32) >> (d // BYTES * BITS)) & ((1 << BITS) - 1)
+    scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
+    return codes, scale, zero
+
+
+@triton.jit
 def dequantized(
     page, slot, chosen, raw, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
 ):  # fmt: skip
@@ -178,10 +191,7 @@ def dequantized(
     mask = chosen[:, None] & (d < DIM)
     if BITS == 16:
         return tl.load((page + OFFSET).to(raw) + slot[:, None] * DIM + d, mask=mask, other=0.0).to(tl.float32)
-    BYTES: tl.constexpr = DIM * BITS // 8
-    codes = tl.load(page + OFFSET + slot[:, None] * BYTES + d % BYTES, mask=mask, other=0)
-    codes = (codes.to(tl.int32) >> (d // BYTES * BITS)) & ((1 << BITS) - 1)
-    scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
+    codes, scale, zero = vector_codes(page, slot, chosen, mask, d, DIM, BITS, OFFSET, META)
     return tl.where(mask, codes.to(tl.float32) * scale[:, None] + zero[:, None], 0.0)
 
 

@@ -228,11 +228,15 @@ def _update_scores(
     score_new(state, layer, q, key, lse, *lens, max_extend, sm_scale, logit_cap, **rule)
 
 
-def _observed(batch: int, observe_from: torch.Tensor | None, observe_every: int, reduce: str) -> dict[str, Any]:
-    """Compile-time constants of who observes."""
-    assert observe_from is None or observe_from.shape == (batch,)
-    assert not observe_every or observe_from is not None
-    return {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
+def _scored(
+    state: PageState, q: torch.Tensor, extend_lens: torch.Tensor, logit_cap: float,
+    observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+    """``since`` of the kernels of scores, and their compile-time constants."""
+    since = extend_lens if observe_from is None else observe_from
+    assert since.shape == extend_lens.shape and (not observe_every or observe_from is not None)
+    observed = {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
+    return since, {"G": q.shape[1] // state.num_heads, "HAS_CAP": logit_cap > 0, **observed}
 
 
 def score_pages(
@@ -242,10 +246,9 @@ def score_pages(
 ) -> None:  # fmt: skip
     """Of ``extend_attention``'s scores those of tokens in pages. ``lse``: [tokens, Hq] float32, base 2, of the logits
     that queries have with keys as they are stored."""
-    group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
+    heads, batch = state.num_heads, rows.shape[0]
     assert q.is_contiguous() and lse.is_contiguous()
-    since = extend_lens if observe_from is None else observe_from
-    common = {"G": group, "HAS_CAP": logit_cap > 0, **_observed(batch, observe_from, observe_every, reduce)}
+    since, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     for tier in _constants(*_shape(state))[: state.fmt.scored]:
         programs = min(64, triton.cdiv(max_prefix, tier["N"]))
         for number, scores in [(None, lse), *judged.items()]:
@@ -263,9 +266,8 @@ def score_new(
     logit_cap: float, *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
 ) -> None:  # fmt: skip
     """Of ``extend_attention``'s scores those of new tokens."""
-    group, heads, batch = q.shape[1] // state.num_heads, state.num_heads, rows.shape[0]
-    since = extend_lens if observe_from is None else observe_from
-    common = {"G": group, "HAS_CAP": logit_cap > 0, **_observed(batch, observe_from, observe_every, reduce)}
+    heads, batch = state.num_heads, rows.shape[0]
+    since, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
     new_scores_kernel[(batch * heads * -(-max_extend // tile),)](
         q, q.stride(0), q.stride(1), key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since,

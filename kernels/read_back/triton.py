@@ -12,7 +12,6 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
 from sglang_diffkv.kernels.rotate.triton import signs
-from sglang_diffkv.kernels.triton_codec import meta_pair
 from sglang_diffkv.kernels.triton_table import (
     I_KB,
     I_KEYS,
@@ -33,7 +32,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_column,
     table_index,
 )
-from sglang_diffkv.kernels.triton_tokens import number_at
+from sglang_diffkv.kernels.triton_tokens import vector_codes
 from sglang_diffkv.mem_pool.state import PageState
 
 SLOTS = 32
@@ -64,10 +63,7 @@ def read_vectors(
     if BITS == 16:
         x = tl.load((page + OFFSET).to(tl.pointer_type(raw)) + slot[:, None] * DIM + d[None, :], mask=inside, other=0.0)
     else:
-        BYTES: tl.constexpr = DIM * BITS // 8
-        codes = tl.load(page + OFFSET + slot[:, None] * BYTES + (d % BYTES)[None, :], mask=inside, other=0)
-        x = (codes.to(tl.int32) >> (d // BYTES * BITS)[None, :]) & ((1 << BITS) - 1)
-        scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
+        x, scale, zero = vector_codes(page, slot, chosen, inside, d[None, :], DIM, BITS, OFFSET, META)
     for first in tl.static_range(0, DP, C):
         column = first + tl.arange(0, C)
         if TURN:

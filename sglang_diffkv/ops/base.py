@@ -15,7 +15,7 @@ from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops.decisions import Decisions, Judgement
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Observation, Policy
 
 
 class Scaling(NamedTuple):
@@ -79,6 +79,14 @@ class Step:
     def starts(self) -> torch.Tensor:
         """[B] int64, a request's first place among the step's tokens."""
         return self.extend_lens.cumsum(0) - self.extend_lens
+
+    def observers(self, observation: Observation) -> dict[str, Any]:
+        """Of an extend step, who observes, as its kernels are told: the same kernels whether or not a window is in
+        sight."""
+        if observation.queries and self.observe_from is None:
+            self.observe_from = torch.zeros_like(self.extend_lens)
+        since = self.observe_from if observation.queries else None
+        return {"observe_from": since, "observe_every": observation.every, "reduce": observation.reduce}
 
     @classmethod
     def extend(

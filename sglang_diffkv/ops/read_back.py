@@ -71,16 +71,9 @@ def _score(
     policy: Policy, rotation: Rotation, key_means: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """The scores of new tokens, and those of stored ones: of the requests from the first to the last that has any."""
-    (scale, cap), observation = scaling, policy.observation
-    if observation.queries and step.observe_from is None:  # the same kernels whether or not a window is in sight
-        step.observe_from = torch.zeros_like(step.extend_lens)
-    since = step.observe_from if observation.queries else None
-    every, reduce = observation.every, observation.reduce
+    (scale, cap), observers = scaling, step.observers(policy.observation)
     lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens)
-    score_new(
-        state, layer, q, key, lse, *lens, step.max_extend, scale, cap,
-        observe_from=since, observe_every=every, reduce=reduce,
-    )  # fmt: skip
+    score_new(state, layer, q, key, lse, *lens, step.max_extend, scale, cap, **observers)
     stored = [number for number, prefix in enumerate(step.prefixes) if prefix]
     first, last = stored[0], stored[-1] + 1
     tokens = slice(sum(step.counts[:first]), sum(step.counts[:last]))
@@ -91,8 +84,9 @@ def _score(
         norm = norm - shift * (scale * math.log2(math.e))
     queries = rotate(queries)[0] if rotation.keys else queries.contiguous()
     rows, starts, extend_lens, prefix_lens = (x[first:last] for x in lens)
+    if observers["observe_from"] is not None:
+        observers["observe_from"] = observers["observe_from"][first:last]
     score_pages(
         state, layer, queries, norm.contiguous(), rows, starts - tokens.start, extend_lens, prefix_lens,
-        step.max_prefix, scale, cap, {number - first: scores for number, scores in step.judged.items()},
-        observe_from=None if since is None else since[first:last], observe_every=every, reduce=reduce,
+        step.max_prefix, scale, cap, {number - first: scores for number, scores in step.judged.items()}, **observers,
     )  # fmt: skip

@@ -255,9 +255,6 @@ class TritonOps:
         if ragged is None or step.max_prefix:  # FlashInfer and the scores of new tokens take a slice of a projection
             q = q.contiguous()
         new_part = None if ragged is None else ragged.run(q, key, value)
-        observation = policy.observation
-        if observation.queries and step.observe_from is None:  # the same kernels whether or not a window is in sight
-            step.observe_from = torch.zeros_like(step.extend_lens)
         return extend_attention(
             state,
             layer,
@@ -275,11 +272,9 @@ class TritonOps:
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,
-            observe_from=step.observe_from if observation.queries else None,
-            observe_every=observation.every,
-            reduce=observation.reduce,
             reach=reach,
             sink_logits=sink_logits,
+            **step.observers(policy.observation),
         )[0]
 
     def _ragged(self, scale: float, cap: float) -> RaggedPrefill | None:
