@@ -189,6 +189,10 @@ def test_a_small_pool(fidelity: str, prompts: list[list[int]], server_of: Callab
     args = [*MIXED, "--max-total-tokens", "1100", "--schedule-conservativeness", "0.1"]
     server = server_of("diffkv", args, config={"prefix_fidelity": fidelity}, env=STRICT)
     short = [x for x in prompts if len(x) < 600]
-    assert {len(x) for x in crowd(server, short, max_new_tokens=160, min_new_tokens=160)} == {160}
+    for _ in range(3):  # until they have come close enough together for it
+        assert {len(x) for x in crowd(server, short, max_new_tokens=160, min_new_tokens=160)} == {160}
+        if "Retract requests" in server.log_text():
+            break
+        server.flush_cache()
     assert "Retract requests" in server.log_text()
     check_mixed(server, 1)
