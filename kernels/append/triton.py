@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.append.triton_turned import turned_append_kernel
 from sglang_diffkv.kernels.device import launches_early
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.quantize.triton import store_vectors
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, layout_constants, reserved_slots
@@ -131,6 +132,26 @@ def append(
     Returns:
         ``query`` as it attends to what is stored: rotated as keys are.
     """
+    places = (rows, offset, position, num_valid)
+    again = prepare_append(state, key, value, *places, rotation=rotation, key_means=key_means, query=query)
+    return again(layer, key, value, key_means, query)
+
+
+class PreparedAppend(Protocol):
+    """``append`` of another layer, with tensors of the same form and the same places."""
+
+    def __call__(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, key_means: torch.Tensor | None,
+        query: torch.Tensor | None,
+    ) -> torch.Tensor | None: ...  # fmt: skip
+
+
+def prepare_append(
+    state: PageState, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, offset: torch.Tensor,
+    position: torch.Tensor, num_valid: torch.Tensor, *, rotation: Rotation, key_means: torch.Tensor | None,
+    query: torch.Tensor | None,
+) -> PreparedAppend:  # fmt: skip
+    """What layers have in common. Arguments as of ``append``."""
     fmt, count = state.fmt, key.shape[0]
     assert key.shape == (count, state.num_heads, fmt.head_dim) and key.stride(2) == 1
     assert value.shape == (count, state.num_heads, fmt.v_head_dim) and value.stride(2) == 1
@@ -139,48 +160,76 @@ def append(
     assert not fmt.high.tier.is_raw or key.dtype == value.dtype == state.dtype
     check_rows(rows, num_valid, state)
     if not count:
-        return query
+        return lambda layer, key, value, key_means, query: query
+    places = (rows, offset, position, num_valid)
     if rotation != NO_ROTATION or key_means is not None:
-        return _append_turned(
-            state, layer, key, value, (rows, offset, position, num_valid), rotation, key_means, query
-        )  # fmt: skip
-    few = count <= ONE_BY_ONE
-    append_kernel[(-(-count // (1 if few else SOME)), state.num_heads)](
-        key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), state.pages,
-        state.page_table, state.row_blocks, state.own_entry, state.write_slot, rows, offset, position,
-        num_valid, layer, **_constants(fmt, state.row_blocks.shape[1], state.num_layers, state.num_heads, few),
+        return _prepare_turned(state, key, value, places, rotation, key_means, query)
+    return _prepare(state, key, value, places)
+
+
+def _prepare(
+    state: PageState, key: torch.Tensor, value: torch.Tensor, places: tuple[torch.Tensor, ...]
+) -> PreparedAppend:  # fmt: skip
+    count, heads, few = key.shape[0], state.num_heads, key.shape[0] <= ONE_BY_ONE
+    launch = Launch(
+        append_kernel,
+        (-(-count // (1 if few else SOME)), heads),
+        (
+            None, None, key.stride(0), key.stride(1), value.stride(0), value.stride(1), state.pages, state.page_table,
+            state.row_blocks, state.own_entry, state.write_slot, *places, None,
+        ),
+        _constants(state.fmt, state.row_blocks.shape[1], state.num_layers, heads, few),
     )  # fmt: skip
-    return query
+
+    def append_again(
+        layer: int, key: torch.Tensor, value: torch.Tensor, key_means: torch.Tensor | None, query: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        launch(key=key, value=value, layer=layer)
+        return query
+
+    return append_again
 
 
-def _append_turned(
+def _prepare_turned(
     state: PageState,
-    layer: int,
     key: torch.Tensor,
     value: torch.Tensor,
     places: tuple[torch.Tensor, ...],
     rotation: Rotation,
     key_means: torch.Tensor | None,
     query: torch.Tensor | None,
-) -> torch.Tensor | None:
+) -> PreparedAppend:
     fmt, (count, heads, dim) = state.fmt, key.shape
     assert key_means is None or (key_means.shape == (heads, dim) and key_means.is_contiguous())
     assert key_means is None or key_means.dtype == torch.float32
-    turned, vectors = query, 0
+    turns = query is not None and rotation.keys
+    asked, vectors = key, 0
     if query is not None and rotation.keys:
         assert (query.shape[0], query.shape[2]) == (count, dim) and query.stride(2) == 1 and query.dtype == key.dtype
-        turned, vectors = query.new_empty(query.shape), count * query.shape[1]
-    asked, target = (query, turned) if vectors else (key, key)
-    assert asked is not None and target is not None
+        asked, vectors = query, count * query.shape[1]
     few = count <= ONE_BY_ONE
     size = FEW_VECTORS if few else MANY_VECTORS
     tiles = -(-count * heads // size)
     constants = _turned_constants(
         fmt, state.row_blocks.shape[1], state.num_layers, heads, few, rotation, key_means is not None
     )  # fmt: skip
-    turned_append_kernel[(2 * tiles - (-vectors // size),)](
-        asked, target, asked.stride(0), asked.stride(1), asked.shape[1], vectors, tiles, key, value, key.stride(0),
-        key.stride(1), value.stride(0), value.stride(1), key_means, state.pages, state.page_table, state.row_blocks,
-        state.own_entry, state.write_slot, *places, layer, **constants,
+    launch = Launch(
+        turned_append_kernel,
+        (2 * tiles - (-vectors // size),),
+        (
+            None, None, asked.stride(0), asked.stride(1), asked.shape[1], vectors, tiles, None, None, key.stride(0),
+            key.stride(1), value.stride(0), value.stride(1), None, state.pages, state.page_table, state.row_blocks,
+            state.own_entry, state.write_slot, *places, None,
+        ),
+        constants,
     )  # fmt: skip
-    return turned
+
+    def append_again(
+        layer: int, key: torch.Tensor, value: torch.Tensor, key_means: torch.Tensor | None, query: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        turned = query.new_empty(query.shape) if query is not None and turns else query
+        asked, target = (query, turned) if turns else (key, key)
+        launch(query=asked, query_out=target, key=key, value=value, means=key_means, layer=layer)
+        return turned
+
+    return append_again

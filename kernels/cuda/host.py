@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_diffkv.kernels.cuda.source import HERE, CudaSource
@@ -47,6 +48,10 @@ class HostKernel:
                 raise RuntimeError(f"{source.path.name} does not compile on a CPU:\n{done.stderr}")
             self._run = ctypes.CDLL(str(library)).run
 
-    def launch(self, programs: int, arguments: ctypes.Structure, shared_bytes: int, early: bool) -> None:
+    def prepare(self, programs: int, shared_bytes: int, early: bool) -> Callable[[ctypes.Structure], None]:
         assert shared_bytes <= 228 << 10
-        self._run(ctypes.byref(arguments), programs, shared_bytes, POISON)
+
+        def launch(arguments: ctypes.Structure) -> None:
+            self._run(ctypes.byref(arguments), programs, shared_bytes, POISON)
+
+        return launch

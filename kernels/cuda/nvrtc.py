@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,20 +58,25 @@ class NvrtcKernel:
         self._function = checked(driver.cuModuleGetFunction(self._module, source.name.encode()), "finding a kernel")
         self._shared = 0
 
-    def launch(self, programs: int, arguments: ctypes.Structure, shared_bytes: int, early: bool) -> None:
-        driver = self._driver
+    def prepare(self, programs: int, shared_bytes: int, early: bool) -> Callable[[ctypes.Structure], None]:
+        driver, function = self._driver, self._function
         if shared_bytes > self._shared:
             name = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            checked(driver.cuFuncSetAttribute(self._function, name, shared_bytes), "asking for shared memory")
+            checked(driver.cuFuncSetAttribute(function, name, shared_bytes), "asking for shared memory")
             self._shared = shared_bytes
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = programs, 1, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = 32, 1, 1
-        config.sharedMemBytes, config.hStream = shared_bytes, torch.cuda.current_stream().cuda_stream
+        config.sharedMemBytes = shared_bytes
         if early:
             attribute = driver.CUlaunchAttribute()
             attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             config.attrs, config.numAttrs = [attribute], 1
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        checked(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0), "starting a kernel")
+
+        def launch(arguments: ctypes.Structure) -> None:
+            config.hStream = torch.cuda.current_stream().cuda_stream
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+            checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0), "starting a kernel")
+
+        return launch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,7 @@ def defined(values: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
 class CudaKernel(Protocol):
     """A compiled kernel."""
 
-    def launch(self, programs: int, arguments: ctypes.Structure, shared_bytes: int, early: bool) -> None:
-        """Start ``programs`` blocks on the current stream, with so much shared memory each. ``early``: as soon as the
-        kernel before it says so (programmatic dependent launch)."""
+    def prepare(self, programs: int, shared_bytes: int, early: bool) -> Callable[[ctypes.Structure], None]:
+        """What starts ``programs`` blocks on the current stream with the arguments that it is given, which are copied.
+        They have so much shared memory each. ``early``: as soon as the kernel before it says so (programmatic dependent
+        launch)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,17 +150,18 @@ def table_pointers(state: PageState) -> dict[str, int]:
     return {name: pointer(getattr(state, name)) for name in names}
 
 
-def launch_split(
-    state: PageState, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
+def prepare_split(
+    state: PageState, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
     workspace: DecodeWorkspace, constants: dict[str, Any],
     *, logit_cap: float, reach: int, every: int, scored: bool, judge_low: bool, early: bool,
-) -> None:  # fmt: skip
-    """Start the pass. Arguments as of :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which
-    has checked them; ``constants`` of ``tile_constants``."""
+) -> Callable[..., None]:  # fmt: skip
+    """What starts the pass for a ``layer`` and its ``q``, of the form of this one. Arguments as of
+    :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which has checked them; ``constants`` of
+    ``tile_constants``."""
     fmt, config = state.fmt, workspace.config
     group = q.shape[1] // state.num_heads
     assert (why := unsupported(fmt, group)) is None, why
-    assert q.data_ptr() % 16 == 0 and state.pages.data_ptr() % 16 == 0 and fmt.page_bytes % 16 == 0
+    assert state.pages.data_ptr() % 16 == 0 and fmt.page_bytes % 16 == 0
     tiers = len(fmt.tiers)
     source = split_source(
         fmt, group, state.num_layers, state.num_heads, state.row_blocks.shape[1], workspace.offsets.shape[2],
@@ -169,12 +171,18 @@ def launch_split(
         seq_lens.dtype == torch.int64, q.dtype == torch.bfloat16,
     )  # fmt: skip
     arguments = Arguments(
-        q=pointer(q), rows=pointer(rows), seq_lens=pointer(seq_lens), **table_pointers(state),
+        rows=pointer(rows), seq_lens=pointer(seq_lens), **table_pointers(state),
         **{name: pointer(getattr(workspace, name)) for name in (
             "partial_out", "partial_lse", "logits", "tile_max", "offsets", "begun", "ranges",
         )},
-        batch=rows.shape[0], layer=layer, room=workspace.room, reach=reach, every=every,
+        batch=rows.shape[0], room=workspace.room, reach=reach, every=every,
         sm_scale=sm_scale, logit_cap=logit_cap,
     )  # fmt: skip
-    kernel = load(source, not q.is_cuda)
-    kernel.launch(workspace.programs, arguments, shared_bytes(fmt, config.copies), early)
+    launch = load(source, not q.is_cuda).prepare(workspace.programs, shared_bytes(fmt, config.copies), early)
+
+    def start(q: torch.Tensor, layer: int) -> None:
+        arguments.q, arguments.layer = pointer(q), layer
+        assert arguments.q % 16 == 0
+        launch(arguments)
+
+    return start

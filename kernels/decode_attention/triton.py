@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
 
-from sglang_diffkv.kernels.decode_attention.cuda import launch_split
+from sglang_diffkv.kernels.decode_attention.cuda import prepare_split
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.triton_finish import finish_kernel
 from sglang_diffkv.kernels.decode_attention.triton_split import split_kernel
@@ -20,6 +22,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     tile_constants,
 )
 from sglang_diffkv.kernels.device import launches_early
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
 from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
 
@@ -158,6 +161,32 @@ def decode_attention(
     Returns:
         ``out`` and ``lse`` (natural logarithm).
     """
+    if out is None:
+        out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
+    if lse is None:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    prepare_decode(
+        state, q, rows, seq_lens, sm_scale, workspace, num_valid, found=found, window=window, sinks=sinks,
+        horizon=horizon, every=every, logit_cap=logit_cap, reduce=reduce, reach=reach, sink_logits=sink_logits,
+    )(layer, q, out, lse, sink_logits)  # fmt: skip
+    return out, lse
+
+
+class PreparedDecode(Protocol):
+    """``decode_attention`` of another layer of the step, with tensors of the same form."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None
+    ) -> None: ...
+
+
+def prepare_decode(
+    state: PageState, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
+    workspace: DecodeWorkspace, num_valid: torch.Tensor, *, found: FoundTokens | None, window: int, sinks: int,
+    horizon: int, every: int, logit_cap: float, reduce: str, reach: int, sink_logits: torch.Tensor | None,
+) -> PreparedDecode:  # fmt: skip
+    """What the layers of a step have in common. Arguments as of ``decode_attention``; ``q`` and ``sink_logits`` for
+    their form."""
     fmt = state.fmt
     batch, q_heads, dim = q.shape
     heads = state.num_heads
@@ -170,11 +199,6 @@ def decode_attention(
     assert every >= 1 and (not reach or found is None), "nothing is searched for where tokens are out of reach"
     assert sink_logits is None or (sink_logits.shape == (q_heads,) and sink_logits.is_contiguous())
     check_rows(rows, num_valid, state)
-    if out is None:
-        out = torch.empty(batch, q_heads, fmt.v_head_dim, dtype=q.dtype, device=q.device)
-    if lse is None:
-        lse = torch.empty(batch, q_heads, dtype=torch.float32, device=q.device)
-    assert out.is_contiguous() and lse.is_contiguous()
     config, group = workspace.config, q_heads // heads
     parts, joining = join_plan(state, batch, group, config, searched=found is not None)
     max_parts = 1
@@ -193,30 +217,51 @@ def decode_attention(
     early = launches_early()
     overlap = {"launch_pdl": True} if early else {}
     limit = {"maxnreg": config.registers} if config.registers and dim <= 128 and not INTERPRETED else {}
+    split: Callable[..., None]
     if config.cuda:
-        launch_split(
-            state, layer, q, rows, seq_lens, sm_scale, workspace, constants,
+        split = prepare_split(
+            state, q, rows, seq_lens, sm_scale, workspace, constants,
             logit_cap=logit_cap, reach=reach, every=every, scored=scored, judge_low=judge_low, early=early,
         )  # fmt: skip
     else:
-        split_kernel[(workspace.programs,)](
-            q, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-            workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo, state.range_hi,
-            state.row_blocks, state.entries, state.own_entry, rows, layer, sm_scale, logit_cap, workspace.room,
-            seq_lens, reach, every,
-            **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
-            AHEAD=config.ahead, HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED,
-            EARLY=early, SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
+        split = Launch(
+            split_kernel,
+            (workspace.programs,),
+            (
+                None, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
+                workspace.offsets, workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo,
+                state.range_hi, state.row_blocks, state.entries, state.own_entry, rows, None, sm_scale, logit_cap,
+                workspace.room, seq_lens, reach, every,
+            ),
+            dict(
+                **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
+                AHEAD=config.ahead, HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED,
+                EARLY=early, SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
+            ),
         )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}
-    finish_kernel[(batch * heads, joining["JOINERS"] + parts)](
-        out, lse, found.packed if found is not None else workspace.partial_lse, max_parts,
-        workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
-        workspace.parts_of, workspace.starts, workspace.ranges, state.pages, state.page_table, state.row_blocks,
-        state.entries, state.own_entry, rows, seq_lens, num_valid, layer, window, sinks, horizon or NO_LIMIT,
-        every, state.scratch_page, workspace.room, sink_logits,
-        **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
-        SIZE=config.score_tokens, SCORED=scored, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
-        HAS_SINK=sink_logits is not None, MERGED=config.cuda, num_warps=config.score_warps, **overlap,
+    finish = Launch(
+        finish_kernel,
+        (batch * heads, joining["JOINERS"] + parts),
+        (
+            None, None, found.packed if found is not None else workspace.partial_lse, max_parts,
+            workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max, workspace.offsets,
+            workspace.parts_of, workspace.starts, workspace.ranges, state.pages, state.page_table, state.row_blocks,
+            state.entries, state.own_entry, rows, seq_lens, num_valid, None, window, sinks, horizon or NO_LIMIT,
+            every, state.scratch_page, workspace.room, None,
+        ),
+        dict(
+            **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
+            SIZE=config.score_tokens, SCORED=scored, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
+            HAS_SINK=sink_logits is not None, MERGED=config.cuda, num_warps=config.score_warps, **overlap,
+        ),
     )  # fmt: skip
-    return out, lse
+
+    def decode_again(
+        layer: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor | None
+    ) -> None:
+        assert out.is_contiguous() and lse.is_contiguous()
+        split(q=q, layer=layer)
+        finish(out=out, lse_out=lse, layer=layer, sink_logits=sink_logits)
+
+    return decode_again

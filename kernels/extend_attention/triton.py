@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
 from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
 from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
@@ -224,8 +225,8 @@ def _update_scores(
     lens = (rows, starts, extend_lens, prefix_lens)
     rule: dict[str, Any] = {"observe_from": observe_from, "observe_every": observe_every, "reduce": reduce}
     if max_prefix:
-        score_pages(state, layer, q, lse, *lens, max_prefix, sm_scale, logit_cap, judged, **rule)
-    score_new(state, layer, q, key, lse, *lens, max_extend, sm_scale, logit_cap, **rule)
+        prepare_score_pages(state, q, *lens, max_prefix, sm_scale, logit_cap, judged, **rule)(layer, q, lse)
+    prepare_score_new(state, q, key, *lens, max_extend, sm_scale, logit_cap, **rule)(layer, q, key, lse)
 
 
 def _scored(
@@ -239,38 +240,66 @@ def _scored(
     return since, {"G": q.shape[1] // state.num_heads, "HAS_CAP": logit_cap > 0, **observed}
 
 
-def score_pages(
-    state: PageState, layer: int, q: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
-    extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float,
-    judged: dict[int, torch.Tensor], *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
-) -> None:  # fmt: skip
-    """Of ``extend_attention``'s scores those of tokens in pages. ``lse``: [tokens, Hq] float32, base 2, of the logits
-    that queries have with keys as they are stored."""
+def prepare_score_pages(
+    state: PageState, q: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float, judged: dict[int, torch.Tensor],
+    *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+) -> Callable[[int, torch.Tensor, torch.Tensor], None]:  # fmt: skip
+    """What gives ``extend_attention``'s scores of tokens in pages in a layer, from ``q`` of the form of this one and
+    ``lse``, [tokens, Hq] float32, base 2, of the logits that queries have with keys as they are stored."""
     heads, batch = state.num_heads, rows.shape[0]
-    assert q.is_contiguous() and lse.is_contiguous()
+    assert q.is_contiguous()
     since, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
+    tables = (
+        state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
+        state.write_slot,
+    )  # fmt: skip
+    launches = []
     for tier in _constants(*_shape(state))[: state.fmt.scored]:
         programs = min(64, triton.cdiv(max_prefix, tier["N"]))
-        for number, scores in [(None, lse), *judged.items()]:
-            page_scores_kernel[(batch if number is None else 1, heads, programs)](
-                q, lse, starts, extend_lens, prefix_lens, since, rows, state.pages, state.page_table,
-                state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry, state.write_slot,
-                scores, scores.shape[-1], number or 0, layer, sm_scale, logit_cap,
-                M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2,
+        for number, scores in [(None, None), *judged.items()]:
+            length = q.shape[1] if scores is None else scores.shape[-1]
+            launch = Launch(
+                page_scores_kernel,
+                (batch if number is None else 1, heads, programs),
+                (
+                    None, None, starts, extend_lens, prefix_lens, since, rows, *tables, None, length, number or 0, None,
+                    sm_scale, logit_cap,
+                ),
+                dict(M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2),
             )  # fmt: skip
+            launches.append((launch, scores))
+
+    def score_again(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+        assert lse.is_contiguous()
+        for launch, scores in launches:
+            launch(q=q, lse=lse, judged=lse if scores is None else scores, layer=layer)
+
+    return score_again
 
 
-def score_new(
-    state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
-    starts: torch.Tensor, extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, sm_scale: float,
-    logit_cap: float, *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
-) -> None:  # fmt: skip
-    """Of ``extend_attention``'s scores those of new tokens."""
+def prepare_score_new(
+    state: PageState, q: torch.Tensor, key: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
+    extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, sm_scale: float, logit_cap: float,
+    *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]:  # fmt: skip
+    """What gives ``extend_attention``'s scores of new tokens in a layer, from ``q`` and ``key`` of the form of these
+    and the log-sum-exp of what they give."""
     heads, batch = state.num_heads, rows.shape[0]
     since, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
-    new_scores_kernel[(batch * heads * -(-max_extend // tile),)](
-        q, q.stride(0), q.stride(1), key, key.stride(0), key.stride(1), lse, starts, extend_lens, prefix_lens, since,
-        rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks, layer,
-        sm_scale, logit_cap, **_score_constants(*_shape(state)), **common, M=tile, N=tile, num_warps=4, num_stages=2,
+    launch = Launch(
+        new_scores_kernel,
+        (batch * heads * -(-max_extend // tile),),
+        (
+            None, q.stride(0), q.stride(1), None, key.stride(0), key.stride(1), None, starts, extend_lens, prefix_lens,
+            since, rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks,
+            None, sm_scale, logit_cap,
+        ),
+        {**_score_constants(*_shape(state)), **common, "M": tile, "N": tile, "num_warps": 4, "num_stages": 2},
     )  # fmt: skip
+
+    def score_again(layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor) -> None:
+        launch(q=q, key=key, lse=lse, layer=layer)
+
+    return score_again

@@ -6,10 +6,13 @@ and zero point follow, so that nothing is rounded but the result.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
 from sglang_diffkv.kernels.rotate.triton import signs
 from sglang_diffkv.kernels.triton_table import (
@@ -196,6 +199,27 @@ def read_back(
         key, value: with a contiguous last dimension. longest: tokens of the longest request, on the host: the larger of
             what it has stored and what is new.
     """
+    prepare_read_back(
+        state, key, value, rows, starts, extend_lens, prefix_lens, into, key_out, value_out, longest,
+        rotation=rotation, key_means=key_means,
+    )(layer, key, value, key_out, value_out, key_means)  # fmt: skip
+
+
+class PreparedReadBack(Protocol):
+    """``read_back`` of another layer of the pass, with tensors of the same form."""
+
+    def __call__(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
+        key_means: torch.Tensor | None,
+    ) -> None: ...  # fmt: skip
+
+
+def prepare_read_back(
+    state: PageState, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
+    extend_lens: torch.Tensor, prefix_lens: torch.Tensor, into: torch.Tensor, key_out: torch.Tensor,
+    value_out: torch.Tensor, longest: int, *, rotation: Rotation, key_means: torch.Tensor | None,
+) -> PreparedReadBack:  # fmt: skip
+    """What layers have in common. Arguments as of ``read_back``."""
     fmt, heads, batch = state.fmt, state.num_heads, rows.shape[0]
     tokens = key.shape[0]
     assert key.shape == (tokens, heads, fmt.head_dim) and key.stride(2) == 1
@@ -210,12 +234,27 @@ def read_back(
         assert key_means.is_contiguous()
     block, v_block = block_size(fmt.head_dim), block_size(fmt.v_head_dim)
     programs = max(1, min(triton.cdiv(longest, NEW_TOKENS), MOST_PROGRAMS))
-    read_back_kernel[(programs, heads, batch)](
-        key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), key_out, value_out,
-        key_out if key_means is None else key_means, rows, starts, extend_lens, prefix_lens, into,
-        state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
-        state.own_entry, state.write_slot, state.fault, layer, **format_constants(fmt),
-        MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, SLOTS=SLOTS, NEW=NEW_TOKENS,
-        TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=block, BV=v_block, NORM=block**-0.5,
-        NORM_V=v_block**-0.5, ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
+    launch = Launch(
+        read_back_kernel,
+        (programs, heads, batch),
+        (
+            None, None, key.stride(0), key.stride(1), value.stride(0), value.stride(1), None, None, None,
+            rows, starts, extend_lens, prefix_lens, into,
+            state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
+            state.own_entry, state.write_slot, state.fault, None,
+        ),
+        dict(
+            **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, SLOTS=SLOTS,
+            NEW=NEW_TOKENS, TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=block, BV=v_block,
+            NORM=block**-0.5, NORM_V=v_block**-0.5, ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
+        ),
     )  # fmt: skip
+
+    def read_again(
+        layer: int, key: torch.Tensor, value: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
+        key_means: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        means = key_out if key_means is None else key_means
+        launch(key=key, value=value, key_out=key_out, value_out=value_out, means=means, layer=layer)
+
+    return read_again

@@ -7,10 +7,13 @@ one of more than ``CHUNK`` columns consists of that many, with signs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.rotate.reference import block_size
 
 VECTORS = 16
@@ -85,9 +88,15 @@ def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     for x in tensors:
         assert (x.shape[0], x.shape[2]) == (tokens, dim) and x.dtype == first.dtype and x.device == first.device
         assert x.stride(2) == 1
-    outs = tuple(x.new_empty(x.shape) for x in tensors)
     if not tokens:
-        return outs
+        return tuple(x.new_empty(x.shape) for x in tensors)
+    return prepare_rotate(*tensors)(*tensors)
+
+
+def prepare_rotate(*tensors: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """What tensors of the same form have in common, as ``rotate`` has checked them; there are tokens."""
+    first = tensors[0]
+    tokens, _, dim = first.shape
     spare = [first] * (3 - len(tensors))
     size = block_size(dim)
     chunk = min(size, CHUNK)
@@ -95,9 +104,22 @@ def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     counts = [tokens * x.shape[1] * (dim // size) for x in tensors] + [0] * len(spare)
     tiles = [triton.cdiv(count, VECTORS) for count in counts]
     strides = [n for x in (*tensors, *spare) for n in (x.stride(0), x.stride(1))]
-    rotate_kernel[(sum(tiles), size // chunk)](
-        *tensors, *spare, *outs, *spare, *strides, tiles[0], tiles[1], *counts, size**-0.5,
-        HEADS=heads[0], TWO_HEADS=heads[1], THREE_HEADS=heads[2], D=dim, B=size, C=chunk, R=VECTORS,
-        PRECISION="ieee" if first.dtype == torch.float32 else "tf32", num_warps=4,
+    launch = Launch(
+        rotate_kernel,
+        (sum(tiles), size // chunk),
+        (*[None] * 6, *strides, tiles[0], tiles[1], *counts, size**-0.5),
+        {
+            "HEADS": heads[0], "TWO_HEADS": heads[1], "THREE_HEADS": heads[2], "D": dim, "B": size, "C": chunk,
+            "R": VECTORS, "PRECISION": "ieee" if first.dtype == torch.float32 else "tf32", "num_warps": 4,
+        },
     )  # fmt: skip
-    return outs
+
+    def rotate_again(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outs = tuple(x.new_empty(x.shape) for x in tensors)
+        spare = [tensors[0]] * (3 - len(tensors))
+        one, two, three = (*tensors, *spare)
+        one_out, two_out, three_out = (*outs, *spare)
+        launch(one=one, two=two, three=three, one_out=one_out, two_out=two_out, three_out=three_out)
+        return outs
+
+    return rotate_again

@@ -124,7 +124,7 @@ class VerifyWrapper(Wrapper):
     ) -> torch.Tensor:  # fmt: skip
         room, tokens = self._room, q.shape[0]
         assert room is not None and layer == self._ran, "layers come in order"
-        form = self._as_stored(layer, q, key, value)
+        form = self._as_stored(step, layer, q, key, value)
         room.key[layer, :tokens].copy_(key)
         room.value[layer, :tokens].copy_(value)
         lse = None
@@ -133,7 +133,9 @@ class VerifyWrapper(Wrapper):
             lse = room.lse[layer, :tokens]
         room.scalings[layer] = scaling
         self._ran += 1
-        return self._turned_back(self.ops.verify(self.state, layer, *form, step, *scaling, sink_logits, lse))
+        return self._turned_back(
+            step, self.ops.verify(self.state, layer, *form, step, *scaling, sink_logits, lse)
+        )  # fmt: skip
 
     def replayed(self, requests: int, drafts: int) -> None:
         """A graph holds the pass that is to be committed, of so many requests with padding."""

@@ -8,6 +8,8 @@ entry has its block (``PageManager.plan_step`` and ``launch_step`` do).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
@@ -95,17 +97,17 @@ class Wrapper:
         )  # fmt: skip
 
     def _as_stored(
-        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """New tokens that attend to stored ones too, in the form of these."""
-        q, key, value = self.rotation.of(self.ops.rotate, q, key, value)
+        q, key, value = self.rotation.of(partial(self.ops.rotate, launches=step.launches), q, key, value)
         if self._rounded_means is not None:
             key = key - self._rounded_means[layer]
         return q, key, value
 
-    def _turned_back(self, out: torch.Tensor) -> torch.Tensor:
+    def _turned_back(self, step: Step, out: torch.Tensor) -> torch.Tensor:
         """What attention to stored values gives, [tokens, Hq, v_head_dim], as the model expects it."""
-        return self.ops.rotate(out)[0] if self.rotation.values else out
+        return self.ops.rotate(out, launches=step.launches)[0] if self.rotation.values else out
 
 
 class DecodeWrapper(Wrapper):
@@ -130,7 +132,8 @@ class DecodeWrapper(Wrapper):
         if self.queries is not None:
             self.ops.store_queries(self.queries, layer, turned, step)
         scale, cap = scaling
-        return self._turned_back(self.ops.decode(self.state, layer, turned, step, scale, self.policy, cap, sink_logits))
+        out = self.ops.decode(self.state, layer, turned, step, scale, self.policy, cap, sink_logits)
+        return self._turned_back(step, out)
 
     def end(self) -> None:
         """Compaction of all layers, where the policy wants any; sliding layers drop what has left their window."""
@@ -187,9 +190,8 @@ class ExtendWrapper(Wrapper):
         )  # fmt: skip
         if out is not None:
             return out
-        return self._turned_back(
-            self._extend(step, layer, *self._as_stored(layer, q, key, value), scaling, sink_logits)
-        )  # fmt: skip
+        form = self._as_stored(step, layer, q, key, value)
+        return self._turned_back(step, self._extend(step, layer, *form, scaling, sink_logits))
 
     def _extend(
         self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,

@@ -150,8 +150,11 @@ class PageLedger:
 
     def _estimate_of(self, row: int, length: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
-        if length >= ROW_ESTIMATE_TOKENS and not self.manager.rows.in_prompt(row):
-            return float(self._estimates(np.array([row]), np.array([self._within_windows(length)]))[0])
+        manager = self.manager
+        if length >= ROW_ESTIMATE_TOKENS and not manager.rows.in_prompt(row):
+            taken = float(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
+            if taken > 0:
+                return min(GROWTH_MARGIN * taken / self._within_windows(length), 1.0)
         return self.growth_estimate()
 
     def _estimates(self, rows: np.ndarray, held: np.ndarray) -> np.ndarray:

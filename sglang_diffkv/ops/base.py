@@ -15,6 +15,7 @@ from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops.decisions import Decisions, Judgement
+from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.policies.base import Observation, Policy
 
 
@@ -48,8 +49,8 @@ class Step:
     """One forward pass: ``B`` requests with ``extend_lens`` new tokens after ``prefix_lens`` stored ones.
 
     Tensors are on the state's device. A decode step has one new token a request; those past the first ``num_valid``
-    are padding. ``found`` holds what decode attention finds for the policy and ``scratch`` what the ops keep for the
-    step, in their own form.
+    are padding. ``found`` holds what decode attention finds for the policy, ``scratch`` what the ops keep for the
+    step, in their own form, and ``launches`` what its layers' launches have in common.
     """
 
     rows: torch.Tensor  # [B] integers
@@ -69,6 +70,7 @@ class Step:
     whole: WholeRequests | None = None  # where stored tokens are read back from pages, for attention to all at once
     found: Any = None
     scratch: Any = None
+    launches: Launches = field(default_factory=Launches)
     judged: dict[int, torch.Tensor] = field(default_factory=dict)
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
     NaN where not judged yet."""
@@ -183,8 +185,9 @@ class Ops(Protocol):
 
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None: ...
 
-    def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One to three tensors [tokens, heads, dim], rotated alike; twice gives them back."""
+    def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
+        """One to three tensors [tokens, heads, dim], rotated alike; twice gives them back. ``launches``: of the step
+        that they are of."""
         ...
 
     def append(

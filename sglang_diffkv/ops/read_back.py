@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from sglang_diffkv.kernels.extend_attention.triton import score_new, score_pages
-from sglang_diffkv.kernels.read_back.triton import read_back
+from sglang_diffkv.kernels.read_back.triton import PreparedReadBack, prepare_read_back
 from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.kernels.rotate.triton import rotate
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, WholeRequests
+from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new, score_stored
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.policies.base import Policy, prunes
 
@@ -44,8 +41,9 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """``Ops.extend_unpacked`` of a step that has a place for ``whole`` requests, which ``ragged`` is planned for."""
     out, lse = ragged.run(q, *_unpacked(state, layer, key, value, step, rotation, key_means))
-    if policy.scored_tiers(len(state.fmt.tiers)) > 0:
-        _score(state, layer, q, key, lse, step, scaling, policy, rotation, key_means)
+    if prompts_scored(state, step, policy):
+        score_new(state, layer, q, key, lse, step, scaling, policy)
+        score_stored(state, layer, q, lse, step, scaling, policy, rotation, key_means)
     return out
 
 
@@ -59,34 +57,16 @@ def _unpacked(
     tokens = sum(whole.lens)
     keys = torch.empty(tokens, heads, fmt.head_dim, dtype=key.dtype, device=key.device)
     values = torch.empty(tokens, heads, fmt.v_head_dim, dtype=value.dtype, device=value.device)
-    read_back(
-        state, layer, key, value, step.rows, step.starts, step.extend_lens, step.prefix_lens, whole.into, keys, values,
-        max(step.max_prefix, step.max_extend), rotation=rotation, key_means=key_means,
+
+    def prepare() -> PreparedReadBack:
+        lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens)
+        longest = max(step.max_prefix, step.max_extend)
+        return prepare_read_back(
+            state, key, value, *lens, whole.into, keys, values, longest, rotation=rotation, key_means=key_means
+        )  # fmt: skip
+
+    again: PreparedReadBack = step.launches.prepared(
+        ("read back", rotation), prepare, key, value, keys, values, key_means
     )  # fmt: skip
+    again(layer, key, value, keys, values, key_means)
     return keys, values
-
-
-def _score(
-    state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, step: Step, scaling: Scaling,
-    policy: Policy, rotation: Rotation, key_means: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """The scores of new tokens, and those of stored ones: of the requests from the first to the last that has any."""
-    (scale, cap), observers = scaling, step.observers(policy.observation)
-    lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens)
-    score_new(state, layer, q, key, lse, *lens, step.max_extend, scale, cap, **observers)
-    stored = [number for number, prefix in enumerate(step.prefixes) if prefix]
-    first, last = stored[0], stored[-1] + 1
-    tokens = slice(sum(step.counts[:first]), sum(step.counts[:last]))
-    queries, norm = q[tokens], lse[tokens]
-    if key_means is not None:  # taken off keys, and so off logits
-        grouped = queries.float().unflatten(1, (state.num_heads, -1))  # [tokens, H, G, head_dim]
-        shift = (grouped @ key_means.unsqueeze(2)).flatten(1)  # [tokens, Hq]
-        norm = norm - shift * (scale * math.log2(math.e))
-    queries = rotate(queries)[0] if rotation.keys else queries.contiguous()
-    rows, starts, extend_lens, prefix_lens = (x[first:last] for x in lens)
-    if observers["observe_from"] is not None:
-        observers["observe_from"] = observers["observe_from"][first:last]
-    score_pages(
-        state, layer, queries, norm.contiguous(), rows, starts - tokens.start, extend_lens, prefix_lens,
-        step.max_prefix, scale, cap, {number - first: scores for number, scores in step.judged.items()}, **observers,
-    )  # fmt: skip

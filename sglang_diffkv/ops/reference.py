@@ -34,6 +34,7 @@ from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement
+from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.policies.base import Policy
 
 
@@ -68,7 +69,7 @@ class ReferenceOps:
     def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         reserve(state, rows, new_tokens, most)
 
-    def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
         return rotate(*tensors)
 
     def append(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from sglang_diffkv.kernels.allocate.triton import reserve
-from sglang_diffkv.kernels.append.triton import append
+from sglang_diffkv.kernels.append.triton import PreparedAppend, prepare_append
 from sglang_diffkv.kernels.attach.triton import attach, keep, seal
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.compact_step.triton import compact_step
@@ -20,9 +21,9 @@ from sglang_diffkv.kernels.decode_attention.triton import (
     NOTHING,
     FoundTokens,
     batches_of_each_variant,
-    decode_attention,
+    prepare_decode,
 )
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.hand_over.triton import hand_over
@@ -48,6 +49,8 @@ from sglang_diffkv.ops import read_back
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
+from sglang_diffkv.ops.launches import Launches, rotate_again
+from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new
 from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
 from sglang_diffkv.policies.base import Policy, WholeHead
 
@@ -195,17 +198,21 @@ class TritonOps:
         count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
         reserve(state, rows, new_tokens, self._spans(state, rows.shape[0]), count)
 
-    def rotate(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return rotate(*tensors)
+    def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
+        return rotate(*tensors) if launches is None or not len(tensors[0]) else rotate_again(launches, *tensors)
 
     def append(
         self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *,
         rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        owners = (step.token_rows, step.token_offset, step.token_position)
-        return append(
-            state, layer, key, value, *owners, step.num_tokens, rotation=rotation, key_means=key_means, query=query
-        )  # fmt: skip
+        def prepare() -> PreparedAppend:
+            owners = (step.token_rows, step.token_offset, step.token_position, step.num_tokens)
+            return prepare_append(
+                state, key, value, *owners, rotation=rotation, key_means=key_means, query=query
+            )  # fmt: skip
+
+        again = step.launches.prepared(("append", rotation), prepare, key, value, key_means, query)
+        return again(layer, key, value, key_means, query)
 
     def new_found(self, state: PageState, batch: int, policy: Policy) -> FoundTokens:
         kept = policy.step_tiers(len(state.fmt.tiers))
@@ -218,24 +225,27 @@ class TritonOps:
         q, reach = q.contiguous(), state.reach(layer)
         out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
         for number, workspace in enumerate(step.scratch[1]):
-            part, valid = self._slice(step, number)
-            decode_attention(
-                state,
-                layer,
-                q[part],
-                step.rows[part],
-                step.seq_lens[part],
-                scale,
-                workspace,
-                valid,
-                out=out[part],
-                found=None if reach or step.found is None else step.found.of_requests(part),
-                logit_cap=cap,
-                reach=reach,
-                sink_logits=sink_logits,
-                **policy.search_rule,
-            )
+            part, _ = self._slice(step, number)
+            some, result = (q, out) if len(step.scratch[1]) == 1 else (q[part], out[part])
+            what = (state, number, some, step, scale, policy, cap, workspace, reach, sink_logits)
+            again = step.launches.prepared(
+                ("decode", number, scale, cap, reach), partial(self._prepare_decode, *what), some, result, sink_logits
+            )  # fmt: skip
+            again(layer, some, result, sink_logits)
         return out
+
+    def _prepare_decode(
+        self, state: PageState, number: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
+        workspace: DecodeWorkspace, reach: int, sink_logits: torch.Tensor | None,
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]:  # fmt: skip
+        part, valid = self._slice(step, number)
+        found = None if reach or step.found is None else step.found.of_requests(part)
+        run = prepare_decode(
+            state, q, step.rows[part], step.seq_lens[part], scale, workspace, valid,
+            found=found, logit_cap=cap, reach=reach, sink_logits=sink_logits, **policy.search_rule,
+        )  # fmt: skip
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
+        return lambda layer, q, out, sink_logits: run(layer, q, out, lse, sink_logits)
 
     def extend(
         self,
@@ -254,7 +264,12 @@ class TritonOps:
         ragged = None if reach or step.whole is not None else self._ragged(scale, cap)
         if ragged is None or step.max_prefix:  # FlashInfer and the scores of new tokens take a slice of a projection
             q = q.contiguous()
+        scored = prompts_scored(state, step, policy) and not reach
         new_part = None if ragged is None else ragged.run(q, key, value)
+        if new_part is not None and not step.max_prefix and sink_logits is None:  # that is all there is
+            if scored:
+                score_new(state, layer, q, key, new_part[1], step, Scaling(scale, cap), policy)
+            return new_part[0]
         return extend_attention(
             state,
             layer,
@@ -268,7 +283,7 @@ class TritonOps:
             step.max_extend,
             step.max_prefix,
             scale,
-            update_scores=policy.scored_tiers(len(state.fmt.tiers)) > 0 and not reach,
+            update_scores=scored,
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,

@@ -1,8 +1,9 @@
 """Compiles every Triton kernel for an H100 or H200 without a GPU: ``python -m tests.kernels.compile_kernels``.
 
 Triton's driver is replaced by one that names compute capability 9.0, and launches end after compilation, so the
-wrappers run as on a GPU server but compute nothing. Prints a line for each kernel: name, registers' and shared
-memory's use, tensor-core instructions.
+wrappers run as on a GPU server but compute nothing. What they launch again (``kernels/launch.py``) is compared with
+what Triton would choose for it. Prints a line for each kernel: name, registers' and shared memory's use, tensor-core
+instructions.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from sglang_diffkv.config import DiffKVConfig
@@ -57,16 +59,28 @@ class Driver:
 def compile_instead_of_launching(found: dict[str, Any]) -> None:
     """Replace driver and launch; compiled kernels go to ``found`` by name."""
     run = JITFunction.run
+    chosen: dict[CompiledKernel, tuple[JITFunction, dict[str, Any]]] = {}
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if all(kernel is not x for x in found.values()):
+        chosen[kernel] = self, {name: x for name, x in kwargs.items() if name not in self.arg_names}
+        if kernel not in found.values():
             found[f"{self.__name__} {len(found)}" if self.__name__ in found else self.__name__] = kernel
         return kernel
+
+    def again(kernel: CompiledKernel, grid: tuple[int, int, int]) -> Callable[..., None]:
+        function, options = chosen[kernel]
+
+        def launched(*args: Any) -> None:
+            assert len(args) == len(function.arg_names)
+            assert run(function, *args, grid=grid, warmup=True, **options) is kernel, f"{function.__name__} differs"
+
+        return launched
 
     triton.runtime.driver.set_active(Driver())
     device.FEW = HOPPER_PROCESSORS
     JITFunction.run = compiled
+    CompiledKernel.__getitem__ = again
 
 
 class Planned:
@@ -144,8 +158,8 @@ def call_again(
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         planned, ops.ragged, step.as_computed = ops.ragged, ragged, kept
         ops.begin(state, step, decode=False)
-        ops.append(state, 1, key, value, step, **form)
         for layer in range(2):
+            ops.append(state, layer, key, value, step, **form)
             if ops.extend_unpacked(
                 state, layer, q, key, value, step, scaling, policy, **form, sink_logits=sinks
             ) is None:  # fmt: skip
@@ -176,12 +190,12 @@ def call_again(
     ops.measure(state, rows, prefix, lengths)
     ops.count_owners(state, rows)
     if form["rotation"] != NO_ROTATION:
-        ops.rotate(q, key, value)
-        ops.rotate(q)
+        for tensors in ((q, key, value), (q,), (q,)):
+            ops.rotate(*tensors, launches=step.launches)
     step = ops.decode_step(state, rows, lengths, policy)
     ops.begin(state, step, decode=True)
-    ops.append(state, 0, key[:batch], value[:batch], step, **form, query=wide[:batch, heads:])
     for layer in range(2):
+        ops.append(state, layer, key[:batch], value[:batch], step, **form, query=wide[:batch, heads:])
         ops.decode(state, layer, q[:batch], step, scaling.scale, policy, scaling.cap, sinks)
     if manager.running is None and step.found is not None:
         chain_q = torch.zeros(2, batch, ops.q_heads, dim, dtype=torch.bfloat16)

@@ -1,0 +1,150 @@
+"""What is prepared for a pass's first layer serves the others, with their own tensors, and keeps none of these."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
+from sglang_diffkv.kernels.launch import Launch
+from sglang_diffkv.kernels.rotate import reference
+from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.kernels.rotate.triton import prepare_rotate
+from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.ops import Scaling
+from sglang_diffkv.ops.launches import Launches, form_of
+from sglang_diffkv.ops.triton import TritonOps
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.kernels.library import Library
+from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
+
+LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 64
+SCALING = Scaling(0.1)
+WINDOW, SCORED = DiffKVPolicy(1e9, 0.0, 6), DiffKVPolicy(1.0, 0.2, 6, observe_every=1)
+
+
+def test_a_repeated_launch_takes_the_tensors_of_its_call() -> None:
+    first, second = (torch.randn(5, 2, 64, device=DEVICE).to(BF16) for _ in range(2))
+    again = prepare_rotate(first)
+    assert close(again(first)[0], reference.rotate(first)[0]) < 5e-3
+    assert close(again(second)[0], reference.rotate(second)[0]) < 5e-3
+    kept = weakref.ref(second)
+    del second
+    gc.collect()
+    assert kept() is None, "a layer's tensors end with it"
+
+
+def test_later_launches_are_of_the_variant_that_the_first_was() -> None:
+    """With a kernel as Triton has it: called by its constants once, and then by the variant that this gave."""
+    launched = []
+
+    class Variant:
+        def __getitem__(self, grid):
+            return lambda *args: launched.append((grid, args))
+
+    class Kernel:
+        arg_names = ("x", "size", "layer", "BLOCK", "WIDE")
+
+        def __getitem__(self, grid):
+            def first(*args, **constants):
+                launched.append((grid, args, constants))
+                return Variant()
+
+            return first
+
+    launch = Launch(Kernel(), (7,), (None, 12, None), {"WIDE": True, "BLOCK": 64, "num_warps": 4})
+    launch(x="a", layer=0)
+    launch(x="b", layer=1)
+    assert launched == [
+        ((7, 1, 1), ("a", 12, 0), {"WIDE": True, "BLOCK": 64, "num_warps": 4}),
+        ((7, 1, 1), ("b", 12, 1, 64, True)),
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(8, 5, dtype=BF16)[:4, :4],  # strides
+        torch.zeros(17, dtype=BF16)[1:].view(4, 4),  # alignment
+        torch.zeros(4, 4),
+        torch.zeros(2, 8, dtype=BF16),
+        None,
+    ],
+)
+def test_tensors_of_another_form_are_prepared_for(other: torch.Tensor | None) -> None:
+    launches, made = Launches(), []
+
+    def prepare() -> int:
+        made.append(len(made))
+        return made[-1]
+
+    same = [torch.zeros(4, 4, dtype=BF16) for _ in range(2)]
+    assert [launches.prepared("x", prepare, x) for x in (*same, other, same[0])] == [0, 0, 1, 2]
+    assert form_of(other) != form_of(same[0])
+
+
+@pytest.mark.parametrize(
+    ("tiers", "policy", "rotation", "library"),
+    [
+        ("K8V4 K4V2", WINDOW, Rotation(True, True), True),
+        ("K8V4 K4V2", SCORED, NO_ROTATION, False),
+        pytest.param("K8V4 K4V2", WINDOW, Rotation(True, True), False, marks=pytest.mark.full),
+        pytest.param("K8V4 K4V2", SCORED, NO_ROTATION, True, marks=pytest.mark.full),
+        pytest.param("BF16", None, NO_ROTATION, True, marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_passes_match_references(
+    tiers: str, policy: DiffKVPolicy | None, rotation: Rotation, library: bool
+) -> None:
+    """Prompts, a chunk behind each, and decode steps; one layer's tensors lie otherwise than the others'."""
+    generator = torch.Generator().manual_seed(5)
+    managers = [make_manager(make_format(tiers, DIM), layers=LAYERS, heads=HEADS, policy=policy) for _ in range(2)]
+    ops = [TritonOps(managers[0].state, managers[0].policy, HEADS * GROUP, 400), managers[1].ops]
+    if library:
+        ops[0].ragged = Library(SCALING)
+    means = torch.randn(LAYERS, HEADS, DIM, generator=generator).to(DEVICE, BF16) if rotation.keys else None
+    wrappers = [
+        [
+            kind(manager.state, some, manager.policy, rotation=rotation, key_means=means)
+            for kind in (ExtendWrapper, DecodeWrapper)
+        ]
+        for manager, some in zip(managers, ops, strict=True)
+    ]
+
+    def tensors(count: int, layer: int) -> list[torch.Tensor]:
+        """q, key and value, as a projection has them or, of the second layer, each by itself."""
+        joint = torch.randn(count, HEADS * (GROUP + 2), DIM, generator=generator).to(DEVICE, BF16)
+        parts = list(joint.split([HEADS * GROUP, HEADS, HEADS], 1))
+        return [x.contiguous() for x in parts] if layer == 1 else parts
+
+    rows = torch.tensor([2, 1], device=DEVICE)
+    lengths = [0, 0]
+    for counts in ([11, 14], [5, 1], [1, 1], [1, 1]):
+        prompts = counts != [1, 1]
+        given = [tensors(sum(counts), layer) for layer in range(LAYERS)]
+        outs: list[list[torch.Tensor]] = []
+        for manager, (extend, decode) in zip(managers, wrappers, strict=True):
+            for row, count in zip(rows.tolist(), counts, strict=True):
+                manager.space.append(row, count)
+                manager.rows.grow(row, count, in_prompt=prompts)
+            manager.space.flush()
+            wrapper = extend if prompts else decode
+            ends = torch.tensor([n + more for n, more in zip(lengths, counts, strict=True)], device=DEVICE)
+            if prompts:
+                before, new = (torch.tensor(x, device=DEVICE) for x in (lengths, counts))
+                extend.plan(rows, before, new, lengths, counts)
+            else:
+                decode.plan(rows, ends)
+            wrapper.begin()
+            outs.append([wrapper.run(layer, *given[layer], SCALING) for layer in range(LAYERS)])
+            if not prompts:
+                decode.end()
+            check_integrity(manager)
+        for got, expected in zip(*outs, strict=True):
+            assert close(got, expected) < 2e-2
+        lengths = [n + more for n, more in zip(lengths, counts, strict=True)]
+    mine, theirs = (manager.state for manager in managers)
+    assert (mine.own_tokens[1:3] - theirs.own_tokens[1:3]).abs().max() <= 1  # scores near a threshold may differ
