@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD
 
 DELAY = 2 * LOOKAHEAD
-"""Steps of ``Saw.late`` where requests are compressed behind the step that brings them to their limit."""
+"""Steps of ``Saw.late``."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -32,6 +32,7 @@ class Saw:
         page: tokens of a page. copy: pages that each compression but the first takes for the moment.
         slots: requests that may be about to be compressed at once; queries: steps that each of them takes.
         late: steps by which a compression, or the end of a request, may be seen later than when it is due.
+        missed: steps that a request misses for each compression, so that all that follows comes later by as many.
     """
 
     period: int
@@ -41,6 +42,7 @@ class Saw:
     slots: int
     queries: int
     late: int = DELAY
+    missed: int = 0
 
 
 class Outlook(NamedTuple):
@@ -91,7 +93,8 @@ def peak_growth(saw: Saw, requests: Sequence[Outlook]) -> int:
     happens = compressed[:, None] & (at < found.left[:, None]) & (at <= last)
     lead = saw.queries + LOOKAHEAD
     waiting = max(int(_level(at[happens] - lead, at[happens] + 1, last).max()) - saw.slots, 0)
-    delay = min(saw.late + -(-waiting // saw.slots) * saw.queries, saw.period - 1)
+    missed = saw.missed * at.shape[1]  # by the last compression that is looked at
+    delay = min(saw.late + missed + -(-waiting // saw.slots) * saw.queries, saw.period - 1)
     last += delay + 1
     total = _held(saw, found, compressed, at, happens & (at + delay < found.left[:, None]), delay, last)
     total += _copied(saw, found, at, happens, lead, delay, last)

@@ -22,7 +22,7 @@ from typing import Any
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
 from sglang_diffkv.mem_pool.geometry import Geometry, Path, rows_of
-from sglang_diffkv.mem_pool.joint_growth import DELAY, Outlook, Saw
+from sglang_diffkv.mem_pool.joint_growth import Outlook, Saw
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.query_cache import QueryCache
@@ -112,7 +112,7 @@ class RunningBudgets:
         self._kept = self._pages_of(self.rule.keep)
         free, copy = (0, self.copy_pages // device.geometry.heads) if self.copies else (-self.rule.keep % self._page, 0)
         sizes = {"free": free, "page": self._page, "copy": copy, "slots": cache.slots, "queries": self.rule.queries}
-        sizes["late"] = DELAY + self.rule.asynchronous
+        sizes["missed"] = int(self.rule.asynchronous)  # while it is judged
         self.saw = Saw(self.rule.limit - self.rule.keep, **sizes)
         """How rows go on that hold their budget."""
         self._rows: dict[int, Budgeted] = {}

@@ -49,7 +49,6 @@ def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
         problems.append("SGLANG_ENABLE_METADATA_GLUE_GRAPH, by which table blocks would not reach the device: unset it")
     problems += _drafts_on_a_gpu(args, device)
     if getattr(args, "enable_mixed_chunk", False):
-        problems += untried_on_a_gpu(device, "--enable-mixed-chunk", "drop it")
         if _switched_on("SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP"):
             problems.append(
                 "--enable-mixed-chunk with SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP, by which requests would end "
