@@ -207,8 +207,8 @@ def test_lanes_that_part_are_found(tmp_path):
         run = (
             "import ctypes, pathlib; from sglang_diffkv.kernels.cuda.source import *;"
             "from sglang_diffkv.kernels.cuda.load import load;"
-            f"load(CudaSource(pathlib.Path({str(path)!r}), 'kernel', ()), True).launch("
-            "1, type('A', (ctypes.Structure,), {'_fields_': [('x', ctypes.c_int)]})(), 128, False)"
+            f"launch = load(CudaSource(pathlib.Path({str(path)!r}), 'kernel', ()), True).prepare(1, 128, False);"
+            "launch(type('A', (ctypes.Structure,), {'_fields_': [('x', ctypes.c_int)]})())"
         )
         done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True)
         assert done.returncode != 0 and message in done.stderr

@@ -17,8 +17,8 @@ LIMITS = (2**31 - 1, 65535, 65535)
 class Recorder:
     """Stands for a kernel, and keeps its launches' grids."""
 
-    def __init__(self, grids: dict[str, tuple[int, ...]], name: str):
-        self.grids, self.name = grids, name
+    def __init__(self, grids: dict[str, tuple[int, ...]], name: str, arg_names: list[str]):
+        self.grids, self.name, self.arg_names = grids, name, arg_names
 
     def __getitem__(self, grid: tuple[int, ...]):
         self.grids[self.name] = grid
@@ -33,7 +33,7 @@ def test_long_prompts(monkeypatch, dim, group, prefix):
     grids: dict[str, tuple[int, ...]] = {}
     for module in (append, extend, rotate):
         for name in [x for x in vars(module) if x.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Recorder(grids, name))
+            monkeypatch.setattr(module, name, Recorder(grids, name, getattr(module, name).arg_names))
     monkeypatch.setattr(append, "check_rows", lambda *args: None)
     state = make_manager(make_format("K8V4 K4V2", dim), heads=heads).state
     q, key, value = (torch.empty(tokens, n, dim, dtype=BF16, device="meta") for n in (heads * group, heads, heads))
