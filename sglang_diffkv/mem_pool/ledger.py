@@ -150,12 +150,12 @@ class PageLedger:
 
     def _estimate_of(self, row: int, length: int) -> float:
         """The growth estimate by the pages of one request, if it is long enough."""
-        manager = self.manager
+        manager, usual = self.manager, self.growth_estimate()  # measured anew whoever asks
         if length >= ROW_ESTIMATE_TOKENS and not manager.rows.in_prompt(row):
             taken = float(manager.counts.pages[row]) * manager.fmt.high.tokens / manager.geometry.heads
             if taken > 0:
                 return min(GROWTH_MARGIN * taken / self._within_windows(length), 1.0)
-        return self.growth_estimate()
+        return usual
 
     def _estimates(self, rows: np.ndarray, held: np.ndarray) -> np.ndarray:
         """The growth estimates of ``rows`` [n] by their own pages, of which layers hold ``held`` [n] tokens; of those

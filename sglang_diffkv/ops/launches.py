@@ -16,7 +16,11 @@ def form_of(x: torch.Tensor | None) -> Hashable:
 
 
 class Launches:
-    """Of one pass, whose own tensors, and those of the state, are taken for the same in every layer."""
+    """Of one pass, whose own tensors, and those of the state, are taken for the same in every layer.
+
+    A decode step may be launched several times before a graph records it, so what is prepared for it holds no memory of
+    its own that a kernel writes to.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[Hashable, Any]] = {}
@@ -32,6 +36,6 @@ class Launches:
 
 def rotate_again(launches: Launches, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """``rotate`` of tensors of a pass that has tokens."""
-    what = ("rotate", *(len(x) for x in tensors))
+    what = ("rotate", *(x.shape for x in tensors))
     turned: tuple[torch.Tensor, ...] = launches.prepared(what, lambda: prepare_rotate(*tensors), *tensors)(*tensors)
     return turned

@@ -244,8 +244,15 @@ class TritonOps:
             state, q, step.rows[part], step.seq_lens[part], scale, workspace, valid,
             found=found, logit_cap=cap, reach=reach, sink_logits=sink_logits, **policy.search_rule,
         )  # fmt: skip
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)  # nobody reads it
-        return lambda layer, q, out, sink_logits: run(layer, q, out, lse, sink_logits)
+
+        def decode_again(
+            layer: int, q: torch.Tensor, out: torch.Tensor, sink_logits: torch.Tensor | None
+        ) -> None:  # fmt: skip
+            # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+            run(layer, q, out, lse, sink_logits)
+
+        return decode_again
 
     def extend(
         self,

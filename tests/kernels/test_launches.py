@@ -86,6 +86,26 @@ def test_tensors_of_another_form_are_prepared_for(other: torch.Tensor | None) ->
     assert form_of(other) != form_of(same[0])
 
 
+def test_a_step_keeps_nothing_that_its_kernels_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs twice before a graph records it, and is dropped when the next is planned, while the graph writes on."""
+    manager = make_manager(make_format("K8V4 K4V2", DIM), layers=1, heads=HEADS, policy=WINDOW)
+    ops, written = TritonOps(manager.state, WINDOW, HEADS * GROUP, 400), []
+
+    def prepare(*args, **kwargs):
+        def run(layer, q, out, lse, sink_logits):
+            written.append([weakref.ref(lse), weakref.ref(out)])
+
+        return run
+
+    monkeypatch.setattr("sglang_diffkv.ops.triton.prepare_decode", prepare)
+    one = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    step, q = ops.decode_step(manager.state, one, one, WINDOW), torch.zeros(1, HEADS * GROUP, DIM, device=DEVICE)
+    for _ in range(2):
+        assert ops.decode(manager.state, 0, q.to(BF16), step, 0.1, WINDOW, 0.0).shape == q.shape
+    gc.collect()
+    assert [x() for refs in written for x in refs] == [None] * 4
+
+
 @pytest.mark.parametrize(
     ("tiers", "policy", "rotation", "library"),
     [

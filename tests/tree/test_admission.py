@@ -45,6 +45,19 @@ def test_the_estimate_is_what_running_requests_hold() -> None:
     assert ESTIMATE_TOKENS > 302 and ledger.growth_estimate() == before, "too few tokens: the last value stands"
 
 
+def test_a_request_s_own_growth_measures_that_of_others_too() -> None:
+    """The last value stands where requests are few, and is the same whoever asked before."""
+    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session.extend({1: 600})
+    session.end_prompt(1)
+    session.step([1])
+    session.manager.counts.settle()
+    assert ledger.growth_of(1, 40) < 40
+    assert ledger.last_estimate < 0.75
+    session.release(1)
+    assert ledger.growth_of(None, 40) == pytest.approx(40 * ledger.last_estimate)
+
+
 def test_what_all_take_is_what_each_takes() -> None:
     """Rows that tell by themselves, short ones, one in its prompt, one that is not counted yet, and no row."""
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
