@@ -132,9 +132,9 @@ def append(
     Returns:
         ``query`` as it attends to what is stored: rotated as keys are.
     """
-    places = (rows, offset, position, num_valid)
-    again = prepare_append(state, key, value, *places, rotation=rotation, key_means=key_means, query=query)
-    return again(layer, key, value, key_means, query)
+    return prepare_append(
+        state, key, value, rows, offset, position, num_valid, rotation=rotation, key_means=key_means, query=query
+    )(layer, key, value, key_means, query)  # fmt: skip
 
 
 class PreparedAppend(Protocol):

@@ -82,6 +82,11 @@ def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     Args:
         tensors: one to three of [tokens, heads, dim], alike but for their heads. The last dimension is contiguous.
     """
+    return prepare_rotate(*tensors)(*tensors)
+
+
+def prepare_rotate(*tensors: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """What tensors of the same form have in common. Arguments as of ``rotate``."""
     first = tensors[0]
     assert 1 <= len(tensors) <= 3
     tokens, _, dim = first.shape
@@ -89,14 +94,7 @@ def rotate(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert (x.shape[0], x.shape[2]) == (tokens, dim) and x.dtype == first.dtype and x.device == first.device
         assert x.stride(2) == 1
     if not tokens:
-        return tuple(x.new_empty(x.shape) for x in tensors)
-    return prepare_rotate(*tensors)(*tensors)
-
-
-def prepare_rotate(*tensors: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """What tensors of the same form have in common, as ``rotate`` has checked them; there are tokens."""
-    first = tensors[0]
-    tokens, _, dim = first.shape
+        return lambda *tensors: tuple(x.new_empty(x.shape) for x in tensors)
     spare = [first] * (3 - len(tensors))
     size = block_size(dim)
     chunk = min(size, CHUNK)

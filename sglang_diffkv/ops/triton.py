@@ -199,7 +199,7 @@ class TritonOps:
         reserve(state, rows, new_tokens, self._spans(state, rows.shape[0]), count)
 
     def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
-        return rotate(*tensors) if launches is None or not len(tensors[0]) else rotate_again(launches, *tensors)
+        return rotate(*tensors) if launches is None else rotate_again(launches, *tensors)
 
     def append(
         self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *,
