@@ -41,6 +41,7 @@ DEFAULT = '{"prefill": "triton"}'
 CHECKED = {CHECK_ENV: "8"}
 CHUNKS = ("--chunked-prefill-size", "64")
 MIXED = "--enable-mixed-chunk"
+GRAPHS = ("--cuda-graph-backend-prefill", "breakable")
 STATES = ("--disable-radix-cache", "--max-mamba-cache-size", "64")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 """On a CPU SGLang's kernels for states run so."""
@@ -165,6 +166,15 @@ KINDS = {
     "mixed": Kind(
         "requests that decode in passes over others' prompts",
         lambda folder: [*_chunked(MIXED), _ours("default tiers", MIXED, config=DEFAULT, env=CHECKED)],
+    ),
+    "graphs": Kind(
+        "CUDA graphs of passes over prompts",
+        lambda folder: [
+            *_chunked(*GRAPHS),
+            _ours("diffkv, mixed", *GRAPHS, MIXED, *CHUNKS),
+            _ours("default tiers", *GRAPHS, config=DEFAULT, env=CHECKED),
+        ],
+        gpu=True,
     ),
     "compile": Kind("torch.compile", lambda folder: _compiled(), gpu=True),
     "gptq": Kind("GPTQ weights", lambda folder: _pair("--quantization", "gptq"), _checkpoint("gptq"), gpu=True),

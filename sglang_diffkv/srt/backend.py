@@ -61,8 +61,9 @@ class DiffKVAttnBackend(AttentionBackend):
         self.needs_cpu_seq_lens = not manager.drafts  # SGLang need not wait for what was accepted
         if manager.drafts:
             self.verify = VerifyWrapper(*core, q_heads=manager.q_heads, rotation=rotation, key_means=means)
-        self.new_tokens: ExtendWrapper | MixedWrapper | VerifyWrapper = self.extend
-        """Of the pass that runs, where it is no decode step."""
+        self.new_tokens: ExtendWrapper | MixedWrapper | VerifyWrapper | None = self.extend
+        """Of the pass that runs, where it is no decode step; None while SGLang captures graphs of a pass over prompts,
+        which has no requests."""
         if self.state.pages.is_cuda:
             if config.gpu_ops == "triton":
                 self._make_ready(runner.dtype, config, scalings, sinks)
@@ -141,6 +142,21 @@ class DiffKVAttnBackend(AttentionBackend):
         if self.verify is not None and forward_batch.forward_mode.is_target_verify():
             self.verify.replayed(forward_batch.batch_size, self.manager.drafts)
 
+    use_captured_forward_metadata_for_breakable_cuda_graph = True
+    """Tells SGLang to call the next two instead of ``init_forward_metadata``. Graphs of a pass over prompts hold what
+    is between two layers' attention, whoever's tokens they are; attention runs between them, as in a pass without."""
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> None:
+        """A capture, for so many tokens: of no request, so nothing is stored."""
+        self.new_tokens = self.launched = None
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self, capture_metadata: None, forward_batch: Any, *, static_forward_batch: Any = None
+    ) -> None:
+        """A pass over prompts, with graphs between its layers' attention. ``forward_batch``: without the tokens that
+        fill it up to a captured size; SGLang cuts them off what layers get."""
+        self.init_forward_metadata(forward_batch)
+
     def capture_commits(self, batches: Sequence[int]) -> None:
         """Graphs of what stores accepted drafts, for verifications of these sizes, whose own graphs are captured."""
         if self.verify is None or not self.state.pages.is_cuda:
@@ -162,8 +178,11 @@ class DiffKVAttnBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
-        if not mode.is_idle():
-            (self.decode if mode.is_decode() else self.new_tokens).begin()
+        if mode.is_idle():
+            return
+        wrapper = self.decode if mode.is_decode() else self.new_tokens
+        assert wrapper is not None, "_prepare comes first"
+        wrapper.begin()
 
     def _prepare(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
@@ -218,6 +237,8 @@ class DiffKVAttnBackend(AttentionBackend):
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
         sink_logits = _sink_logits(more)
+        if self.new_tokens is None:
+            return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         return self._run(self.new_tokens, q, k, v, layer, sink_logits)
 
     @torch.compiler.disable

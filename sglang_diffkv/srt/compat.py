@@ -306,19 +306,20 @@ def unread_mask(requests: int, drafts: int, device: Any) -> Any:
     return maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, is_read=False, **sizes)
 
 
-def prefill_graphs_wanted(server_args: Any) -> bool:
-    """Whether prefill would run in CUDA graphs."""
+def prefill_graphs(server_args: Any) -> str:
+    """What holds CUDA graphs of passes over prompts: SGLang's name of it, ``disabled`` for nothing."""
     config = getattr(resolved(server_args), "cuda_graph_config", None)
-    return config is not None and config.prefill.backend != "disabled"
+    return "disabled" if config is None else str(config.prefill.backend)
+
+
+def asked_for_prefill_graphs(server_args: Any) -> bool:
+    """Whether the user said what holds them."""
+    return ("prefill", "backend") in getattr(server_args, "_cuda_graph_config_locked", ())
 
 
 def decline_prefill_graphs(server_args: Any) -> None:
-    """Switch SGLang's default prefill graphs off, unless the user asked for them by name. Without effect before SGLang
-    has chosen them and after its processes have the arguments."""
-    if not prefill_graphs_wanted(server_args):
-        return
-    if ("prefill", "backend") in getattr(server_args, "_cuda_graph_config_locked", ()):
-        return
+    """Switch graphs of passes over prompts off. Without effect before SGLang has chosen them and after its processes
+    have the arguments."""
     config = resolved(server_args).cuda_graph_config
     if release() < (0, 5, 21):
         config.prefill.backend = "disabled"

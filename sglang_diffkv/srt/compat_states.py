@@ -17,6 +17,17 @@ def planned_states(hybrid: Any, ranks: int) -> Any:
         return hybrid.mamba2_cache_params
 
 
+def model_has_states(server_args: Any) -> bool:
+    """Whether some of the model's layers have states, by its configuration."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if release() < (0, 5, 21):
+        return mambaish_config(server_args.get_model_config()) is not None
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return mambaish_config(model_config_of(server_args)) is not None
+
+
 def state_slot(req: Any) -> Any:
     """Number of the request's state slot, an int64 tensor of no dimensions; None while it has none."""
     return getattr(kv_of(req), "mamba_pool_idx", None)

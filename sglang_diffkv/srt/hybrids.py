@@ -46,6 +46,8 @@ def hybrid_problems(configurator: Any) -> Iterator[str]:
         yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
     if getattr(args, "enable_mixed_chunk", False):
         yield "layers with states, beside which mixed chunks were not seen to be right; drop --enable-mixed-chunk"
+    if configurator.device == "cuda" and compat.prefill_graphs(configurator.server_args) != "disabled":
+        yield "layers with states, with which CUDA graphs of prompts were not tried; add --disable-prefill-cuda-graph"
     if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
         yield "sparse attention with an index of its own"
     if compat.sglang_version() not in STATES_GPU_VERSIONS:

@@ -15,6 +15,7 @@ from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.draft_model import choose_backend
+from sglang_diffkv.srt.prefill_graphs import choose_graphs
 from sglang_diffkv.srt.speculation import check_drafts, drafts_by_model, drafts_of
 from sglang_diffkv.srt.validation import BACKEND, check_server_args, is_selected
 
@@ -61,7 +62,7 @@ def configure(server_args: Any, given: str) -> None:
 
 
 def _check(server_args: Any, config: DiffKVConfig) -> None:
-    compat.decline_prefill_graphs(server_args)
+    choose_graphs(server_args)
     compat.decline_hybrid_swa_pools(server_args)
     choose_backend(server_args)
     check_server_args(server_args, config)

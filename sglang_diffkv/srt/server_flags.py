@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_diffkv.srt.compat import CANARY_ON_CPU, prefill_graphs_wanted
+from sglang_diffkv.srt.compat import CANARY_ON_CPU, prefill_graphs
+from sglang_diffkv.srt.prefill_graphs import graphs_obstacle
 from sglang_diffkv.srt.speculation import (
     CHAIN,
     MODEL_CHAIN,
@@ -103,7 +104,7 @@ def _with_kept_states(*values: Any) -> Predicate:
 
 
 def _prefill_graphs(value: Any, args: Any) -> bool:
-    return args.device == "cuda" and prefill_graphs_wanted(args)
+    return args.device == "cuda" and prefill_graphs(args) != "disabled" and bool(graphs_obstacle(args))
 
 
 def _broken_graphs(value: Any, args: Any) -> bool:
@@ -113,7 +114,11 @@ def _broken_graphs(value: Any, args: Any) -> bool:
 
 
 _BACKENDS = "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv"
-_PREFILL_GRAPHS = "CUDA graphs for prefill: drop that option, or add --disable-prefill-cuda-graph (decode graphs work)"
+_PREFILL_GRAPHS = (
+    "CUDA graphs for prefill other than breakable ones, or these with drafts, --enable-torch-compile or an SGLang with "
+    "which they were not tried: drop that option, or add --disable-prefill-cuda-graph (decode graphs work)"
+)
+_PREFILL_GRAPHS_RUN = "a comparison with stock on an H100: docs/results.md"
 _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1"
 _ELASTIC = "elastic expert parallelism, in which ranks leave while others decide with them: drop its options"
 
@@ -267,8 +272,12 @@ REFUSED: dict[str, Refused] = {
         "the megakernel, which reads K and V by KV slot: drop --enable-nvidia-megakernel"
     ),
     "enable_amd_monokernel": Refused("the monokernels, which read K and V by KV slot: drop --enable-amd-monokernel"),
-    "cuda_graph_config": Refused(_PREFILL_GRAPHS, _prefill_graphs, "decode graphs: the H200 runs of docs/results.md"),
-    "cuda_graph_backend_prefill": Refused(_PREFILL_GRAPHS, _prefill_graphs, "the default, which is declined"),
+    "cuda_graph_config": Refused(_PREFILL_GRAPHS, _prefill_graphs, _PREFILL_GRAPHS_RUN),
+    "cuda_graph_backend_prefill": Refused(_PREFILL_GRAPHS, _prefill_graphs, _PREFILL_GRAPHS_RUN),
+    "cuda_graph_prefill_max_context": Refused(
+        "--cuda-graph-prefill-max-context: drop it, graphs of prompts hold nothing that depends on lengths",
+        _not(None, 0),
+    ),
     "cuda_graph_backend_decode": Refused(
         "decode graphs with breaks: use --cuda-graph-backend-decode full or disabled",
         _broken_graphs,

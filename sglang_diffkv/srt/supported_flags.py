@@ -68,6 +68,9 @@ ORTHOGONAL: dict[str, str] = {
         "disable_cuda_graph disable_decode_cuda_graph disable_prefill_cuda_graph cuda_graph_max_bs_decode "
         "cuda_graph_bs_decode disable_cuda_graph_padding enable_cudagraph_gc enable_profile_cuda_graph"
     ),
+    "graphs of passes over prompts hold what is between attention, for the numbers of tokens that are chosen": (
+        "cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_max_seq_len_prefill"
+    ),
     "adapters change projections; their prefixes are apart by extra_key": (
         "enable_lora_overlap_loading lora_eviction_policy max_lora_chunk_size experts_shared_outer_loras "
         "lora_use_virtual_experts lora_strict_loading"
@@ -237,9 +240,6 @@ ONLY_WITH: dict[str, str] = {
         "enable_cp_tp_group_sharing"
     ),
     "dcp_size": "dcp_comm_backend dcp_replicate_q_proj",
-    "cuda_graph_backend_prefill": (
-        "cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_prefill_max_context cuda_graph_max_seq_len_prefill"
-    ),
     "models with multi-head latent or sparse attention": (
         "speculative_dsa_topk_backend "
         "disable_chunked_prefix_cache flashinfer_mla_disable_ragged dsa_prefill_backend dsa_decode_backend "

@@ -93,7 +93,9 @@ class Twin:
             outs.append(run(q, k, v, layer, None))
         return torch.stack(outs)
 
-    def extend(self, rows: list[int], counts: list[int], starts: list[int], seed: int) -> torch.Tensor:
+    def extend(
+        self, rows: list[int], counts: list[int], starts: list[int], seed: int, *, graphs: bool = False
+    ) -> torch.Tensor:
         self.manager.plan_step(rows, counts, starts, ending=rows)
         batch: Any = SimpleNamespace(
             forward_mode=ForwardMode.EXTEND,
@@ -103,8 +105,16 @@ class Twin:
             extend_seq_lens=torch.tensor(counts, device=DEVICE, dtype=torch.int32),
             extend_prefix_lens=torch.tensor(starts, device=DEVICE, dtype=torch.int32),
         )
-        self.backend.init_forward_metadata(batch)
+        if graphs:
+            self.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(None, batch)
+        else:
+            self.backend.init_forward_metadata(batch)
         return self.layers(False, sum(counts), sum(counts), torch.Generator().manual_seed(seed))
+
+    def capture(self, tokens: int) -> torch.Tensor:
+        """What SGLang runs to capture graphs of a pass over prompts of so many tokens."""
+        self.backend.init_forward_metadata_for_breakable_cuda_graph_capture(SimpleNamespace(batch_size=1))
+        return self.layers(False, tokens, tokens, torch.Generator().manual_seed(0))
 
     def decode(self, rows: list[int], padding: int, seed: int) -> torch.Tensor:
         lens = [self.manager.rows.length(row) for row in rows]
@@ -138,6 +148,31 @@ def test_both_ops_agree(tiers: str) -> None:
         for row in (1, 2, 4):
             twin.manager.release(row)
         check_integrity(twin.manager)
+
+
+def test_graphs_of_prompts_are_captured_of_no_request() -> None:
+    """What is captured stores nothing and needs no request, and passes give what they give without graphs."""
+    eager, graphs = (Twin(triton=False, tiers="K8V4 K4V2") for _ in range(2))
+    assert not graphs.capture(12).any()
+    state = graphs.manager.state
+    assert state.pages.equal(eager.manager.state.pages) and state.entries.equal(eager.manager.state.entries)
+    rows, counts = [1, 2], [37, 5]
+    given = [twin.extend(rows, counts, [0, 0], 1, graphs=twin is graphs) for twin in (eager, graphs)]
+    assert given[0].equal(given[1]) and given[0].any()
+    assert not graphs.capture(7).any()
+    more = [twin.extend([1], [9], [37], 2, graphs=twin is graphs) for twin in (eager, graphs)]
+    assert more[0].equal(more[1])
+    steps = [twin.decode(rows, 0, 3) for twin in (eager, graphs)]
+    assert steps[0].equal(steps[1])
+    check_integrity(graphs.manager)
+
+
+def test_a_pass_that_was_not_scheduled_is_an_error_in_graphs_too() -> None:
+    twin = Twin(triton=False, tiers="BF16")
+    twin.capture(4)
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, req_pool_indices=torch.tensor([1]))
+    with pytest.raises(RuntimeError, match="did not schedule"):
+        twin.backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(None, batch)
 
 
 def test_models_that_write_k_and_v_themselves_find_the_pool() -> None:

@@ -15,6 +15,7 @@ from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.srt import launch
 from sglang_diffkv.srt.compat import CANARY_ON_CPU, TESTED_VERSIONS, release, resolved, sglang_version
+from sglang_diffkv.srt.compat_states import model_has_states
 from sglang_diffkv.srt.server_flags import REFUSED, OnlyWith, Refused, flags
 from sglang_diffkv.srt.supported_flags import WORKS
 from sglang_diffkv.srt.validation import check_server_args
@@ -215,50 +216,97 @@ def test_what_hides_steps_from_the_backend_is_refused_on_a_gpu(monkeypatch):
     check_server_args(_args(device="cuda"))
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_graphs_other_than_whole_decode_steps_are_refused_on_a_gpu(phase, monkeypatch):
-    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
-    backends = {"prefill": SimpleNamespace(backend="disabled"), "decode": SimpleNamespace(backend="full")}
+@pytest.mark.parametrize("phase, kind", [("prefill", "full"), ("prefill", "tc_piecewise"), ("decode", "breakable")])
+def test_graphs_that_are_not_served_are_refused_on_a_gpu(phase, kind, tried):
+    backends = {"prefill": SimpleNamespace(backend="breakable"), "decode": SimpleNamespace(backend="full")}
     check_server_args(_args(device="cuda", cuda_graph_config=SimpleNamespace(**backends)))
-    backends[phase] = SimpleNamespace(backend="breakable")
+    backends[phase] = SimpleNamespace(backend=kind)
     with pytest.raises(UnsupportedError, match="graphs"):
         check_server_args(_args(device="cuda", cuda_graph_config=SimpleNamespace(**backends)))
     check_server_args(_args(device="cpu", cuda_graph_config=SimpleNamespace(**backends)))
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_prefill_graphs_that_sglang_chooses_are_declined(asked, monkeypatch):
-    """Through SGLang's own resolution, which on a GPU ends with prefill graphs; only those a user asked for refuse."""
+@pytest.fixture
+def tried(monkeypatch):
+    """The installed SGLang was tried on a GPU, with graphs of prompts too."""
     monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.GRAPHS_GPU_VERSIONS", TESTED_VERSIONS)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {
+            "speculative_algorithm": "NGRAM",
+            "speculative_ngram_min_bfs_breadth": 1,
+            "speculative_ngram_max_bfs_breadth": 1,
+        },
+        {"enable_torch_compile": True},
+    ],
+)
+def test_prefill_graphs_are_refused_beside_what_they_were_not_tried_with(more, tried, monkeypatch):
+    monkeypatch.setenv("SGLANG_DIFFKV_UNTRIED", "1")
+    backends = {"prefill": SimpleNamespace(backend="breakable"), "decode": SimpleNamespace(backend="full")}
+    args = _args(device="cuda", cuda_graph_config=SimpleNamespace(**backends), **more)
+    with pytest.raises(UnsupportedError, match="CUDA graphs for prefill"):
+        check_server_args(args)
+    backends["prefill"].backend = "disabled"
+    check_server_args(_args(device="cuda", cuda_graph_config=SimpleNamespace(**backends), **more))
+
+
+@pytest.mark.parametrize("kind", ["breakable", "tc_piecewise"])
+@pytest.mark.parametrize("obstacle", ["", "version", "states"])
+def test_prefill_graphs_that_sglang_chooses_stay_where_they_are_served(obstacle, kind, tried, monkeypatch, caplog):
+    """Through SGLang's own resolution, which on a GPU ends with prefill graphs."""
+    if obstacle == "version":
+        monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.GRAPHS_GPU_VERSIONS", ())
+    if obstacle == "states":
+        monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.model_has_states", lambda args: True)
+    args = _resolved_args(monkeypatch)
+    _choose_prefill_graphs(args, kind)
+    with caplog.at_level("INFO"):
+        launch.configure(args, "{}")
+    stays = kind == "breakable" and not obstacle
+    assert resolved(args).cuda_graph_config.prefill.backend == (kind if stays else "disabled")
+    assert resolved(args).cuda_graph_config.decode.backend == "full"
+    assert ("passes over prompts run without CUDA graphs" in caplog.text) == (not stays)
+    _choose_prefill_graphs(args, kind)  # a launch from the command line is configured before SGLang has chosen anything
+    launch.configure_unless_done(args)
+    assert resolved(args).cuda_graph_config.prefill.backend == (kind if stays else "disabled")
+
+
+def test_prefill_graphs_that_a_user_asks_for_are_refused_where_they_are_not_served(tried, monkeypatch):
+    args = _resolved_args(monkeypatch, cuda_graph_backend_prefill="breakable")
+    _choose_prefill_graphs(args)
+    launch.configure(args, "{}")
+    assert resolved(args).cuda_graph_config.prefill.backend == "breakable"
+    monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.GRAPHS_GPU_VERSIONS", ())
+    with pytest.raises(UnsupportedError, match="CUDA graphs for prefill"):
+        launch.configure(args, "{}")
+
+
+def test_a_model_without_states_is_known_by_its_configuration(monkeypatch):
+    assert not model_has_states(_resolved_args(monkeypatch))
+
+
+def _resolved_args(monkeypatch, **more):
     monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", "")
     monkeypatch.setattr(launch, "_launched", None)
-    more = {"cuda_graph_backend_prefill": "breakable"} if asked else {}
     args = ServerArgs(str(NANO), attention_backend="diffkv", device="cuda", mm_feature_transport="cpu", **more)
     if hasattr(args, "resolve_once"):
         args.resolve_once()
-    _choose_prefill_graphs(args)
-    assert resolved(args).cuda_graph_config.prefill.backend == "breakable"
-    if asked:
-        with pytest.raises(UnsupportedError, match="CUDA graphs for prefill"):
-            launch.configure(args, "{}")
-        return
-    launch.configure(args, "{}")
-    assert resolved(args).cuda_graph_config.prefill.backend == "disabled"
-    assert resolved(args).cuda_graph_config.decode.backend == "full"
-    _choose_prefill_graphs(args)  # a launch from the command line is configured before SGLang has chosen anything
-    launch.configure_unless_done(args)
-    assert resolved(args).cuda_graph_config.prefill.backend == "disabled"
+    return args
 
 
-def _choose_prefill_graphs(args: ServerArgs) -> None:
+def _choose_prefill_graphs(args: ServerArgs, kind: str = "breakable") -> None:
     """What SGLang decides where there is a GPU."""
     if release() < (0, 5, 21):
-        args.cuda_graph_config.prefill.backend = "breakable"
+        args.cuda_graph_config.prefill.backend = kind
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.model_executor.cuda_graph_config import with_phase
 
-    config = with_phase(resolved(args).cuda_graph_config, "prefill", backend="breakable")
+    config = with_phase(resolved(args).cuda_graph_config, "prefill", backend=kind)
     declare_resolution(args, "test", cuda_graph_config=config)
 
 

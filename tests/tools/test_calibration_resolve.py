@@ -203,7 +203,7 @@ def start(given: str | None, path: str) -> None:
 
 def test_the_server_looks_up_once_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
-    monkeypatch.setattr(launch.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(launch, "choose_graphs", lambda args: None)
     monkeypatch.setattr(launch.compat, "decline_hybrid_swa_pools", lambda args: None)
     with caplog.at_level(logging.INFO):
         start(None, "Qwen/QwQ-32B")
@@ -219,7 +219,7 @@ def test_the_server_looks_up_once_and_says_so(monkeypatch, caplog):
 def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
     """``sglang.Engine`` takes no ``--diffkv-config``: a launch configures what parsing has not."""
     monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
-    monkeypatch.setattr(launch.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(launch, "choose_graphs", lambda args: None)
     monkeypatch.setattr(launch.compat, "decline_hybrid_swa_pools", lambda args: None)
     server_args = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
     with caplog.at_level(logging.INFO):
@@ -238,7 +238,7 @@ def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
 def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch):
     """Each launch of a process takes its own arguments, the user's environment, or its model's thresholds."""
     monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
-    monkeypatch.setattr(launch.compat, "decline_prefill_graphs", lambda args: None)
+    monkeypatch.setattr(launch, "choose_graphs", lambda args: None)
     monkeypatch.setattr(launch.compat, "decline_hybrid_swa_pools", lambda args: None)
     monkeypatch.setattr(launch, "_launched", None)
     monkeypatch.delenv(CONFIG_ENV, raising=False)

@@ -1,0 +1,48 @@
+"""CUDA graphs of passes over prompts, as SGLang captures them by default: of what is between two layers' attention, for
+some numbers of tokens. Attention runs between the graphs, so that requests of any lengths share a pass."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from sglang_diffkv.config import UNTRIED_ENV
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.compat_states import model_has_states
+from sglang_diffkv.srt.speculation import algorithm_of
+
+logger = logging.getLogger(__name__)
+
+SERVED = "breakable"
+GRAPHS_GPU_VERSIONS = ("0.5.17",)
+"""Versions of SGLang with which they gave stock's tokens on a GPU."""
+
+
+def graphs_obstacle(args: Any) -> str:
+    """Why passes over prompts run without graphs under these arguments, as SGLang resolved them; empty if they need
+    not."""
+    kind = compat.prefill_graphs(args)
+    if kind != SERVED:
+        return f"{kind} graphs of prompts hold attention too, or are compiled around it"
+    if algorithm_of(args):
+        return "they were not tried with drafts"
+    if getattr(args, "enable_torch_compile", False):
+        return "they were not tried with --enable-torch-compile"
+    if compat.sglang_version() not in GRAPHS_GPU_VERSIONS and not os.environ.get(UNTRIED_ENV):
+        return f"they were not tried with SGLang {compat.sglang_version()} ({UNTRIED_ENV}=1 tries them)"
+    return ""
+
+
+def choose_graphs(server_args: Any) -> None:
+    """Switch graphs that SGLang chose off where they are not served, and say so. Those that a user asked for stay, and
+    are refused."""
+    if compat.prefill_graphs(server_args) == "disabled" or compat.asked_for_prefill_graphs(server_args):
+        return
+    obstacle = graphs_obstacle(compat.resolved(server_args))
+    if not obstacle and model_has_states(server_args):
+        obstacle = "they were not tried with layers that have states"
+    if obstacle:
+        if compat.resolved(server_args).device == "cuda":
+            logger.info("DiffKV: passes over prompts run without CUDA graphs: %s", obstacle)
+        compat.decline_prefill_graphs(server_args)
