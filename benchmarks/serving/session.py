@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,7 @@ OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 START = "server start"
 STOP = "server stop"
 GUESSES = {START: 90.0, STOP: 20.0}
+LONGEST_NAME = 120
 CACHE_ROUNDING = 0.002
 """GiB: servers round the size of their cache to three decimals."""
 
@@ -144,6 +146,12 @@ def _run_points(
             _recover(server)
 
 
+def log_name(backend: str) -> str:
+    """Of the file for a server's log; a name with many flags is cut, and told apart by a number of all of it."""
+    plain = backend.replace(" ", "_").replace("/", "_")
+    return f"{plain if len(plain) <= LONGEST_NAME else f'{plain[:LONGEST_NAME]}_{zlib.crc32(plain.encode()):08x}'}.log"
+
+
 @contextmanager
 def running(backend: Backend, setup: Setup, budget: Budget) -> Iterator[tuple[Server, Record]]:
     """A running server and what it says of itself.
@@ -156,7 +164,7 @@ def running(backend: Backend, setup: Setup, budget: Budget) -> Iterator[tuple[Se
         backend.attention,
         [*backend.server_args(tokens), *setup.server_args, *backend.flags],
         diffkv_config=backend.config_json(),
-        log_path=setup.logs / f"{backend.name.replace(' ', '_').replace('/', '_')}.log",
+        log_path=setup.logs / log_name(backend.name),
         timeout=max(1.0, min(setup.start_timeout, budget.remaining())),
     )
     begin = time.perf_counter()

@@ -16,7 +16,7 @@ from benchmarks.serving.loads import LOADS, parse_load
 from benchmarks.serving.log import parse_log
 from benchmarks.serving.memory import GIB, KVShape, check_bytes, diffkv_footprint, diffkv_tokens, stock_tokens
 from benchmarks.serving.report import medians, of_bound, spread, with_ratios
-from benchmarks.serving.session import OK
+from benchmarks.serving.session import OK, log_name
 from sglang_diffkv.config import load_config
 
 LLAMA = KVShape(32, 8, 128, 32768, 128256, 32)
@@ -166,6 +166,13 @@ def test_client_knows_the_arguments():
     for load in LOADS.values():
         args = serving_client.client_args(1, "model", load.points()[0], 0, Path("out"))
         assert not [flag for flag in args if flag.startswith("--") and f'"{flag}"' not in source]
+
+
+def test_logs_of_servers_with_many_flags_have_names_of_their_own():
+    flags = " --cuda-graph-bs-prefill " + " ".join(map(str, range(256, 8193, 256)))
+    names = [log_name(x) for x in ("fa3 bf16", "a/b", "w188" + flags, "w188" + flags + " 9000")]
+    assert names[:2] == ["fa3_bf16.log", "a_b.log"]
+    assert len(set(names)) == 4 and max(map(len, names)) < 140
 
 
 def test_common_arguments():
