@@ -1,7 +1,9 @@
-"""Mixed chunks on a real server: requests decode in passes over others' prompts."""
+"""Requests that decode while others' prompts are read, on a real server: in the same passes (mixed chunks), or between
+two chunks of a prompt."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.server_args import ServerArgs
 
 from benchmarks import splits
 from benchmarks.paths import NANO
@@ -80,6 +83,41 @@ def test_lossless_gives_stock_tokens(
     server = server_of("diffkv", [*MIXED, *flags], config={"tiers": ["BF16"]}, env=STRICT)
     check_tokens(crowd(server, prompts), expected, "mixed")
     check_mixed(server, REQUESTS // 2)
+
+
+BETWEEN = [*CHUNKS, "--prefill-decode-interval", "1", "--decode-log-interval", "1"]
+between_chunks = pytest.mark.skipif(
+    "prefill_decode_interval" not in ServerArgs.__annotations__, reason="this SGLang has no --prefill-decode-interval"
+)
+
+
+@between_chunks
+def test_tokens_between_chunks_are_stock_s(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
+    """A prompt that has begun waits while others decode."""
+    expected = one_by_one(server_of(stock_backend(), CHUNKS), prompts)
+    server = server_of("diffkv", BETWEEN, config={"tiers": ["BF16"]}, env=STRICT)
+    check_tokens(crowd(server, prompts), expected, "between chunks")
+    assert any_between(server.log_text())
+    check_idle(server)
+
+
+@between_chunks
+@pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
+def test_a_small_pool_between_chunks(fidelity: str, prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
+    args = [*BETWEEN, "--max-total-tokens", "1100", "--schedule-conservativeness", "0.1"]
+    server = server_of("diffkv", args, config={"prefix_fidelity": fidelity}, env=STRICT)
+    short = [x for x in prompts if len(x) < 600]
+    assert {len(x) for x in crowd(server, short, max_new_tokens=160, min_new_tokens=160)} == {160}
+    assert stats_of(server)["faults"] == 0
+    check_idle(server)
+
+
+def any_between(log: str) -> bool:
+    """Whether requests decoded after a chunk and before the next of the same prompt, by a server's log of each pass."""
+    passes = re.findall(r"(Prefill|Decode) batch(?:, #new-seq: \d+, #new-token: (\d+))?", log)
+    kinds = [(kind, int(tokens or 0)) for kind, tokens in passes]
+    triples = zip(kinds, kinds[1:], kinds[2:])
+    return any(a == ("Prefill", 96) and b[0] == "Decode" and c[0] == "Prefill" for a, b, c in triples)
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
