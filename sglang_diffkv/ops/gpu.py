@@ -12,7 +12,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, usual_scaling
-from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill, workspace_bytes
+from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill, backend_of, workspace_bytes
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 
@@ -36,7 +36,10 @@ def build_ops(
     """
     fmt, heads = state.fmt, state.num_heads
     ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, (), state.reaches)
-    least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device) if ragged else 0
+    least = 0
+    if ragged:
+        backend = backend_of(fmt.head_dim, fmt.v_head_dim, state.dtype, state.device)
+        least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device, backend)
     obstacle = decode_obstacle(fmt, q_heads // heads, decode)
     config = DecodeConfig(cuda=decode != "triton" and not obstacle)
     if not state.pages.is_meta:

@@ -124,25 +124,33 @@ def replace_prefill(plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, config=config)
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes for a GPU of 132 multiprocessors with FlashInfer."""
+@pytest.fixture(params=["fa3"])
+def hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Sizes for a GPU of 132 multiprocessors with FlashInfer, which has these kernels for it: ``fa3``, or by a
+    parameter ``fa2``."""
     from sglang_diffkv.kernels.decode_attention import triton_workspace
     from sglang_diffkv.ops import ragged
 
     for module in (triton_workspace, ragged):
         monkeypatch.setattr(module, "processors_of", lambda device: 132)
     monkeypatch.setattr(ragged.RaggedPrefill, "obstacle", staticmethod(lambda *model: ""))
+    monkeypatch.setattr(ragged, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(ragged, "flashinfer_choice", lambda *model: request.param)
+    return str(request.param)
 
 
-def test_flashinfer_has_memory_of_its_own_beside_decode_steps(hopper: None) -> None:
-    """Where passes are mixed, decode steps keep theirs meanwhile."""
+@pytest.mark.parametrize("hopper", ["fa2", "fa3"], indirect=True)
+def test_flashinfer_has_memory_of_its_own_beside_decode_steps(hopper: str) -> None:
+    """Where passes are mixed, decode steps keep theirs meanwhile. Only ``fa2`` splits, and has results to put
+    somewhere."""
+    results = {"fa2": 68 << 20, "fa3": 1 << 20}[hopper]
     plan = plan_of("{}", layers=32, kv_heads=8, q_heads=32, dim=128)
     geometry = plan.geometry(50_000, 129, 8192)
     apart, mixed = (x.footprint(geometry, 50_000) for x in (plan, replace(plan, mixed_chunks=True)))
     assert "FlashInfer's results" not in apart.held or not apart.held["FlashInfer's results"]
-    assert mixed.held["FlashInfer's results"] == 68 << 20
-    assert mixed.total - apart.total <= 68 << 20  # decode steps alone may need less than the two in turn
+    assert mixed.held["FlashInfer's results"] == results
+    assert apart.held["decode scratch"] == max(mixed.held["decode scratch"], results)
+    assert mixed.total - apart.total <= results  # decode steps alone may need less than the two in turn
     triton = replace_prefill(replace(plan, mixed_chunks=True)).footprint(geometry, 50_000)
     assert not triton.held.get("FlashInfer's results")
 
@@ -150,14 +158,26 @@ def test_flashinfer_has_memory_of_its_own_beside_decode_steps(hopper: None) -> N
 @pytest.mark.parametrize("gib", [8, 40])
 @pytest.mark.parametrize("context", [8192, 32768, 131072])
 @pytest.mark.parametrize("text", CONFIGS[:2])
-def test_llama_spends_less_than_three_percent_outside_the_pages(
-    hopper: None, gib: int, context: int, text: str
-) -> None:
+def test_llama_spends_less_than_three_percent_outside_the_pages(hopper: str, gib: int, context: int, text: str) -> None:
     plan = plan_of(text, layers=32, kv_heads=8, q_heads=32, dim=128)
     capacity = plan.capacity_in(gib * GIB, lambda tokens: 129, context + 4)
     found = plan.footprint(plan.geometry(capacity, 129, context + 4), capacity)
     assert found.share_outside < 0.03
     assert gib * GIB - 2 * plan.token_bytes * plan.fmt.high.tokens < found.total <= gib * GIB
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((0, 0), "fa2"), ((8, 9), "fa2"), ((9, 0), "fa3"), ((10, 0), "fa2")]
+)
+def test_which_of_flashinfers_kernels(
+    capability: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer is asked on Hopper alone, about the GPU at hand where a plan is made."""
+    from sglang_diffkv.ops import ragged
+
+    monkeypatch.setattr(ragged, "capability_of", lambda device: capability)
+    monkeypatch.setattr(ragged, "flashinfer_choice", lambda *model: "fa3")
+    assert ragged.backend_of(128, 128, torch.bfloat16, torch.device("meta")) == backend
 
 
 def test_a_pool_without_room_is_empty() -> None:
