@@ -553,7 +553,7 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
                 if (unit >= 0) {
                     leave_tier(unit % TIERS, acc);
                     if (place.w / TIERS != unit / TIERS) {
-                        write_head(arg, (i64)program + unit, soft, acc);
+                        write_head(arg, (i64)program + unit / TIERS, soft, acc);
                         begin_head(soft, acc);
                     }
                 }
@@ -579,6 +579,6 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
     }
     if (unit >= 0) {
         leave_tier(unit % TIERS, acc);
-        write_head(arg, (i64)program + unit, soft, acc);
+        write_head(arg, (i64)program + unit / TIERS, soft, acc);
     }
 }

@@ -128,14 +128,15 @@ def replace_prefill(plan: MemoryPlan) -> MemoryPlan:
 
 @pytest.fixture(params=["fa3"])
 def hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """Sizes for a GPU of 132 multiprocessors with FlashInfer, which has these kernels for it: ``fa3``, or by a
-    parameter ``fa2``."""
-    from sglang_diffkv.kernels.decode_attention import triton_workspace
+    """Sizes for a Hopper GPU of 132 multiprocessors with NVRTC and FlashInfer, which has these kernels for it: ``fa3``,
+    or by a parameter ``fa2``."""
+    from sglang_diffkv.kernels.decode_attention import cuda, triton_workspace
     from sglang_diffkv.ops import ragged
 
     for module in (triton_workspace, ragged):
         monkeypatch.setattr(module, "processors_of", lambda device: 132)
     monkeypatch.setattr(ragged.RaggedPrefill, "obstacle", staticmethod(lambda *model: ""))
+    monkeypatch.setattr(cuda, "missing", lambda: None)
     monkeypatch.setattr(ragged, "capability_of", lambda device: (9, 0))
     monkeypatch.setattr(ragged, "flashinfer_choice", lambda *model: request.param)
     return str(request.param)
