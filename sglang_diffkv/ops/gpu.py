@@ -12,7 +12,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, usual_scaling
-from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill, backend_of, workspace_bytes
+from sglang_diffkv.ops.ragged import RaggedPrefill, backend_of, workspace_bytes
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 
@@ -50,7 +50,6 @@ def build_ops(
         least_scratch=0 if mixed_chunks else least, prefill_bytes=least if mixed_chunks else 0,
     )  # fmt: skip
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
-    ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     return ops
 
 
@@ -81,7 +80,6 @@ def choose_prefill(
     any layers have attention sinks. Raises UnsupportedError as ``build_ops`` does."""
     obstacle = prefill_obstacle(state.fmt, prefill, scalings, state.reaches)
     ragged = prefill != "triton" and not obstacle
-    ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     ops.prefill_bytes = ops.prefill_bytes if ragged else 0
     if ragged:
         ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim), sinks=sinks)

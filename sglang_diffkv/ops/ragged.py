@@ -13,7 +13,7 @@ from sglang_diffkv.ops.base import Scaling, Step
 MIB = 1 << 20
 
 PLAN_BYTES = 8 << 20
-"""Of FlashInfer's own buffer for plans on the device; it has another of the size in pinned memory of the host."""
+"""Of FlashInfer's buffer for a pass's plan on the device; it has another of the size in pinned memory of the host."""
 TILE_ROWS = 128
 """Query rows of FlashInfer's largest tile."""
 RESIDENT = 2
@@ -44,13 +44,13 @@ def flashinfer_choice(head_dim: int, v_head_dim: int, dtype: torch.dtype, device
 
 
 def workspace_bytes(q_heads: int, kv_heads: int, v_head_dim: int, device: torch.device, backend: str) -> int:
-    """What FlashInfer's split results take at most: ``fa2`` splits only as far as its tiles fill the GPU once, ``fa3``
-    does not split and is handed ``UNUSED_BYTES`` that it leaves alone."""
+    """What FlashInfer's plan and split results take at most: ``fa2`` splits only as far as its tiles fill the GPU once,
+    ``fa3`` does not split and is handed ``UNUSED_BYTES`` that it leaves alone."""
     if backend == "fa3":
-        return UNUSED_BYTES
+        return PLAN_BYTES + UNUSED_BYTES
     tiles = RESIDENT * processors_of(device) // kv_heads
     results = q_heads * max(tiles, 1) * TILE_ROWS * (v_head_dim + 1) * 4
-    return -(-results // MIB) * MIB + MIB
+    return PLAN_BYTES + -(-results // MIB) * MIB + MIB
 
 
 def _ends(lens: Sequence[int]) -> torch.Tensor:
@@ -84,7 +84,9 @@ class RaggedPrefill:
         if buffer is None:
             size = workspace_bytes(q_heads, kv_heads, v_head_dim, device, backend)
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD", backend=backend)
+        plans, results = buffer[:PLAN_BYTES], buffer[PLAN_BYTES:]
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(results, "NHD", backend=backend)
+        self._wrapper.reset_workspace_buffer(results, plans)  # instead of memory of its own for plans
         self._shape = (q_heads, kv_heads, head_dim, v_head_dim)
         self._options = {"causal": True, "sm_scale": scale, "logits_soft_cap": logit_cap, "q_data_type": dtype}
         self._copied: torch.cuda.Event | None = None
