@@ -32,6 +32,13 @@ def shared_memory_of(device: torch.device) -> int:
     return int(properties.shared_memory_per_multiprocessor)
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU, as ``processors_of``; (0, 0) for a device that has none."""
+    if device.type not in ("cuda", "meta") or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+
+
 @cache
 def launches_early() -> bool:
     """Whether a kernel may be launched while the one before it ends (programmatic dependent launch, Hopper on)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState, bounds
 
 
 def table_column(state: PageState, tier: int, entry: torch.Tensor) -> torch.Tensor:
@@ -65,8 +65,8 @@ def layer_table(
     flat = (flat + torch.arange(state.num_heads, device=rows.device).view(1, -1, 1)) * TABLE_BLOCK
     flat = flat + column % TABLE_BLOCK
     page = torch.where(used, state.page_table.view(-1)[flat], 0).long()
-    lo = torch.where(used, state.range_lo.view(-1)[flat], 0)
-    hi = torch.where(used, state.range_hi.view(-1)[flat], 0)
+    lo = torch.where(used, bounds(state.range_lo.view(-1)[flat]), 0)
+    hi = torch.where(used, bounds(state.range_hi.view(-1)[flat]), 0)
     return page, lo, hi
 
 
@@ -79,9 +79,20 @@ def row_table(
     used = entry < state.entries[rows, :, :, tier].unsqueeze(3)
     flat = table_index(state, rows, tier, entry)
     page = torch.where(used, in_line(state.page_table)[flat], 0).long()
-    lo = torch.where(used, in_line(state.range_lo)[flat], 0)
-    hi = torch.where(used, in_line(state.range_hi)[flat], 0)
+    lo = torch.where(used, bounds(in_line(state.range_lo)[flat]), 0)
+    hi = torch.where(used, bounds(in_line(state.range_hi)[flat]), 0)
     return page, lo, hi
+
+
+def put_entries(state: PageState, where: torch.Tensor, page: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> None:
+    """Write table entries.
+
+    Args:
+        where: [n] int64, of :func:`table_index`. page, lo, hi: [n] integers, pages and position ranges.
+    """
+    in_line(state.page_table)[where] = page.int()
+    in_line(state.range_lo)[where] = lo.to(state.range_lo.dtype)
+    in_line(state.range_hi)[where] = hi.to(state.range_hi.dtype)
 
 
 def max_entries(state: PageState, rows: torch.Tensor, tier: int, layer: int | None = None) -> int:

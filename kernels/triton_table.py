@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState, range_dtype
 
 BLOCK = tl.constexpr(TABLE_BLOCK)
 SAME_BITS = {"enable_fp_fusion": False}
@@ -43,6 +43,16 @@ def table_index(
     """Flat int64 index into the page table of ``column`` (any shape); 0 where not ``live``."""
     block = tl.load(row_blocks + row.to(tl.int64) * MAX_BLOCKS + column // BLOCK, mask=live, other=0)
     return ((block.to(tl.int64) * L + layer) * H + head) * BLOCK + column % BLOCK
+
+
+@triton.jit
+def load_bound(bounds, at, live):
+    """Ends of position ranges at flat indices ``at`` of the page table (any shape), int32, whatever they take there; 0
+    where not ``live``. Stored, they lose what is beyond the table's bits."""
+    bound = tl.load(bounds + at, mask=live, other=0)
+    if bounds.dtype.element_ty == tl.int16:
+        bound = bound.to(tl.int32) & 0xFFFF
+    return bound
 
 
 @triton.jit
@@ -212,6 +222,14 @@ def format_constants(fmt: PageFormat) -> Mapping[str, Any]:
     """Constants of all tiers and of the page."""
     rest = {"TIERS": len(fmt.tiers), "D": fmt.head_dim, "DV": fmt.v_head_dim, "PAGE_BYTES": fmt.page_bytes}
     return MappingProxyType({"LAYOUTS": layout_numbers(fmt), **rest})
+
+
+def check_table(state: PageState) -> None:
+    """What kernels that go through the whole page table take it for: [C, L, H, TABLE_BLOCK] each, contiguous."""
+    for table in (state.page_table, state.range_lo, state.range_hi):
+        assert table.shape[1:] == (state.num_layers, state.num_heads, TABLE_BLOCK) and table.is_contiguous()
+    assert state.page_table.dtype == torch.int32
+    assert state.range_lo.dtype == state.range_hi.dtype == range_dtype(state.fmt)
 
 
 def check_rows(rows: torch.Tensor, num_valid: torch.Tensor, state: PageState) -> None:

@@ -21,6 +21,7 @@ from sglang_diffkv.kernels.triton_table import (
     I_VMETA,
     NO_SCORES,
     dot_padded,
+    load_bound,
     load_positions,
     padded,
     store_positions,
@@ -119,8 +120,8 @@ def held_page(
     column = table_column(entry, TIER, MAX_BLOCKS)
     at = table_index(row_blocks, source, layer, head, column, True, MAX_BLOCKS, L, H)
     page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
-    first = tl.maximum(tl.load(range_lo + at), lo)
-    last = tl.minimum(tl.load(range_hi + at), hi)
+    first = tl.maximum(load_bound(range_lo, at, True), lo)
+    last = tl.minimum(load_bound(range_hi, at, True), hi)
     slot = tl.arange(0, padded(TOKENS))
     live = slot < TOKENS
     position = load_positions(page, POSITIONS, slot, live)

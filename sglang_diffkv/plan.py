@@ -80,7 +80,7 @@ class MemoryPlan:
     @property
     def token_bytes(self) -> int:
         """Bytes that a high-tier token takes in all layers and heads, its share of the page table included."""
-        page = self.fmt.page_bytes + 3 * 12 + 8
+        page = self.fmt.page_bytes + 3 * self.fmt.entry_bytes + 8
         return -(-page * self.heads // self.fmt.high.tokens)
 
     def geometry(self, capacity: int, num_rows: int, max_tokens: int) -> Geometry:

@@ -116,6 +116,8 @@ def table_of(state: PageState, row: int, tier: int) -> tuple[np.ndarray, np.ndar
     for source in (state.page_table, state.range_lo, state.range_hi):
         wide = source.cpu().numpy()[blocks].transpose(1, 2, 0, 3)  # [L, H, max_blocks, TABLE_BLOCK]
         wide = wide.reshape(*wide.shape[:2], -1)
+        if source.dtype == torch.int16:
+            wide = wide.view(np.uint16).astype(np.int32)
         half = wide.shape[2] // 2
         tables.append((wide, wide[:, :, ::-1], wide[:, :, :half][:, :, ::-1], wide[:, :, half:])[tier])
     return tables[0], tables[1], tables[2]

@@ -9,7 +9,7 @@ import torch
 from benchmarks.kernels.timing import layers_for
 from sglang_diffkv.kernels.table import table_column
 from sglang_diffkv.mem_pool.page_format import SCORE_BYTES, PageFormat, Tier, TierLayout, position_bytes_for
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def build_state(case: Case, layers: int, free_pages: int = 0, device: str = "cud
     ids = torch.randperm(state.num_pages, device=device).int()
     state.ring.copy_(ids)
     state.counters[0] = state.num_pages - free_pages
-    state.range_hi.fill_(2**31 - 1)
+    state.range_hi.copy_(torch.tensor(NO_LIMIT).to(state.range_hi.dtype))
     taken = before = 0
     for tier, view in enumerate(state.tiers):
         count, tokens = counts[tier], view.layout.tokens

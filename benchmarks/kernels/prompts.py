@@ -28,7 +28,7 @@ from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as co
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.triton_ring import Spans
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
 
 WINDOW = 64
 HIGH = 0.5
@@ -61,7 +61,7 @@ def empty_state(case: Case, device: str) -> PageState:
     )
     numbers = torch.arange(1, case.batch * blocks + 1, dtype=torch.int32, device=device)
     state.row_blocks[1:] = numbers.view(case.batch, blocks)
-    state.range_hi.fill_(2**31 - 1)
+    state.range_hi.copy_(torch.tensor(NO_LIMIT).to(state.range_hi.dtype))
     state.ring.copy_(torch.randperm(pages, device=device).int())
     return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.prefix_sum.reference import exclusive_prefix_sum
-from sglang_diffkv.kernels.table import in_line, own_slot_location, table_index
+from sglang_diffkv.kernels.table import own_slot_location, put_entries, table_index
 from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
 
@@ -64,10 +64,10 @@ def add_own_pages(state: PageState, rows: torch.Tensor, tier: int, demand: torch
     start = state.entries[rows, :, :, tier].long().unsqueeze(3)
     entry = torch.where(granted, start + torch.arange(width, device=rows.device), 0)
     where = table_index(state, rows, tier, entry)[granted]
-    in_line(state.page_table)[where] = page[granted].int()
-    in_line(state.range_lo)[where] = 0
-    in_line(state.range_hi)[where] = torch.where(page[granted] == state.scratch_page, 0, NO_LIMIT).int()
-    state.tiers[tier].positions[page[granted]] = EMPTY
+    page = page[granted]
+    end = torch.where(page == state.scratch_page, 0, NO_LIMIT)
+    put_entries(state, where, page, torch.zeros_like(end), end)
+    state.tiers[tier].positions[page] = EMPTY
     state.entries[rows, :, :, tier] += demand.int()
     state.fault[rows] |= short.view(*demand.shape).flatten(1).any(1).int()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.kernels.table import max_entries, row_table, table_index
+from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -34,9 +34,7 @@ def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept
             start = state.entries[target, :, :, tier].long().unsqueeze(2)
             entry = torch.where(keep, start + keep.long().cumsum(2) - 1, 0)
             where = table_index(state, dst, tier, entry.unsqueeze(0))[0][keep]
-            state.page_table.view(-1)[where] = page[keep].int()
-            state.range_lo.view(-1)[where] = page_lo[keep]
-            state.range_hi.view(-1)[where] = page_hi[keep]
+            put_entries(state, where, page[keep], page_lo[keep], page_hi[keep])
             state.refcount.index_add_(0, page[keep], torch.ones_like(page[keep], dtype=torch.int32))
             state.entries[target, :, :, tier] += keep.sum(2, dtype=torch.int32)
         state.kept_entry[target, :, :, tier] = state.entries[target, :, :, tier]

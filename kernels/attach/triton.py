@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.attach.reference import keep, seal
-from sglang_diffkv.kernels.triton_table import layout_constants, load_positions, padded, table_column, table_index
+from sglang_diffkv.kernels.triton_table import (
+    layout_constants,
+    load_bound,
+    load_positions,
+    padded,
+    table_column,
+    table_index,
+)
 from sglang_diffkv.mem_pool.state import PageState
 
 __all__ = ["attach", "keep", "seal"]
@@ -46,8 +53,8 @@ def attach_kernel(
         column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, source, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0)
-        page_lo = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)
-        page_hi = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
+        page_lo = tl.maximum(load_bound(range_lo, at, live), lo)
+        page_hi = tl.minimum(load_bound(range_hi, at, live), hi)
         keep = live & (page != num_pages)
         keep = keep & holds(page, page_lo, page_hi, keep, pages, POSITIONS, TOKENS, PAGE_BYTES)
         rank = tl.cumsum(keep.to(tl.int32), 0) - 1

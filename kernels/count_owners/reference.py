@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.table import head_index, table_column
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.state import PageState, bounds
 
 OWNERS = ("private", "shared", "cached", "free")
 """Referred to by requests alone, by requests and the prefix cache, by the prefix cache alone, by nobody."""
@@ -31,7 +31,7 @@ def count_owners(state: PageState, rows: torch.Tensor) -> torch.Tensor:
         entry = torch.arange(owner.shape[0], device=state.device) - (count.cumsum(0) - count)[owner]
         column = table_column(state, tier, entry)
         at = head_index(state, rows[owner // heads], owner % heads, column)
-        counts = (state.range_hi.view(-1)[at] > 0).int()
+        counts = (bounds(state.range_hi.view(-1)[at]) > 0).int()
         held.index_add_(0, state.page_table.view(-1)[at], counts)
     total, held = state.refcount[: state.num_pages], held[: state.num_pages]
     requests, cache = held > 0, total > held

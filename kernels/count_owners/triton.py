@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_table import table_column, table_index
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.kernels.triton_table import check_table, load_bound, table_column, table_index
+from sglang_diffkv.mem_pool.state import PageState
 
 ENTRIES = 32
 """Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""
@@ -27,7 +27,7 @@ def add_references(
         column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0) - first
-        live = live & (tl.load(range_hi + at, mask=live, other=0) > 0)  # never the scratch page
+        live = live & (load_bound(range_hi, at, live) > 0)  # never the scratch page
         live = live & (page >= 0) & (page < pages)
         tl.atomic_add(held + tl.where(live, page, 0), live.to(tl.int32), mask=live)
 
@@ -75,9 +75,7 @@ def count_owners(state: PageState, rows: torch.Tensor, scratch: torch.Tensor) ->
     assert state.entries.dtype == torch.int32 and state.entries.is_contiguous()  # [R, L, H, T]
     assert state.row_blocks.dtype == torch.int32 and state.row_blocks.is_contiguous()  # [R, max_blocks]
     assert state.refcount.dtype == torch.int32 and state.refcount.is_contiguous()  # [P + 1]
-    for table in (state.page_table, state.range_hi):  # [C, L, H, TABLE_BLOCK]
-        assert table.shape[1:] == (layers, heads, TABLE_BLOCK)
-        assert table.dtype == torch.int32 and table.is_contiguous()
+    check_table(state)
     out = torch.zeros(3, dtype=torch.int64, device=state.device)
     for first in range(0, state.num_pages, scratch.numel()):
         pages = min(scratch.numel(), state.num_pages - first)

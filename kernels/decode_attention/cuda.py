@@ -16,7 +16,7 @@ from sglang_diffkv.kernels.cuda.load import load
 from sglang_diffkv.kernels.cuda.source import CudaSource, defined
 from sglang_diffkv.kernels.device import shared_memory_of
 from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.mem_pool.state import PageState, range_dtype
 
 if TYPE_CHECKING:
     from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace
@@ -135,6 +135,7 @@ def split_source(
         "STRIDE": stage_bytes(fmt), "RESIDENT": resident,
         "KEPT_TIERS": kept_tiers, "CAPPED": capped, "SLIDES": slides, "EARLY": early, "BFLOAT": bfloat,
         "row_t": integer[wide_rows], "length_t": integer[wide_lengths],
+        "range_t": {2: "u16", 4: "int"}[fmt.position_bytes],
     }))  # fmt: skip
 
 
@@ -161,6 +162,7 @@ def prepare_split(
     fmt, config = state.fmt, workspace.config
     group = q.shape[1] // state.num_heads
     assert (why := unsupported(fmt, group)) is None, why
+    assert state.range_lo.dtype == state.range_hi.dtype == range_dtype(fmt)
     assert state.pages.data_ptr() % 16 == 0 and fmt.page_bytes % 16 == 0
     tiers = len(fmt.tiers)
     source = split_source(

@@ -16,7 +16,7 @@
 //
 // The compiler is told: TIERS (``Tier``, and TIER_LIST of them), LAYERS, HEADS, GROUP, DIM, V_DIM, PAGE_BYTES, MAX_BLOCKS,
 // ROOM_FOR, PROGRAMS, TURN, STAGES, STRIDE (of pages in shared memory), RESIDENT, KEPT_TIERS, CAPPED, SLIDES, EARLY, row_t,
-// length_t, BFLOAT.
+// length_t, range_t, BFLOAT.
 
 struct Tier {
     int key_bits, value_bits, tokens, keys, key_meta, values, value_meta, positions, position_bytes, weight, tile;
@@ -41,8 +41,8 @@ struct Arguments {
     const int* ranges;         // [LAYERS, 2]
     const char* pages;         // [pages, PAGE_BYTES]
     const int* page_table;     // [blocks, LAYERS, HEADS, BLOCK]
-    const int* range_lo;
-    const int* range_hi;
+    const range_t* range_lo;
+    const range_t* range_hi;
     const int* row_blocks;     // [rows, MAX_BLOCKS]
     const int* entries;        // [rows, LAYERS, HEADS, TIERS]
     const int* own_entry;
@@ -126,8 +126,8 @@ DEVICE void find_page(const Arguments& arg, int block, Place& place, bool live) 
     int tier = place.unit % TIERS, head = place.unit / TIERS % HEADS;
     i64 at = (((i64)block * LAYERS + arg.layer) * HEADS + head) * BLOCK + column_of(place.entry, tier) % BLOCK;
     place.page = live ? arg.page_table[at] : 0;
-    place.lo = live ? arg.range_lo[at] : 0;
-    place.hi = live ? arg.range_hi[at] : 0;
+    place.lo = live ? (int)arg.range_lo[at] : 0;
+    place.hi = live ? (int)arg.range_hi[at] : 0;
 }
 
 // Of a lane's query heads (lane % 4, and 4 more): softmax so far, and what turns integer products into logits.
@@ -553,7 +553,7 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
                 if (unit >= 0) {
                     leave_tier(unit % TIERS, acc);
                     if (place.w / TIERS != unit / TIERS) {
-                        write_head(arg, (i64)program + unit, soft, acc);
+                        write_head(arg, (i64)program + unit / TIERS, soft, acc);
                         begin_head(soft, acc);
                     }
                 }
@@ -579,6 +579,6 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
     }
     if (unit >= 0) {
         leave_tier(unit % TIERS, acc);
-        write_head(arg, (i64)program + unit, soft, acc);
+        write_head(arg, (i64)program + unit / TIERS, soft, acc);
     }
 }

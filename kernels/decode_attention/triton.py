@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     MAX_SCORE_PARTS,
     DecodeConfig,
     DecodeWorkspace,
+    result_slots,
     score_programs,
     tile_constants,
 )
@@ -194,7 +195,7 @@ def prepare_decode(
     assert q.dtype in (torch.bfloat16, torch.float16)
     assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
     assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[1] * heads == q_heads
-    assert workspace.partial_lse.shape[0] >= workspace.programs + batch * heads * len(fmt.tiers)
+    assert workspace.partial_lse.shape[0] >= result_slots(state, batch, workspace.programs, workspace.config)
     assert workspace.planned == batch, "plan comes first"
     assert every >= 1 and (not reach or found is None), "nothing is searched for where tokens are out of reach"
     assert sink_logits is None or (sink_logits.shape == (q_heads,) and sink_logits.is_contiguous())

@@ -5,7 +5,8 @@ program's range may begin and end anywhere in a unit, at whole tiles, and may ho
 much to do as any other, however uneven requests, heads and tiers are. A unit that holds anything begins with what it
 costs to turn to it. What a program finds in a unit is one partial
 result, in slot ``program + unit``: along the line one of the two grows with every step, so each pair has a slot of
-its own, and a head's slots follow one another.
+its own, and a head's slots follow one another. In CUDA C++ a program has one result of a head, whatever its tiers, in
+slot ``program + head`` (``MERGED``).
 """
 
 import triton
@@ -103,10 +104,12 @@ def head_slots(
     MERGED: tl.constexpr,
 ):  # fmt: skip
     """Slots [first, end) of a head's partial results, those of each tier: two tuples. ``tiles``: of each tier.
-    ``MERGED``: a program that goes from a tier to the next with tiles has one result for both, in the latter's slot."""
+    ``MERGED``: a program has one result for all tiers of a head. No program between the first and the last is without
+    one, since a range is as long as a tile and what it costs to turn to the next tier; each tier has all slots then."""
     firsts = ()
     ends = ()
-    programs = ()
+    begin = tl.full([], 0, tl.int32)
+    end = tl.full([], 0, tl.int32)  # 0: no tier has tiles so far
     for tier in tl.static_range(TIERS):
         unit = bh * TIERS + tier
         start = tl.load(starts + layer * UNITS + unit) + TURN
@@ -114,17 +117,14 @@ def head_slots(
         last = (start + (tiles[tier] - 1) * WEIGHTS[tier]) // each
         firsts = firsts + (first + unit,)
         ends = ends + (tl.where(tiles[tier] > 0, last + unit + 1, first + unit),)
-        programs = programs + (tl.where(tiles[tier] > 0, first, -1),)
+        begin = tl.where((tiles[tier] > 0) & (end == 0), first + bh, begin)
+        end = tl.where(tiles[tier] > 0, last + bh + 1, end)
     if MERGED:
-        kept = ()
-        for tier in tl.static_range(TIERS):
-            following = tl.full([], -1, tl.int32)
-            for lower in tl.static_range(tier + 1, TIERS):
-                following = tl.where(following < 0, programs[lower], following)
-            last = ends[tier] - 1 - (bh * TIERS + tier)
-            joined = (programs[tier] >= 0) & (last == following)
-            kept = kept + (tl.where(joined, ends[tier] - 1, ends[tier]),)
-        ends = kept
+        firsts = ()
+        ends = ()
+        for _ in tl.static_range(TIERS):
+            firsts = firsts + (begin,)
+            ends = ends + (end,)
     return firsts, ends
 
 

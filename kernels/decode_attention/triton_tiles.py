@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.triton_table import I_TOKENS, ceil_div, table_column, table_index
+from sglang_diffkv.kernels.triton_table import I_TOKENS, ceil_div, load_bound, table_column, table_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(-1e30)
@@ -27,8 +27,8 @@ def tile_page(
     column = table_column(entry, TIER, MAX_BLOCKS)
     at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
     page = tl.load(page_table + at, mask=live, other=0)
-    lo = tl.load(range_lo + at, mask=live, other=0)
-    hi = tl.load(range_hi + at, mask=live, other=0)
+    lo = load_bound(range_lo, at, live)
+    hi = load_bound(range_hi, at, live)
     return page, lo, hi
 
 

@@ -181,8 +181,8 @@ class DecodeWorkspace:
     config: DecodeConfig
     programs: int
     room: int
-    partial_out: torch.Tensor  # [programs + B * H * T, G, v_head_dim] float32, see ``triton_ranges``
-    partial_lse: torch.Tensor  # [programs + B * H * T, G] float32, base 2
+    partial_out: torch.Tensor  # [``result_slots``, G, v_head_dim] float32
+    partial_lse: torch.Tensor  # [``result_slots``, G] float32, base 2
     logits: torch.Tensor  # [H, room, G] fp16, base 2, relative to tile_max
     tile_max: torch.Tensor  # [H, room / 16, G] float32
     offsets: torch.Tensor  # [L, H, at least B] int32, first slot of each request
@@ -240,12 +240,17 @@ def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-math.prod(shape) * dtype.itemsize // ALIGN) * ALIGN
 
 
+def result_slots(state: PageState, batch: int, programs: int, config: DecodeConfig) -> int:
+    """Slots of the first pass's partial results, see ``triton_ranges``."""
+    return programs + batch * state.num_heads * (1 if config.cuda else len(state.fmt.tiers))
+
+
 def layer_parts(
-    state: PageState, batch: int, group: int, programs: int, room: int
+    state: PageState, batch: int, group: int, programs: int, room: int, config: DecodeConfig
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of what a layer's two passes hand over: logits, tile_max, partial_out and partial_lse."""
     heads = state.num_heads
-    slots = programs + batch * heads * len(state.fmt.tiers)
+    slots = result_slots(state, batch, programs, config)
     return [
         ((heads, room, group), torch.float16),
         ((heads, room // 16, group), torch.float32),
@@ -318,7 +323,7 @@ class DecodeScratch:
         held = (int(skew * state.num_pages * page_slots / (layers * heads)) // 128 + 1) * 128
         room = min(most * longest, max(longest, held))
         units, group = most * heads * len(fmt.tiers), q_heads // heads
-        parts = layer_parts(state, most, group, programs, room)
+        parts = layer_parts(state, most, group, programs, room, config)
         shapes = ((heads, most), (heads, most), (units,), (programs, 4), (2,))
         plan = [((-(-max_batch // most), layers, *shape), torch.int32) for shape in shapes]
         layer_bytes = max(sum(aligned_bytes(*x) for x in parts), aligned_bytes((layer_bytes,), torch.uint8))
@@ -337,7 +342,7 @@ class DecodeScratch:
     def workspace(self, state: PageState, batch: int, number: int = 0) -> DecodeWorkspace:
         """The scratch of ``batch`` requests, at most those of a slice, that are slice ``number`` of a step."""
         assert 0 < batch <= self.offsets.shape[3]
-        parts = layer_parts(state, batch, self.group, self.programs, self.room)
+        parts = layer_parts(state, batch, self.group, self.programs, self.room, self.config)
         logits, tile_max, partial_out, partial_lse = cut(self.of_layers, parts)
         plan = (self.offsets, self.parts_of, self.starts, self.begun, self.ranges)
         offsets, parts_of, starts, begun, ranges = (x[number] for x in plan)

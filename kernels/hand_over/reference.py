@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.kernels.table import in_line, max_entries, row_table, table_index
+from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -26,9 +26,7 @@ def hand_over(state: PageState, row: int, target: int) -> None:
             left = ~given & (entry < state.entries[row, :, :, tier].unsqueeze(2))
             for owner, moved, to in ((dst, given, entry), (src, left, entry - own.unsqueeze(2))):
                 where = table_index(state, owner, tier, torch.where(moved, to, 0).long())[moved]
-                in_line(state.page_table)[where] = page[moved].int()
-                in_line(state.range_lo)[where] = lo[moved]
-                in_line(state.range_hi)[where] = hi[moved]
+                put_entries(state, where, page[moved], lo[moved], hi[moved])
         state.entries[row, :, :, tier] -= own
         state.entries[target, :, :, tier] = own
         state.own_entry[target, :, :, tier] = own

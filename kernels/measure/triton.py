@@ -10,13 +10,15 @@ from sglang_diffkv.kernels.triton_ring import NO_LIMIT
 from sglang_diffkv.kernels.triton_table import (
     I_POSITIONS,
     I_TOKENS,
+    check_table,
     layout_numbers,
+    load_bound,
     load_positions,
     padded,
     table_column,
     table_index,
 )
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
+from sglang_diffkv.mem_pool.state import PageState
 
 ENTRIES = 16
 """Table entries of an iteration."""
@@ -43,8 +45,8 @@ def count_held(
         live = entry < count
         column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
-        first = tl.maximum(tl.load(range_lo + at, mask=live, other=0), lo)  # [E]
-        end = tl.minimum(tl.load(range_hi + at, mask=live, other=0), hi)
+        first = tl.maximum(load_bound(range_lo, at, live), lo)  # [E]
+        end = tl.minimum(load_bound(range_hi, at, live), hi)
         live = live & (first < end)  # never the scratch page
         page = tl.load(page_table + at, mask=live, other=0)
         source = (pages + page.to(tl.int64) * PAGE_BYTES)[:, None]
@@ -93,9 +95,7 @@ def measure(state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Te
     layers, heads, tiers = state.num_layers, state.num_heads, len(state.fmt.tiers)
     assert state.entries.dtype == torch.int32 and state.entries.is_contiguous()  # [R, L, H, T]
     assert state.row_blocks.dtype == torch.int32 and state.row_blocks.is_contiguous()  # [R, max_blocks]
-    for table in (state.page_table, state.range_lo, state.range_hi):  # [C, L, H, TABLE_BLOCK]
-        assert table.shape[1:] == (layers, heads, TABLE_BLOCK)
-        assert table.dtype == torch.int32 and table.is_contiguous()
+    check_table(state)
     assert state.pages.shape[1] == state.fmt.page_bytes and state.pages.is_contiguous()
     out = torch.empty(rows.shape[0], layers, heads, tiers + 1, dtype=torch.int32, device=state.device)
     if rows.shape[0]:

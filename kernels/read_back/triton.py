@@ -30,6 +30,7 @@ from sglang_diffkv.kernels.triton_table import (
     earlier_entries,
     format_constants,
     layout_of,
+    load_bound,
     load_positions,
     padded,
     table_column,
@@ -105,8 +106,8 @@ def read_tier(
         page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
         slot = tile % CHUNKS * N + tl.arange(0, N)
         position = load_positions(page, LAYOUT[I_POSITIONS], slot, slot < TOKENS)
-        last = tl.minimum(tl.load(range_hi + at), prefix)
-        held = (slot < TOKENS) & (position >= tl.load(range_lo + at)) & (position < last)
+        last = tl.minimum(load_bound(range_hi, at, True), prefix)
+        held = (slot < TOKENS) & (position >= load_bound(range_lo, at, True)) & (position < last)
         vector = (first_place + tl.where(held, position, 0)) * H + head
         read_vectors(
             page, slot, held, raw, key_out + vector * D, means + head * D,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.allocate.reference import recycle
-from sglang_diffkv.kernels.table import max_entries, row_table, table_index
+from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -43,9 +43,7 @@ def trim(state: PageState, row: int, end: int) -> None:
         recycle(state, page.flatten(), (used & ~keep).flatten())
         entry = torch.where(keep, keep.long().cumsum(3) - 1, 0)
         where = table_index(state, rows, tier, entry)[keep]
-        state.page_table.view(-1)[where] = page[keep].int()
-        state.range_lo.view(-1)[where] = lo[keep]
-        state.range_hi.view(-1)[where] = hi[keep]
+        put_entries(state, where, page[keep], lo[keep], hi[keep])
         state.entries[row, :, :, tier] = keep[0].sum(2, dtype=torch.int32)
     state.kept_entry[row] = state.entries[row]
     state.own_entry[row] = state.entries[row]

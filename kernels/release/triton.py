@@ -11,7 +11,14 @@ import triton.language as tl
 from sglang_diffkv.kernels.attach.triton import ENTRIES, holds
 from sglang_diffkv.kernels.prefix_sum.triton import return_spans
 from sglang_diffkv.kernels.triton_ring import Spans, drop_references, place_pages
-from sglang_diffkv.kernels.triton_table import I_POSITIONS, I_TOKENS, layout_numbers, table_column, table_index
+from sglang_diffkv.kernels.triton_table import (
+    I_POSITIONS,
+    I_TOKENS,
+    layout_numbers,
+    load_bound,
+    table_column,
+    table_index,
+)
 from sglang_diffkv.mem_pool.state import PageState
 
 
@@ -31,10 +38,10 @@ def drop_pages(
         column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
         page = tl.load(page_table + at, mask=live, other=0)
-        hi = tl.load(range_hi + at, mask=live, other=0)
+        hi = load_bound(range_hi, at, live)
         dropped = live & (hi > 0)  # not the scratch page
         if not ALL:
-            lo = tl.load(range_lo + at, mask=live, other=0)
+            lo = load_bound(range_lo, at, live)
             hi = tl.minimum(hi, end)
             keep = dropped & holds(page, lo, hi, dropped, pages, POSITIONS, TOKENS, PAGE_BYTES)
             tl.store(range_hi + at, tl.where(keep, hi, 0), mask=live)
@@ -62,8 +69,8 @@ def tidy_table(
         freed = live & (tl.load(refcount + page, mask=live, other=1) == 0)
         place = place_pages(page, freed, place, ring, num_pages)
         if not ALL:
-            lo = tl.load(range_lo + at, mask=live, other=0)
-            hi = tl.load(range_hi + at, mask=live, other=0)
+            lo = load_bound(range_lo, at, live)
+            hi = load_bound(range_hi, at, live)
             tl.debug_barrier()
             keep = live & (hi > 0)
             entry = done + tl.cumsum(keep.to(tl.int32), 0) - 1

@@ -13,6 +13,7 @@ from sglang_diffkv.kernels.triton_table import (
     NO_SCORES,
     check_rows,
     layout_numbers,
+    load_bound,
     load_positions,
     padded,
     table_column,
@@ -38,8 +39,8 @@ def tier_sum(
         live = entry < count
         column = table_column(entry, TIER, MAX_BLOCKS)
         at = table_index(row_blocks, row, layer, head, column, live, MAX_BLOCKS, L, H)
-        first = tl.load(range_lo + at, mask=live, other=0)  # [E]
-        end = tl.load(range_hi + at, mask=live, other=0)
+        first = load_bound(range_lo, at, live)  # [E]
+        end = load_bound(range_hi, at, live)
         page = tl.load(page_table + at, mask=live, other=0)
         inside = (live & (first < end))[:, None] & (token[None, :] < TOKENS)  # never the scratch page
         source = (pages + page.to(tl.int64) * PAGE_BYTES)[:, None]

@@ -186,6 +186,11 @@ class PageFormat:
         """Longest sequence whose positions can be stored."""
         return SHORT_TOKENS if self.position_bytes == SHORT_POSITION_BYTES else 2**31 - 1
 
+    @property
+    def entry_bytes(self) -> int:
+        """Of an entry of the page table: a page's number, and two ends of a position range, as wide as positions."""
+        return 4 + 2 * self.position_bytes
+
     @cached_property
     def page_bytes(self) -> int:
         least = _align(self._layout(0, self.page_tokens).end)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang_diffkv.kernels.table import head_index, row_table, table_column
+from sglang_diffkv.kernels.table import head_index, put_entries, row_table, table_column
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.geometry import Segment
@@ -196,9 +196,7 @@ class SavedRows:
             state.refcount.index_fill_(0, pages, 1)
             self._copy_in(saved, chosen, places)
             for flat, page, low, high in listed:
-                state.page_table.view(-1)[flat] = page
-                state.range_lo.view(-1)[flat] = low
-                state.range_hi.view(-1)[flat] = high
+                put_entries(state, flat, page, low, high)
             state.entries[row] = state.kept_entry[row] = state.own_entry[row] = entries
             state.own_tokens[row] = 0
             state.hole[row] = EMPTY
@@ -250,7 +248,7 @@ class SavedRows:
         numbers = np.stack([head, entry, np.maximum(saved.lo[found], lo), saved.upper[found], of_chosen])
         head_at, entry_at, low, high, which = device.to_device(numbers).unbind(0)
         flat = head_index(state, row, head_at, table_column(state, tier, entry_at))
-        return flat, pages[which].int(), low.int(), high.int()
+        return flat, pages[which], low, high
 
     # The end
 

@@ -25,7 +25,18 @@ from sglang_diffkv.mem_pool.page_format import EMPTY, PageFormat, TierLayout
 from sglang_diffkv.mem_pool.reach import keep_of
 
 NO_LIMIT = 2**31 - 1
-"""Upper end of the position range of a page that its owner wrote itself."""
+"""Upper end of the position range of a page that its owner wrote itself. Its lower 16 bits, all ones, are above every
+position that has 16 bits."""
+
+
+def range_dtype(fmt: PageFormat) -> torch.dtype:
+    """Of the ends of position ranges in the page table: int16, for the lower 16 bits, where positions have 16."""
+    return {2: torch.int16, 4: torch.int32}[fmt.position_bytes]
+
+
+def bounds(stored: torch.Tensor) -> torch.Tensor:
+    """Ends of position ranges as int32, whatever they take in the page table."""
+    return stored if stored.dtype == torch.int32 else stored.int() & 0xFFFF
 
 
 class Positions:
@@ -107,8 +118,8 @@ class PageState:
     refcount: torch.Tensor  # [P + 1] int32
     row_blocks: torch.Tensor  # [R, max_blocks] int32; block 0 backs columns that are not in use
     page_table: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32, page ids
-    range_lo: torch.Tensor  # [C, L, H, TABLE_BLOCK] int32: a slot counts if its position is in
-    range_hi: torch.Tensor  # [range_lo, range_hi)
+    range_lo: torch.Tensor  # [C, L, H, TABLE_BLOCK] ``range_dtype``: a slot counts if its position is in
+    range_hi: torch.Tensor  # [range_lo, range_hi), both as ``bounds`` has them
     entries: torch.Tensor  # [R, L, H, T] int32, table entries in use
     kept_entry: torch.Tensor  # [R, L, H, T] int32, first entry that no segment holds
     own_entry: torch.Tensor  # [R, L, H, T] int32, first entry whose page this row may write
@@ -137,8 +148,8 @@ class PageState:
         assert not reaches or len(reaches) == num_layers, f"reaches of {len(reaches)} layers for {num_layers}"
         sliding = [(layer, keep_of(reach)) for layer, reach in enumerate(reaches) if reach]
 
-        def ints(*shape: int, fill: int = 0) -> torch.Tensor:
-            return torch.full(shape, fill, dtype=torch.int32, device=device)
+        def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
 
         heads = (num_rows, num_layers, num_heads)
         table = (num_blocks, num_layers, num_heads, TABLE_BLOCK)
@@ -151,8 +162,8 @@ class PageState:
             refcount=ints(num_pages + 1),
             row_blocks=ints(num_rows, max_blocks),
             page_table=ints(*table, fill=EMPTY),
-            range_lo=ints(*table),
-            range_hi=ints(*table),
+            range_lo=ints(*table, dtype=range_dtype(fmt)),
+            range_hi=ints(*table, dtype=range_dtype(fmt)),
             entries=ints(*heads, len(fmt.tiers)),
             kept_entry=ints(*heads, len(fmt.tiers)),
             own_entry=ints(*heads, len(fmt.tiers)),

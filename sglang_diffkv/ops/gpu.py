@@ -12,7 +12,7 @@ from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.base import Scaling, usual_scaling
-from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill, workspace_bytes
+from sglang_diffkv.ops.ragged import RaggedPrefill, backend_of, workspace_bytes
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 
@@ -36,7 +36,10 @@ def build_ops(
     """
     fmt, heads = state.fmt, state.num_heads
     ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, (), state.reaches)
-    least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device) if ragged else 0
+    least = 0
+    if ragged:
+        backend = backend_of(fmt.head_dim, fmt.v_head_dim, state.dtype, state.device)
+        least = workspace_bytes(q_heads, heads, fmt.v_head_dim, state.device, backend)
     obstacle = decode_obstacle(fmt, q_heads // heads, decode)
     config = DecodeConfig(cuda=decode != "triton" and not obstacle)
     if not state.pages.is_meta:
@@ -47,7 +50,6 @@ def build_ops(
         least_scratch=0 if mixed_chunks else least, prefill_bytes=least if mixed_chunks else 0,
     )  # fmt: skip
     ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
-    ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     return ops
 
 
@@ -78,7 +80,6 @@ def choose_prefill(
     any layers have attention sinks. Raises UnsupportedError as ``build_ops`` does."""
     obstacle = prefill_obstacle(state.fmt, prefill, scalings, state.reaches)
     ragged = prefill != "triton" and not obstacle
-    ops.ragged_plan_bytes = PLAN_BYTES if ragged else 0
     ops.prefill_bytes = ops.prefill_bytes if ragged else 0
     if ragged:
         ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim), sinks=sinks)

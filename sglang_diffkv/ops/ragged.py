@@ -7,25 +7,50 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_diffkv.kernels.device import processors_of
+from sglang_diffkv.kernels.device import capability_of, processors_of
 from sglang_diffkv.ops.base import Scaling, Step
 
 MIB = 1 << 20
 
 PLAN_BYTES = 8 << 20
-"""Of FlashInfer's own buffer for plans on the device; it has another of the size in pinned memory of the host."""
+"""Of FlashInfer's buffer for a pass's plan on the device; it has another of the size in pinned memory of the host."""
 TILE_ROWS = 128
 """Query rows of FlashInfer's largest tile."""
 RESIDENT = 2
 """Tiles that a multiprocessor works on at once."""
+UNUSED_BYTES = MIB
+"""Of the buffer for split results where there are none."""
 HEAD_DIMS = (64, 128, 256)
 
 
-def workspace_bytes(q_heads: int, kv_heads: int, v_head_dim: int, device: torch.device) -> int:
-    """What FlashInfer's split results take at most: it splits only as far as its tiles fill the GPU once."""
+def backend_of(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Which of FlashInfer's kernels compute attention: ``fa3`` on Hopper, where FlashInfer would choose it for such
+    heads, else ``fa2``. On the device "meta" for a plan, of the current GPU.
+
+    It is named, since "auto" of FlashInfer 0.7 may take libraries on GPUs after Hopper whose log-sum-exp is another.
+    """
+    if capability_of(device)[0] != 9:
+        return "fa2"
+    return flashinfer_choice(head_dim, v_head_dim, dtype, device)
+
+
+def flashinfer_choice(head_dim: int, v_head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """What FlashInfer itself would choose of ``fa3`` and ``fa2``."""
+    from flashinfer.utils import PosEncodingMode, determine_attention_backend
+
+    gpu = device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    heads = {"head_dim_qk": head_dim, "head_dim_vo": v_head_dim}
+    return determine_attention_backend(gpu, PosEncodingMode.NONE.value, False, False, dtype, dtype, **heads)
+
+
+def workspace_bytes(q_heads: int, kv_heads: int, v_head_dim: int, device: torch.device, backend: str) -> int:
+    """What FlashInfer's plan and split results take at most: ``fa2`` splits only as far as its tiles fill the GPU once,
+    ``fa3`` does not split and is handed ``UNUSED_BYTES`` that it leaves alone."""
+    if backend == "fa3":
+        return PLAN_BYTES + UNUSED_BYTES
     tiles = RESIDENT * processors_of(device) // kv_heads
     results = q_heads * max(tiles, 1) * TILE_ROWS * (v_head_dim + 1) * 4
-    return -(-results // MIB) * MIB + MIB
+    return PLAN_BYTES + -(-results // MIB) * MIB + MIB
 
 
 def _ends(lens: Sequence[int]) -> torch.Tensor:
@@ -55,12 +80,13 @@ class RaggedPrefill:
     ):
         from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
+        backend = backend_of(head_dim, v_head_dim, dtype, device)
         if buffer is None:
-            size = workspace_bytes(q_heads, kv_heads, v_head_dim, device)
+            size = workspace_bytes(q_heads, kv_heads, v_head_dim, device, backend)
             buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        # Before and after Hopper, "auto" of FlashInfer 0.7 may take libraries whose log-sum-exp is another.
-        backend = "auto" if torch.cuda.get_device_capability(device)[0] == 9 else "fa2"
-        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(buffer, "NHD", backend=backend)
+        plans, results = buffer[:PLAN_BYTES], buffer[PLAN_BYTES:]
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(results, "NHD", backend=backend)
+        self._wrapper.reset_workspace_buffer(results, plans)  # instead of memory of its own for plans
         self._shape = (q_heads, kv_heads, head_dim, v_head_dim)
         self._options = {"causal": True, "sm_scale": scale, "logits_soft_cap": logit_cap, "q_data_type": dtype}
         self._copied: torch.cuda.Event | None = None

@@ -51,7 +51,7 @@ from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.launches import Launches, rotate_again
 from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new
-from sglang_diffkv.ops.ragged import PLAN_BYTES, RaggedPrefill
+from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.policies.base import Policy, WholeHead
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,6 @@ class TritonOps:
         self.config = config or DecodeConfig()
         self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
         self.least_scratch, self.prefill_bytes = least_scratch, prefill_bytes
-        self.ragged_plan_bytes = 0 if ragged is None else PLAN_BYTES
         self.has_sinks = False
         """Of the model's layers: attention that sinks join is rounded once, behind them."""
         self._heads_hold_all = read_back.heads_hold_all(policy, len(state.fmt.tiers))
@@ -116,7 +115,6 @@ class TritonOps:
         """New tokens of layers of this scaling attend by FlashInfer, in the scratch of the decode steps, or in memory
         of its own. ``sinks``: whether any layers have attention sinks."""
         self.has_sinks = sinks
-        self.ragged_plan_bytes = PLAN_BYTES
         if not state.pages.is_meta:
             fmt, buffer = state.fmt, self.buffers[0].scratch.memory
             if self.prefill_bytes:
@@ -131,8 +129,7 @@ class TritonOps:
             lines["decode spans"] += tensor_bytes(x.compaction.spans)
             lines["step constants"] += tensor_bytes(x)
         lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
-        flashinfer = {"FlashInfer's plans": self.ragged_plan_bytes, "FlashInfer's results": self.prefill_bytes}
-        return {**lines, "decisions": self.decisions.nbytes(), **flashinfer}
+        return {**lines, "decisions": self.decisions.nbytes(), "FlashInfer's plans and results": self.prefill_bytes}
 
     def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.ops import Scaling
+from sglang_diffkv.ops import Scaling, ragged
 from sglang_diffkv.ops import triton as triton_ops
 from sglang_diffkv.ops.gpu import build_ops, choose_prefill
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
@@ -80,7 +81,34 @@ def build(monkeypatch, prefill, scalings, *, installed=True, dim=64, reaches=())
 @pytest.mark.parametrize(("scalings", "planned"), [([CAPPED], CAPPED), ([PLAIN], PLAIN), ([], Scaling(64**-0.5))])
 def test_flashinfer_gets_the_model_s(monkeypatch, prefill, scalings, planned):
     ops = build(monkeypatch, prefill, scalings)
-    assert Planned.made == [{"scale": planned.scale, "cap": planned.cap}] and ops.ragged_plan_bytes > 0
+    assert Planned.made == [{"scale": planned.scale, "cap": planned.cap}] and ops.ragged is not None
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_flashinfer_gets_the_kernels_and_the_memory_that_were_planned(monkeypatch, backend):
+    """Its plan lies in the buffer too, before the split results, and neither is memory of its own."""
+    made: list[Any] = []
+
+    class Wrapper:
+        def __init__(self, results: torch.Tensor, layout: str, *, backend: str):
+            made.append((results, layout, backend))
+
+        def reset_workspace_buffer(self, results: torch.Tensor, plans: torch.Tensor) -> None:
+            made.append((results, plans))
+
+    module = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(ragged, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(ragged, "flashinfer_choice", lambda *model: backend)
+    device = torch.device("cpu")
+    size = ragged.workspace_bytes(4, 2, 64, device, backend)
+    buffer = torch.empty(size + 5, dtype=torch.uint8)
+    ragged.RaggedPrefill(4, 2, 64, 64, torch.bfloat16, device, 0.1, buffer=buffer)
+    (results, layout, named), (again, plans) = made
+    assert (layout, named) == ("NHD", backend) and again is results
+    assert plans.data_ptr() == buffer.data_ptr() and plans.numel() == ragged.PLAN_BYTES
+    assert results.data_ptr() == buffer.data_ptr() + plans.numel() and plans.numel() + results.numel() == size + 5
+    assert (results.numel() == ragged.UNUSED_BYTES + 5) == (backend == "fa3")
 
 
 OBSTACLES = [
@@ -98,5 +126,5 @@ def test_where_flashinfer_cannot_be(monkeypatch, caplog, case, reason):
         build(monkeypatch, "flashinfer", **case)
     with caplog.at_level(logging.INFO):
         ops = build(monkeypatch, "auto", **case)
-    assert Planned.made == [] and ops.ragged is None and ops.ragged_plan_bytes == 0
+    assert Planned.made == [] and ops.ragged is None
     assert reason in caplog.text and "by Triton" in caplog.text

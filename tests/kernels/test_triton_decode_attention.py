@@ -382,6 +382,7 @@ def test_ranges_are_equal_and_cover_the_line(monkeypatch, tiers, most_pages, pro
         assert total == end and each == max(-(-end // programs), least, -(-max(head_work) // MOST_RANGES))
         assert workspace.starts[layer, : len(starts)].tolist() == starts
         used: set[int] = set()
+        programs_of: dict[int, list[int]] = {}  # of a head, those with tiles of it
         done = []
         for program in range(-(-end // each)):
             unit, start, row, _ = workspace.begun[layer, program].tolist()
@@ -394,8 +395,12 @@ def test_ranges_are_equal_and_cover_the_line(monkeypatch, tiers, most_pages, pro
                 mine = [(unit, at) for at in there if begin <= at < stop]
                 assert not mine or program + unit not in used
                 used |= {program + unit} if mine else set()
+                if mine and program not in programs_of.setdefault(head, []):
+                    programs_of[head].append(program)
                 done += mine
                 unit += 1
+        slots = [program + head for head, some in programs_of.items() for program in some]
+        assert len(slots) == len(set(slots)) and all(x[-1] - x[0] == len(x) - 1 for x in programs_of.values())
         assert len(done) == sum(n * c for head in held for n, c in zip(head, chunks, strict=True)) == len(set(done))
 
 

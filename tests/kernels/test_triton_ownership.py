@@ -32,9 +32,11 @@ def assert_same(state, twin):
     assert torch.equal(state.ring[place], twin.ring[place])
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
-def test_rows_share_and_return_pages(tiers):
-    manager = make_manager(make_format(tiers, page_tokens=4), pages=170, layers=2, heads=2)
+@pytest.mark.parametrize(("tiers", "position_bytes"), [("K8V4 K4V2", 2), ("K8V4 K4V2", 4), ("K8V4", 2)])
+def test_rows_share_and_return_pages(tiers, position_bytes):
+    manager = make_manager(
+        make_format(tiers, page_tokens=4, position_bytes=position_bytes), pages=170, layers=2, heads=2
+    )
     state, generator = manager.state, torch.Generator().manual_seed(5)
     state.counters += 151  # the ring wraps
     add_prompt(manager, 1, 83, generator)
@@ -66,11 +68,13 @@ def test_rows_share_and_return_pages(tiers):
 
 
 @pytest.mark.parametrize("shared", [0, 5, 29, 290])
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
-def test_a_row_hands_over_what_it_may_not_write(tiers, shared):
+@pytest.mark.parametrize(("tiers", "position_bytes"), [("K8V4 K4V2", 2), ("K8V4", 4)])
+def test_a_row_hands_over_what_it_may_not_write(tiers, position_bytes, shared):
     """Pages of segments and sealed ones go, in order, with their ranges and the references that they had; what the row
     may write comes first then, and grows on."""
-    manager = make_manager(make_format(tiers, page_tokens=4), pages=1800, layers=2, heads=2)
+    manager = make_manager(
+        make_format(tiers, page_tokens=4, position_bytes=position_bytes), pages=1800, layers=2, heads=2
+    )
     state, generator, spans = manager.state, torch.Generator().manual_seed(5), Spans.create(manager.state, 1)
     add_prompt(manager, 3, 300, generator)
     if shared:

@@ -50,9 +50,11 @@ def storages(thing: Any, seen: dict[int, int]) -> int:
     return sum(seen.values())
 
 
-def plan_of(text: str, *, layers: int = 2, kv_heads: int = 2, q_heads: int = 4, dim: int = 64) -> MemoryPlan:
+def plan_of(
+    text: str, *, layers: int = 2, kv_heads: int = 2, q_heads: int = 4, dim: int = 64, longest: int = 131072
+) -> MemoryPlan:
     config: DiffKVConfig = load_config(text)
-    return MemoryPlan(config, config.page_format(dim, dim, 131072), layers, kv_heads, q_heads, gpu=True)
+    return MemoryPlan(config, config.page_format(dim, dim, longest), layers, kv_heads, q_heads, gpu=True)
 
 
 SLIDING = [(CONFIGS[0], 1, (5, 0)), ('{"tiers": ["BF16"]}', 1, (5, 0))]
@@ -124,40 +126,68 @@ def replace_prefill(plan: MemoryPlan) -> MemoryPlan:
     return replace(plan, config=config)
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes for a GPU of 132 multiprocessors with FlashInfer."""
-    from sglang_diffkv.kernels.decode_attention import triton_workspace
+@pytest.fixture(params=["fa3"])
+def hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Sizes for a Hopper GPU of 132 multiprocessors with NVRTC and FlashInfer, which has these kernels for it: ``fa3``,
+    or by a parameter ``fa2``."""
+    from sglang_diffkv.kernels.decode_attention import cuda, triton_workspace
     from sglang_diffkv.ops import ragged
 
     for module in (triton_workspace, ragged):
         monkeypatch.setattr(module, "processors_of", lambda device: 132)
     monkeypatch.setattr(ragged.RaggedPrefill, "obstacle", staticmethod(lambda *model: ""))
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setattr(ragged, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(ragged, "flashinfer_choice", lambda *model: request.param)
+    return str(request.param)
 
 
-def test_flashinfer_has_memory_of_its_own_beside_decode_steps(hopper: None) -> None:
-    """Where passes are mixed, decode steps keep theirs meanwhile."""
+@pytest.mark.parametrize("hopper", ["fa2", "fa3"], indirect=True)
+def test_flashinfer_has_memory_of_its_own_beside_decode_steps(hopper: str) -> None:
+    """Where passes are mixed, decode steps keep theirs meanwhile. Only ``fa2`` splits, and has results to put
+    somewhere."""
+    results = {"fa2": 76 << 20, "fa3": 9 << 20}[hopper]
     plan = plan_of("{}", layers=32, kv_heads=8, q_heads=32, dim=128)
     geometry = plan.geometry(50_000, 129, 8192)
     apart, mixed = (x.footprint(geometry, 50_000) for x in (plan, replace(plan, mixed_chunks=True)))
-    assert "FlashInfer's results" not in apart.held or not apart.held["FlashInfer's results"]
-    assert mixed.held["FlashInfer's results"] == 68 << 20
-    assert mixed.total - apart.total <= 68 << 20  # decode steps alone may need less than the two in turn
+    assert "FlashInfer's plans and results" not in apart.held or not apart.held["FlashInfer's plans and results"]
+    assert mixed.held["FlashInfer's plans and results"] == results
+    assert apart.held["decode scratch"] == max(mixed.held["decode scratch"], results)
+    assert mixed.total - apart.total <= results  # decode steps alone may need less than the two in turn
     triton = replace_prefill(replace(plan, mixed_chunks=True)).footprint(geometry, 50_000)
-    assert not triton.held.get("FlashInfer's results")
+    assert not triton.held.get("FlashInfer's plans and results")
 
 
 @pytest.mark.parametrize("gib", [8, 40])
 @pytest.mark.parametrize("context", [8192, 32768, 131072])
 @pytest.mark.parametrize("text", CONFIGS[:2])
-def test_llama_spends_less_than_three_percent_outside_the_pages(
-    hopper: None, gib: int, context: int, text: str
-) -> None:
-    plan = plan_of(text, layers=32, kv_heads=8, q_heads=32, dim=128)
+def test_llama_spends_less_than_three_percent_outside_the_pages(hopper: str, gib: int, context: int, text: str) -> None:
+    plan = plan_of(text, layers=32, kv_heads=8, q_heads=32, dim=128, longest=context + 4)
     capacity = plan.capacity_in(gib * GIB, lambda tokens: 129, context + 4)
     found = plan.footprint(plan.geometry(capacity, 129, context + 4), capacity)
     assert found.share_outside < 0.03
     assert gib * GIB - 2 * plan.token_bytes * plan.fmt.high.tokens < found.total <= gib * GIB
+
+
+@pytest.mark.parametrize("text", [CONFIGS[0], '{"policy": {"name": "diffkv", "alpha_high": 1e9, "window": 188}}'])
+def test_2048_requests_leave_98_percent_of_a_small_pool_to_pages(hopper: str, text: str) -> None:
+    plan = plan_of(text, layers=32, kv_heads=8, q_heads=32, dim=128, longest=8196)
+    capacity = plan.capacity_in(8 * GIB, lambda tokens: 2049, 8196)
+    assert plan.footprint(plan.geometry(capacity, 2049, 8196), capacity).share_outside <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend"), [((0, 0), "fa2"), ((8, 9), "fa2"), ((9, 0), "fa3"), ((10, 0), "fa2")]
+)
+def test_which_of_flashinfers_kernels(
+    capability: tuple[int, int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer is asked on Hopper alone, about the GPU at hand where a plan is made."""
+    from sglang_diffkv.ops import ragged
+
+    monkeypatch.setattr(ragged, "capability_of", lambda device: capability)
+    monkeypatch.setattr(ragged, "flashinfer_choice", lambda *model: "fa3")
+    assert ragged.backend_of(128, 128, torch.bfloat16, torch.device("meta")) == backend
 
 
 def test_a_pool_without_room_is_empty() -> None:

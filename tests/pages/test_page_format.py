@@ -7,6 +7,11 @@ import itertools
 import pytest
 import torch
 
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.kernels.allocate.reference import add_own_pages
+from sglang_diffkv.kernels.measure.reference import measure
+from sglang_diffkv.kernels.table import put_entries, row_table, table_index
+from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.page_format import (
     PADDING_STEPS,
     SUPPORTED_HEAD_DIMS,
@@ -182,3 +187,25 @@ def test_positions_read_as_they_were_written(kind):
     positions[0, 40_000] = -1
     positions[0, torch.tensor([7, 8])] = torch.tensor([65534, 32768])
     assert positions[0, torch.tensor([6, 7, 8, 40_000])].tolist() == [6, 65534, 32768, -1]
+
+
+@pytest.mark.parametrize(("longest", "dtype"), [(32_767, torch.int16), (65_535, torch.int16), (65_536, torch.int32)])
+def test_a_range_in_the_page_table_holds_the_last_position(longest: int, dtype: torch.dtype) -> None:
+    """The end of a page that its owner wrote is above the last position, and any end is read as it was written."""
+    fmt = DiffKVConfig().page_format(64, 64, longest)
+    state = PageState.of(Geometry(fmt, 1, 1, num_pages=6, num_rows=2, num_segments=1, max_tokens=longest))
+    assert state.range_lo.dtype == state.range_hi.dtype == dtype
+    table = (state.page_table, state.range_lo, state.range_hi)
+    assert fmt.entry_bytes == sum(x.itemsize for x in table)
+    state.row_blocks[1, 0], rows, last = 1, torch.tensor([1]), longest - 1
+    add_own_pages(state, rows, 0, torch.tensor([[[2]]]), 2)
+    page, lo, hi = row_table(state, rows, 0, 2)
+    assert lo.dtype == hi.dtype == torch.int32 and (lo == 0).all() and (hi > last).all()
+    state.tiers[0].positions[page.flatten(), 0] = torch.tensor([last - 1, last])
+    asked = torch.tensor([last]), torch.tensor([longest])
+    assert measure(state, rows, *asked)[0, 0, 0].tolist() == [1, 0, 1]
+    where = table_index(state, rows, 0, torch.tensor([[[[0, 1]]]])).flatten()
+    put_entries(state, where, page.flatten(), torch.tensor([last - 1, last]), torch.tensor([last, longest]))
+    _, lo, hi = row_table(state, rows, 0, 2)
+    assert lo.flatten().tolist() == [last - 1, last] and hi.flatten().tolist() == [last, longest]
+    assert measure(state, rows, *asked)[0, 0, 0].tolist() == [1, 0, 1]

@@ -42,14 +42,17 @@ class PageManagerMachine(RuleBasedStateMachine):
         ),
         seal_from=st.sampled_from([None, 1, 12]),
         tailed=st.booleans(),
+        position_bytes=st.sampled_from([2, 4]),
         seed=st.integers(0, 999),
     )
-    def start(self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, tailed, seed):
+    def start(
+        self, tiers, page_tokens, pages, blocks, window, sinks, horizon, alphas, seal_from, tailed, position_bytes, seed
+    ):  # fmt: skip
         between = alphas[1 : max(len(tiers) - 1, 1)]
         rule = (alphas[0], alphas[-1], window, sinks, horizon)
         policy = DiffKVPolicy(*rule, alpha_between=between, pressure_window=max(window // 2, 1))
         manager = make_manager(
-            make_format(tiers, page_tokens=page_tokens),
+            make_format(tiers, page_tokens=page_tokens, position_bytes=position_bytes),
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,
             max_tokens=LONGEST, loose_bounds=self.loose_bounds, blocks=blocks,
         )  # fmt: skip

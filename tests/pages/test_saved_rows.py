@@ -115,17 +115,19 @@ TestSavedRows = SavedRowsMachine.TestCase
 TestSavedRows.settings = SEARCH
 
 
-@pytest.mark.parametrize("tiers", [PAIR, ("BF16",), ("K8V8", "K8V4", "K4V4", "K4V2")], ids=str)
+@pytest.mark.parametrize(
+    ("tiers", "position_bytes"), [(PAIR, 2), (("BF16",), 4), (("K8V8", "K8V4", "K4V4", "K4V2"), 2)], ids=str
+)
 @pytest.mark.parametrize("at_once", [None, 7])
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_attention_over_what_was_restored_is_that_of_the_row(
-    tiers: tuple[str, ...], at_once: int | None, beyond: int
+    tiers: tuple[str, ...], position_bytes: int, at_once: int | None, beyond: int
 ) -> None:
     """A shared prefix that ends in the middle of a page, a prompt of its own and a reply; ``beyond``: newest tokens
     that do not count. Another request has the pages meanwhile."""
     between = (1.0, 0.8)[: max(len(tiers) - 2, 0)]
     policy = DiffKVPolicy(1.2, 0.3, 8, alpha_between=between)
-    manager = make_manager(make_format(tiers), policy=policy, pages=300)
+    manager = make_manager(make_format(tiers, position_bytes=position_bytes), policy=policy, pages=300)
     saved, session = with_host(manager, 200), Session(manager)
     if at_once:
         saved._staging = torch.empty(at_once, manager.fmt.page_bytes, dtype=torch.uint8)
