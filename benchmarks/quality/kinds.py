@@ -37,6 +37,8 @@ from sglang_diffkv.evaluate.server import Server, ServerError, has_gpu, stock_ba
 
 LOSSLESS = '{"tiers": ["BF16"], "prefill": "triton"}'
 """Without FlashInfer's kernels for new tokens, which some head sizes have to compile first."""
+BY_FLASHINFER = '{"tiers": ["BF16"], "prefill": "flashinfer"}'
+"""With them, which also attend to stored tokens that are read back."""
 DEFAULT = '{"prefill": "triton"}'
 CHECKED = {CHECK_ENV: "8"}
 CHUNKS = ("--chunked-prefill-size", "64")
@@ -108,6 +110,11 @@ def _chunked(*args: str, backend: str = "") -> list[Asked]:
     ]
 
 
+def _flashinfer(*args: str) -> list[Asked]:
+    """A server in chunks, where there is a GPU: FlashInfer attends to new tokens and to stored ones before them."""
+    return [_ours("FlashInfer, chunks", *args, *CHUNKS, config=BY_FLASHINFER)] if has_gpu() else []
+
+
 def _control(backend: str, *args: str) -> list[Asked]:
     """Stock once more, on another of its attention backends: what a rounding of attention does to random weights."""
     return [_stock(f"stock, {backend}", *args, backend=backend)] if has_gpu() else []
@@ -161,17 +168,22 @@ def _sliding(make: Callable[[Path], None], about: str, *, gpu: bool = False) -> 
 KINDS = {
     "nano": Kind(
         "the trained model of the repository",
-        lambda folder: [*_chunked(), _ours("default tiers", config=DEFAULT, env=CHECKED)],
+        lambda folder: [*_chunked(), *_flashinfer(), _ours("default tiers", config=DEFAULT, env=CHECKED)],
     ),
     "mixed": Kind(
         "requests that decode in passes over others' prompts",
-        lambda folder: [*_chunked(MIXED), _ours("default tiers", MIXED, config=DEFAULT, env=CHECKED)],
+        lambda folder: [
+            *_chunked(MIXED),
+            *_flashinfer(MIXED),
+            _ours("default tiers", MIXED, config=DEFAULT, env=CHECKED),
+        ],
     ),
     "graphs": Kind(
         "CUDA graphs of passes over prompts",
         lambda folder: [
             *_chunked(*GRAPHS),
-            _ours("diffkv, mixed", *GRAPHS, MIXED, *CHUNKS),
+            *_flashinfer(*GRAPHS),
+            replace(_ours("mixed", *GRAPHS, MIXED, *CHUNKS, config=BY_FLASHINFER), sizes=(1, BATCH)),
             _ours("default tiers", *GRAPHS, config=DEFAULT, env=CHECKED),
         ],
         gpu=True,
