@@ -220,7 +220,8 @@ def test_uneven_requests_share_the_programs(monkeypatch, tiers):
     ranges = -(-workspace.ranges[:, 1] // workspace.ranges[:, 0])  # [L]
     for layer in range(state.num_layers):
         held = first_heads[layer, : ranges[layer]].bincount(minlength=8)  # 2 heads of each request
-        assert (held[2:4] >= 3).all() and (held[[0, 1, 4, 5, 6, 7]] <= 1).all()
+        # A short head's work is a range's at most with two tiers; a third has it turn once more.
+        assert (held[2:4] >= 3).all() and (held[[0, 1, 4, 5, 6, 7]] <= len(state.fmt.tiers) - 1).all()
     assert (workspace.parts_of[..., 1] >= 4).all() and (workspace.parts_of[..., [0, 2, 3]] <= 2).all()
     twin, found, expected = clone_state(state), FoundTokens.create(state, 4, config), StepScores.create(state, 4)
     for layer in range(state.num_layers):
