@@ -187,6 +187,7 @@ class DiffKVAttnBackend(AttentionBackend):
     def _prepare(self, forward_batch: Any) -> None:
         mode = forward_batch.forward_mode
         self.launched = None
+        self.new_tokens = self.new_tokens or self.extend  # graphs of passes over prompts are captured by now
         if mode.is_idle():
             return
         launched = self.manager.launch_step()

@@ -150,7 +150,11 @@ def _server(findings: Findings, args: Any) -> None:
     view = compat.resolved(args)
     findings.add("device", view.device)
     graphs = view.device == "cuda" and not view.disable_cuda_graph
-    prompts = "runs eagerly" if compat.prefill_graphs(view) == "disabled" else "in pieces between layers' attention"
+    prompts = (
+        "runs eagerly"
+        if compat.prefill_graphs(view) == "disabled"
+        else "in pieces between layers' attention, memory allowing"
+    )
     findings.add("CUDA graphs", f"decode steps; prefill {prompts}" if graphs else "none")
     findings.add("overlap", "no" if view.disable_overlap_schedule else "yes: a step is scheduled while one runs")
 

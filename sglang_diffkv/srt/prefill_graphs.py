@@ -29,6 +29,10 @@ def graphs_obstacle(args: Any) -> str:
         return "they were not tried with drafts"
     if getattr(args, "enable_torch_compile", False):
         return "they were not tried with --enable-torch-compile"
+    if getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None):
+        return "they were not tried with LoRA"
+    if getattr(args, "tp_size", 1) > 1:
+        return "they were not tried with several ranks, of which SGLang lets each decide by its free memory"
     if compat.sglang_version() not in GRAPHS_GPU_VERSIONS and not os.environ.get(UNTRIED_ENV):
         return f"they were not tried with SGLang {compat.sglang_version()} ({UNTRIED_ENV}=1 tries them)"
     return ""

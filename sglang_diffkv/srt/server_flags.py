@@ -115,8 +115,9 @@ def _broken_graphs(value: Any, args: Any) -> bool:
 
 _BACKENDS = "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv"
 _PREFILL_GRAPHS = (
-    "CUDA graphs for prefill other than breakable ones, or these with drafts, --enable-torch-compile or an SGLang with "
-    "which they were not tried: drop that option, or add --disable-prefill-cuda-graph (decode graphs work)"
+    "CUDA graphs for prefill other than breakable ones, or these with drafts, --enable-torch-compile, LoRA, several "
+    "ranks or an SGLang with which they were not tried: drop that option, or add --disable-prefill-cuda-graph (decode "
+    "graphs work)"
 )
 _PREFILL_GRAPHS_RUN = "a comparison with stock on an H100: docs/results.md"
 _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1"

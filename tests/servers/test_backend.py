@@ -162,9 +162,12 @@ def test_graphs_of_prompts_are_captured_of_no_request() -> None:
     assert not graphs.capture(7).any()
     more = [twin.extend([1], [9], [37], 2, graphs=twin is graphs) for twin in (eager, graphs)]
     assert more[0].equal(more[1])
+    graphs.capture(4)
     steps = [twin.decode(rows, 0, 3) for twin in (eager, graphs)]
     assert steps[0].equal(steps[1])
     check_integrity(graphs.manager)
+    with pytest.raises(RuntimeError, match=r"shape|size"):  # of tokens that nobody planned, not zeros
+        graphs.layers(False, 4, 4, torch.Generator().manual_seed(0))
 
 
 def test_a_pass_that_was_not_scheduled_is_an_error_in_graphs_too() -> None:

@@ -242,6 +242,8 @@ def tried(monkeypatch):
             "speculative_ngram_max_bfs_breadth": 1,
         },
         {"enable_torch_compile": True},
+        {"enable_lora": True},
+        {"tp_size": 2},
     ],
 )
 def test_prefill_graphs_are_refused_beside_what_they_were_not_tried_with(more, tried, monkeypatch):
