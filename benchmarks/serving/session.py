@@ -29,6 +29,7 @@ START = "server start"
 STOP = "server stop"
 GUESSES = {START: 90.0, STOP: 20.0}
 LONGEST_NAME = 120
+"""Characters of a log's name, before what tells it from others that begin alike."""
 CACHE_ROUNDING = 0.002
 """GiB: servers round the size of their cache to three decimals."""
 
@@ -149,7 +150,9 @@ def _run_points(
 def log_name(backend: str) -> str:
     """Of the file for a server's log; a name with many flags is cut, and told apart by a number of all of it."""
     plain = backend.replace(" ", "_").replace("/", "_")
-    return f"{plain if len(plain) <= LONGEST_NAME else f'{plain[:LONGEST_NAME]}_{zlib.crc32(plain.encode()):08x}'}.log"
+    if len(plain) > LONGEST_NAME:
+        plain = f"{plain[:LONGEST_NAME]}_{zlib.crc32(plain.encode()):08x}"
+    return f"{plain}.log"
 
 
 @contextmanager

@@ -4,10 +4,8 @@ some numbers of tokens. Attention runs between the graphs, so that requests of a
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
-from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.compat_states import model_has_states
 from sglang_diffkv.srt.speculation import algorithm_of
@@ -20,9 +18,11 @@ GRAPHS_GPU_VERSIONS = ("0.5.17",)
 
 
 def graphs_obstacle(args: Any) -> str:
-    """Why passes over prompts run without graphs under these arguments, as SGLang resolved them; empty if they need
-    not."""
+    """Why graphs that hold passes over prompts under these arguments, as SGLang resolved them, are not served; empty if
+    they are, or if there are none."""
     kind = compat.prefill_graphs(args)
+    if kind == "disabled":
+        return ""
     if kind != SERVED:
         return f"{kind} graphs of prompts hold attention too, or are compiled around it"
     if algorithm_of(args):
@@ -33,18 +33,19 @@ def graphs_obstacle(args: Any) -> str:
         return "they were not tried with LoRA"
     if getattr(args, "tp_size", 1) > 1:
         return "they were not tried with several ranks, of which SGLang lets each decide by its free memory"
-    if compat.sglang_version() not in GRAPHS_GPU_VERSIONS and not os.environ.get(UNTRIED_ENV):
-        return f"they were not tried with SGLang {compat.sglang_version()} ({UNTRIED_ENV}=1 tries them)"
+    if compat.sglang_version() not in GRAPHS_GPU_VERSIONS:
+        what = f"those of SGLang {compat.sglang_version()}"
+        return "".join(compat.untried_on_a_gpu(args.device, what, "leave them off"))
     return ""
 
 
 def choose_graphs(server_args: Any) -> None:
     """Switch graphs that SGLang chose off where they are not served, and say so. Those that a user asked for stay, and
     are refused."""
-    if compat.prefill_graphs(server_args) == "disabled" or compat.asked_for_prefill_graphs(server_args):
+    if compat.asked_for_prefill_graphs(server_args):
         return
     obstacle = graphs_obstacle(compat.resolved(server_args))
-    if not obstacle and model_has_states(server_args):
+    if not obstacle and compat.prefill_graphs(server_args) == SERVED and model_has_states(server_args):
         obstacle = "they were not tried with layers that have states"
     if obstacle:
         if compat.resolved(server_args).device == "cuda":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_diffkv.srt.compat import CANARY_ON_CPU, prefill_graphs
+from sglang_diffkv.srt.compat import CANARY_ON_CPU
 from sglang_diffkv.srt.prefill_graphs import graphs_obstacle
 from sglang_diffkv.srt.speculation import (
     CHAIN,
@@ -42,7 +42,8 @@ class Refused:
     """Values for which ``when`` is true end the start.
 
     Attributes:
-        why: in the message, after "does not work with", and what to do. ``{value}`` is the value.
+        why: in the message, after "does not work with", and what to do. ``{value}`` is the value, ``{found}`` what
+            ``when`` gave.
         otherwise: what shows that other values work; empty if they only switch the option off.
     """
 
@@ -103,8 +104,8 @@ def _with_kept_states(*values: Any) -> Predicate:
     return lambda value, args: value not in values and not args.disable_radix_cache
 
 
-def _prefill_graphs(value: Any, args: Any) -> bool:
-    return args.device == "cuda" and prefill_graphs(args) != "disabled" and bool(graphs_obstacle(args))
+def _prefill_graphs(value: Any, args: Any) -> str:
+    return graphs_obstacle(args) if args.device == "cuda" else ""
 
 
 def _broken_graphs(value: Any, args: Any) -> bool:
@@ -115,9 +116,7 @@ def _broken_graphs(value: Any, args: Any) -> bool:
 
 _BACKENDS = "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv"
 _PREFILL_GRAPHS = (
-    "CUDA graphs for prefill other than breakable ones, or these with drafts, --enable-torch-compile, LoRA, several "
-    "ranks or an SGLang with which they were not tried: drop that option, or add --disable-prefill-cuda-graph (decode "
-    "graphs work)"
+    "CUDA graphs for prefill ({found}): drop that option, or add --disable-prefill-cuda-graph (decode graphs work)"
 )
 _PREFILL_GRAPHS_RUN = "a comparison with stock on an H100: docs/results.md"
 _CONTEXT = "context parallelism, or DWDP: leave --attn-cp-size, --dcp-size and --dwdp-size at 1"
@@ -320,8 +319,8 @@ def flags() -> dict[str, Flag]:
 def refusals(args: Any) -> list[str]:
     """What of ``args`` does not work, each with what to do. Fields that ``args`` lacks are those of other versions."""
     bad = [
-        flag.why.format(value=getattr(args, name))
+        flag.why.format(value=getattr(args, name), found=found)
         for name, flag in REFUSED.items()
-        if hasattr(args, name) and flag.when(getattr(args, name), args)
+        if hasattr(args, name) and (found := flag.when(getattr(args, name), args))
     ]
     return list(dict.fromkeys(bad))
