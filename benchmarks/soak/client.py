@@ -95,7 +95,7 @@ class Client:
     async def send(self, order: Order) -> Outcome:
         """Send one request and see it to its end."""
         self.in_flight += 1
-        start, reply, rid = time.monotonic(), Reply(), uuid.uuid4().hex
+        start, reply, rid = time.monotonic(), Reply(), order.rid or uuid.uuid4().hex
         reader = asyncio.create_task(self._read(order, rid, reply, start))
         try:
             end, detail = await self._follow(order, rid, reply, reader, start)

@@ -1,7 +1,9 @@
 """The soak's load: an endless random mix of requests, drawn from a seed.
 
 Kinds: ``reference`` questions with known answers, ``filler`` text of any length, ``prefix`` groups that begin alike,
-``chat`` turns that repeat all that was said before, ``samples`` (several replies of one prompt), ``invalid`` requests.
+``chat`` turns that repeat all that was said before, ``turns`` of a few tokens in long chats, ``samples`` (several
+replies of one prompt), ``invalid`` requests. Request ids and ``extra_key`` are chosen to look like names of a server's
+own, and like one another's.
 """
 
 from __future__ import annotations
@@ -16,7 +18,17 @@ from typing import Any
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
 
-WEIGHTS = {"reference": 0.25, "filler": 0.3, "prefix": 0.15, "chat": 0.15, "samples": 0.1, "invalid": 0.05}
+WEIGHTS = {
+    "reference": 0.25,
+    "filler": 0.25,
+    "prefix": 0.15,
+    "chat": 0.1,
+    "turns": 0.1,
+    "samples": 0.1,
+    "invalid": 0.05,
+}
+NAMED_SHARE = 0.3
+"""Of the requests, those with an ``extra_key``."""
 DISCONNECT, ASK = "disconnect", "abort_request"
 WRONG_FIELDS: list[tuple[str, Any]] = [("temperature", -1.0), ("top_p", 7.0), ("regex", "((")]
 LONGEST_REPLY = 640
@@ -47,6 +59,8 @@ class Order:
         exact: the reply must have ``new_tokens`` tokens; else it may end earlier.
         wrong: fields that make it invalid: the server must refuse it.
         question: index of the reference question, None for other kinds.
+        chat: of a turn. short: whether it is one of short turns.
+        rid: its id; empty: the client chooses one. extra_key: its namespace in the prefix cache.
     """
 
     kind: str
@@ -60,6 +74,9 @@ class Order:
     wrong: dict[str, Any] = field(default_factory=dict)
     question: int | None = None
     chat: Chat | None = None
+    short: bool = False
+    rid: str = ""
+    extra_key: str | None = None
 
     def payload(self, rid: str) -> dict[str, Any]:
         """The body for ``/generate``."""
@@ -69,6 +86,8 @@ class Order:
         body: dict[str, Any] = {"input_ids": self.ids, "sampling_params": parameters, "stream": self.stream}
         if self.samples == 1:
             body["rid"] = rid
+        if self.extra_key is not None:
+            body["extra_key"] = self.extra_key
         parameters.update(self.wrong)
         return body
 
@@ -108,16 +127,29 @@ class Load:
         """Seconds that requests took of late; aborts are spread over them."""
         self._pending: deque[int] = deque()
         self._idle_chats: list[Chat] = []
+        self._short_chats: list[Chat] = []
+        self._drawn = 0
         self._prefixes = [self._slice(self._length(64, limits.prompt // 2)) for _ in range(6)]
 
     def next(self) -> Order:
         """The next request."""
         (kind,) = self.draw.choices([*WEIGHTS], [*WEIGHTS.values()])
         order: Order = getattr(self, f"_{kind}")()
+        self._drawn += 1
+        if kind != "reference":
+            self._name(order)
         order.stream = order.stream or self.draw.random() < 0.5
         if kind not in ("reference", "invalid") and self.draw.random() < self.abort_share:
             order.abort = self._abort(order)
         return order
+
+    def _name(self, order: Order) -> None:
+        """Ids are numbers, and keys name the ids of others, as a server might."""
+        order.rid = f"{self._drawn:08d}"  # of one width: SGLang aborts all whose ids begin with the given one
+        if not order.short and self.draw.random() < NAMED_SHARE:
+            other = f"{max(self._drawn - self.draw.randrange(8), 0):08d}"
+            keys = ["None", "tenant", f"None\0retracted {other}", f"tenant\0retracted {other}", f"retracted {other}"]
+            order.extra_key = self.draw.choice(keys)
 
     def give_back(self, order: Order, reply: Sequence[int] | None) -> None:
         """A request has ended; ``reply`` has the tokens of its one answer, None if it was not answered."""
@@ -126,7 +158,7 @@ class Load:
         if order.chat is not None and reply is not None:
             order.chat.ids = [*order.ids, *reply]
         if order.chat is not None and len(order.chat.ids) < self.limits.prompt * 3 // 4:
-            self._idle_chats.append(order.chat)
+            (self._short_chats if order.short else self._idle_chats).append(order.chat)
 
     def reference(self, question: int) -> Order:
         """The reference question of that index."""
@@ -155,6 +187,13 @@ class Load:
             chat = self._idle_chats.pop(self.draw.randrange(len(self._idle_chats)))
         ids = [*chat.ids, *self.draw.choice(self.openings)]
         return Order("chat", ids, min(256, self.limits.reply), exact=False, chat=chat)
+
+    def _turns(self) -> Order:
+        chat = Chat()
+        if self._short_chats and (len(self._short_chats) > 2 or self.draw.random() < 0.9):
+            chat = self._short_chats.pop(self.draw.randrange(len(self._short_chats)))
+        ids = [*chat.ids, *self._slice(self.draw.randint(1, 8))]
+        return Order("turns", ids, self.draw.randint(1, 6), chat=chat, short=True)
 
     def _samples(self) -> Order:
         ids = self._slice(self._length(16, self.limits.prompt // 3))

@@ -39,7 +39,7 @@ class Snapshot:
     total: np.ndarray  # [n] int64, tokens ever appended to each row
     steady: np.ndarray  # [n] bool, rows past their prompt's compaction: a step moves one token of a head at most
     slack: int  # pages that this rank counts as used for ranks that hold more, see ``RankCounts``
-    values: torch.Tensor  # [n + 1, 4 + T] int64 on the host
+    values: torch.Tensor  # [n + 1, 4 + 2 * T] int64 on the host; the last T columns: tokens of uncounted segments
     event: Any  # device event that marks ``values`` as written, or None
 
     def wait(self) -> np.ndarray:
@@ -66,13 +66,13 @@ class RankCounts:
         """Exchange a snapshot.
 
         Args:
-            mine: [n + 1, 4 + T], what ``kernels/count_rows`` gave on this rank.
+            mine: [n + 1, 4 + 2 * T], the snapshot's values on this rank.
             rows: [n], what it counted.
             new: [n] bool, segments that count from now on.
             slack: when the snapshot was taken.
 
         Returns:
-            [n + 1, 4 + T], the same for all ranks together; its last row gives 0 pages taken and the free pages as
+            [n + 1, 4 + 2 * T], the same for all ranks together; its last row gives 0 pages taken and the free pages as
             put.
         """
         if self.ranks.alone:
@@ -236,7 +236,7 @@ class PageCounts:
             values = device.ops.count_rows(
                 device.state, self._snapshot_rows[1], steps=self.lookahead, low_grows=self.low_grows
             )
-            values, event = to_host(values)
+            values, event = to_host(torch.cat([values, self._held(len(rows))], dim=1))
         total = device.space.total.copy()
         if upcoming is not None:
             total[upcoming.rows] -= upcoming.new_tokens
@@ -246,6 +246,16 @@ class PageCounts:
         )
         if upcoming is not None:
             self.record(-upcoming.pages)  # the snapshot does not see them
+
+    def _held(self, count: int) -> torch.Tensor:
+        """Tokens of each tier that uncounted segments hold, over all heads: [count + 1, T] int64, by the rows of a
+        snapshot, of which these segments are the last."""
+        device, segments = self.device, self.uncounted.values()
+        held = torch.zeros(count + 1, len(device.fmt.tiers), dtype=torch.int64, device=device.state.device)
+        if segments:
+            measured = device.measure([(x.row, x.lo, x.hi) for x in segments])  # [m, L, H, T + 1]
+            held[count - len(segments) : count] = measured[..., :-1].sum((1, 2))
+        return held
 
     def refresh(self) -> None:
         """Take over the snapshots on their way. They were enqueued before the last planned step.
@@ -261,16 +271,17 @@ class PageCounts:
             values = self.ranks.worst(mine, snapshot.rows, new, snapshot.slack)
             self._apply(snapshot, values, current & requests)
             bounded = current & snapshot.steady
-            most = values[:-1, FAULT + 1 :][bounded]
+            tiers = len(self.device.fmt.tiers)
+            most = values[:-1, FAULT + 1 : -tiers][bounded]
             self.device.space.tighten(snapshot.rows[bounded], most, snapshot.total[bounded])
             if self._loose:
                 for row in self._loose.intersection(snapshot.rows[bounded].tolist()):
                     self.device.space.shrink(row)
                     self._loose.discard(row)
-            held = zip(*(x[:-1, ENTRIES][new].tolist() for x in (values, mine)), strict=True)
-            for row, (pages, here) in zip(snapshot.rows[new].tolist(), held, strict=True):
+            counted = (values[:-1, ENTRIES], mine[:-1, ENTRIES], values[:-1, -tiers:], snapshot.rows)
+            for pages, here, held, row in zip(*(x[new].tolist() for x in counted), strict=True):
                 if segment := self.uncounted.pop(row, None):
-                    segment.pages = pages
+                    segment.pages, segment.held = pages, tuple(held)
                     self.device.space.shrink(row)
                     self.ranks.count(row, pages, here)
                     self.on_counted(segment)

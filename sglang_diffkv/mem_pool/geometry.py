@@ -56,7 +56,8 @@ def kv_slots_for(
 class Segment:
     """Pages that the prefix cache holds for positions [lo, hi) of some sequence.
 
-    ``pages`` is 0 until the manager has counted them. ``nodes`` counts the tree nodes that refer to the segment
+    ``pages`` is 0 and ``held`` empty until the manager has counted them. ``held``: tokens of each tier, over all
+    (layer, head) pairs. ``nodes`` counts the tree nodes that refer to the segment
     (splitting a node adds one and moves no byte). ``as_computed``: every token is there, in the high tier and in
     order, and the first page of each head begins with position ``first``.
     """
@@ -68,6 +69,7 @@ class Segment:
     nodes: int = field(default=1)
     as_computed: bool = False
     first: int = 0
+    held: tuple[int, ...] = ()
     end: int = 0
     """Tokens of the sequence when the segment was made of it: so much is known to have left sliding layers' windows."""
     reads: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)

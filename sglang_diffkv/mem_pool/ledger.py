@@ -78,6 +78,8 @@ class PageLedger:
         self.compacted = 0  # prompts admitted so
         self.waited = 0
         """Requests that were refused at least once for want of pages or table blocks."""
+        self.started_over = 0
+        """Requests that did not fit alone behind their prefix, and were computed as a whole."""
         self._allocating = self._compressing = self._judging = False
         self._credit = 0
         self._estimate = 1.0
@@ -260,6 +262,7 @@ class PageLedger:
             "promised_pages": self.promised_pages(),
             "compacted_between_chunks": self.compacted,
             "waited": self.waited,
+            "started_over": self.started_over,
             **({} if pressure is None else {"compressed_under_pressure": pressure.compressions}),
             **({} if self.manager.running is None else self.manager.running.report()),
         }

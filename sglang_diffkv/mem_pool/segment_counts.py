@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sglang_diffkv.mem_pool.device import PageDevice
@@ -63,6 +65,25 @@ class SegmentCounts:
         self._written.update(self._changed)
         self._left.clear()
         self._changed.clear()
+
+    def pages(self, chains: Sequence[Sequence[Segment]]) -> tuple[int, int]:
+        """Pages that segments hold, and those that their tokens need if each chain of segments is one dense segment.
+        Waits for the device."""
+        if self._left or self._changed:
+            self._measure()
+        geometry, first = self.device.geometry, self.device.geometry.num_rows
+        rows = [(chain, segment.row) for chain, segments in enumerate(chains) for segment in segments]
+        if not rows:
+            return 0, 0
+        with self.device.launching():
+            chain, row = self.device.to_device(rows).long().unbind(1)
+            of_page = self.device.to_device([layout.tokens for layout in geometry.fmt.layouts])
+            tokens = self.counts.new_zeros(len(chains), *self.counts.shape[1:])
+            tokens.index_add_(0, chain, self.counts[row - first])
+            needed = -(-tokens // of_page)
+            held = self.device.state.entries[row].sum()
+            pages: list[int] = torch.stack([held.long(), needed.sum().long()]).tolist()
+        return pages[0], pages[1]
 
     def totals(self) -> torch.Tensor:
         """Tokens of each tier and pages of all segments: [L, H, T + 1] int64 on the device, which nothing waits for."""

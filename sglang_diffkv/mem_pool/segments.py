@@ -125,8 +125,9 @@ class SegmentStore:
         segment.hi = hi
         self.counts_of.changed(segment)
         if segment.as_computed:
-            held, segment.pages = segment.pages, self.computed_pages(segment)
-            self.counts.record(held - segment.pages)
+            before, segment.pages = segment.pages, self.computed_pages(segment)
+            segment.held = (self.device.geometry.heads * (hi - segment.lo), *segment.held[1:])
+            self.counts.record(before - segment.pages)
             self.counts.on_counted(segment)
         else:
             self.counts.count_later(segment)
@@ -155,7 +156,7 @@ class SegmentStore:
         self.device.copy(row, rows_of(parts), parts[-1][2], KEEP)
         self.device.seal({row: 0})
         self.device.keep(row)
-        self.counts.record(-self.device.geometry.most_pages(parts[-1][2] - parts[0][1]))
+        self.counts.record(-self.dense_pages(parts))
 
     def join(self, parts: Path) -> Segment:
         """A segment of the tokens of consecutive parts, copied as they are to dense pages, that no node names yet. The
@@ -169,6 +170,25 @@ class SegmentStore:
         joined = Segment(row, lo, hi, nodes=0, as_computed=as_computed, first=lo, end=end)
         self.add(joined)
         return joined
+
+    def dense_pages(self, parts: Path) -> int:
+        """Upper bound of the pages that a dense copy of consecutive parts takes: by their tokens of each tier where
+        they are whole segments and counted."""
+        geometry = self.device.geometry
+        most = geometry.most_pages(parts[-1][2] - parts[0][1])
+        if not all(segment.pages and (segment.lo, segment.hi) == (lo, hi) for segment, lo, hi in parts):
+            return most
+        held = [sum(of_tier) for of_tier in zip(*(segment.held for segment, _, _ in parts), strict=True)]
+        layouts = geometry.fmt.layouts
+        return min(most, sum(n // x.tokens + min(n, geometry.heads) for n, x in zip(held, layouts, strict=True)))
+
+    def needed_pages(self, parts: Path) -> float:
+        """Pages that a dense copy of whole counted segments is expected to take: the last page of a head and tier is
+        half full on average, and a head that holds a token has a page."""
+        heads, layouts = self.device.geometry.heads, self.device.geometry.fmt.layouts
+        held = [sum(of_tier) for of_tier in zip(*(segment.held for segment, _, _ in parts), strict=True)]
+        each = zip(held, layouts, strict=True)
+        return sum(max(n / x.tokens + heads / 2, min(n, heads)) if n else 0.0 for n, x in each)
 
     def packed_pages(self, segment: Segment) -> int:
         """Upper bound of the pages that the packed segment takes."""

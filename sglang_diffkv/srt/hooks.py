@@ -196,6 +196,21 @@ def check_decode_mem(original: Any, self: Any, selected_indices: Any = None) -> 
     return bool(original(self, selected_indices))
 
 
+def retract_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang gives up the last request of a batch if that has no room alone. It starts over once, if that helps."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    nodes = {id(req): req.last_node for req in self.reqs}  # a request that gives up its row forgets it
+    retracted, ratio, given_up = original(self, *args, **kwargs)
+    for req in list(given_up):
+        if requests.starts_over(req, nodes.get(id(req))):
+            req.to_finish = None
+            given_up.remove(req)
+            retracted.append(req)
+    return retracted, ratio, given_up
+
+
 def free_row(original: Any, self: Any, req: Any) -> Any:
     """A request leaves its row: on finish, abort and retraction alike."""
     allocator = getattr(self, "diffkv_allocator", None)
@@ -256,6 +271,7 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
         running.batch_is_full = False
     if requests.retracted is not None:
         requests.retracted.sweep(self.waiting_queue)
+    requests.tidy()
     plan = original(self, *args, **kwargs)
     tell_refused(self, requests)
     return plan
@@ -332,6 +348,8 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
         report["prompts"] = metrics.prompt_outcomes(requests)
+        if requests.tree is not None and not requests.tree.disable:
+            report["prefix_cache"] = requests.tree.report()
         if self.is_mixed_chunk:
             report["mixed_chunks"] = requests.mixed.report()
         if requests.states is not None:
@@ -388,6 +406,7 @@ HOOKS = {
     BATCH + "prepare_for_decode": prepare_for_decode,
     BATCH + "mix_with_running": mix_with_running,
     BATCH + "check_decode_mem": check_decode_mem,
+    BATCH + "retract_decode": retract_decode,
     SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
     SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
     SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,

@@ -1,13 +1,17 @@
-"""Paths of many small segments become one segment, so that a row has room for them.
+"""Small segments of a path become one segment: they waste less memory, and a row has room for them.
 
-Each segment ends in part-filled pages and takes table entries of its own: a chat of hundreds of short turns, or
-branches of branches that each read a little of a long segment, would take more entries than a row has. The tokens of
-such a path are copied as they are to dense pages, and its nodes name those from then on. Rows that read the old pages
-keep them.
+Each segment ends in part-filled pages and takes table entries of its own. Short turns of a chat would fill the pool
+with nearly empty pages. Hundreds of turns, or branches that each read a little of a long segment, would take more
+entries than a row has. So the tokens of such segments are copied as they are to dense pages, and the nodes name those
+from then on. Rows that read the old pages keep them.
+
+- ``tidy`` saves pages. It looks at the path of each request that has ended, and joins segments that nobody reads.
+- ``join`` saves table entries. It looks at a path that a request is about to read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment
@@ -24,6 +28,15 @@ DENSE_TOKENS = 512
 """A part of at least this many tokens at an end of a path stays as it is, if it takes few more entries than it must."""
 
 
+WASTE = 1.25
+"""Neighbouring segments are joined where they hold more than this many times the pages that their tokens need. So the
+pages that a path wastes are bounded, and so is the work: each joining copies at most four times the pages that it
+returns."""
+
+KEPT_ENDS = 2
+"""Segments at the end of a path that stay as they are where layers slide: sliding layers hold the end of each segment,
+and a match can end there. These are the newest prompt and its reply."""
+
 MOST_PARTS = 64
 """A path of more parts is joined where that costs nobody anything: each part takes launches of its own to be read."""
 
@@ -35,6 +48,78 @@ class PathJoiner:
         self.tree, self.manager = tree, tree.manager
         self.joined = 0
         """Paths joined so far."""
+        self.ended: list[Any] = []
+        """Nodes where requests ended whose paths were not looked at since."""
+
+    def look_at(self, node: Any) -> None:
+        """A request has ended, whose path in the tree goes to ``node``: ``tidy`` looks at it."""
+        if getattr(node, "segment", None) is not None:
+            self.ended.append(node)
+
+    def tidy(self) -> None:
+        """Join small segments in the paths of requests that have ended. Called between steps.
+
+        Nothing waits for the device while requests run: a path is looked at when its pages are counted.
+        """
+        counts = self.manager.counts
+        if not self.ended or counts.upcoming is not None:
+            return
+        if not self.manager.rows:
+            counts.settle()
+        elif self.manager.ranks.alone:
+            counts.refresh()
+        nodes, self.ended = dict.fromkeys(self.ended), []
+        for node in nodes:
+            if node.segment is not None and not self._tidy(node):
+                self.ended.append(node)
+
+    def _tidy(self, node: Any) -> bool:
+        """Join what wastes pages in the path to ``node``; False if some of it is not counted yet."""
+        path = self.tree.path(node)
+        if any(self.manager.geometry.reaches):
+            path = path[:-KEPT_ENDS]
+        if any(segment.row in self.manager.counts.uncounted for segment, _, _ in path):
+            return False
+        parts: Path = []
+        for part in [*path, None]:
+            if part is not None and self._unread(*part):
+                parts.append(part)
+                continue
+            for wasteful in self._wasteful(parts):
+                if self._make_room_to_tidy(wasteful, node):
+                    self._join(wasteful, self.tree.nodes(node))
+            parts = []
+        return True
+
+    def _unread(self, segment: Segment, lo: int, hi: int) -> bool:
+        """Whether nobody reads the segment, all of which is in the path. Its pages return once it is joined."""
+        return (lo, hi) == (segment.lo, segment.hi) and not self.tree.locked_nodes[segment]
+
+    def _wasteful(self, parts: Path) -> Iterator[Path]:
+        """The longest runs of ``parts`` that hold too many pages for their tokens."""
+        first = 0
+        while first < len(parts) - 1:
+            for end in range(len(parts), first + 1, -1):
+                if self._gain(parts[first:end]) > 0:
+                    yield parts[first:end]
+                    first = end - 1
+                    break
+            first += 1
+
+    def _gain(self, parts: Path) -> float:
+        """Pages that joining is expected to return; 0 if the parts waste few."""
+        held, needed = sum(segment.pages for segment, _, _ in parts), self.manager.segments.needed_pages(parts)
+        return held - needed if held > WASTE * needed else 0.0
+
+    def _make_room_to_tidy(self, parts: Path, node: Any) -> bool:
+        """Whether there is room for the copy. For that no more is evicted than joining returns."""
+        pages = self.manager.segments.dense_pages(parts)
+        if pages > self.tree.ledger.uncommitted_pages() + self._gain(parts):
+            return False
+        self.tree.inc_lock_ref(node)
+        room = self._make_room(parts, pages)
+        self.tree.dec_lock_ref(node)
+        return room
 
     def join(self, node: Any, *, evict: bool) -> bool:
         """Join the parts of the path to ``node`` that take more entries than their tokens need. False, changing
@@ -84,9 +169,11 @@ class PathJoiner:
             return False
         return ledger.uncommitted_pages() >= pages
 
-    def _make_room(self, parts: Path) -> bool:
-        """Whether there is room, once what nobody reads is evicted as far as need be."""
-        pages, blocks = self._needs(parts)
+    def _make_room(self, parts: Path, pages: int | None = None) -> bool:
+        """Whether there is room, once what nobody reads is evicted as far as need be. ``pages``: of the copy, where
+        they are known better."""
+        most, blocks = self._needs(parts)
+        pages = most if pages is None else pages
         if not self.tree.make_segment_rows(SEGMENT_ROWS):
             return False
         return self.tree.make_room(pages) and self.tree.make_table_blocks(blocks)

@@ -52,10 +52,10 @@ class DiffKVPrefixCache(EvictingTree):
         if self.manager.state.pages.is_cuda:
             self.least_cut, self.least_kept_waiting = WORTH_WAITING, max(share_min_tokens, WORTH_WAITING)
         self.requests.tree = self
+        self.joiner = PathJoiner(self)
         super().__init__(params)
         self.is_eagle = False  # a node's tokens are those that its segment holds, and no pairs of them
         self.manager.counts.on_counted = self._count
-        self.joiner = PathJoiner(self)
         if not self.disable and has_states(self.req_to_token_pool):
             self.states = KeptStates(self, share_min_tokens)
         self.exact: ExactPrompts | None = None
@@ -76,6 +76,7 @@ class DiffKVPrefixCache(EvictingTree):
         if self.requests.retracted is not None:
             self.requests.retracted.clear()
         super().reset()
+        self.joiner.ended.clear()
         self.inserted = (0, self.root_node)
         self.manager.segments.release_all()
         self.locked_nodes.clear()
@@ -309,16 +310,16 @@ class DiffKVPrefixCache(EvictingTree):
         if self.states is not None:
             self.states.drop(node)
         super()._delete_leaf(node)
-        segment = node.segment
+
+    def give_up_end(self, segment: Segment, nodes: int, tokens: int) -> None:
         if segment.row in self.manager.counts.uncounted:
             self.manager.counts.settle()
         self.uncount(segment)
-        segment.nodes -= 1
+        segment.nodes -= nodes
         if segment.nodes == 0:
             self.manager.segments.release(segment, exclusive=self.locked_nodes.pop(segment) == 0)
         else:
-            self.manager.segments.trim(segment, segment.hi - len(node.key))
-        node.segment = None
+            self.manager.segments.trim(segment, segment.hi - tokens)
 
     def uncount(self, segment: Segment) -> None:
         """The pages of a segment are about to change."""
@@ -353,6 +354,39 @@ class DiffKVPrefixCache(EvictingTree):
     def all_mamba_values_flatten(self) -> torch.Tensor:
         kept = [] if self.states is None else list(self.states.of_nodes.values())
         return torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
+
+    # Reports
+
+    def report(self) -> dict[str, float]:
+        """For ``/server_info``: pages of the prefix cache, and those that its tokens need where each chain without a
+        branch has dense pages of its own. Waits for the device."""
+        held, needed = self.manager.segments.counts_of.pages(self._chains())
+        return {
+            "pages": held,
+            "pages_needed": needed,
+            "pages_over_needed": held / needed if needed else 1.0,
+            "joined": self.joiner.joined,
+        }
+
+    def _chains(self) -> list[list[Segment]]:
+        """The segments between one branch of the tree and the next. A segment that branches belongs to the chain in
+        which it begins."""
+        chains: list[list[Segment]] = []
+        seen: set[Segment] = set()
+        heads = list(self.root_node.children.values())
+        while heads:
+            node, chain = heads.pop(), []
+            while True:
+                if node.segment not in seen:
+                    seen.add(node.segment)
+                    chain.append(node.segment)
+                if len(node.children) != 1:
+                    break
+                node = next(iter(node.children.values()))
+            heads.extend(node.children.values())
+            if chain:
+                chains.append(chain)
+        return chains
 
     # Checks
 

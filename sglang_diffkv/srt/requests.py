@@ -359,6 +359,11 @@ class Requests:
             found = {id(req): req for req in (*running, *others, *self.mixed.decoding)}
             self.budgets.follow([req for req in found.values() if not req.finished()])
 
+    def tidy(self) -> None:
+        """Before anything is scheduled: join what requests that have ended left in small segments."""
+        if self.tree is not None:
+            self.tree.joiner.tidy()
+
     # Publication
 
     def publishable_to(self, req: Any) -> int:
@@ -386,9 +391,11 @@ class Requests:
             insertion()
         finally:
             tree.inserting_row = None
-        if self.states is not None and tree.inserted[0]:
-            length, leaf = tree.inserted
+        length, leaf = tree.inserted
+        if self.states is not None and length:
             self.states.inserted(req, row, leaf, length, ended=not running)
+        if not running:
+            tree.joiner.look_at(leaf)
         return True
 
     def _joins(self, row: int, running: bool) -> bool:
@@ -419,8 +426,23 @@ class Requests:
             self.exact.forget(row)
         if self.tree is not None:
             self.tree.give_up_states(req, row)
+            self.tree.joiner.look_at(req.last_node)
         if self.retracted is not None:
             self.retracted.left(row)
+
+    def starts_over(self, req: Any, node: Any) -> bool:
+        """Whether a request that does not fit alone, and has given up its row, may try once more.
+
+        Its tokens may lie in small segments: those that other requests read while theirs ended were not joined. So its
+        path in the tree, up to ``node``, is evicted, and it computes all of its tokens in dense pages.
+        """
+        tree = self.tree
+        if tree is None or getattr(node, "segment", None) is None or getattr(req, "diffkv_started_over", False):
+            return False
+        tree.evict_branch(node)
+        req.diffkv_started_over = True
+        self.ledger.started_over += 1
+        return True
 
     # Errors
 

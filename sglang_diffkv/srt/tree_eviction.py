@@ -1,7 +1,8 @@
 """Eviction by pages: whole leaves of SGLang's radix tree, and of the last one only as much as is missing.
 
 A leaf's tokens are the end of its segment, so a long leaf is cut: SGLang's own split makes its end a leaf, which is
-evicted like any other, and the segment is trimmed to the rest.
+evicted like any other, and the segment is trimmed to the rest. Short turns of a chat have a node each and share a
+segment once they are joined (``PathJoiner``). Such nodes go together, as far as they are next in order.
 """
 
 from __future__ import annotations
@@ -108,38 +109,70 @@ class EvictingTree(RadixCache):
         """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves."""
         heap: list[tuple[Any, Any]] | None = None
         while (pages := missing()) > 0:
-            if heap is None:
-                heap = [(self._priority(n), n) for n in self.evictable_leaves]
-                heapq.heapify(heap)
+            heap = self._order() if heap is None else heap
             if not heap:
                 return
             _, leaf = heapq.heappop(heap)
-            self._evict_node(self._cut(leaf, pages))
-            parent = leaf.parent
+            parent = self._evict_nodes(self._cut(self._together(leaf, heap), pages))
             if not parent.children and parent.lock_ref == 0:
                 heapq.heappush(heap, (self._priority(parent), parent))
 
-    def _cut(self, leaf: Any, pages: float) -> Any:
-        """Split a leaf so that its end returns at least ``pages``; the end, or all of it if too little would stay."""
-        if self.states is not None and leaf in self.states.of_nodes:
-            return leaf  # no match would end in what stays
-        tokens, least_kept = self.manager.segments.tokens_for(leaf.segment, pages), self.least_kept
-        if not leaf.segment.as_computed:
+    def _order(self) -> list[tuple[Any, Any]]:
+        """A heap of the leaves that may go, by priority."""
+        heap = [(self._priority(leaf), leaf) for leaf in self.evictable_leaves]
+        heapq.heapify(heap)
+        return heap
+
+    def _together(self, leaf: Any, others: list[tuple[Any, Any]]) -> list[Any]:
+        """A leaf and the nodes above it that go with it: of its segment, and next in order before the ``others`` (a
+        heap)."""
+        nodes = [leaf]
+        while self._is_end(parent := nodes[-1].parent, leaf.segment):
+            if others and self._priority(parent) > others[0][0]:
+                break
+            nodes.append(parent)
+        return nodes
+
+    def _is_end(self, node: Any, segment: Any) -> bool:
+        """Whether a node of the segment becomes a leaf once the one below it is gone, with nothing in it that is worth
+        more: no reader, and no state."""
+        if node is self.root_node or node.segment is not segment or node.lock_ref > 0 or len(node.children) > 1:
+            return False
+        return self.states is None or node not in self.states.of_nodes
+
+    def _cut(self, nodes: list[Any], pages: float) -> list[Any]:
+        """Of a leaf and nodes above it, all of one segment, the end that returns at least ``pages``; all of them if too
+        little would stay. A node that is longer is split."""
+        segment = nodes[0].segment
+        if self.states is not None and nodes[0] in self.states.of_nodes:
+            return nodes  # no match would end in what stays
+        length = sum(len(node.key) for node in nodes)
+        tokens, least_kept = self.manager.segments.tokens_for(segment, pages), self.least_kept
+        if not segment.as_computed:
             reaches = self.manager.geometry.reaches
-            if any(reaches) and leaf.segment.end > whole_tokens(reaches):
-                return leaf  # no match may end in what would stay: sliding layers hold its end only
+            if any(reaches) and segment.end > whole_tokens(reaches):
+                return nodes  # no match may end in what would stay: sliding layers hold its end only
             least_kept = self.least_kept_waiting
-            tokens = max(tokens, min(self.least_cut, len(leaf.key) - least_kept))
-        kept = len(leaf.key) - tokens
-        if kept < max(least_kept, 1):
-            return leaf
-        self._split_node(leaf.key, leaf, kept)
-        return leaf
+            tokens = max(tokens, min(self.least_cut, length - least_kept))
+        if length - tokens < max(least_kept, 1):
+            return nodes
+        end: list[Any] = []
+        for node in nodes:
+            kept = len(node.key) - int(tokens)
+            if kept >= len(node.key):
+                break
+            if kept > 0:
+                self._split_node(node.key, node, kept)
+            tokens -= len(node.key)
+            end.append(node)
+        return end
 
     def _evict_leaf(self) -> bool:
         if not self.evictable_leaves:
             return False
-        self._evict_node(min(self.evictable_leaves, key=self._priority))
+        heap = self._order()
+        _, leaf = heapq.heappop(heap)
+        self._evict_nodes(self._together(leaf, heap))
         return True
 
     def _priority(self, leaf: Any) -> Any:
@@ -151,15 +184,27 @@ class EvictingTree(RadixCache):
     def evict_path(self, key: Any) -> None:
         """Evict what the tree has of SGLang's RadixKey ``key``, as far as nothing branches off and nobody reads it."""
         node = RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node
-        while node is not self.root_node and not node.children and node.lock_ref == 0:
-            parent = node.parent
-            self._evict_node(node)
-            node = parent
+        self.evict_branch(node)
 
-    def _evict_node(self, leaf: Any) -> None:
-        self.token_to_kv_pool_allocator.free(leaf.value)
-        self._delete_leaf(leaf)
-        self.record_removal(leaf)
+    def evict_branch(self, node: Any) -> None:
+        """Evict the path to ``node`` from its end, as far as nothing branches off and nobody reads it."""
+        while node is not self.root_node and not node.children and node.lock_ref == 0:
+            node = self._evict_nodes(self._together(node, []))
+
+    def _evict_nodes(self, nodes: list[Any]) -> Any:
+        """Evict a leaf and nodes above it, all of one segment; the node above them."""
+        above, segment, tokens = nodes[-1].parent, nodes[0].segment, sum(len(node.key) for node in nodes)
+        for node in nodes:
+            self.token_to_kv_pool_allocator.free(node.value)
+            self._delete_leaf(node)
+            self.record_removal(node)
+            node.segment = None
+        self.give_up_end(segment, len(nodes), tokens)
+        return above
+
+    def give_up_end(self, segment: Any, nodes: int, tokens: int) -> None:
+        """So many nodes at the end of a segment, with so many tokens, are gone."""
+        raise NotImplementedError
 
     def record_removal(self, leaf: Any) -> None:
         """Tell SGLang's KV event stream; its name differs between versions."""

@@ -61,11 +61,25 @@ def test_a_chat_repeats_what_was_said():
         if x.chat is None:
             continue
         before = said.get(id(x.chat), [])
-        assert x.ids == [*before, 6, 7]
+        if x.short:
+            assert x.ids[: len(before)] == before and len(x.ids) - len(before) <= 8 and x.new_tokens <= 6
+        else:
+            assert x.ids == [*before, 6, 7]
         load.give_back(x, [8, 9])
         said[id(x.chat)] = [*x.ids, 8, 9]
         assert x.chat.ids == said[id(x.chat)]
     assert max(map(len, said.values())) > 12, "no chat went on"
+
+
+def test_names_look_like_those_of_other_requests():
+    load = make_load()
+    orders = [load.next() for _ in range(2000)]
+    ids = [x.rid for x in orders if x.rid]
+    assert len(ids) == len(set(ids)) > 1000
+    named = [x.extra_key for x in orders if x.extra_key is not None]
+    assert any(key.endswith(f"retracted {rid}") for key in named for rid in ids[-20:])
+    assert orders[0].payload("r")["rid"] == "r"
+    assert next(x for x in orders if x.extra_key).payload("r")["extra_key"] in named
 
 
 def test_chosen_questions_are_single_ones_and_a_group():
@@ -157,14 +171,17 @@ def test_aborts():
 @pytest.mark.full
 @pytest.mark.server
 def test_a_short_soak_on_a_server(tmp_path):
+    """Exact prompts in a pool that is far too small: requests are retracted and come back."""
     output = tmp_path / "soak.json"
     arguments = ["--minutes", "0.7", "--rounds", "2", "--references", "3", "--concurrency", "32", "--max-queued", "16"]
-    arguments += ["--max-total-tokens", "3000", "--longest-reply", "120", "--check-integrity", "--max-growth", "1000"]
+    arguments += ["--max-total-tokens", "1600", "--longest-reply", "300", "--check-integrity", "--max-growth", "1000"]
+    arguments += ["--diffkv-config", '{"prefix_fidelity": "exact"}']
     status = soak.main([*arguments, "--output", str(output)])
     result = json.loads(output.read_text())
     assert (status, result["problems"]) == (0, [])
     assert result["load"]["requests"]["lost"] == 0 and not output.with_suffix(".log").exists()
     assert all(result["load"]["requests"][end] for end in (ANSWERED, REFUSED, ABORTED))
+    assert result["log"]["retracted"] > 0
     assert result["accuracy"]["answers_loaded"] and result["load"]["cached_tokens"]
     assert all(x["pages_used"] == 0 and x["faults"] == 0 for x in result["rounds"]) and len(result["rounds"]) == 2
     assert output.with_suffix(".png").stat().st_size

@@ -53,6 +53,11 @@ class JoiningMachine(TreeMachine):
             if self.tree.joiner.join(node, evict=evict):
                 assert before >= 2
 
+    @rule()
+    def tidy(self) -> None:
+        """The scheduler comes round: paths of requests that have ended are looked at."""
+        self.requests.tidy()
+
     @invariant()
     def reads_are_bounds(self) -> None:
         """A row that reads a part of a segment takes no more table entries than the host says."""

@@ -1,0 +1,247 @@
+"""Agents and chats: sessions of many turns that share a system prompt, more of them than run at once.
+
+A session's next turn sends all tokens so far and some new ones, and waits behind the other sessions' turns. So what
+counts is whether its prefix is still cached. Each backend gets a server of its own with the same bytes of KV cache:
+
+    python -m benchmarks.serving.agents --geometry llama3-8b --kv-gib 8 \\
+        --backends fa3:bf16 fa3:fp8_e4m3 --diffkv 'default={}' \\
+        --load tools --load 'coding={"sessions": 48, "at_once": 24}'
+
+NAME.json and NAME.md in the output folder. Exit code 1 if a server failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from typing import Any
+
+import requests
+
+from benchmarks.serving.cli import model_name
+from benchmarks.serving.client import BenchmarkError, warm_up
+from benchmarks.serving.each_backend import add_arguments, measure_each, parse
+from benchmarks.serving.session import OK, Record, Setup
+from sglang_diffkv.evaluate.report import markdown
+from sglang_diffkv.evaluate.server import Server
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """A load: ``sessions`` of ``turns``, of which ``at_once`` run at a time. All begin with the same ``shared`` tokens;
+    each turn adds ``new`` tokens and a reply of ``reply`` tokens."""
+
+    name: str
+    sessions: int
+    at_once: int
+    shared: int
+    turns: int
+    new: int
+    reply: int
+
+    def __post_init__(self) -> None:
+        for part in fields(self):
+            value = getattr(self, part.name)
+            least = 0 if part.name == "shared" else 1
+            if part.name != "name" and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{part.name} {value!r}: a whole number of at least {least}")
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.sessions} sessions, {self.at_once} at once; {self.shared} shared tokens, {self.turns} turns of "
+            f"{self.new} + {self.reply}"
+        )
+
+
+LOADS = {
+    load.name: load
+    for load in (
+        Sessions("coding", sessions=24, at_once=16, shared=4000, turns=8, new=1000, reply=150),
+        Sessions("tools", sessions=48, at_once=24, shared=2000, turns=40, new=40, reply=24),
+        Sessions("chats", sessions=64, at_once=48, shared=1000, turns=5, new=200, reply=256),
+    )
+}
+
+
+def parse_load(text: str) -> Sessions:
+    """``NAME`` of ``LOADS``, or ``NAME={"field": value, ...}`` with the fields that differ from it."""
+    name, _, value = text.partition("=")
+    if name not in LOADS:
+        raise argparse.ArgumentTypeError(f"unknown load {name!r}: one of {', '.join(LOADS)}")
+    try:
+        changes = json.loads(value or "{}")
+        if not isinstance(changes, dict) or "name" in changes:
+            raise ValueError("fields as a JSON object, without the name")
+        return replace(LOADS[name], **changes)
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"load {text!r}: {error}") from None
+
+
+@dataclass
+class Session:
+    """A session's tokens so far and the turns that are left."""
+
+    draw: random.Random
+    tokens: list[int]
+    left: int
+
+
+@dataclass
+class Outcome:
+    """What the turns of a load took."""
+
+    first: list[float] = field(default_factory=list)
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class Run:
+    """A load on a server. The client keeps ``at_once`` turns under way; sessions take turns in order."""
+
+    def __init__(self, url: str, load: Sessions, vocab: int, seed: int):
+        self.url, self.load, self.vocab = url, load, vocab
+        shared = _drawn(random.Random(f"shared {seed}"), vocab, load.shared)
+        self.waiting = deque(
+            Session(random.Random(f"{load.name} {seed} {n}"), list(shared), load.turns) for n in range(load.sessions)
+        )
+        self.outcome = Outcome()
+        self._lock = threading.Lock()
+
+    def run(self) -> Record:
+        """All turns. Raises BenchmarkError if a turn is not answered whole."""
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(self.load.at_once) as pool:
+            for worker in [pool.submit(self._work) for _ in range(self.load.at_once)]:
+                worker.result()
+        seconds, outcome = time.perf_counter() - begin, self.outcome
+        ordered = sorted(outcome.first)
+        return {
+            **asdict(self.load),
+            "seconds": seconds,
+            "turns_answered": len(ordered),
+            "output_throughput": outcome.output / seconds,
+            "hit_rate": outcome.cached / outcome.prompt,
+            "ttft_s": statistics.median(ordered),
+            "ttft_p99_s": ordered[int(0.99 * (len(ordered) - 1))],
+        }
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self.waiting:
+                    return  # the sessions under way have workers of their own
+                session = self.waiting.popleft()
+            self._turn(session)
+            session.left -= 1
+            if session.left:
+                with self._lock:
+                    self.waiting.append(session)
+
+    def _turn(self, session: Session) -> None:
+        prompt = session.tokens + _drawn(session.draw, self.vocab, self.load.new)
+        parameters = {"temperature": 0, "max_new_tokens": self.load.reply, "ignore_eos": True}
+        body = {"input_ids": prompt, "stream": True, "sampling_params": parameters}
+        begin, first = time.perf_counter(), 0.0
+        reply: list[int] = []
+        meta: dict[str, Any] = {}
+        with requests.post(f"{self.url}/generate", json=body, stream=True, timeout=600) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if not line.startswith(b"data: {"):
+                    continue
+                first = first or time.perf_counter() - begin
+                chunk: dict[str, Any] = json.loads(line[6:])
+                if "error" in chunk:
+                    raise BenchmarkError(f"a turn ended with {chunk['error']}")
+                ids, meta = chunk["output_ids"], chunk["meta_info"]
+                reply = ids if len(ids) >= meta["completion_tokens"] else reply + ids
+        if len(reply) != self.load.reply:
+            raise BenchmarkError(f"a turn has {len(reply)} of {self.load.reply} tokens: {meta.get('finish_reason')}")
+        session.tokens = prompt + reply
+        with self._lock:
+            self.outcome.first.append(first)
+            self.outcome.prompt += len(prompt)
+            self.outcome.cached += meta["cached_tokens"]
+            self.outcome.output += len(reply)
+
+
+def _drawn(draw: random.Random, vocab: int, count: int) -> list[int]:
+    return [draw.randrange(vocab // 2, vocab) for _ in range(count)]
+
+
+def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
+    """All loads on one server, one after the other, each on an empty prefix cache."""
+    vocab = setup.shape.vocab
+    warm_up(server, vocab, 1024, 8, setup.seed)
+    record: Record = {"loads": []}
+    for load in args.load:
+        server.flush_cache()
+        found = Run(server.url, load, vocab, setup.seed).run()
+        cache = (server.stats() or {}).get("prefix_cache")
+        record["loads"].append({**found, "prefix_cache": cache} if cache else found)
+        print(f"{load.name}: {found['output_throughput']:.0f} tok/s, hit rate {found['hit_rate']:.3f}", flush=True)
+    return record
+
+
+def table(records: Sequence[Record], args: argparse.Namespace) -> str:
+    """A row for each backend and load."""
+    header = ["load", "backend", "output tok/s", "hit rate", "first token, median and p99 s", "pages over needed"]
+    rows = []
+    for number, load in enumerate(args.load):
+        for record in records:
+            if record["status"] != OK:
+                rows.append([load.title, record["backend"], record["error"], "", "", ""])
+                continue
+            found = record["loads"][number]
+            rows.append(
+                [
+                    load.title,
+                    record["backend"],
+                    f"{found['output_throughput']:,.0f}",
+                    f"{found['hit_rate']:.3f}",
+                    f"{found['ttft_s']:.2f}, {found['ttft_p99_s']:.2f}",
+                    f"{found['prefix_cache']['pages_over_needed']:.2f}" if "prefix_cache" in found else "",
+                ]
+            )
+    return markdown(header, rows)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument(
+        "--load",
+        type=parse_load,
+        action="append",
+        metavar="NAME[=JSON]",
+        help=f"one of {', '.join(LOADS)}, with the fields to change as JSON (default: all); repeatable",
+    )
+    parser.add_argument("--name", help="of the result files (default: agents_MODEL)")
+    args = parse(parser, argv)
+    args.load = args.load or [*LOADS.values()]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all backends, print the table and write the results."""
+    args = parse_args(argv)
+    model = model_name(args)
+    data = {"kind": "agents", "name": args.name or f"agents_{model}"}
+    return measure_each(args, data, f"Agents, {model}", partial(measure, args=args), partial(table, args=args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

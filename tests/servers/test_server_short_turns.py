@@ -1,0 +1,79 @@
+"""A chat of many short turns fits where stock SGLang serves it, and the prefix cache wastes few pages on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate.server import Server
+from tests.servers.second_plugin import install
+from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
+
+pytestmark = pytest.mark.server
+
+POOL, TURNS, NEW, REPLY = 1200, 120, 6, 3
+"""The chat has 1,080 tokens in the end."""
+MOST_WASTE = 1.3
+
+CONFIGS: list[dict[str, Any]] = [{"tiers": ["BF16"]}, {"prefix_fidelity": "compressed"}, {"prefix_fidelity": "exact"}]
+
+
+@pytest.fixture(params=CONFIGS, ids=["lossless", "compressed", "exact"])
+def server(request: pytest.FixtureRequest, server_of: Callable[..., Server]) -> Server:
+    return server_of("diffkv", ["--max-total-tokens", str(POOL)], config=request.param, env=STRICT)
+
+
+def _turn(server: Server, history: list[int], seed: int) -> int:
+    """The chat's next turn; tokens that were found in the cache."""
+    history += tokens(NEW, seed)
+    sampling = {"max_new_tokens": REPLY, "temperature": 0, "ignore_eos": True}
+    reply = server.generate({"input_ids": history, "sampling_params": sampling})
+    assert len(reply["output_ids"]) == REPLY, reply
+    history += reply["output_ids"]
+    return int(reply["meta_info"]["cached_tokens"])
+
+
+def test_a_chat_of_short_turns_fills_the_pool_with_tokens(server: Server) -> None:
+    history: list[int] = []
+    found = [_turn(server, history, seed) for seed in range(TURNS)]
+    assert len(history) == TURNS * (NEW + REPLY)
+    before = [turn * (NEW + REPLY) for turn in range(TURNS)]
+    assert sum(found) > 0.9 * sum(before), "a chat finds its last turn in the cache"
+    cache = stats_of(server)["prefix_cache"]
+    assert cache["joined"] > 0
+    assert cache["pages_over_needed"] <= MOST_WASTE, cache
+
+
+def test_chats_in_turns_waste_few_pages(server: Server) -> None:
+    server.flush_cache()
+    chats: list[list[int]] = [[] for _ in range(3)]
+    for turn in range(20):
+        for number, history in enumerate(chats):
+            _turn(server, history, 1000 * number + turn)
+    cache = stats_of(server)["prefix_cache"]
+    assert cache["pages_over_needed"] <= MOST_WASTE, cache
+
+
+UNTIDY = """
+from sglang_diffkv.srt.path_joining import PathJoiner
+
+
+def register():
+    PathJoiner.tidy = lambda self: None
+"""
+
+
+def test_a_request_that_does_not_fit_alone_starts_over(tmp_path: Path) -> None:
+    """Where small segments could not be joined, the last request of a batch computes its prompt as a whole once."""
+    args = ["--max-total-tokens", str(POOL)]
+    env = {**STRICT, **install(tmp_path, "untidy_plugin", UNTIDY)}
+    with Server(NANO, "diffkv", args, diffkv_config=CONFIGS[1], env=env, timeout=START_TIMEOUT) as server:
+        history: list[int] = []
+        for seed in range(70):
+            _turn(server, history, seed)
+        assert stats_of(server)["admission"]["started_over"] > 0
+        check_idle(server)

@@ -1,0 +1,92 @@
+"""Agents: what a session sends, how it waits for others, and what is counted; on a server that is only played."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+
+from benchmarks.serving import agents
+from benchmarks.serving.client import BenchmarkError
+
+
+class Played(BaseHTTPRequestHandler):
+    """Answers with tokens 7, of which a stream tells the first one and then all; knows what it was sent."""
+
+    protocol_version = "HTTP/1.1"
+    asked: ClassVar[list[list[int]]] = []
+    missing = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids, count = body["input_ids"], body["sampling_params"]["max_new_tokens"] - self.missing
+        cached = max((len(x) for x in self.asked if ids[: len(x)] == x), default=0)
+        self.asked.append(ids)
+        chunks = [
+            {"output_ids": [7] * n, "meta_info": {"completion_tokens": n, "cached_tokens": cached}} for n in (1, count)
+        ]
+        text = "".join(f"data: {json.dumps(x)}\n\n" for x in chunks) + "data: [DONE]\n\n"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setattr(Played, "asked", [])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Played) as httpd:
+        Thread(target=httpd.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{httpd.server_address[1]}"
+        httpd.shutdown()
+
+
+LOAD = agents.Sessions("tools", sessions=3, at_once=1, shared=5, turns=2, new=2, reply=4)
+
+
+def test_sessions_take_turns_and_send_all_that_was_said(url):
+    found = agents.Run(url, LOAD, 100, 0).run()
+    first, second = Played.asked[:3], Played.asked[3:]
+    assert len({tuple(x[:5]) for x in Played.asked}) == 1, "all share a start"
+    assert len({tuple(x) for x in first}) == 3
+    for before, after in zip(first, second, strict=True):
+        assert after[: len(before)] == before and after[7:11] == [7] * 4 and len(after) == 13
+    assert found["turns_answered"] == 6
+    assert found["hit_rate"] == pytest.approx(3 * 7 / (3 * 7 + 3 * 13))
+    assert found["output_throughput"] == pytest.approx(24 / found["seconds"])
+
+
+def test_a_turn_that_is_not_whole_is_an_error(url, monkeypatch):
+    monkeypatch.setattr(Played, "missing", 1)
+    with pytest.raises(BenchmarkError, match="3 of 4 tokens"):
+        agents.Run(url, LOAD, 100, 0).run()
+
+
+def test_loads_are_named_and_changed():
+    assert agents.parse_load("coding").sessions == 24
+    assert agents.parse_load('coding={"sessions": 48}').sessions == 48
+    for wrong in ("none", "coding={", 'coding={"sessions": 0}', 'coding={"size": 1}', 'coding={"name": "x"}'):
+        with pytest.raises(argparse.ArgumentTypeError):
+            agents.parse_load(wrong)
+
+
+def test_the_table_has_a_row_for_each_load_and_server():
+    args = agents.parse_args(["--backends", "fa3:bf16", "--load", "tools"])
+    found = {"output_throughput": 1234.0, "hit_rate": 0.5, "ttft_s": 1.0, "ttft_p99_s": 2.0}
+    rows = agents.table(
+        [
+            {"backend": "a", "status": "ok", "loads": [{**found, "prefix_cache": {"pages_over_needed": 1.1}}]},
+            {"backend": "b", "status": "ok", "loads": [found]},
+            {"backend": "c", "status": "failed", "error": "no memory"},
+        ],
+        args,
+    )
+    assert "| a | 1,234 | 0.500 | 1.00, 2.00 | 1.10 |" in rows
+    assert "no memory" in rows

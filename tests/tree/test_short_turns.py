@@ -1,0 +1,185 @@
+"""Chats of short turns: the prefix cache holds little more pages than their tokens need, and gives them back whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_diffkv.srt.path_joining import WASTE
+from tests.tree.tree_world import World
+
+MOST_WASTE = 1.3
+"""Pages that the prefix cache holds over those that its tokens need."""
+
+
+def turn(world: World, history: list[int], new: int = 1, reply: int = 1) -> Any:
+    """A quarter of a page: the chat's next turn: its request, which still runs. ``history`` grows by both."""
+    history += world.tokens(new)
+    req = world.prompt(list(history))
+    for _ in range(reply):
+        world.decode(req)
+    history += [5] * reply
+    return req
+
+
+def end(world: World, req: Any) -> None:
+    """The request ends, and the scheduler comes round."""
+    world.leave(req)
+    world.requests.tidy()
+    world.check()
+
+
+@pytest.fixture(params=[True, False], ids=["exact", "compressed"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Segments of their own for each turn would need 100 rows and as many pages."""
+    yield World(400, longest=300, exact=request.param, segments=40, share_min=4)
+
+
+def test_short_turns_take_the_pages_of_their_tokens(world: World) -> None:
+    history: list[int] = []
+    for number in range(60):
+        end(world, turn(world, history))
+        report = world.tree.report()
+        assert report["pages"] <= MOST_WASTE * report["pages_needed"] + 1, (number, report)
+        assert len(world.segments()) <= 8
+    assert len(history) == 120
+    found = world.admit(list(history) + [7])
+    assert found.prefix_len == len(history)
+    world.attach(found)
+    world.plan(found)
+    world.launch(found)
+    world.leave(found, insert=False)
+
+
+def test_many_chats_in_turns_of_random_lengths(world: World) -> None:
+    chats: list[list[int]] = [[] for _ in range(4)]
+    source = random.Random(3)
+    for _ in range(60):
+        history = source.choice(chats)
+        if len(history) < 90:
+            end(world, turn(world, history, source.randrange(1, 9), source.randrange(1, 5)))
+    world.manager.counts.settle()
+    report = world.tree.report()
+    assert report["pages"] == world.tree.ledger.tree_pages
+    assert report["pages_over_needed"] <= MOST_WASTE, report
+
+
+def test_what_others_read_is_left(world: World) -> None:
+    """Joining it would return nothing before they end; with the last of them it is joined."""
+    history: list[int] = []
+    for _ in range(3):
+        end(world, turn(world, history))
+    reader = world.prompt(list(history) + world.tokens(2))
+    before = world.tree.joiner.joined
+    one = turn(world, history)
+    two = turn(world, history)
+    end(world, one)
+    end(world, two)
+    locked = {x.segment for x in world.tree.nodes(reader.last_node)}
+    assert locked <= world.manager.segments.cached
+    end(world, reader)
+    assert world.tree.joiner.joined > before
+    assert world.tree.report()["pages_over_needed"] <= MOST_WASTE + 0.5  # two short ends branch off
+
+
+def test_copies_are_bounded_by_what_they_return(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, copied = world.manager.segments, [0.0, 0.0]
+    join = segments.join
+
+    def counting(parts: Any) -> Any:
+        copied[0] += segments.needed_pages(parts)
+        copied[1] += sum(segment.pages for segment, _, _ in parts) - segments.needed_pages(parts)
+        return join(parts)
+
+    monkeypatch.setattr(segments, "join", counting)
+    history: list[int] = []
+    for _ in range(40):
+        end(world, turn(world, history))
+    assert copied[0] > 0
+    assert copied[0] * (WASTE - 1) <= copied[1]
+
+
+def test_a_long_start_is_not_copied_for_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(800, longest=500, exact=False, segments=40, share_min=4)
+    history = world.tokens(250)
+    end(world, turn(world, history))
+    longest = []
+    join = world.manager.segments.join
+    monkeypatch.setattr(
+        world.manager.segments, "join", lambda parts: (longest.append(parts[-1][2] - parts[0][1]), join(parts))[1]
+    )
+    for _ in range(25):
+        end(world, turn(world, history))
+    assert longest and max(longest) < 100
+    report = world.tree.report()
+    assert report["pages_over_needed"] <= MOST_WASTE, report
+
+
+def test_a_joined_chat_is_evicted_without_a_wait_for_each_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    history: list[int] = []
+    for _ in range(20):
+        end(world, turn(world, history))
+    running = world.prompt(world.tokens(20))  # where nothing runs, nobody minds waiting
+    counts, waits = world.manager.counts, []
+    counts.settle()
+    settle = counts.settle
+    monkeypatch.setattr(counts, "settle", lambda: (waits.append(1), settle())[1])
+    world.tree.evict(EvictParams(num_tokens=world.tree.ledger.capacity))
+    assert sum(x.hi - x.lo for x in world.segments()) <= 20
+    assert len(waits) <= 3, "one for each turn would stop a running server at each"
+    world.leave(running, insert=False)
+
+
+def test_evicting_a_part_keeps_the_start_of_the_chat(world: World) -> None:
+    history: list[int] = []
+    for _ in range(50):
+        end(world, turn(world, history))
+    world.manager.counts.settle()
+    world.tree.evict(EvictParams(num_tokens=24))
+    world.check()
+    found = world.admit(list(history))
+    assert 20 <= found.prefix_len < 99
+    world.attach(found)
+    world.plan(found)
+    world.launch(found)
+    world.leave(found, insert=False)
+
+
+def test_no_more_is_evicted_than_joining_returns() -> None:
+    """In a full pool others lose at most what the chat gives back."""
+    world = World(300, longest=280, exact=False, segments=40, share_min=4)
+    others = [world.tokens(40) for _ in range(5)]
+    for tokens in others:
+        end(world, world.prompt(list(tokens)))
+    history: list[int] = []
+    for _ in range(12):
+        end(world, turn(world, history))
+        world.manager.counts.settle()
+        before = world.allocator.ledger.available()
+        world.requests.tidy()
+        world.manager.counts.settle()
+        assert world.allocator.ledger.available() >= before
+
+
+def test_newest_turns_of_sliding_models_stay_ends_of_matches() -> None:
+    """A sliding layer holds the end of each segment, so a prompt that is asked again is found there."""
+    world = World(600, longest=400, exact=False, segments=60, share_min=4, reaches=(6,))
+    history: list[int] = []
+    for _ in range(20):
+        asked = list(history) + world.tokens(6)
+        req = world.prompt(list(asked))
+        for _ in range(3):
+            world.decode(req)
+        history = asked + [5] * 3
+        end(world, req)
+    assert world.tree.joiner.joined
+    again = world.admit(asked)
+    assert again.prefix_len >= len(asked) - 8
+    world.attach(again)
+    world.plan(again)
+    world.launch(again)
+    world.leave(again, insert=False)
