@@ -68,7 +68,7 @@ LOADS = {
     load.name: load
     for load in (
         Sessions("coding", sessions=24, at_once=16, shared=4000, turns=8, new=1000, reply=150),
-        Sessions("tools", sessions=48, at_once=24, shared=2000, turns=40, new=40, reply=24),
+        Sessions("tools", sessions=64, at_once=32, shared=2000, turns=48, new=24, reply=16),
         Sessions("chats", sessions=64, at_once=48, shared=1000, turns=5, new=200, reply=256),
     )
 }
