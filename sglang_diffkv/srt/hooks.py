@@ -226,8 +226,8 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
 
 
 def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
-    """A batch that cannot be prepared ends the requests that are the cause; the others wait again. So do those that made
-    room for a more urgent one which is not admitted after all."""
+    """A batch that cannot be prepared ends the requests that are the cause; the others wait again. Those that made room
+    for an urgent request which is not admitted wait again, too."""
     requests = requests_of(self)
     if requests is None:
         return original(self, running_batch)

@@ -1,5 +1,5 @@
 """Errors while a batch is prepared, ours and SGLang's own, injected by a plugin of the test: they end the requests that
-they concern, by name, and nobody else's. And a prompt that is refused for want of pages once others made room for it."""
+they concern, by name, and nobody else's. An urgent prompt that is refused after others made room for it."""
 
 from __future__ import annotations
 
