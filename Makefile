@@ -23,6 +23,7 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.
 	tests/tree/test_admission.py tests/tree/test_exact_prompts.py tests/tree/test_tree_eviction.py tests/tree/test_prefix_cache.py tests/tree/test_prompt_tails.py \
 	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed \
 	tests/servers/test_server_requests.py::test_cancelled_stream_returns_its_pages \
+	tests/servers/test_server_requests.py::test_beams_are_declined \
 	tests/servers/test_server_exact.py::test_the_tree_keeps_prompts_high_and_requests_run_compressed \
 	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt \
 	tests/servers/test_server_mixed_chunks.py::test_lossless_gives_stock_tokens \

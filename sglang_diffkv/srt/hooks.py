@@ -241,19 +241,24 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
 
 
 def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
-    """A batch that cannot be prepared ends the requests that are the cause; the others wait again."""
+    """A batch that cannot be prepared ends the requests that are the cause; the others wait again. Those that made room
+    for an urgent request which is not admitted wait again, too."""
     requests = requests_of(self)
     if requests is None:
         return original(self, running_batch)
     if requests.retracted is not None:
         requests.retracted.expected = lambda: compat.expected_tokens(self, running_batch)
+    requests.preempted = []
     try:
         with requests.mixed.scheduling(self, running_batch):
-            return original(self, running_batch)
+            plan = original(self, running_batch)
     except BatchRefused as refused:
         undo_prefill(self, refused)
         running_batch.batch_is_full = False
         return compat.no_prefill(running_batch)
+    if plan.batch_to_run is None:
+        compat.queue_preempted(self, requests.preempted)
+    return plan
 
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

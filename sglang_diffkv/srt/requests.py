@@ -92,6 +92,8 @@ class Requests:
         """Who keeps retracted requests in host memory; None where they are computed again."""
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
+        self.preempted: list[Any] = []
+        """Requests that made room for more urgent ones in the pass that is being scheduled."""
         running = self.manager.running
         self.budgets = None if running is None else HeldBudgets(self, running)
         self.joint = None if running is None else JointAdmission(self, running)

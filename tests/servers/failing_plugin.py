@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,15 @@ from tests.servers.shared import EVERY_STEP, START_TIMEOUT, check_idle
 
 
 @contextmanager
-def failing_server(folder: Path, source: str, config: Mapping[str, Any]) -> Iterator[Server]:
+def failing_server(
+    folder: Path, source: str, config: Mapping[str, Any], more_args: Sequence[str] = ()
+) -> Iterator[Server]:
     """A server that checks itself after every step; at the end it must be alive and, flushed, hold no page.
 
     Args:
         folder: empty, for the plugin. source: of its module, whose ``register`` SGLang calls.
     """
-    args = ["--max-total-tokens", "12000", "--chunked-prefill-size", "1024"]
+    args = ["--max-total-tokens", "12000", "--chunked-prefill-size", "1024", *more_args]
     env = {**EVERY_STEP, **install(folder, "failing_plugin", source)}
     with Server(NANO, "diffkv", args, diffkv_config=config, env=env, timeout=START_TIMEOUT) as running:
         yield running

@@ -91,7 +91,7 @@ def test_sessions_continue_branch_and_end(server: tuple[str, Server]) -> None:
     other = _ask(running, _prompt(62, 30), session_params=branch)
     assert other["meta_info"]["prompt_tokens"] == 180
     assert _cached(other) == 150
-    root = {"id": name, "rid": first["meta_info"]["id"], "replace": True}  # without rid SGLang 0.5.21's scheduler dies
+    root = {"id": name, "rid": first["meta_info"]["id"], "replace": True}
     replaced = _ask(running, _prompt(63, 150), session_params=root)
     assert replaced["meta_info"]["prompt_tokens"] == 358
     assert _cached(replaced) >= 200, "what the turn before the replaced ones left was not found"

@@ -254,13 +254,6 @@ def test_a_pause_in_generation(server: Server, mode: str) -> None:
     assert ended["meta_info"]["finish_reason"]["type"] == ("abort" if mode == "abort" else "length")
 
 
-def test_beams_are_declined(server: Server) -> None:
-    """They need no option of the server: a client asks for them."""
-    request = {"input_ids": _prompt(700), "sampling_params": {"max_new_tokens": 8, "beam_width": 4}}
-    response = server.post("/generate", request)
-    assert response.status_code == 400 and "Drop beam_width" in response.text
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("listened", ["canary"], indirect=True)
 def test_the_canary_stays_silent(server: Server) -> None:

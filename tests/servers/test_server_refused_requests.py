@@ -1,12 +1,16 @@
 """Errors while a batch is prepared, ours and SGLang's own, injected by a plugin of the test: they end the requests that
-they concern, by name, and nobody else's."""
+they concern, by name, and nobody else's. An urgent prompt that is refused after others made room for it."""
 
 from __future__ import annotations
 
+import json
+import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import requests
 
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.failing_plugin import failing_server
@@ -17,6 +21,9 @@ pytestmark = pytest.mark.server
 PREFIX, CHUNK, REPLY = 400, 333, 555
 """What fails of ours: a matched prefix of so many tokens, a prompt of so many new ones, a decode step at this
 position."""
+URGENT = 888
+"""New tokens of a prompt for which there are no pages the first time that it is asked for."""
+RUNNING = 4
 KV_SLOTS, ROWS = 444, 222
 """What fails of SGLang's: KV slots for so many new tokens, rows for a request with so many."""
 
@@ -24,6 +31,7 @@ PLUGIN = f"""
 def register():
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+    from sglang_diffkv.mem_pool.ledger import PageLedger
     from sglang_diffkv.mem_pool.page_manager import PageManager
     from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
     from sglang_diffkv.srt.allocator import DiffKVAllocator
@@ -37,6 +45,17 @@ def register():
         return None if any(len(req.origin_input_ids) == {ROWS} for req in reqs) else rows(self, reqs)
 
     DiffKVAllocator.alloc, ReqToTokenPool.alloc = alloc_, rows_
+
+    admits, asked = PageLedger.admits, []
+
+    def admits_(self, path, new_tokens):
+        if new_tokens != {URGENT}:
+            return admits(self, path, new_tokens)
+        asked.append(len(self.manager.rows))
+        print("urgent: asked with", asked[-1], "running", flush=True)
+        return len(asked) > 1 and admits(self, path, new_tokens)
+
+    PageLedger.admits = admits_
 
     attach, append_all, refused = PageManager.attach_prefix, TableSpace.append_all, TableSpace.refused
 
@@ -70,7 +89,8 @@ def register():
 @pytest.fixture(scope="module", params=["compressed", pytest.param("exact", marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("plugin")
-    with failing_server(folder, PLUGIN, {"prefix_fidelity": request.param}) as running:
+    args = ["--enable-priority-scheduling", "--max-running-requests", str(RUNNING)]
+    with failing_server(folder, PLUGIN, {"prefix_fidelity": request.param}, args) as running:
         yield running
 
 
@@ -129,3 +149,30 @@ def test_kv_slots_for_a_request_behind_a_prefix(server: Server) -> None:
     (end,) = ask(server, [prompt + tokens(KV_SLOTS, 24)], [4])
     assert "Retry it" in end
     assert ask(server, [prompt + tokens(9, 25)], [4]) == ["length"]
+
+
+def test_who_made_room_for_a_request_that_is_refused(server: Server) -> None:
+    """SGLang takes a running request from the batch, and then the urgent one finds no pages. Nobody is forgotten."""
+
+    def stream(seed: int, first: threading.Barrier) -> int:
+        sampling = {"max_new_tokens": 150, "temperature": 0, "ignore_eos": True}
+        request = {"input_ids": tokens(60, seed), "sampling_params": sampling, "stream": True}
+        with requests.post(f"{server.url}/generate", json=request, stream=True, timeout=100) as response:
+            lines = (x for x in response.iter_lines() if x.startswith(b"data: {"))
+            last = next(lines)
+            first.wait(120)
+            for last in lines:  # noqa: B007
+                pass
+        return int(json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"])
+
+    full = threading.Barrier(RUNNING + 1)
+    with ThreadPoolExecutor(RUNNING) as pool:
+        replies = [pool.submit(stream, 30 + i, full) for i in range(RUNNING)]
+        full.wait(120)
+        sampling = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
+        urgent = {"input_ids": tokens(URGENT, 40), "sampling_params": sampling, "priority": 50}
+        assert len(server.generate(urgent)["output_ids"]) == 2
+        assert not any(x.done() for x in replies), "it waited for one to end"
+        assert [x.result() for x in replies] == [150] * RUNNING
+    asked = re.findall(r"urgent: asked with (\d+) running", server.log_text())
+    assert asked[0] == str(RUNNING - 1), "nobody made room for it"

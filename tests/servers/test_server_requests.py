@@ -18,6 +18,7 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
+from sglang_diffkv.srt.compat import BEAM_SEARCH
 from tests.servers.shared import STRICT
 
 pytestmark = pytest.mark.server
@@ -142,6 +143,25 @@ def test_bad_requests_fail_alone(server: Server) -> None:
         assert re.search(word, reply.text), reply.text
     assert [len(x["output_ids"]) for x in replies] == [100, 100]
     assert replies[0]["output_ids"] == replies[1]["output_ids"]
+
+
+def test_beams_are_declined(server: Server) -> None:
+    """They need no option of the server: a client asks for them, in ``sampling_params``. Elsewhere SGLang has no such
+    field and ignores it, as it does without the plugin."""
+    plain = {"max_new_tokens": 4, "temperature": 0}
+    beams = {**plain, "beam_width": 4}
+    refused = "Drop beam_width" if BEAM_SEARCH else "Internal Server Error"
+    for text, sampling in (("Hello", beams), (["Hello", "You"], beams), (["Hello", "You"], [plain, beams])):
+        response = server.post("/generate", {"text": text, "sampling_params": sampling})
+        assert response.status_code == (400 if BEAM_SEARCH else 500) and refused in response.text
+    if BEAM_SEARCH:  # a stream has begun by then; before, SGLang breaks it off
+        response = server.post("/generate", {"text": "Hello", "sampling_params": beams, "stream": True})
+        last = [x for x in response.text.splitlines() if x.startswith("data: {")][-1]
+        reason = json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]
+        assert (reason["type"], reason["status_code"]) == ("abort", 400) and refused in reason["message"]
+    reply = server.generate({"text": "Hello", "sampling_params": plain})
+    ignored = server.generate({"text": "Hello", "sampling_params": plain, "beam_width": 4})
+    assert ignored["output_ids"] == reply["output_ids"]
 
 
 def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers import scheduler
+from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.mem_pool.geometry import Geometry
@@ -252,3 +256,64 @@ def test_structures_are_checked_after_every_kth_step(monkeypatch: pytest.MonkeyP
         except AssertionError:
             failed += 1
     assert failed == checks
+
+
+class AdmitsNobody:
+    """In place of SGLang's PrefillAdder: what runs makes room for an urgent request, and then nobody is admitted."""
+
+    def __init__(self, page_size: int, tree: Any, allocator: Any, running: Any, *args: Any, **kwargs: Any):
+        self.token_to_kv_pool_allocator, self.running_batch = allocator, running
+        self.can_run_list: list[Any] = []
+        self.preempt_list: list[Any] = []
+
+    def budget_state(self) -> AddReqResult:
+        return AddReqResult.CONTINUE
+
+    def _preempt(self, *args: Any) -> bool:
+        self.preempt_list.append(self.running_batch.reqs.pop())
+        return True
+
+    def preempt_to_schedule(self, *args: Any) -> Any:
+        return admission.preempt_to_schedule(AdmitsNobody._preempt, self, *args)
+
+    def add_one_req(self, *args: Any, **kwargs: Any) -> AddReqResult:
+        return AddReqResult.NO_TOKEN
+
+
+class Off(SimpleNamespace):
+    """All that is not set is off."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("queue_full", [False, True])
+def test_who_made_room_waits_again_if_nobody_is_admitted(queue_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own pass over its queue. What made room is queued once, or its client told that the queue is full."""
+    monkeypatch.setattr(scheduler, "PrefillAdder", AdmitsNobody)
+    for name in ("get_schedule", "get_memory"):
+        monkeypatch.setattr(scheduler, name, Off, raising=False)
+    _, ledger = session_of(UniformPolicy(), ("K8V4",))
+    allocator = allocator_of(ledger)
+    made_room = SimpleNamespace(rid="made room", priority=0)
+    urgent = Off(rid="urgent", priority=9, kv=Off(), init_next_round_input=lambda *_: None)
+    running = SimpleNamespace(reqs=[made_room], batch_is_full=False, is_empty=lambda: not running.reqs)
+    told = []
+
+    def queue(req: Any) -> None:
+        (told if queue_full else state.waiting_queue).append(req)
+
+    state = Off(
+        enable_priority_preemption=True, waiting_queue=[urgent], token_to_kv_pool_allocator=allocator, max_prefill_bs=0,
+        tree_cache=Off(), req_to_token_pool=Off(), grammar_manager=SimpleNamespace(has_waiting_grammars=lambda: False),
+        policy=SimpleNamespace(calc_priority=lambda *_, **__: None), get_num_allocatable_reqs=lambda *_, **__: 0,
+        new_token_ratio_tracker=SimpleNamespace(current=0.5),
+        tp_worker=SimpleNamespace(model_runner=Off(attn_backend=0)),
+        _add_request_to_queue=queue, get_prefill_adder_class=lambda: AdmitsNobody,
+    )  # fmt: skip
+    state._get_new_batch_prefill_raw = functools.partial(scheduler.Scheduler._get_new_batch_prefill_raw, state)
+    plan = hooks.get_new_batch_prefill(scheduler.Scheduler.get_new_batch_prefill, state, running)
+    assert plan.batch_to_run is None and not plan.running_batch.reqs
+    assert [*state.waiting_queue, *told] == [urgent, made_room]
+    hooks.get_new_batch_prefill(lambda *_: compat.no_prefill(running), state, running)
+    assert [*state.waiting_queue, *told] == [urgent, made_room], "of a pass before"
