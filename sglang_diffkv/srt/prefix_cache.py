@@ -147,7 +147,6 @@ class DiffKVPrefixCache(EvictingTree):
         segment: Segment | None
         if self._restored is not None:
             segment = self._restored
-            assert (segment.lo, segment.hi) == (lo, hi), "a restored segment is not what the tree lacks"
         elif self.inserting_row is not None:
             segment = self.manager.prompts.publish(self.inserting_row, lo, hi)
         else:
@@ -158,7 +157,8 @@ class DiffKVPrefixCache(EvictingTree):
 
     @contextmanager
     def restoring(self, segment: Segment) -> Iterator[None]:
-        """Inside, the node that is inserted has the pages of ``segment``, which no node names yet."""
+        """Inside, the node that is inserted has the pages of ``segment``, which no node names yet. What the tree lacks
+        of the inserted key must be the segment's positions."""
         self._restored = segment
         try:
             yield

@@ -148,13 +148,19 @@ class EvictingTree(RadixCache):
         priority = self.eviction_strategy.get_priority(leaf)
         return priority if self.states is None else (leaf in self.states.of_nodes, priority)
 
-    def evict_path(self, key: Any) -> None:
-        """Evict what the tree has of SGLang's RadixKey ``key``, as far as nothing branches off and nobody reads it."""
-        node = RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node
-        while node is not self.root_node and not node.children and node.lock_ref == 0:
-            parent = node.parent
+    def evict_path(self, key: Any, start: int = 0) -> None:
+        """Evict what the tree has of SGLang's RadixKey ``key`` from position ``start`` on, as far as nothing branches
+        off and nobody reads it."""
+        node, path = RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node, []
+        while node is not self.root_node:
+            path.append(node)
+            node = node.parent
+        end = sum(len(node.key) for node in path)
+        for node in path:
+            if end <= start or node.children or node.lock_ref:
+                return
+            end -= len(node.key)
             self._evict_node(node)
-            node = parent
 
     def _evict_node(self, leaf: Any) -> None:
         self.token_to_kv_pool_allocator.free(leaf.value)

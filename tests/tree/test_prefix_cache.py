@@ -110,11 +110,15 @@ class TreeMachine(RuleBasedStateMachine):
 
     def admit_tokens(self, tokens: array) -> None:
         """A new request of this prompt, if there is room."""
-        rid = str(next(self.ids))
+        rid, extra_key = self.named()
         if len(self.running) == ROWS:
             return
-        match = Match(self.tree, tokens)
+        match = Match(self.tree, tokens, extra_key=extra_key)
         self.admit_matched(StandIn(tokens, None, match, len(match), rid=rid), match)
+
+    def named(self) -> tuple[str, str | None]:
+        """``rid`` and ``extra_key`` of a new request."""
+        return str(next(self.ids)), None
 
     def admit_matched(self, req: Any, match: Match) -> bool:
         """Whether there is room for a request that has matched and locked a prefix. If not it gives it up."""
