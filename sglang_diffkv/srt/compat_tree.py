@@ -6,6 +6,26 @@ from typing import Any
 
 from sglang_diffkv.srt.compat import extend_end, filled_to, prompt_len, release, row_of
 from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+from sglang_diffkv.srt.private_space import is_private
+
+
+class PublicEvents:
+    """SGLang's recorder of KV events, which hears nothing of private nodes: its hashes leave the namespace out, so a
+    listener would take one for a prefix that every request finds, and its end for the end of that."""
+
+    def __init__(self, recorder: Any):
+        self._recorder = recorder
+
+    def record_store(self, node: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_private(node):
+            self._recorder.record_store(node, *args, **kwargs)
+
+    def record_remove(self, node: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_private(node):
+            self._recorder.record_remove(node, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
 
 
 def prefix_cache_class() -> type:
@@ -41,19 +61,29 @@ def prefix_cache_class() -> type:
             if not (is_insert and not self.disable and self.requests.publish(req, insertion, running=False)):
                 stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
 
-        def record_removal(self, leaf: Any) -> None:
-            self._record_remove_event(leaf)
+        def _record_store_event(self, node: Any, *args: Any) -> None:
+            if not is_private(node):
+                super()._record_store_event(node, *args)
 
-    class V21(_Inserting):
+        def record_removal(self, leaf: Any) -> None:
+            if not is_private(leaf):
+                self._record_remove_event(leaf)
+
+    class _Recording(_Inserting):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.kv_events: Any = PublicEvents(self.kv_events)
+
+        def record_removal(self, leaf: Any) -> None:
+            self.kv_events.record_remove(leaf)
+
+    class V21(_Recording):
         def insert_req(self, req: Any, *, up_to: int) -> None:
             stock = super().insert_req
             if not self.disable:
                 self.requests.publish(req, lambda: stock(req, up_to=up_to), running=False)
 
-        def record_removal(self, leaf: Any) -> None:
-            self.kv_events.record_remove(leaf)
-
-    class V23(_Inserting):
+    class V23(_Recording):
         def checkpoint(self, req: Any, *, up_to: int) -> None:
             stock = super().checkpoint
             running = not req.finished()
@@ -63,9 +93,6 @@ def prefix_cache_class() -> type:
             self.requests.publish(req, lambda: stock(req, up_to=end), running=running)
             if running:
                 self.requests.prompt_published(req)
-
-        def record_removal(self, leaf: Any) -> None:
-            self.kv_events.record_remove(leaf)
 
     if release() < (0, 5, 18):
         return V17
