@@ -5,24 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_diffkv.srt.compat import extend_end, filled_to, prompt_len, release, row_of
+from sglang_diffkv.srt.kv_events import ToldNodes
 from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
-from sglang_diffkv.srt.private_space import is_private
 
 
-class PublicEvents:
-    """SGLang's recorder of KV events, which hears nothing of private nodes: its hashes leave the namespace out, so a
-    listener would take one for a prefix that every request finds, and its end for the end of that."""
+class OwnEvents:
+    """SGLang's recorder of KV events for a tree that says itself which nodes come."""
 
     def __init__(self, recorder: Any):
         self._recorder = recorder
 
     def record_store(self, node: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_private(node):
-            self._recorder.record_store(node, *args, **kwargs)
-
-    def record_remove(self, node: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_private(node):
-            self._recorder.record_remove(node, *args, **kwargs)
+        """SGLang has inserted a node, of which the tree tells later."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._recorder, name)
@@ -62,20 +56,20 @@ def prefix_cache_class() -> type:
                 stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
 
         def _record_store_event(self, node: Any, *args: Any) -> None:
-            if not is_private(node):
-                super()._record_store_event(node, *args)
+            """SGLang has inserted a node, of which the tree tells later."""
 
-        def record_removal(self, leaf: Any) -> None:
-            if not is_private(leaf):
-                self._record_remove_event(leaf)
+        def told_nodes(self) -> ToldNodes | None:
+            if not self.enable_kv_cache_events:
+                return None
+            return ToldNodes(self, super()._record_store_event, self._record_remove_event)
 
     class _Recording(_Inserting):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            self.kv_events: Any = PublicEvents(self.kv_events)
-
-        def record_removal(self, leaf: Any) -> None:
-            self.kv_events.record_remove(leaf)
+        def told_nodes(self) -> ToldNodes | None:
+            recorder: Any = self.kv_events
+            if not recorder.enabled:
+                return None
+            self.kv_events = OwnEvents(recorder)
+            return ToldNodes(self, recorder.record_store, recorder.record_remove)
 
     class V21(_Recording):
         def insert_req(self, req: Any, *, up_to: int) -> None:

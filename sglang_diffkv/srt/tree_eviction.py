@@ -20,6 +20,7 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.reach import whole_tokens
 from sglang_diffkv.srt.kept_states import KeptStates
+from sglang_diffkv.srt.kv_events import ToldNodes
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -32,6 +33,7 @@ class EvictingTree(RadixCache):
     ledger: PageLedger
     manager: PageManager
     states: KeptStates | None
+    told: ToldNodes | None
     least_kept: int
     """A leaf is cut only if this many of its tokens stay."""
     least_kept_waiting: int
@@ -165,8 +167,6 @@ class EvictingTree(RadixCache):
     def _evict_node(self, leaf: Any) -> None:
         self.token_to_kv_pool_allocator.free(leaf.value)
         self._delete_leaf(leaf)
-        self.record_removal(leaf)
-
-    def record_removal(self, leaf: Any) -> None:
-        """Tell SGLang's KV event stream; its name differs between versions."""
-        raise NotImplementedError
+        if self.told is not None:
+            self.told.gone(leaf)
+            self.told.end_went(leaf.parent)

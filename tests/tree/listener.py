@@ -7,6 +7,8 @@ from typing import Any
 
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
+from sglang_diffkv.mem_pool.reach import served_end
+
 Tokens = tuple[int, ...]
 
 
@@ -51,11 +53,19 @@ class Listener:
         assert known <= found, "the listener believes in tokens that are not found"
 
     def _public(self, node: Any, before: Tokens) -> Iterator[Tokens]:
-        """Prefixes that a request without a namespace finds behind ``node``, where ``before`` ends."""
+        """Prefixes that a request without a namespace finds behind ``node``, where ``before`` ends: up to the last node
+        in which a match may end."""
         for child in node.children.values():
             if child.key.extra_key is not None:
                 continue
             tokens = (*before, *child.key.token_ids)
-            assert self.tree._served(child) == len(tokens), "a node is in the tree that no request can read"
-            yield from (tokens[:end] for end in range(len(before) + 1, len(tokens) + 1))
-            yield from self._public(child, tokens)
+            behind = list(self._public(child, tokens))
+            if behind or self._ends_match(child, len(tokens)):
+                yield from (tokens[:end] for end in range(len(before) + 1, len(tokens) + 1))
+                yield from behind
+
+    def _ends_match(self, node: Any, length: int) -> bool:
+        """As ``match`` of the tree, which may join segments, and counts a look as a use."""
+        tree = self.tree
+        stated = tree.states is None or tree.states.last(node) is node
+        return stated and served_end(tree.path(node), tree.manager.geometry.reaches) == length
