@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,12 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.page_format import Tier
 from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.allocator import SERVED
 from sglang_diffkv.srt.compat import tokens_wanted
+from sglang_diffkv.srt.hooks import HOOKS
 from sglang_diffkv.srt.retracted import Kept, Retracted, why_recomputed
+from sglang_diffkv.srt.validation import BACKEND
 from tests.tree.stand_in import Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
 from tests.tree.tree_world import World
@@ -210,6 +215,94 @@ def test_what_the_tree_has_gained_meanwhile_is_computed_again(
     world.check()
 
 
+def generating(world: World, count: int) -> list[Any]:
+    """Requests that have generated 9 tokens behind 40 and may generate few more; the tree has lost their prompts where
+    nobody reads them."""
+    reqs = [world.prompt(world.tokens(40)) for _ in range(count)]
+    for req in reqs:
+        req.sampling_params.max_new_tokens = 20
+        for _ in range(9):
+            world.decode(req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    return reqs
+
+
+def most_found(world: World, reqs: list[Any]) -> int:
+    """Tokens of a request that the tree or the host has, at most."""
+    return max(readmit(world, req) for req in reqs)
+
+
+def test_nothing_that_is_kept_outlives_a_pause(world: World) -> None:
+    """SGLang promises that all is computed again: of a request that waits for its turn, of one that was restored and
+    has not run yet, and of one that has. Of all three the tree has no more than stock's, the prompts."""
+    reqs = generating(world, 3)
+    for req in reqs:
+        retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    waits, restored, runs = reqs
+    assert readmit(world, runs) == 49
+    run(world, runs)
+    assert readmit(world, restored) == 49
+    retracted, before = retracted_of(world), dict(retracted_of(world).counts)
+    with retracted.retracting_all():
+        world.leave(runs, insert=False)
+    assert not retracted.kept and not world.manager.saved.host.used
+    assert most_found(world, reqs) == 0, "what was kept outlives the pause"
+    assert retracted.counts["dropped"] - before["dropped"] == 2
+    retract(world, world.prompt(world.tokens(40)))
+    assert retracted.counts["kept"] - before["kept"] == 1, "requests of after the pause are kept again"
+
+
+def test_nothing_that_other_weights_computed_is_kept(world: World) -> None:
+    """A request that goes on over a change of weights has keys and values of both: retracted later it is computed
+    again, and so are those that may have begun on a prefix that stayed in the tree."""
+    first, second = reqs = generating(world, 2)
+    retract(world, first)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert readmit(world, first) == 49
+    run(world, first)
+    retracted = retracted_of(world)
+    retract(world, second)
+    retracted.weights_change()
+    assert not retracted.kept and not world.manager.saved.host.used
+    retract(world, first)
+    assert most_found(world, reqs) <= 40, "what other weights generated is found"
+    retract(world, world.prompt(world.tokens(40)))
+    assert not retracted.kept and retracted.counts["kept"] == 2
+    world.tree.reset()
+    retract(world, world.prompt(world.tokens(40)))
+    assert retracted.counts["kept"] == 3
+    world.tree.reset()
+    retracted.weights_change()
+    retract(world, world.prompt(world.tokens(40)))
+    assert retracted.counts["kept"] == 4, "nothing was computed by other weights"
+
+
+def test_every_way_to_change_weights_is_hooked() -> None:
+    """A method of SGLang's that is in neither list is new: does it change weights?"""
+    module, manager = compat.WEIGHT_CHANGES[0].rsplit(".", 2)[:2]
+    known = {
+        "flush_cache_after_weight_update", "init_weights_update_group", "destroy_weights_update_group",
+        "get_weights_by_name", "record_weight_version_after_update",
+    }  # fmt: skip
+    found = {name for name in dir(getattr(import_module(module), manager)) if "weight" in name and name[0] != "_"}
+    hooked = {name.rsplit(".", 1)[1] for name in compat.WEIGHT_CHANGES}
+    assert hooked <= found <= hooked | known
+    assert set(compat.WEIGHT_CHANGES) <= HOOKS.keys()
+
+
+@pytest.mark.parametrize(("action", "drops"), [(None, True), ("reset_tensors", True), ("checksum", False)])
+def test_a_change_of_weights_drops_what_is_kept(
+    action: str | None, drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(300, exact=False, host_pages=200)
+    monkeypatch.setitem(SERVED, BACKEND, world.allocator)
+    retract(world, world.prompt(world.tokens(60)))
+    asked = SimpleNamespace(**({} if action is None else {"action": action}))
+    answer = HOOKS[compat.WEIGHT_CHANGES[0]](lambda self, request: request, None, asked)
+    assert answer is asked and bool(retracted_of(world).kept) != drops
+
+
 def test_it_waits_for_room_while_others_run(world: World) -> None:
     req = world.prompt(world.tokens(90))
     retract(world, req)
@@ -298,13 +391,18 @@ def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None
         ('{"host_gib": 0}', {}, None, "host_gib"),
         ("{}", {"disable_radix_cache": True}, None, "prefix cache, which is off"),
         ("{}", {"tp_size": 2}, None, "several ranks"),
+        ("{}", {"SGLANG_RADIX_FORCE_MISS": "1"}, None, "SGLANG_RADIX_FORCE_MISS"),
         ("{}", {}, "mamba", "states"),
         ("{}", {"strip_thinking_cache": True}, None, "--strip-thinking-cache"),
         ("{}", {"kv_canary": "log"}, None, "--kv-canary"),
         ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', {}, None, "the policy"),
     ],
 )
-def test_why_a_server_computes_them_again(config: str, changes: dict[str, Any], states: Any, why: str) -> None:
+def test_why_a_server_computes_them_again(
+    config: str, changes: dict[str, Any], states: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in changes if name.isupper()]:
+        monkeypatch.setenv(name, changes[name])
     args = {"disable_radix_cache": False, "tp_size": 1, "speculative_algorithm": None, "kv_canary": "none", **changes}
     configurator = SimpleNamespace(server_args=SimpleNamespace(**args), mambaish_config=states)
     found = why_recomputed(configurator, load_config(config))
