@@ -64,8 +64,10 @@ def prefix_cache_class() -> type:
             return ToldNodes(self, super()._record_store_event, self._record_remove_event)
 
     class _Recording(_Inserting):
+        kv_events: Any
+
         def told_nodes(self) -> ToldNodes | None:
-            recorder: Any = self.kv_events
+            recorder = self.kv_events
             if not recorder.enabled:
                 return None
             self.kv_events = OwnEvents(recorder)

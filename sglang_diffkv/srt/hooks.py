@@ -412,7 +412,7 @@ HOOKS = {
     SCHEDULER + "process_batch_result": process_batch_result,
     SCHEDULER + "get_internal_state": get_internal_state,
     SCHEDULER + "pause_generation": pause_generation,
-    **{name: change_weights for name in compat.WEIGHT_CHANGES},
+    **dict.fromkeys(compat.WEIGHT_CHANGES, change_weights),
     COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": get_total_uncached_sizes,
     COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
     SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,

@@ -322,7 +322,7 @@ class Retracted:
         outdated = bool(self.manager.rows) or bool(self.manager.segments.cached)
         if outdated and not self.outdated:
             logger.warning(
-                "DiffKV: weights are updated while requests run or prefixes are cached; retracted requests are computed "
+                "DiffKV: weights change while requests run or prefixes are cached: retracted requests are computed "
                 "again until the cache is flushed."
             )
         self.outdated |= outdated

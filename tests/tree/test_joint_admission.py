@@ -35,7 +35,7 @@ def asking(this: World, prompt: int, reply: int = 250) -> Any:
     sampling = SimpleNamespace(max_new_tokens=reply, ignore_eos=True)
     kv = SimpleNamespace(req_pool_idx=None)
     return Fields(
-        rid="chosen by its client", kv=kv, req_pool_idx=None, sampling_params=sampling, output_ids=[], prefix_len=0, prefix_indices=[],
+        kv=kv, req_pool_idx=None, sampling_params=sampling, output_ids=[], prefix_len=0, prefix_indices=[],
         full_untruncated_fill_ids=tokens, last_node=this.tree.root_node, finished=lambda: False,
     )  # fmt: skip
 

@@ -138,6 +138,26 @@ def test_a_compressed_prompt_is_for_its_request_alone() -> None:
     world.check()
 
 
+def test_no_event_tells_of_a_private_node() -> None:
+    """A listener would believe in a prompt that only one request finds, and with that request forget the prompt that
+    all find."""
+    world = World(900, exact=True, host_pages=200)
+    req = world.prompt(world.tokens(80))
+    prompt = list(req.tokens)
+    retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert readmit(world, req) == 80
+    world.listener.check()
+    assert not world.listener.blocks
+    world.leave(world.prompt([*prompt, 1]))
+    world.listener.check()
+    known = len(world.listener.blocks)
+    run(world, req)
+    world.leave(req)
+    world.listener.check()
+    assert len(world.listener.blocks) == known > 80
+
+
 def names_of(space: Any, rid: str) -> list[str]:
     """What a client may think that the namespace of a retracted request is called."""
     return [f"None\0retracted {rid}", f"retracted {rid}", rid, str(space), repr(space)]
@@ -190,9 +210,7 @@ def test_promises_of_one_name_are_kept_apart() -> None:
     assert world.requests.next_chunk_fits(both[0], 80) and both[0] not in ledger.chunks
 
 
-def test_what_the_tree_has_gained_meanwhile_is_computed_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_tree_has_gained_meanwhile_is_computed_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a request's tokens are found beside ends the scheduler: what does not fit is not restored."""
     req = world.prompt(world.tokens(60))
     retract(world, req)
@@ -239,7 +257,7 @@ def test_nothing_that_is_kept_outlives_a_pause(world: World) -> None:
     for req in reqs:
         retract(world, req)
     world.tree.evict_pages(world.manager.geometry.num_pages)
-    waits, restored, runs = reqs
+    _, restored, runs = reqs
     assert readmit(world, runs) == 49
     run(world, runs)
     assert readmit(world, restored) == 49

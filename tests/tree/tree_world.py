@@ -23,6 +23,7 @@ from sglang_diffkv.srt.compat import prefix_len
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step
+from tests.tree.listener import Listener
 from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
 
@@ -58,9 +59,11 @@ class World:
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
-        self.tree: Any = prefix_cache_class()(
-            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), share_min, exact=exact
+        params = CacheInitParams(
+            False, self.pool, self.allocator, 1, eviction_policy=eviction, enable_kv_cache_events=True
         )
+        self.tree: Any = prefix_cache_class()(params, share_min, exact=exact)
+        self.listener = Listener(self.tree)
         self.random = random.Random(1)
 
     def tokens(self, count: int) -> list[int]:
@@ -125,6 +128,7 @@ class World:
     def check(self) -> None:
         check_integrity(self.manager)
         self.tree.check_integrity()
+        self.listener.hear()
 
     def leaf(self, tokens: list[int]) -> Any:
         """The leaf of a prompt that shares nothing."""
