@@ -128,7 +128,6 @@ class World:
     def check(self) -> None:
         check_integrity(self.manager)
         self.tree.check_integrity()
-        self.listener.hear()
 
     def leaf(self, tokens: list[int]) -> Any:
         """The leaf of a prompt that shares nothing."""
