@@ -29,10 +29,10 @@ TIGHT = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
 CHUNKED, ALONE = ("--chunked-prefill-size", "64"), ("--disable-overlap-schedule",)
 
 
-def _reply(server: Server, prompt: list[int], new_tokens: int, *, whole: bool = False) -> Any:
+def _reply(server: Server, prompt: list[int], new_tokens: int, *, whole: bool = False, **named: str) -> Any:
     least = {"min_new_tokens": new_tokens} if whole else {}
     parameters = {"temperature": 0, "max_new_tokens": new_tokens, **least}
-    return server.generate({"input_ids": prompt, "sampling_params": parameters})
+    return server.generate({"input_ids": prompt, "sampling_params": parameters, **named})
 
 
 def _questions(count: int) -> list[list[int]]:
@@ -42,10 +42,13 @@ def _questions(count: int) -> list[list[int]]:
     return [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
 
 
-def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280) -> list[list[int]]:
+def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280, name: str = "") -> list[list[int]]:
+    """Replies to all prompts at once. ``name``: the clients choose their requests' ids, which begin so."""
+
     def ask(index: int) -> list[int]:
         time.sleep(0.1 * index)
-        return _reply(server, prompts[index], new_tokens)["output_ids"]
+        named = {"rid": f"{name}{index}"} if name else {}
+        return _reply(server, prompts[index], new_tokens, **named)["output_ids"]
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(ask, range(len(prompts))))
@@ -110,6 +113,7 @@ def test_only_the_last_token_of_a_retracted_request_is_computed(
     assert stats_of(server)["faults"] == 0
     if events is not None:
         _check_events(server, events, [x + reply for x, reply in zip(prompts, replies, strict=True)])
+        _check_names(server, prompts)
 
 
 def _check_events(server: Server, events: Events, asked: list[list[int]]) -> None:
@@ -147,6 +151,16 @@ def test_one_that_is_aborted_leaves_no_host_memory(server: Server) -> None:
         assert "abort" in ends and ends <= {"abort", "length"}, "some may have been about to end"
     time.sleep(0.5)
     assert _check_balanced(server)["dropped"]
+
+
+def _check_names(server: Server, prompts: list[list[int]]) -> None:
+    """Clients put tokens where the private prefix of a retracted request might be."""
+    before = _counts(server)
+    for index, prompt in enumerate(prompts):
+        for name in (f"None\0retracted mine{index}", f"mine{index}"):
+            _reply(server, prompt[:30], 1, extra_key=name)
+    assert all(_load(server, prompts, name="mine"))
+    assert _check_balanced(server)["restored"] > before["restored"]
 
 
 def _again(server: Server, seeds: range) -> dict[str, int]:
