@@ -160,7 +160,7 @@ def decision_digest(requests: Any) -> int:
         sorted((s.row, s.lo, s.hi, s.pages) for s in manager.segments.cached),
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),
         space.free_blocks, space.base.tolist(), space.total.tolist(), space.counted.tolist(),
-        ledger.tree_pages, ledger.evictable_pages, ledger.promised, ledger.refused,
+        ledger.tree_pages, ledger.evictable_pages, [*ledger.promised.values()], ledger.refused,
         requests.joint and requests.joint.refused, ledger.available(), ledger.kv_slots_free(),
         manager.prompts.plans.keys(), manager.prompts.pending.keys(),
         exact and (exact.outcomes, exact.ends.keys(), exact.detaching),

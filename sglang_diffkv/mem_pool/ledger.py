@@ -20,7 +20,7 @@ from sglang_diffkv.mem_pool.reach import kept_in_layers
 from sglang_diffkv.policies.base import kv_slots_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
 
 def spare_pages(tiers: int) -> int:
@@ -72,9 +72,11 @@ class PageLedger:
         """Of these, those that are free; the allocator says so."""
         self.tree_pages = 0
         self.evictable_pages = 0
-        self.promised: dict[str, Promise] = {}  # request id -> what its admitted prompt may still take
-        self.chunks: dict[str, int] = {}
-        """Request id -> tokens of a chunk, where the prompt is compacted between chunks."""
+        self.promised: dict[Hashable, Promise] = {}
+        """Request -> what its admitted prompt may still take. Requests are keys here, and not their ids: clients choose
+        ids, so two requests may have the same."""
+        self.chunks: dict[Hashable, int] = {}
+        """Request -> tokens of a chunk, where the prompt is compacted between chunks."""
         self.compacted = 0  # prompts admitted so
         self.waited = 0
         """Requests that were refused at least once for want of pages or table blocks."""
@@ -366,17 +368,17 @@ class PageLedger:
         """Table blocks of an admitted prompt until its first decode step."""
         return self.manager.space.blocks_for(path, new_tokens) + self.next_blocks
 
-    def promise(self, request_id: str, path: Path, new_tokens: int) -> None:
+    def promise(self, request: Hashable, path: Path, new_tokens: int) -> None:
         """Set aside pages, table blocks and KV slots for ``new_tokens`` prompt tokens that are still to be computed,
         and blocks for a ``path`` still to be attached. For a prompt that is compacted between chunks: pages for the
         next chunk."""
         if new_tokens > 0:
-            pages = self.prompt_pages(min(new_tokens, self.chunks.get(request_id, new_tokens)))
-            self.promised[request_id] = Promise(pages, self.blocks_for(path, new_tokens), new_tokens)
+            pages = self.prompt_pages(min(new_tokens, self.chunks.get(request, new_tokens)))
+            self.promised[request] = Promise(pages, self.blocks_for(path, new_tokens), new_tokens)
         else:
-            self.forget(request_id)
+            self.forget(request)
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request: Hashable) -> None:
         """The request's prompt is computed, or it leaves."""
-        self.promised.pop(request_id, None)
-        self.chunks.pop(request_id, None)
+        self.promised.pop(request, None)
+        self.chunks.pop(request, None)

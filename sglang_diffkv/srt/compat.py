@@ -87,6 +87,17 @@ MODEL_ADJUSTMENTS = (
 """What judges arguments by the model's architecture, and what it asks for the backends of prefill and decode."""
 
 
+WEIGHT_CHANGES = tuple(
+    f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
+    for name in (
+        *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
+        "check_weights",
+        *(() if release() < (0, 5, 21) else ("begin_weight_update", "end_weight_update")),
+    )
+)
+"""What a scheduler changes the model's weights by. Between the last two another process may write them."""
+
+
 def kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
     return req if release() < (0, 5, 18) else req.kv

@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_diffkv.srt.compat import extend_end, filled_to, prompt_len, release, row_of
+from sglang_diffkv.srt.kv_events import ToldNodes
 from sglang_diffkv.srt.prefix_cache import DiffKVPrefixCache
+
+
+class OwnEvents:
+    """SGLang's recorder of KV events for a tree that says itself which nodes come."""
+
+    def __init__(self, recorder: Any):
+        self._recorder = recorder
+
+    def record_store(self, node: Any, *args: Any, **kwargs: Any) -> None:
+        """SGLang has inserted a node, of which the tree tells later."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._recorder, name)
 
 
 def prefix_cache_class() -> type:
@@ -41,19 +55,31 @@ def prefix_cache_class() -> type:
             if not (is_insert and not self.disable and self.requests.publish(req, insertion, running=False)):
                 stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
 
-        def record_removal(self, leaf: Any) -> None:
-            self._record_remove_event(leaf)
+        def _record_store_event(self, node: Any, *args: Any) -> None:
+            """SGLang has inserted a node, of which the tree tells later."""
 
-    class V21(_Inserting):
+        def told_nodes(self) -> ToldNodes | None:
+            if not self.enable_kv_cache_events:
+                return None
+            return ToldNodes(self, super()._record_store_event, self._record_remove_event)
+
+    class _Recording(_Inserting):
+        kv_events: Any
+
+        def told_nodes(self) -> ToldNodes | None:
+            recorder = self.kv_events
+            if not recorder.enabled:
+                return None
+            self.kv_events = OwnEvents(recorder)
+            return ToldNodes(self, recorder.record_store, recorder.record_remove)
+
+    class V21(_Recording):
         def insert_req(self, req: Any, *, up_to: int) -> None:
             stock = super().insert_req
             if not self.disable:
                 self.requests.publish(req, lambda: stock(req, up_to=up_to), running=False)
 
-        def record_removal(self, leaf: Any) -> None:
-            self.kv_events.record_remove(leaf)
-
-    class V23(_Inserting):
+    class V23(_Recording):
         def checkpoint(self, req: Any, *, up_to: int) -> None:
             stock = super().checkpoint
             running = not req.finished()
@@ -63,9 +89,6 @@ def prefix_cache_class() -> type:
             self.requests.publish(req, lambda: stock(req, up_to=end), running=running)
             if running:
                 self.requests.prompt_published(req)
-
-        def record_removal(self, leaf: Any) -> None:
-            self.kv_events.record_remove(leaf)
 
     if release() < (0, 5, 18):
         return V17

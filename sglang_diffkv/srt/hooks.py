@@ -237,6 +237,24 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
         return original(self, tree_cache, *args, **kwargs)
 
 
+def pause_generation(original: Any, self: Any, recv_req: Any) -> Any:
+    """A pause that retracts all requests promises that they are computed again: nothing kept of any is brought back."""
+    requests = requests_of(self)
+    if requests is None or requests.retracted is None or recv_req.mode != "retract":
+        return original(self, recv_req)
+    with requests.retracted.retracting_all():
+        return original(self, recv_req)
+
+
+def change_weights(original: Any, self: Any, recv_req: Any) -> Any:
+    """Weights are updated, with a flush or without one. Of SGLang's checks of weights, which come here too, one
+    overwrites them."""
+    retracted = SERVED[BACKEND].requests.retracted if BACKEND in SERVED else None
+    if retracted is not None and getattr(recv_req, "action", "reset_tensors") == "reset_tensors":
+        retracted.weights_change()
+    return original(self, recv_req)
+
+
 # The scheduler's loop
 
 
@@ -417,6 +435,8 @@ HOOKS = {
     SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,
     SCHEDULER + "process_batch_result": process_batch_result,
     SCHEDULER + "get_internal_state": get_internal_state,
+    SCHEDULER + "pause_generation": pause_generation,
+    **dict.fromkeys(compat.WEIGHT_CHANGES, change_weights),
     COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": get_total_uncached_sizes,
     COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
     SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,

@@ -7,6 +7,7 @@ together, and a prompt what that grows by with it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ class JointAdmission:
         self.requests, self.manager, self.budgets = requests, requests.manager, budgets
         self.refused: tuple[int, Outlook] | None = None
         self._asked = self._running = 0
-        self._waits = ""  # the last refused request's id
+        self._waits: weakref.ref[Any] | None = None  # the last refused request
 
     def share(self, running: Sequence[Any], ratio: float) -> float:
         """High-tier tokens that running requests take together, by request. ``ratio``: of the tokens that a request may
@@ -55,8 +56,9 @@ class JointAdmission:
     def refuse(self, req: Any, needed: int) -> None:
         """The request waits for room; its prompt computes ``needed`` tokens."""
         self.refused = needed, self._of_prompt(req)
-        if self._waits != req.rid:  # else it was let in too early, and is looked at as seldom as before
-            self._waits, self._asked, self._running = req.rid, 0, 0
+        if self._waits is None or self._waits() is not req:
+            self._waits, self._asked, self._running = weakref.ref(req), 0, 0
+        # else it was let in too early, and is looked at as seldom as before
 
     def room_for_refused(self, running: Sequence[Any], ratio: float) -> bool:
         """Whether the last refused request would fit beside what runs by now; looked at when others run than before,

@@ -148,6 +148,8 @@ class KeptStates:
             self._free(slot)
         else:
             self.of_nodes[node] = slot
+            if self.tree.told is not None:
+                self.tree.told.end_came(node)
         self.of_nodes.move_to_end(node)
 
     def drop(self, node: Any) -> None:
@@ -155,6 +157,8 @@ class KeptStates:
         slot = self.of_nodes.pop(node, None)
         if slot is not None:
             self._free(slot)
+            if self.tree.told is not None:
+                self.tree.told.end_went(node)
 
     def leave(self, req: Any, row: int) -> None:
         """The request gives up its row, with all states that the tree did not take."""

@@ -190,9 +190,10 @@ class PathJoiner:
         joined = manager.segments.join(parts)
         joined.reads.update(reads)
         tree.locked_nodes[joined] = 0
-        at = 0
+        at, renamed = 0, []
         for node in nodes:
             if lo <= at < hi:
+                renamed.append(node)
                 self._rename(node, joined)
             at += len(node.key)
         for segment, _, end in parts:
@@ -202,6 +203,8 @@ class PathJoiner:
             else:
                 manager.segments.cut_front(segment, end)
         self.joined += 1
+        if tree.told is not None and any(manager.geometry.reaches):
+            tree.told.ends_changed(renamed[0])
 
     def _reads(self, parts: Path) -> dict[tuple[int, int], Entries]:
         """Entries of the joined segment's starts. Parts are copied in order, so a start is dense: who branches off

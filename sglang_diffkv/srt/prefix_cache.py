@@ -26,6 +26,7 @@ from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.hybrids import has_states
 from sglang_diffkv.srt.kept_states import KeptStates
+from sglang_diffkv.srt.kv_events import ToldNodes, is_told
 from sglang_diffkv.srt.path_joining import MOST_PARTS, PathJoiner
 from sglang_diffkv.srt.requests import Requests
 from sglang_diffkv.srt.retracted import Retracted
@@ -41,6 +42,8 @@ class DiffKVPrefixCache(EvictingTree):
     """Length of the longest key that the running insertion has put in, and the node where it ends."""
     states: KeptStates | None = None
     """Of a model that has states; None of others, and while nothing is kept."""
+    told: ToldNodes | None = None
+    """Nodes that listeners to SGLang's KV events know of; None without these events."""
 
     def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
         self.requests: Requests = params.token_to_kv_pool_allocator.requests
@@ -54,6 +57,7 @@ class DiffKVPrefixCache(EvictingTree):
         self.requests.tree = self
         self.joiner = PathJoiner(self)
         super().__init__(params)
+        self.told = self.told_nodes()
         self.is_eagle = False  # a node's tokens are those that its segment holds, and no pairs of them
         self.manager.counts.on_counted = self._count
         if not self.disable and has_states(self.req_to_token_pool):
@@ -141,6 +145,8 @@ class DiffKVPrefixCache(EvictingTree):
             segment = self._segment(matched, length)
             leaf.segment, leaf.left_by_readers = segment, []
             self.locked_nodes[segment] = 0
+            if self.told is not None:
+                self.told.end_came(leaf)
         return matched, leaf
 
     def _segment(self, lo: int, hi: int) -> Segment:
@@ -148,7 +154,6 @@ class DiffKVPrefixCache(EvictingTree):
         segment: Segment | None
         if self._restored is not None:
             segment = self._restored
-            assert (segment.lo, segment.hi) == (lo, hi), "a restored segment is not what the tree lacks"
         elif self.inserting_row is not None:
             segment = self.manager.prompts.publish(self.inserting_row, lo, hi)
         else:
@@ -159,7 +164,8 @@ class DiffKVPrefixCache(EvictingTree):
 
     @contextmanager
     def restoring(self, segment: Segment) -> Iterator[None]:
-        """Inside, the node that is inserted has the pages of ``segment``, which no node names yet."""
+        """Inside, the node that is inserted has the pages of ``segment``, which no node names yet. What the tree lacks
+        of the inserted key must be the segment's positions."""
         self._restored = segment
         try:
             yield
@@ -171,7 +177,7 @@ class DiffKVPrefixCache(EvictingTree):
         parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
         segment = parent.segment = child.segment
         segment.nodes += 1
-        parent.left_by_readers = list(child.left_by_readers)
+        parent.left_by_readers, parent.told = list(child.left_by_readers), is_told(child)
         if child.lock_ref > 0:
             for read in self._read_through(child):
                 self.locked_nodes[read] += 1
@@ -203,6 +209,18 @@ class DiffKVPrefixCache(EvictingTree):
         if end == found:
             return result
         return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))
+
+    def may_end_match(self, node: Any) -> bool:
+        """Whether what a request matches may end with the node: sliding layers hold all that they see, and the state
+        is kept."""
+        if self.states is not None and node not in self.states.of_nodes:
+            return False
+        reaches = self.manager.geometry.reaches
+        return not any(reaches) or served_end(self.path(node), reaches) == self.depth(node)
+
+    def told_nodes(self) -> ToldNodes | None:
+        """What follows the KV events of the installed SGLang, if they are on."""
+        raise NotImplementedError
 
     def _served(self, node: Any) -> int:
         """Position up to which a row may read the path to ``node``: it has room for that, and sliding layers find all

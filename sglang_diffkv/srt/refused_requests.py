@@ -24,7 +24,7 @@ def undo_prefill(scheduler: Any, refused: BatchRefused) -> None:
         scheduler.chunked_req = None
     again = []
     for index, req in enumerate(batch.reqs):
-        requests.ledger.forget(req.rid)
+        requests.ledger.forget(req)
         if req in refused.causes:
             _refuse(batch, index, requests, refused.reason)
         else:

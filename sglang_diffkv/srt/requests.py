@@ -157,9 +157,9 @@ class Requests:
     def admit(self, req: Any, admission: Admission, *, compacted: bool = False) -> None:
         """The request runs: set aside what its prompt may take. ``compacted``: it is compacted between chunks."""
         if compacted:
-            self.ledger.chunks[req.rid] = admission.chunk
+            self.ledger.chunks[req] = admission.chunk
             self.ledger.compacted += 1
-        self.ledger.promise(req.rid, admission.path, admission.needed)
+        self.ledger.promise(req, admission.path, admission.needed)
         if self.tree is not None:
             self.tree.evict_uncovered()
 
@@ -205,10 +205,10 @@ class Requests:
         """Whether an admitted prompt's next chunk has room. Always where all of its pages are promised; one that is
         compacted between chunks may have to wait."""
         ledger = self.ledger
-        if req.rid not in ledger.chunks:
+        if req not in ledger.chunks:
             return True
-        ledger.chunks[req.rid] = max(ledger.chunks[req.rid], chunk)
-        ledger.promise(req.rid, [], compat.prompt_len(req) - compat.prefix_len(req))
+        ledger.chunks[req] = max(ledger.chunks[req], chunk)
+        ledger.promise(req, [], compat.prompt_len(req) - compat.prefix_len(req))
         if ledger.uncommitted_pages() < 0:
             self.manager.counts.settle()  # the last chunk's compaction may have made room
             if self.tree is not None:
@@ -247,9 +247,9 @@ class Requests:
                     self.begin_prompt(req)
             if end == prompt:
                 ending.append(row)
-            elif req.rid in self.ledger.chunks:
+            elif req in self.ledger.chunks:
                 compacting.append(row)
-            self.ledger.promise(req.rid, [], prompt - end)
+            self.ledger.promise(req, [], prompt - end)
             rows.append(row)
             starts.append(start)
             counts.append(end - start)
@@ -416,7 +416,7 @@ class Requests:
         Args:
             counted: whether it counts among the requests served.
         """
-        self.ledger.forget(req.rid)
+        self.ledger.forget(req)
         self._follow(req, row)
         if row in self.manager.rows:
             if counted and self.usage is not None:

@@ -5,11 +5,13 @@ When SGLang is about to admit it (``Req.init_next_round_input``), what the tree 
 a segment of a node of its own, so that SGLang's match finds all but its last token, which it computes. With exact
 fidelity the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request
 looks into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
+
+What old weights computed is not brought back under new ones: a change of weights, and a pause that retracts all
+requests, drop all that is kept.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -18,10 +20,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 
 from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
 from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.private_space import PrivateSpace, in_space
 from sglang_diffkv.srt.speculation import drafts_of
 
 if TYPE_CHECKING:
@@ -39,6 +43,8 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
         return '"host_gib" is 0'
     if args.disable_radix_cache:
         return "they come back through the prefix cache, which is off"
+    if envs.SGLANG_RADIX_FORCE_MISS.get():
+        return "SGLANG_RADIX_FORCE_MISS keeps requests from finding anything in the prefix cache"
     if args.tp_size > 1:
         return "with several ranks each would have to find room for its part"
     if configurator.mambaish_config is not None:
@@ -60,29 +66,52 @@ had no room; of the former those that came back, tokens that they brought, those
 and those that were aborted or flushed meanwhile."""
 
 
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where restored pages are in the tree: what it has of ``key`` (SGLang's RadixKey) from position ``start`` on.
+
+    Attributes:
+        private: no other request finds them.
+    """
+
+    key: Any
+    start: int
+    private: bool
+
+
 @dataclass(eq=False)
 class Kept:
     """A retracted request and what is kept of it.
 
     Attributes:
-        space: the namespace of its node in the tree, None for that of its prompt. key: that of its node, once restored.
+        space: the namespace of its node in the tree, None for that of its prompt. place: where its pages are, once
+            restored.
         restored: tokens that the last restoration brought back. wanted: high-tier tokens for which it waits; None if it
             was not refused.
     """
 
     req: Any
     saved: SavedRow
-    space: str | None
-    key: Any = None
+    space: PrivateSpace | None
+    place: Place | None = None
     restored: int = 0
     wanted: float | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it was restored where no other request finds it."""
+        return self.place is not None and self.place.private
 
 
 class Retracted:
     """Retracted requests whose pages are in host memory, over a prefix cache.
 
+    Requests are keys here, and not their ids: clients choose ids, so two requests may have the same.
+
     Attributes:
         expected: row and tokens that each running request is expected to generate yet.
+        places: of running requests that were restored, by row.
+        outdated: whether the tree or a row may hold what other weights computed.
         counts: by ``COUNTS``.
     """
 
@@ -90,25 +119,24 @@ class Retracted:
         self.tree, self.saved = tree, saved
         self.manager, self.ledger = tree.manager, tree.ledger
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
-        self.kept: dict[str, Kept] = {}  # by request id
-        self.private: dict[int, Any] = {}  # row -> key of the node that its request alone can find
+        self.kept: dict[Any, Kept] = {}
+        self.places: dict[int, Place] = {}
+        self.outdated = False
         self.counts = dict.fromkeys(COUNTS, 0)
         self._admitting: Kept | None = None
+        self._left: list[Place] | None = None
 
     def of(self, req: Any) -> Kept | None:
         """What is kept of a request."""
-        kept = self.kept.get(req.rid)
-        return kept if kept is not None and kept.req is req else None
+        return self.kept.get(req)
 
     # Retraction
 
     def keep(self, req: Any) -> None:
         """The request is about to be retracted. One in the middle of its prompt is computed again, and so is one whose
-        tokens the prefix cache could not find."""
+        tokens the prefix cache could not find, or that other weights may have computed."""
         row, known = compat.row_of(req), compat.tokens_of(req) - 1
-        if (old := self.kept.get(req.rid)) is not None and old.req is not req:
-            self._drop(old)
-        if row is None or known <= 0 or not compat.findable(req):
+        if row is None or known <= 0 or self.outdated or not compat.findable(req):
             return
         rows = self.manager.rows
         if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
@@ -126,8 +154,7 @@ class Retracted:
                 )  # fmt: skip
             self.counts["no_host_memory"] += 1
             return
-        space = None if self.tree.exact is None else f"{getattr(req, 'extra_key', None)}\0retracted {req.rid}"
-        self.kept[req.rid] = Kept(req, saved, space)
+        self.kept[req] = Kept(req, saved, None if self.tree.exact is None else PrivateSpace())
         self.counts["kept"] += 1
 
     # Admission
@@ -162,27 +189,31 @@ class Retracted:
             return None
         return self.tree.match(params)
 
-    def _restored_apart(self, kept: Kept, params: Any, space: str) -> Any:
+    def _restored_apart(self, kept: Kept, params: Any, space: PrivateSpace) -> Any:
         """The same where others must not find it, unless the tree's prompt, of which it takes a copy again, leaves
         little to compute."""
-        apart = dataclasses.replace(params, key=_in_space(params.key, space))
+        apart = dataclasses.replace(params, key=in_space(params.key, space))
         if self.tree.depth(self.tree.find(apart).last_device_node) < kept.saved.hi:
-            self._evict_private(kept.key)  # what eviction left of it
-            kept.key, usual = None, self.tree.match(params)
+            self._evict(kept.place)  # what eviction left of it
+            kept.place, usual = None, self.tree.match(params)
             lost = kept.saved.hi + 1 - self.tree.depth(usual.last_device_node)
             if kept.saved.pages_from(0) > self.ledger.prompt_pages(lost):
                 return usual
             if not self._restore(kept, apart.key, self.tree.root_node, 0):
                 return None
-            kept.key = apart.key
         return self.tree.match(apart)
 
     def _restore(self, kept: Kept, key: Any, node: Any, at: int) -> bool:
         """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
-        eviction, if there is no room."""
+        eviction, if there is no room. Should the tree have another part of ``key`` by then, the request is computed
+        again."""
         tree, tokens, pages = self.tree, kept.saved.hi - at, kept.saved.pages_from(at)
         tree.inc_lock_ref(node)
         room = self._expected_to_fit(kept, pages) and self._make_room(kept, at, tokens, pages)
+        if room and tree.depth(tree.find(MatchPrefixParams(key=key)).last_device_node) != at:
+            tree.dec_lock_ref(node)
+            self.give_up(kept.req)
+            return False
         kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens) if room else None
         segment = self.saved.restore(kept.saved, at) if kv_slots is not None else None
         if kv_slots is not None and segment is None:
@@ -192,6 +223,8 @@ class Retracted:
             with tree.restoring(segment):
                 tree.insert(InsertParams(key=key, value=value, priority=getattr(kept.req, "priority", None) or 0))
             kept.restored = tokens
+            start = at if kept.place is None else min(at, kept.place.start)
+            kept.place = Place(key, start, private=kept.space is not None)
         else:
             kept.wanted = self._wanted(kept, pages)
         tree.dec_lock_ref(node)
@@ -232,8 +265,8 @@ class Retracted:
         return True
 
     def give_up(self, req: Any) -> None:
-        """The request does not fit with what was restored of it, though nothing runs: it is computed again, or it would
-        be restored and refused for ever."""
+        """What is kept of the request is of no use: it is computed again. So it is where it does not fit with what was
+        restored of it though nothing runs: it would be restored and refused for ever."""
         if (kept := self.of(req)) is not None:
             self.counts["recomputed"] += 1
             self._drop(kept)
@@ -241,7 +274,7 @@ class Retracted:
     def reads_alone(self, req: Any) -> bool:
         """Whether the request has matched a restored prefix that no other finds."""
         kept = self.of(req)
-        return kept is not None and kept.key is not None and compat.prefix_len(req) == kept.saved.hi
+        return kept is not None and kept.alone and compat.prefix_len(req) == kept.saved.hi
 
     def started(self, req: Any) -> None:
         """The pass that computes the request, or begins to, is planned: the host's copy is not needed any more."""
@@ -251,16 +284,55 @@ class Retracted:
         found = compat.prefix_len(req) >= kept.saved.hi
         self.counts["restored" if found else "recomputed"] += 1
         self.counts["tokens_restored"] += kept.restored if found else 0
-        if kept.key is not None:
-            self.private[compat.allocated_row_of(req)], kept.key = kept.key, None
+        if kept.place is not None:
+            self.places[compat.allocated_row_of(req)], kept.place = kept.place, None
         self._drop(kept)
 
     # The end
 
     def left(self, row: int) -> None:
-        """A request has given up its row and its lock on the tree: nobody else can find what was restored for it
-        alone."""
-        self._evict_private(self.private.pop(row, None))
+        """A request has given up its row and its lock on the tree: nobody else can find what was restored for it alone.
+        What was restored of other weights' computing goes too, as far as nobody reads it."""
+        place = self.places.pop(row, None)
+        if place is None:
+            return
+        if self._left is not None:
+            self._left.append(place)
+        elif place.private or self.outdated:
+            self._evict(place)
+
+    @contextmanager
+    def retracting_all(self) -> Iterator[None]:
+        """Inside, SGLang retracts all requests for a pause, with the promise that they are computed again when it ends,
+        by other weights perhaps. Nothing that is kept outlives it, on the host or restored to the tree."""
+        self._left = []
+        try:
+            yield
+        finally:
+            self.drop_all()
+            left, self._left = self._left, None
+            for place in left:
+                self._evict(place)
+
+    def weights_change(self) -> None:
+        """The weights are about to change. All that is kept is dropped. Unless nothing is left that these weights
+        computed, nothing is kept from now on until the tree is reset: requests that go on, and prefixes that stay in
+        the tree, are of both."""
+        self.drop_all()
+        outdated = bool(self.manager.rows) or bool(self.manager.segments.cached)
+        if outdated and not self.outdated:
+            logger.warning(
+                "DiffKV: weights change while requests run or prefixes are cached: retracted requests are computed "
+                "again until the cache is flushed."
+            )
+        self.outdated |= outdated
+
+    def drop_all(self) -> None:
+        """Drop what is kept of all requests, also what was restored of those that do not run yet."""
+        for kept in list(self.kept.values()):
+            place = kept.place
+            self.forget(kept.req)
+            self._evict(place)
 
     def forget(self, req: Any) -> None:
         """Drop what is kept of a request."""
@@ -279,18 +351,20 @@ class Retracted:
     def clear(self) -> None:
         """The tree is reset: weights may have changed, and nothing computed so far counts."""
         for kept in list(self.kept.values()):
-            kept.key = None
+            kept.place = None
             self.forget(kept.req)
-        self.private.clear()
+        self.places.clear()
+        self.outdated = self.outdated and bool(self.manager.rows)
 
     def _drop(self, kept: Kept) -> None:
-        del self.kept[kept.req.rid]
+        del self.kept[kept.req]
         self.saved.drop(kept.saved)
-        self._evict_private(kept.key)
+        if kept.alone:
+            self._evict(kept.place)
 
-    def _evict_private(self, key: Any) -> None:
-        if key is not None:
-            self.tree.evict_path(key)
+    def _evict(self, place: Place | None) -> None:
+        if place is not None:
+            self.tree.evict_path(place.key, place.start)
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
@@ -303,10 +377,3 @@ class Retracted:
         saved = [kept.saved for kept in self.kept.values()]
         assert len(saved) == len(self.saved.held), "a saved row has no request"
         assert set(saved) == self.saved.held, "a request's saved row is gone"
-
-
-def _in_space(key: Any, space: str) -> Any:
-    """A copy of SGLang's RadixKey in another namespace."""
-    found = copy.copy(key)
-    found.extra_key = space
-    return found

@@ -21,6 +21,7 @@ from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.reach import whole_tokens
 from sglang_diffkv.srt.kept_states import KeptStates
+from sglang_diffkv.srt.kv_events import ToldNodes
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -33,6 +34,7 @@ class EvictingTree(RadixCache):
     ledger: PageLedger
     manager: PageManager
     states: KeptStates | None
+    told: ToldNodes | None
     least_kept: int
     """A leaf is cut only if this many of its tokens stay."""
     least_kept_waiting: int
@@ -181,15 +183,24 @@ class EvictingTree(RadixCache):
         priority = self.eviction_strategy.get_priority(leaf)
         return priority if self.states is None else (leaf in self.states.of_nodes, priority)
 
-    def evict_path(self, key: Any) -> None:
-        """Evict what the tree has of SGLang's RadixKey ``key``, as far as nothing branches off and nobody reads it."""
-        node = RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node
-        self.evict_branch(node)
+    def evict_path(self, key: Any, start: int = 0) -> None:
+        """Evict what the tree has of SGLang's RadixKey ``key`` from position ``start`` on, as far as nothing branches
+        off and nobody reads it."""
+        self.evict_branch(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node, start)
 
-    def evict_branch(self, node: Any) -> None:
-        """Evict the path to ``node`` from its end, as far as nothing branches off and nobody reads it."""
-        while node is not self.root_node and not node.children and node.lock_ref == 0:
-            node = self._evict_nodes(self._together(node, []))
+    def evict_branch(self, node: Any, start: int = 0) -> None:
+        """Evict the path to ``node`` from its end to position ``start``, as far as nothing branches off and nobody
+        reads it."""
+        end, above = 0, node
+        while above is not self.root_node:
+            end, above = end + len(above.key), above.parent
+        while end > start and not node.children and node.lock_ref == 0:
+            nodes = [node]
+            end -= len(node.key)
+            while end > start and self._is_end(nodes[-1].parent, node.segment):
+                nodes.append(nodes[-1].parent)
+                end -= len(nodes[-1].key)
+            node = self._evict_nodes(nodes)
 
     def _evict_nodes(self, nodes: list[Any]) -> Any:
         """Evict a leaf and nodes above it, all of one segment; the node above them."""
@@ -197,15 +208,14 @@ class EvictingTree(RadixCache):
         for node in nodes:
             self.token_to_kv_pool_allocator.free(node.value)
             self._delete_leaf(node)
-            self.record_removal(node)
             node.segment = None
         self.give_up_end(segment, len(nodes), tokens)
+        if self.told is not None:
+            for node in nodes:
+                self.told.gone(node)
+            self.told.end_went(above)
         return above
 
     def give_up_end(self, segment: Any, nodes: int, tokens: int) -> None:
         """So many nodes at the end of a segment, with so many tokens, are gone."""
-        raise NotImplementedError
-
-    def record_removal(self, leaf: Any) -> None:
-        """Tell SGLang's KV event stream; its name differs between versions."""
         raise NotImplementedError

@@ -14,17 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import requests
 import torch
-import zmq
 from safetensors.torch import save_file
 
 from benchmarks.paths import NANO
-from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.srt.compat import CANARY_ON_CPU
+from tests.servers.events import Events
 from tests.servers.shared import STRICT
 
 pytestmark = [
@@ -51,57 +49,6 @@ def _adapter(folder: Path, seed: int) -> Path:
             weights[prefix + "B.weight"] = torch.randn(width, 4, generator=draw) * 0.3
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
-
-
-class Events:
-    """What a listener to the KV events believes to be cached."""
-
-    def __init__(self) -> None:
-        self.ports = Port(), Port()
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.connect(f"tcp://127.0.0.1:{self.ports[1].number}")
-        self.next = 0
-        self.blocks: dict[tuple[int | None, int], int] = {}  # (hash before, token) -> hash
-        self.removed = 0
-
-    def option(self) -> str:
-        endpoint, replay = (f"tcp://*:{port.number}" for port in self.ports)
-        return json.dumps({"publisher": "zmq", "endpoint": endpoint, "replay_endpoint": replay})
-
-    def read(self) -> None:
-        """Ask for all that was published since the last time; a server without work has published all."""
-        time.sleep(1)
-        self.socket.send_multipart([b"", self.next.to_bytes(8, "big")])
-        while True:
-            assert self.socket.poll(20_000), "the server sends no events"
-            *_, number, payload = self.socket.recv_multipart()  # SGLang 0.5.23 adds a topic
-            if not payload:
-                return
-            self.next = int.from_bytes(number, "big") + 1
-            for event in msgspec.msgpack.decode(payload)[1]:
-                self._take(event)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if event["type"] == "AllBlocksCleared":
-            self.blocks.clear()
-        elif event["type"] == "BlockStored":
-            before = event.get("parent_block_hash")
-            for name, token in zip(event["block_hashes"], event["token_ids"], strict=True):
-                self.blocks[before, token] = before = name
-        else:
-            gone = set(event["block_hashes"])
-            assert gone <= set(self.blocks.values()), "a block was removed that was never stored"
-            self.removed += len(gone)
-            self.blocks = {key: name for key, name in self.blocks.items() if name not in gone}
-
-    def cached(self, ids: list[int]) -> int:
-        """Tokens of a prompt that a request would find; it computes at least the last."""
-        before: int | None = None
-        for at, token in enumerate(ids[:-1]):
-            if (before, token) not in self.blocks:
-                return at
-            before = self.blocks[before, token]
-        return len(ids) - 1
 
 
 @pytest.fixture(scope="module", params=["no canary", pytest.param("canary", marks=pytest.mark.full)])

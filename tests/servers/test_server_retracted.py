@@ -16,7 +16,7 @@ from benchmarks import splits
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
-from sglang_diffkv.srt.compat import release
+from tests.servers.events import Events
 from tests.servers.shared import STRICT, check_idle, stats_of, tokens
 
 pytestmark = pytest.mark.server
@@ -26,15 +26,13 @@ COMPRESSED = {"prefix_fidelity": "compressed"}
 EXACT = {"prefix_fidelity": "exact"}
 TIGHT = ("--max-total-tokens", "620", "--schedule-conservativeness", "0.1")
 """Two or three requests fill the pool."""
-FLUSHES_WITH_REQUESTS_WAITING = release() >= (0, 5, 18)
-"""Whether a paused server of the installed SGLang does."""
 CHUNKED, ALONE = ("--chunked-prefill-size", "64"), ("--disable-overlap-schedule",)
 
 
-def _reply(server: Server, prompt: list[int], new_tokens: int, *, whole: bool = False) -> Any:
+def _reply(server: Server, prompt: list[int], new_tokens: int, *, whole: bool = False, **named: str) -> Any:
     least = {"min_new_tokens": new_tokens} if whole else {}
     parameters = {"temperature": 0, "max_new_tokens": new_tokens, **least}
-    return server.generate({"input_ids": prompt, "sampling_params": parameters})
+    return server.generate({"input_ids": prompt, "sampling_params": parameters, **named})
 
 
 def _questions(count: int) -> list[list[int]]:
@@ -44,10 +42,13 @@ def _questions(count: int) -> list[list[int]]:
     return [x for prompt in ids for x in (prompt, prompt[:-8] + prompt[-4:])]
 
 
-def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280) -> list[list[int]]:
+def _load(server: Server, prompts: list[list[int]], new_tokens: int = 280, name: str = "") -> list[list[int]]:
+    """Replies to all prompts at once. ``name``: the clients choose their requests' ids, which begin so."""
+
     def ask(index: int) -> list[int]:
         time.sleep(0.1 * index)
-        return _reply(server, prompts[index], new_tokens)["output_ids"]
+        named = {"rid": f"{name}{index}"} if name else {}
+        return _reply(server, prompts[index], new_tokens, **named)["output_ids"]
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         return list(threads.map(ask, range(len(prompts))))
@@ -99,13 +100,32 @@ def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> 
 def test_only_the_last_token_of_a_retracted_request_is_computed(
     config: dict[str, Any], args: tuple[str, ...], server_of: Callable[..., Server]
 ) -> None:
-    server = server_of("diffkv", (*TIGHT, *args), config=config, env=STRICT)
-    assert all(_load(server, _questions(6)))
+    events = Events() if config is EXACT else None
+    if events is not None:
+        args = (*args, "--kv-events-config", events.option())
+    server, prompts = server_of("diffkv", (*TIGHT, *args), config=config, env=STRICT), _questions(6)
+    replies = _load(server, prompts)
+    assert all(replies)
     found = _check_balanced(server)
     assert found["kept"] and found["restored"] > found["recomputed"]
     assert found["tokens_restored"] >= 60 * found["restored"]
     assert _one_token_passes(server)
     assert stats_of(server)["faults"] == 0
+    if events is not None:
+        _check_events(server, events, [x + reply for x, reply in zip(prompts, replies, strict=True)])
+        _check_names(server, prompts)
+
+
+def _check_events(server: Server, events: Events, asked: list[list[int]]) -> None:
+    """A router knows of each sequence how much the server finds, and no more."""
+    for ids in asked:
+        events.read()
+        known = events.cached(ids)
+        assert _reply(server, ids, 1)["meta_info"]["cached_tokens"] == known
+    server.flush_cache()
+    events.read()
+    assert not events.blocks
+    events.socket.close()
 
 
 @contextmanager
@@ -133,24 +153,59 @@ def test_one_that_is_aborted_leaves_no_host_memory(server: Server) -> None:
     assert _check_balanced(server)["dropped"]
 
 
-def test_a_pause_and_a_flush_drop_what_was_computed(server: Server) -> None:
-    """As before an update of the weights: what SGLang retracts then is to be computed again, and so is all that was
-    kept before."""
+def _check_names(server: Server, prompts: list[list[int]]) -> None:
+    """Clients put tokens where the private prefix of a retracted request might be."""
+    before = _counts(server)
+    for index, prompt in enumerate(prompts):
+        for name in (f"None\0retracted mine{index}", f"mine{index}"):
+            _reply(server, prompt[:30], 1, extra_key=name)
+    assert all(_load(server, prompts, name="mine"))
+    assert _check_balanced(server)["restored"] > before["restored"]
+
+
+def _again(server: Server, seeds: range) -> dict[str, int]:
+    """The counts once requests that fill the pool have been served."""
+    with ThreadPoolExecutor(4) as threads:
+        replies = list(threads.map(lambda seed: _reply(server, tokens(120, seed), 200, whole=True), seeds))
+    assert all(len(x["output_ids"]) == 200 for x in replies)
+    return _counts(server)
+
+
+def test_a_pause_drops_what_was_computed(server: Server) -> None:
+    """With or without a flush: what SGLang retracts then is to be computed again, and so is all that was kept
+    before."""
     with _some_on_the_host(server) as asked:
         before = _counts(server)
         assert server.post("/pause_generation", {"mode": "retract"}).ok
         try:
-            if FLUSHES_WITH_REQUESTS_WAITING:
-                server.flush_cache()
             paused = _counts(server)
         finally:
             assert server.post("/continue_generation", {}).ok
-        if FLUSHES_WITH_REQUESTS_WAITING:
-            assert (paused["waiting"], paused["host_bytes"]) == (0, 0)
-            assert paused["dropped"] > before["dropped"]
-        assert paused["kept"] <= before["kept"] + 1
+        assert (paused["waiting"], paused["host_bytes"]) == (0, 0)
+        assert paused["dropped"] > before["dropped"] and paused["kept"] <= before["kept"] + 1
         assert all(len(x.result()["output_ids"]) == 200 for x in asked)
     _check_balanced(server)
+
+
+def test_new_weights_get_nothing_of_old_ones(server: Server) -> None:
+    """An update without a flush under running requests drops host copies, and requests are computed again until the
+    prefix cache is flushed."""
+    update = {"model_path": str(NANO), "flush_cache": False}
+    with _some_on_the_host(server) as asked:
+        assert server.post("/update_weights_from_disk", update).json()["success"]
+        updated = _counts(server)
+        assert (updated["waiting"], updated["host_bytes"]) == (0, 0)
+        assert all(len(x.result()["output_ids"]) == 200 for x in asked)
+    assert _counts(server)["kept"] == updated["kept"]
+    assert _again(server, range(20, 24))["kept"] == updated["kept"]
+    server.flush_cache()
+    kept = _again(server, range(24, 28))["kept"]
+    assert kept > updated["kept"]
+    server.flush_cache()
+    assert server.post("/update_weights_from_disk", {**update, "flush_cache": True}).json()["success"]
+    assert _again(server, range(28, 32))["kept"] > kept
+    _check_balanced(server)
+    assert server.log_text().count("retracted requests are computed again until the cache is flushed") == 1
 
 
 def test_logprobs_are_computed_again(server: Server) -> None:

@@ -16,6 +16,12 @@ from sglang_diffkv.srt.compat import release
 V17, V23 = release() < (0, 5, 18), release() >= (0, 5, 22)
 
 
+class Fields(SimpleNamespace):
+    """Some fields of a request. As SGLang's it is equal to itself alone."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 class Match:
     """The longest prefix of a prompt that the tree has, its last token left out, locked.
 
@@ -27,9 +33,9 @@ class Match:
 
     diffkv_branch = 0
 
-    def __init__(self, tree: Any, prompt: array, *, new_tokens: int = 250) -> None:
-        self.sampling_params = SimpleNamespace(max_new_tokens=new_tokens)
-        found = tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], None), req=self))
+    def __init__(self, tree: Any, prompt: array, *, new_tokens: int = 250, extra_key: str | None = None) -> None:
+        self.sampling_params, self.extra_key = SimpleNamespace(max_new_tokens=new_tokens), extra_key
+        found = tree.match_prefix(MatchPrefixParams(key=RadixKey(prompt[:-1], extra_key), req=self))
         self.node = found.last_device_node
         indices = tree.path_device_indices(self.node) if V23 else found.device_indices
         self.kv_slots: torch.Tensor = indices.int()
@@ -50,7 +56,7 @@ class StandIn:
     """A request of one row whose prompt and reply so far are ``tokens``; ``end`` is where its next pass ends."""
 
     def __init__(self, prompt: array, row: int | None, match: Match, end: int, *, rid: str, priority: int = 0) -> None:
-        self.rid, self.priority, self.extra_key, self.cache_salt = rid, priority, None, None
+        self.rid, self.priority, self.extra_key, self.cache_salt = rid, priority, match.extra_key, None
         self.tokens, self.origin_input_ids, self.output_ids = prompt, prompt[:], array("q")
         self.sampling_params = SimpleNamespace(max_new_tokens=250, ignore_eos=False)
         self.extend_range = SimpleNamespace(end=end)

@@ -24,6 +24,7 @@ from sglang_diffkv.srt.allocator import DiffKVAllocator
 from sglang_diffkv.srt.requests import Requests
 from tests.dense import Session
 from tests.helpers import make_format, make_manager
+from tests.tree.stand_in import Fields
 
 
 def session_of(policy: object, tiers: tuple[str, ...] = ("K8V4", "K4V2")) -> tuple[Session, PageLedger]:
@@ -169,7 +170,7 @@ class Adder(SimpleNamespace):
     """What the hook on chunks sees of SGLang's ``PrefillAdder``."""
 
 
-def chunked(ledger: PageLedger, running: int) -> tuple[Adder, SimpleNamespace]:
+def chunked(ledger: PageLedger, running: int) -> tuple[Adder, Fields]:
     allocator = DiffKVAllocator.__new__(DiffKVAllocator)
     allocator.requests = Requests(ledger)
     adder = Adder(
@@ -178,7 +179,7 @@ def chunked(ledger: PageLedger, running: int) -> tuple[Adder, SimpleNamespace]:
         running_batch=SimpleNamespace(reqs=[None] * running),
         can_run_list=[],
     )
-    req = SimpleNamespace(rid="r", full_untruncated_fill_ids=[0] * 1000, prefix_indices=[0] * 300)
+    req = Fields(full_untruncated_fill_ids=[0] * 1000, prefix_indices=[0] * 300)
     return adder, req
 
 
@@ -187,20 +188,20 @@ def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     taken: list[int] = []
 
-    def original(adder: Adder, req: SimpleNamespace) -> None:
+    def original(adder: Adder, req: Fields) -> None:
         taken.append(ledger.available())
 
     adder, req = chunked(ledger, running=1)
     admission.add_chunked_req(original, adder, req)
     assert taken.pop() > 10**9, "a chunk whose pages are promised is not cut short"
-    ledger.chunks["r"] = 50
+    ledger.chunks[req] = 50
     admission.add_chunked_req(original, adder, req)
-    assert taken and ledger.chunks["r"] == 100 and ledger.promised["r"].pages == ledger.prompt_pages(100)
+    assert taken and ledger.chunks[req] == 100 and ledger.promised[req].pages == ledger.prompt_pages(100)
     taken.clear()
     ledger.promised["other"] = Promise(session.manager.geometry.num_pages - ledger.prompt_pages(60), 0, 0)
     assert admission.add_chunked_req(original, adder, req) is req and not taken
     assert ledger.uncommitted_pages() < 0, "so the next decode step retracts"
-    adder, req = chunked(ledger, running=0)
+    adder, _ = chunked(ledger, running=0)
     admission.add_chunked_req(original, adder, req)
     assert taken, "nobody would make room"
 

@@ -10,6 +10,7 @@ import pytest
 from sglang_diffkv.mem_pool.page_format import Tier
 from sglang_diffkv.policies.zipage import ZipagePolicy
 from sglang_diffkv.srt.joint_admission import STEPS
+from tests.tree.stand_in import Fields
 from tests.tree.tree_world import World
 
 KEEP, LIMIT, PAGE = 64, 96, 8
@@ -28,13 +29,13 @@ def running(this: World, prompt: int, reply: int = 250) -> Any:
     return req
 
 
-def asking(this: World, prompt: int, reply: int = 250, rid: str = "waits") -> Any:
+def asking(this: World, prompt: int, reply: int = 250) -> Any:
     """A request that waits: it has matched nothing."""
     tokens = this.tokens(prompt)
     sampling = SimpleNamespace(max_new_tokens=reply, ignore_eos=True)
     kv = SimpleNamespace(req_pool_idx=None)
-    return SimpleNamespace(
-        rid=rid, kv=kv, req_pool_idx=None, sampling_params=sampling, output_ids=[], prefix_len=0, prefix_indices=[],
+    return Fields(
+        kv=kv, req_pool_idx=None, sampling_params=sampling, output_ids=[], prefix_len=0, prefix_indices=[],
         full_untruncated_fill_ids=tokens, last_node=this.tree.root_node, finished=lambda: False,
     )  # fmt: skip
 
@@ -96,12 +97,12 @@ def test_one_that_was_let_in_too_early_is_not_asked_at_each_step() -> None:
     joint = this.requests.joint
     assert joint is not None
     others = [running(this, 30)]
-    found = []
+    found, waits = [], asking(this, 60)
     for _ in range(2 * STEPS):
-        joint.refuse(asking(this, 60), 60)  # SGLang's own sum says no
+        joint.refuse(waits, 60)  # SGLang's own sum says no
         found.append(joint.room_for_refused(others, 1.0))
     assert found == ([True] + [False] * (STEPS - 1)) * 2
-    joint.refuse(asking(this, 60, rid="another"), 60)
+    joint.refuse(asking(this, 60), 60)
     assert joint.room_for_refused(others, 1.0)
 
 

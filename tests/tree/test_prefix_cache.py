@@ -37,6 +37,7 @@ from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step, end_decode, faults, new_scores
 from tests.pages.usage_oracle import check_reading
+from tests.tree.listener import Listener
 from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
 CAPACITY, ROWS, LAYERS, HEADS, DIM, WINDOW, SHARE_MIN = 400, 8, 2, 2, 64, 8, 24
@@ -70,8 +71,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
-        params = CacheInitParams(False, self.pool, self.allocator, 1)
+        params = CacheInitParams(False, self.pool, self.allocator, 1, enable_kv_cache_events=True)
         self.tree = prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
+        self.listener = Listener(self.tree)
         self.running: list[Any] = []
         self.random = random.Random(0)
         self.scores = torch.Generator().manual_seed(self.manager.ranks.rank)
@@ -110,11 +112,15 @@ class TreeMachine(RuleBasedStateMachine):
 
     def admit_tokens(self, tokens: array) -> None:
         """A new request of this prompt, if there is room."""
-        rid = str(next(self.ids))
+        rid, extra_key = self.named()
         if len(self.running) == ROWS:
             return
-        match = Match(self.tree, tokens)
+        match = Match(self.tree, tokens, extra_key=extra_key)
         self.admit_matched(StandIn(tokens, None, match, len(match), rid=rid), match)
+
+    def named(self) -> tuple[str, str | None]:
+        """``rid`` and ``extra_key`` of a new request."""
+        return str(next(self.ids)), None
 
     def admit_matched(self, req: Any, match: Match) -> bool:
         """Whether there is room for a request that has matched and locked a prefix. If not it gives it up."""
@@ -287,6 +293,10 @@ class TreeMachine(RuleBasedStateMachine):
         assert min(sizes) >= 0
         if not self.running:
             assert ledger.uncached() == 0, "pages leaked"
+
+    @invariant()
+    def a_listener_knows_what_is_found(self) -> None:
+        self.listener.check()
 
     @invariant()
     def every_row_reads_its_own_tokens(self) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from array import array
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv.config import load_config
 from sglang_diffkv.mem_pool.page_format import Tier
 from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.allocator import SERVED
 from sglang_diffkv.srt.compat import tokens_wanted
-from sglang_diffkv.srt.retracted import Retracted, why_recomputed
+from sglang_diffkv.srt.hooks import HOOKS
+from sglang_diffkv.srt.retracted import Kept, Retracted, why_recomputed
+from sglang_diffkv.srt.validation import BACKEND
 from tests.tree.stand_in import Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
 from tests.tree.tree_world import World
@@ -37,7 +44,7 @@ def readmit(world: World, req: Any) -> int:
     """Match a retracted request as SGLang does when it admits one, and run it if it need not wait. Tokens found."""
     retracted = retracted_of(world)
     with retracted.admitting(req):
-        match = Match(world.tree, req.tokens)
+        match = Match(world.tree, req.tokens, extra_key=req.extra_key)
     match.unlock(world.tree)
     world.tree.check_integrity()
     return len(match)
@@ -46,7 +53,7 @@ def readmit(world: World, req: Any) -> int:
 def run(world: World, req: Any) -> None:
     """The pass of a retracted request that was found a place."""
     with retracted_of(world).admitting(req):
-        again = world.admit(list(req.tokens))
+        again = world.admit(list(req.tokens), extra_key=req.extra_key)
     req.__dict__ = {**again.__dict__, "rid": req.rid}
     if again.kv is again:
         req.kv = req
@@ -119,7 +126,7 @@ def test_a_compressed_prompt_is_for_its_request_alone() -> None:
     world.leave(other)
     run(world, req)
     row = req.kv.req_pool_idx
-    assert row in world.tree.exact.restored and row in retracted_of(world).private
+    assert row in world.tree.exact.restored and retracted_of(world).places[row].private
     world.leave(req)
     assert all(x.key.extra_key is None for x in world.tree.root_node.children.values())
     again = world.prompt(world.tokens(80))
@@ -129,6 +136,189 @@ def test_a_compressed_prompt_is_for_its_request_alone() -> None:
     retracted_of(world).sweep([])
     assert not world.manager.segments.cached and not world.manager.saved.host.used
     world.check()
+
+
+def test_no_event_tells_of_a_private_node() -> None:
+    """A listener would believe in a prompt that only one request finds, and with that request forget the prompt that
+    all find."""
+    world = World(900, exact=True, host_pages=200)
+    req = world.prompt(world.tokens(80))
+    prompt = list(req.tokens)
+    retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert readmit(world, req) == 80
+    world.listener.check()
+    assert not world.listener.blocks
+    world.leave(world.prompt([*prompt, 1]))
+    world.listener.check()
+    known = len(world.listener.blocks)
+    run(world, req)
+    world.leave(req)
+    world.listener.check()
+    assert len(world.listener.blocks) == known > 80
+
+
+def names_of(space: Any, rid: str) -> list[str]:
+    """What a client may think that the namespace of a retracted request is called."""
+    return [f"None\0retracted {rid}", f"retracted {rid}", rid, str(space), repr(space)]
+
+
+def test_no_client_can_name_a_private_namespace() -> None:
+    """Tokens that a client put under any text are neither found nor in the way."""
+    world = World(900, exact=True, host_pages=200)
+    req = world.prompt(world.tokens(80), rid="mine")
+    retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    for name in names_of(retracted_of(world).of(req).space, "mine"):
+        world.leave(world.prompt([*req.tokens[:60], *world.tokens(20)], extra_key=name))
+    assert readmit(world, req) == 80
+    for name in names_of(retracted_of(world).of(req).space, "mine"):
+        other = Match(world.tree, req.tokens, extra_key=name)
+        assert len(other) == 60
+        other.unlock(world.tree)
+    run(world, req)
+    world.leave(req)
+    assert retracted_of(world).counts["restored"] == 1
+
+
+def test_requests_of_one_name_are_kept_apart(world: World) -> None:
+    """A client may give two requests one ``rid`` and one ``extra_key``: an aborted request can be in the scheduler
+    still."""
+    both = [world.prompt(world.tokens(40), rid="one", extra_key="one") for _ in range(2)]
+    for req in both:
+        retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert retracted_of(world).counts["kept"] == 2 and not retracted_of(world).counts["dropped"]
+    for req in both:
+        assert readmit(world, req) == 40
+    for req in both:
+        run(world, req)
+    assert retracted_of(world).counts["restored"] == 2
+    for req in both:
+        world.leave(req)
+
+
+def test_promises_of_one_name_are_kept_apart() -> None:
+    world = World(900)
+    ledger, both = world.requests.ledger, [world.admit(world.tokens(80), rid="one") for _ in range(2)]
+    for req in both:
+        world.requests.admit(req, world.requests.judge(req, 80, []))
+    assert ledger.promised_pages() == 2 * ledger.prompt_pages(80)
+    ledger.forget(both[0])
+    assert ledger.promised_pages() == ledger.prompt_pages(80)
+    world.requests.admit(both[1], world.requests.judge(both[1], 40, []), compacted=True)
+    assert world.requests.next_chunk_fits(both[0], 80) and both[0] not in ledger.chunks
+
+
+def test_what_the_tree_has_gained_meanwhile_is_computed_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that a request's tokens are found beside ends the scheduler: what does not fit is not restored."""
+    req = world.prompt(world.tokens(60))
+    retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    retracted, stock = retracted_of(world), Retracted._make_room
+
+    def filled(self: Retracted, kept: Kept, at: int, tokens: int, pages: int) -> bool:
+        """While room is made the tree gets what is to be restored."""
+        room = stock(self, kept, at, tokens, pages)
+        segment, kv_slots = self.saved.restore(kept.saved, at), world.allocator.alloc(tokens).long()
+        key = RadixKey(req.tokens[:-1], kept.space)
+        with world.tree.restoring(segment):
+            world.tree.insert(InsertParams(key=key, value=kv_slots))
+        return room
+
+    monkeypatch.setattr(Retracted, "_make_room", filled)
+    assert readmit(world, req) == (0 if world.tree.exact else 60)
+    assert retracted.of(req) is None and retracted.counts["recomputed"] == 1
+    assert not world.manager.saved.host.used
+    world.check()
+
+
+def generating(world: World, count: int) -> list[Any]:
+    """Requests that have generated 9 tokens behind 40 and may generate few more; the tree has lost their prompts where
+    nobody reads them."""
+    reqs = [world.prompt(world.tokens(40)) for _ in range(count)]
+    for req in reqs:
+        req.sampling_params.max_new_tokens = 20
+        for _ in range(9):
+            world.decode(req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    return reqs
+
+
+def most_found(world: World, reqs: list[Any]) -> int:
+    """Tokens of a request that the tree or the host has, at most."""
+    return max(readmit(world, req) for req in reqs)
+
+
+def test_nothing_that_is_kept_outlives_a_pause(world: World) -> None:
+    """SGLang promises that all is computed again: of a request that waits for its turn, of one that was restored and
+    has not run yet, and of one that has. Of all three the tree has no more than stock's, the prompts."""
+    reqs = generating(world, 3)
+    for req in reqs:
+        retract(world, req)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    _, restored, runs = reqs
+    assert readmit(world, runs) == 49
+    run(world, runs)
+    assert readmit(world, restored) == 49
+    retracted, before = retracted_of(world), dict(retracted_of(world).counts)
+    with retracted.retracting_all():
+        world.leave(runs, insert=False)
+    assert not retracted.kept and not world.manager.saved.host.used
+    assert most_found(world, reqs) == 0, "what was kept outlives the pause"
+    assert retracted.counts["dropped"] - before["dropped"] == 2
+    retract(world, world.prompt(world.tokens(40)))
+    assert retracted.counts["kept"] - before["kept"] == 1, "requests of after the pause are kept again"
+
+
+def test_nothing_that_other_weights_computed_is_kept(world: World) -> None:
+    """A request that goes on over a change of weights has keys and values of both: retracted later it is computed
+    again, and so are those that may have begun on a prefix that stayed in the tree."""
+    first, second = reqs = generating(world, 2)
+    retract(world, first)
+    world.tree.evict_pages(world.manager.geometry.num_pages)
+    assert readmit(world, first) == 49
+    run(world, first)
+    retracted = retracted_of(world)
+    retract(world, second)
+    retracted.weights_change()
+    assert not retracted.kept and not world.manager.saved.host.used
+    retract(world, first)
+    assert most_found(world, reqs) <= 40, "what other weights generated is found"
+    retract(world, world.prompt(world.tokens(40)))
+    assert not retracted.kept and retracted.counts["kept"] == 2
+    world.tree.reset()
+    retract(world, world.prompt(world.tokens(40)))
+    assert retracted.counts["kept"] == 3
+    world.tree.reset()
+    retracted.weights_change()
+    retract(world, world.prompt(world.tokens(40)))
+    assert retracted.counts["kept"] == 4, "nothing was computed by other weights"
+
+
+def test_every_way_to_change_weights_is_hooked() -> None:
+    """A method of SGLang's that is in neither list is new: does it change weights?"""
+    module, manager = compat.WEIGHT_CHANGES[0].rsplit(".", 2)[:2]
+    known = {
+        "flush_cache_after_weight_update", "init_weights_update_group", "destroy_weights_update_group",
+        "get_weights_by_name", "record_weight_version_after_update",
+    }  # fmt: skip
+    found = {name for name in dir(getattr(import_module(module), manager)) if "weight" in name and name[0] != "_"}
+    hooked = {name.rsplit(".", 1)[1] for name in compat.WEIGHT_CHANGES}
+    assert hooked <= found <= hooked | known
+    assert set(compat.WEIGHT_CHANGES) <= HOOKS.keys()
+
+
+@pytest.mark.parametrize(("action", "drops"), [(None, True), ("reset_tensors", True), ("checksum", False)])
+def test_a_change_of_weights_drops_what_is_kept(
+    action: str | None, drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(300, exact=False, host_pages=200)
+    monkeypatch.setitem(SERVED, BACKEND, world.allocator)
+    retract(world, world.prompt(world.tokens(60)))
+    asked = SimpleNamespace(**({} if action is None else {"action": action}))
+    answer = HOOKS[compat.WEIGHT_CHANGES[0]](lambda self, request: request, None, asked)
+    assert answer is asked and bool(retracted_of(world).kept) != drops
 
 
 def test_it_waits_for_room_while_others_run(world: World) -> None:
@@ -219,32 +409,55 @@ def test_the_host_s_memory_may_be_full(caplog: pytest.LogCaptureFixture) -> None
         ('{"host_gib": 0}', {}, None, "host_gib"),
         ("{}", {"disable_radix_cache": True}, None, "prefix cache, which is off"),
         ("{}", {"tp_size": 2}, None, "several ranks"),
+        ("{}", {"SGLANG_RADIX_FORCE_MISS": "1"}, None, "SGLANG_RADIX_FORCE_MISS"),
         ("{}", {}, "mamba", "states"),
         ("{}", {"strip_thinking_cache": True}, None, "--strip-thinking-cache"),
         ("{}", {"kv_canary": "log"}, None, "--kv-canary"),
         ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', {}, None, "the policy"),
     ],
 )
-def test_why_a_server_computes_them_again(config: str, changes: dict[str, Any], states: Any, why: str) -> None:
+def test_why_a_server_computes_them_again(
+    config: str, changes: dict[str, Any], states: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in changes if name.isupper()]:
+        monkeypatch.setenv(name, changes[name])
     args = {"disable_radix_cache": False, "tp_size": 1, "speculative_algorithm": None, "kv_canary": "none", **changes}
     configurator = SimpleNamespace(server_args=SimpleNamespace(**args), mambaish_config=states)
     found = why_recomputed(configurator, load_config(config))
     assert why in found and bool(found) == bool(why)
 
 
+NAMES = ("", "one", "None\0retracted one")
+
+
 class RetractedMachine(TreeMachine):
-    """A prefix cache's life with requests that are retracted, wait, come back, or are aborted while they wait."""
+    """A prefix cache's life with requests that are retracted, wait, come back, or are aborted while they wait. Their
+    clients give several the same ``rid``, and namespaces that look like the plugin's."""
 
     host_pages = 300
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting: list[Any] = []
+        self.names: tuple[str | None, ...] = (None,)
+
+    @initialize(named=st.booleans())
+    def choose_names(self, named: bool) -> None:
+        """SGLang's events leave ``extra_key`` out, so where clients choose some a listener is wrong on stock, too."""
+        self.names = (None, None, None, *NAMES) if named else (None,)
+
+    @invariant()
+    def a_listener_knows_what_is_found(self) -> None:
+        if self.names == (None,):
+            self.listener.check()
 
     @property
     def retracted(self) -> Retracted:
         assert self.requests.retracted is not None
         return self.requests.retracted
+
+    def named(self) -> tuple[str, str | None]:
+        return self.random.choice(("one", "another")), self.random.choice(self.names)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 7), overlap=st.booleans())
@@ -268,7 +481,7 @@ class RetractedMachine(TreeMachine):
         req = self.waiting[which % len(self.waiting)]
         before, kept = dict(self.retracted.counts), self.retracted.of(req)
         with self.retracted.admitting(req):
-            match = Match(self.tree, req.tokens)
+            match = Match(self.tree, req.tokens, extra_key=req.extra_key)
         if self.retracted.turn_away(req):
             assert self.running, "a request waits with nothing running"
             match.unlock(self.tree)
@@ -300,12 +513,13 @@ class RetractedMachine(TreeMachine):
     def what_is_kept_is_known(self) -> None:
         self.retracted.check_integrity()
         assert {id(x.req) for x in self.retracted.kept.values()} <= {id(req) for req in [*self.waiting, *self.running]}
-        assert set(self.retracted.private) <= {req.kv.req_pool_idx for req in self.running}
+        assert set(self.retracted.places) <= {req.kv.req_pool_idx for req in self.running}
         spaces = {x.key.extra_key for x in self.tree.root_node.children.values()} - {None}
-        alone = [*(x.key for x in self.retracted.kept.values() if x.key), *self.retracted.private.values()]
-        assert spaces <= {key.extra_key for key in alone}, "a node that nobody can find is left"
+        places = [*(x.place for x in self.retracted.kept.values() if x.place), *self.retracted.places.values()]
+        alone = {place.key.extra_key for place in places if place.private}
+        assert spaces - set(NAMES) <= alone, "a node that nobody can find is left"
         if not self.exact:
-            assert not spaces
+            assert not spaces - set(NAMES)
 
 
 class ExactRetractedMachine(RetractedMachine):

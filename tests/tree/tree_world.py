@@ -23,6 +23,7 @@ from sglang_diffkv.srt.compat import prefix_len
 from sglang_diffkv.srt.compat_tree import prefix_cache_class
 from sglang_diffkv.srt.requests import Requests
 from tests.helpers import begin_step
+from tests.tree.listener import Listener
 from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
 
@@ -58,26 +59,30 @@ class World:
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
-        self.tree: Any = prefix_cache_class()(
-            CacheInitParams(False, self.pool, self.allocator, 1, eviction_policy=eviction), share_min, exact=exact
+        params = CacheInitParams(
+            False, self.pool, self.allocator, 1, eviction_policy=eviction, enable_kv_cache_events=True
         )
+        self.tree: Any = prefix_cache_class()(params, share_min, exact=exact)
+        self.listener = Listener(self.tree)
         self.random = random.Random(1)
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(1000) for _ in range(count)]
 
-    def start(self, tokens: list[int], priority: int = 0) -> Any:
-        """A request whose prompt is to run in one pass."""
-        req = self.admit(tokens, priority)
+    def start(self, tokens: list[int], priority: int = 0, **named: str) -> Any:
+        """A request whose prompt is to run in one pass; ``named``: its ``rid`` and ``extra_key``."""
+        req = self.admit(tokens, priority, **named)
         self.attach(req)
         return req
 
-    def admit(self, tokens: list[int], priority: int = 0) -> Any:
+    def admit(
+        self, tokens: list[int], priority: int = 0, *, rid: str | None = None, extra_key: str | None = None
+    ) -> Any:
         """A request that has matched and locked its prefix, as others of its batch do before any of them attaches."""
         prompt = array("q", tokens)
-        match, row = Match(self.tree, prompt), take_row(self.pool)
+        match, row = Match(self.tree, prompt, extra_key=extra_key), take_row(self.pool)
         prefix = len(match)
-        req = StandIn(prompt, row, match, len(prompt), rid=str(row), priority=priority)
+        req = StandIn(prompt, row, match, len(prompt), rid=rid or str(row), priority=priority)
         self.pool.write((row, slice(0, prefix)), match.kv_slots)
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
@@ -128,9 +133,9 @@ class World:
         """The leaf of a prompt that shares nothing."""
         return next(x for x in self.tree.evictable_leaves if x.key.token_ids[0] == tokens[0])
 
-    def prompt(self, tokens: list[int]) -> Any:
+    def prompt(self, tokens: list[int], **named: str) -> Any:
         """A request whose prompt has run."""
-        req = self.start(tokens)
+        req = self.start(tokens, **named)
         self.plan(req)
         self.launch(req)
         offer(self.tree, req)
