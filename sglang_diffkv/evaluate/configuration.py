@@ -66,7 +66,7 @@ class Configuration:
             "sglang": version("sglang"),
             "backend": self.backend,
             "kv_cache_dtype": self.kv_cache_dtype,
-            "diffkv": None if self.diffkv is None else self.diffkv.model_dump(mode="json"),
+            "diffkv": None if self.diffkv is None else self.diffkv.whole(),
             "server_args": list(args),
         }
 
@@ -117,7 +117,7 @@ def fingerprint_of(endpoint: Endpoint) -> dict[str, Any]:
         "sglang": info.get("version"),
         "backend": info.get("attention_backend"),
         "kv_cache_dtype": info.get("kv_cache_dtype"),
-        "diffkv": stats.get("config"),
+        "diffkv": (stats.get("configuration") or {}).get("values"),
         "server_args": None,
     }
 

@@ -71,7 +71,7 @@ def test_config_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_defaults_and_round_trip() -> None:
     config = DiffKVConfig()
     assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 256, False)
-    usual = DiffKVPolicy(alpha_high=3.0, sinks=4, observe_every=4, pressure_window=64)
+    usual = DiffKVPolicy(alpha_high=3.0, alpha_low=0.0, window=256, sinks=4, observe_every=4, pressure_window=64)
     assert config.build_policy() == DiffKVPolicyConfig().build() == usual
     rotated = {tiers: DiffKVConfig(tiers=tiers).rotate for tiers in (("K8V4", "K4V2"), ("K4V2",), ("K8V4",), ("BF16",))}
     assert list(rotated.values()) == ["both", "both", "none", "none"]
