@@ -87,8 +87,7 @@ class GridPoint(_Strict):
     """One setting that was tried. Accuracies are shares, differences are to stock bf16 on the same questions.
 
     ``ratio_pages`` and ``ratio_tokens`` are measured bytes over bf16 bytes, with and without the pages' free
-    slots; the ``long`` ones over requests of 1,000 tokens and more. ``heads``: with factors by head, fitted at the
-    setting.
+    slots; the ``long`` ones over requests of 1,000 tokens and more. ``heads``: with factors by head.
     """
 
     tiers: tuple[str, ...]
@@ -151,6 +150,7 @@ class TextPoint(_Strict):
     alpha_low: float
     window: int
     rotate: str = "none"
+    sinks: int = 0
     n: int
     divergence: float
     divergence_error: float
@@ -201,7 +201,7 @@ def policy_fields(
 ) -> dict[str, Any]:
     """DiffKV's policy as a configuration has it. A single tier, for which ``alpha_high`` is None, ignores it, but it
     must not be below ``alpha_low``."""
-    high = max(1.0, alpha_low) if alpha_high is None else alpha_high
+    high = max(DEFAULT_POLICY.alpha_high, alpha_low) if alpha_high is None else alpha_high
     more = {"window": window, "sinks": sinks, "horizon": horizon, "head_scale": head_scale}
     return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, **more}
 

@@ -52,11 +52,11 @@ def filling_window(window: int, page_tokens: int) -> int:
 @dataclass(frozen=True)
 class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
-    ``sinks`` tokens stay high. What is left out is switched off: a server's defaults are ``DiffKVPolicyConfig``'s. ``horizon``: later tokens after which scores forget, 0 for never.
+    ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
     ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes; ``generated_every``: the same of
     generated ones. ``pressure_window``: the window that is left to running requests before one is retracted, None for
-    no other.
+    no other. What is left out is switched off: a server's defaults are those of ``DiffKVPolicyConfig``.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.

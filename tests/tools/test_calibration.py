@@ -57,7 +57,9 @@ def test_the_paper_s_thresholds_ship_as_published(model, tiers, alphas):
     policy = found.config().build_policy()
     assert isinstance(policy, DiffKVPolicy)
     assert policy.alpha_low == alphas[1] and (alphas[0] is None or policy.alpha_high == alphas[0])
-    assert found.config().tiers == tiers and (policy.sinks, found.config().rotate) == (0, "none"), "the paper has neither"
+    assert found.config().tiers == tiers and (policy.sinks, found.config().rotate) == (0, "none"), (
+        "the paper has neither"
+    )
 
 
 def test_tiers_choose_the_entry():
@@ -74,7 +76,10 @@ def test_other_names_find_nothing(name):
 def test_a_name_alone_is_not_enough_for_another_shape(tmp_path):
     shape = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
     assert lookup(write_model(tmp_path / "a" / "QwQ-32B", **shape), source="published") is not None
-    assert lookup(write_model(tmp_path / "b" / "QwQ-32B", **{**shape, "num_key_value_heads": 40}), source="published") is None
+    assert (
+        lookup(write_model(tmp_path / "b" / "QwQ-32B", **{**shape, "num_key_value_heads": 40}), source="published")
+        is None
+    )
 
 
 def test_the_model_s_own_file_comes_first(tmp_path):
