@@ -266,7 +266,8 @@ def test_the_result_is_found_by_lookup(tmp_path, servers, capsys):
     out = capsys.readouterr().out
     assert "| K8V4-K4V2 alpha_high=2 alpha_low=0 | 100.0 ± 0.0 | +0.0 ± 0.0 (p = 1) |" in out
     assert out.count("chosen") == 1 and out.count("too lossy") == 4 and out.count("the default |") == 1
-    assert [x for x in out.splitlines() if "the default |" in x][0].startswith("| K8V4-K4V2 alpha_high=3 alpha_low=0 |")
+    default = next(x for x in out.splitlines() if "the default |" in x)
+    assert default.startswith("| K8V4-K4V2 alpha_high=3 alpha_low=0 |")
     assert read_file(tmp_path / FILE_NAME).entries == (found,)
 
 

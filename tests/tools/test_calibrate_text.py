@@ -89,10 +89,11 @@ def test_what_is_worse_at_more_bytes_is_never_chosen() -> None:
 
 
 def test_the_command_searches_as_a_plain_server_is_set() -> None:
-    args = cli.parse_args(["--text", "t", "--model", "m", "--work", "w", "--output", "o", "--max-kl", "1"])
+    given = ["--text", "t", "--model", "m", "--work", "w", "--output", "o", "--max-kl", "1"]
+    args = cli.parse_args(given)
     tried = settings(args.tiers, args.alpha_high, args.window, args.rotate, args.sinks)
     assert tried[0] == DEFAULT and {(x.rotate, x.sinks) for x in tried if len(x.tiers) > 1} == {("both", 4)}
-    args = cli.parse_args([*"--text t --model m --work w --output o --max-kl 1 --sinks 0 8 --rotate keys".split()])
+    args = cli.parse_args([*given, "--sinks", "0", "8", "--rotate", "keys"])
     tried = settings(args.tiers, args.alpha_high, args.window, args.rotate, args.sinks)
     assert {(x.rotate, x.sinks) for x in tried[2:]} == {("keys", 0), ("keys", 8)}
 

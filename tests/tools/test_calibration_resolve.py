@@ -83,7 +83,7 @@ def test_published_thresholds_are_taken_only_when_asked_for(name, caplog):
     assert config == DiffKVConfig() and origin.startswith("the built-in defaults") and ASKED in origin
     asked, origin = resolve(ASKED, name)
     assert asked.policy is not None and asked.policy.window == 64 and "published, not measured here" in origin
-    with pytest.raises(ConfigError, match='none are measured for .*"thresholds": "published"'):
+    with pytest.raises(ConfigError, match=r'none are measured for .*"thresholds": "published"'):
         resolve('{"thresholds": "calibrated"}', name)
     assert not caplog.records
 
