@@ -193,6 +193,8 @@ def evaluate_model(
             skipped[configuration.name] = why
             print(f"{configuration.name}: skipped: {why}", file=sys.stderr)
             continue
+        if configuration.origin:
+            print(f"{configuration.name}: thresholds: {configuration.origin}", file=sys.stderr)
         store.add_configuration(configuration.name, configuration.fingerprint(args.model, args.server_args))
         servers[configuration.name] = partial(runner.start, configuration, args.model, server_args)
 
