@@ -3,7 +3,7 @@
 A file of them is JSON: what ``python -m sglang_diffkv.calibrate`` and ``calibrate.layers`` write. ``lookup`` reads
 ``diffkv_calibration.json`` in the model's folder, then the files in ``sglang_diffkv/calibrate/calibrated``, by the
 model's name. ``resolve`` is the configuration that a server runs: the user's, or the thresholds found there or in a
-file that the user names.
+file that the user names. Thresholds that were published and not measured with this package are taken only on request.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, RotateName, read_config
+from sglang_diffkv.config import (
+    CONFIG_ENV,
+    CONFIG_OPTION,
+    DEFAULT_POLICY,
+    DiffKVConfig,
+    RotateName,
+    file_of,
+    read_config,
+    usual_rotation,
+)
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.policies.base import prunes
 from sglang_diffkv.policies.registry import PolicyConfig
@@ -26,7 +36,11 @@ from sglang_diffkv.policies.registry import PolicyConfig
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "diffkv_calibration.json"
+Source = Literal["measured", "published"]
+NAMES: dict[str, Source] = {"calibrated": "measured", "published": "published"}
+"""Of thresholds on file, as ``"thresholds"`` asks for them."""
 ASK = '--diffkv-config \'{"thresholds": "calibrated"}\''
+ASK_PUBLISHED = '--diffkv-config \'{"thresholds": "published"}\''
 PROVENANCE = {"measured": "measured with this package", "published": "published, not measured here"}
 
 
@@ -73,8 +87,7 @@ class GridPoint(_Strict):
     """One setting that was tried. Accuracies are shares, differences are to stock bf16 on the same questions.
 
     ``ratio_pages`` and ``ratio_tokens`` are measured bytes over bf16 bytes, with and without the pages' free
-    slots; the ``long`` ones over requests of 1,000 tokens and more. ``heads``: with factors by head, fitted at the
-    setting.
+    slots; the ``long`` ones over requests of 1,000 tokens and more. ``heads``: with factors by head.
     """
 
     tiers: tuple[str, ...]
@@ -137,6 +150,7 @@ class TextPoint(_Strict):
     alpha_low: float
     window: int
     rotate: str = "none"
+    sinks: int = 0
     n: int
     divergence: float
     divergence_error: float
@@ -181,19 +195,23 @@ def policy_fields(
     alpha_high: float | None,
     alpha_low: float,
     window: int,
-    sinks: int = 0,
-    horizon: int = 0,
+    sinks: int,
+    horizon: int,
     head_scale: HeadScale | None = None,
 ) -> dict[str, Any]:
     """DiffKV's policy as a configuration has it. A single tier, for which ``alpha_high`` is None, ignores it, but it
     must not be below ``alpha_low``."""
-    high = max(1.0, alpha_low) if alpha_high is None else alpha_high
+    high = max(DEFAULT_POLICY.alpha_high, alpha_low) if alpha_high is None else alpha_high
     more = {"window": window, "sinks": sinks, "horizon": horizon, "head_scale": head_scale}
     return {"name": "diffkv", "alpha_high": high, "alpha_low": alpha_low, **more}
 
 
+BEFORE: dict[str, Any] = {"window": 64, "rotate": "none", "sinks": 0, "horizon": 0}
+"""What was measured where a file's figures leave one of these out: the file is older than the field."""
+
+
 class CalibratedEntry(_Strict):
-    """What was found for one model at one choice of tiers.
+    """What was found for one model at one choice of tiers. A field that is left out is the server's default.
 
     Attributes:
         models: base names of the model's folder or Hugging Face id, compared without regard to letter case.
@@ -205,8 +223,19 @@ class CalibratedEntry(_Strict):
     geometry: ModelGeometry | None = None
     tiers: tuple[str, ...]
     rotate: RotateName = "none"
-    source: Literal["measured", "published"]
+    source: Source
     note: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rotation(cls, given: Any) -> Any:
+        """If it is left out, the server's default for these tiers."""
+        if not isinstance(given, dict) or "rotate" in given:
+            return given
+        try:
+            return {**given, "rotate": usual_rotation(given["tiers"])}
+        except (KeyError, TypeError, ValueError):
+            return given  # its tiers are refused
 
     def config(self) -> DiffKVConfig:
         """The configuration that this entry is."""
@@ -233,12 +262,20 @@ class CalibratedThresholds(CalibratedEntry):
 
     alpha_high: float | None
     alpha_low: float
-    window: int = 64
-    sinks: int = 0
-    horizon: int = 0
+    window: int = DEFAULT_POLICY.window
+    sinks: int = DEFAULT_POLICY.sinks
+    horizon: int = DEFAULT_POLICY.horizon
     head_scale: HeadScale | None = None
     chosen: GridPoint | TextPoint | None = None
     provenance: Provenance | TextProvenance | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_measured(cls, given: Any) -> Any:
+        """Of a file with figures, what is left out is what was measured. This runs before ``_rotation``."""
+        if not isinstance(given, dict) or not isinstance(chosen := given.get("chosen"), dict):
+            return given
+        return {name: chosen.get(name, value) for name, value in BEFORE.items()} | given
 
     @model_validator(mode="after")
     def _usable(self) -> CalibratedThresholds:
@@ -350,13 +387,17 @@ def model_file(model_path: str | Path, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def lookup(model_path: str | Path, tiers: Sequence[str] | None = None) -> CalibratedEntry | None:
+def lookup(
+    model_path: str | Path, tiers: Sequence[str] | None = None, source: Source = "measured"
+) -> CalibratedEntry | None:
     """As ``find``, without the file."""
-    found = find(model_path, tiers)
+    found = find(model_path, tiers, source)
     return None if found is None else found[0]
 
 
-def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[CalibratedEntry, Any] | None:
+def find(
+    model_path: str | Path, tiers: Sequence[str] | None = None, source: Source = "measured"
+) -> tuple[CalibratedEntry, Any] | None:
     """Thresholds for a model and the file that has them, or None.
 
     Args:
@@ -370,7 +411,7 @@ def find(model_path: str | Path, tiers: Sequence[str] | None = None) -> tuple[Ca
     wanted = None if tiers is None else tuple(tier.upper() for tier in tiers)
 
     def fits(entry: CalibratedEntry) -> bool:
-        return _same_shape(entry, geometry) and wanted in (None, entry.tiers)
+        return entry.source == source and _same_shape(entry, geometry) and wanted in (None, entry.tiers)
 
     own = model_file(model_path, FILE_NAME)
     if own is not None:
@@ -402,55 +443,124 @@ def _of_file(path: str, model_path: str | Path) -> CalibratedEntry:
     raise ConfigError(f'"thresholds": {path} has none for a model of the shape of {model_name(model_path)}')
 
 
+@dataclass(frozen=True)
+class Resolution:
+    """The configuration that a server runs, and where each part of it comes from.
+
+    Attributes:
+        origin: where the thresholds come from, in words.
+        sources: of each field of ``config.whole()``, a policy's as ``policy.NAME``: ``default``, ``--diffkv-config``,
+            ``SGLANG_DIFFKV_CONFIG``, ``calibrated`` or ``published``.
+        files: paths of the files that were read, by the source that they are.
+        warning: what the user should know, for the log; empty if nothing.
+    """
+
+    config: DiffKVConfig
+    origin: str
+    sources: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    warning: str = ""
+
+    def report(self) -> dict[str, Any]:
+        """For the log, ``/server_info`` and the doctor, as JSON data."""
+        about = {"thresholds": self.origin, "sources": dict(self.sources), "files": dict(self.files)}
+        return {"values": self.config.whole(), **about}
+
+
+def sources_of(config: DiffKVConfig, fields: Mapping[str, str]) -> dict[str, str]:
+    """The source of each field of ``config.whole()``, where ``fields`` has that of top-level ones that are set. Of a
+    policy that is set, fields that it leaves out are defaults."""
+    found = {}
+    for name, value in config.whole().items():
+        source = fields.get(name, "default")
+        if name != "policy":
+            found[name] = source
+            continue
+        given = set() if config.policy is None else config.policy.model_fields_set | {"name"}
+        found |= {f"policy.{x}": source if x in given else "default" for x in value}
+    return found
+
+
 def resolve(source: str | None, model_path: str | Path) -> tuple[DiffKVConfig, str]:
-    """The configuration for a model, and where its thresholds come from, in words.
+    """The configuration for a model, and where its thresholds come from, in words: as ``resolution``, which says more.
+    What a server would warn of is logged."""
+    found = resolution(source, model_path)
+    if found.warning:
+        logger.warning("%s", found.warning)
+    return found.config, found.origin
+
+
+def resolution(source: str | None, model_path: str | Path, given_by: str = CONFIG_OPTION) -> Resolution:
+    """The configuration for a model, with the source of each part.
 
     Args:
-        source: as for ``load_config``. Calibrated thresholds are looked up if it asks for them, or if there is no
-            configuration in the environment either; then those that prune are not taken, since pruned tokens are lost.
-            Where it names a calibration file they are those of that file.
+        source: as for ``load_config``. Thresholds on file are looked up if it asks for them. If it sets nothing, or
+            there is no configuration in the environment either, measured ones are; then those that prune are not
+            taken, since pruned tokens are lost. Where it names a calibration file they are those of that file.
         model_path: a folder or a Hugging Face id; nothing is downloaded.
+        given_by: what the user gave ``source`` with.
 
-    Raises ConfigError, also if a configuration asks for calibrated thresholds and there are none.
+    Raises ConfigError, also if a configuration asks for thresholds on file and there are none.
     """
     text = source if source is not None else os.environ.get(CONFIG_ENV)
-    given = bool(text and text.strip())
+    given_by = given_by if source is not None else CONFIG_ENV
     config = read_config(text or "")
-    if given and config.thresholds == "default":
-        return config, "those of the configuration given"
+    given = dict.fromkeys(config.model_fields_set - {"thresholds"}, given_by)
+    files = {given_by: path} if (path := file_of(text or "")) else {}
+
+    def plain(origin: str, warning: str = "") -> Resolution:
+        return Resolution(config, origin, sources_of(config, given), files, warning)
+
+    def calibrated(entry: CalibratedEntry, path: Any) -> Resolution:
+        found, kind = apply(config, entry), "calibrated" if entry.source == "measured" else "published"
+        of = name if config.thresholds in ("default", *NAMES) else ", ".join(entry.models)
+        origin = f"calibrated for {of}, {PROVENANCE[entry.source]} ({path})"
+        sources = sources_of(found, {**given, **dict.fromkeys(CALIBRATED, kind)})
+        return Resolution(found, origin, sources, {**files, kind: str(path)})
+
+    if config.model_fields_set and config.thresholds == "default":
+        return plain("those of the configuration given")
     name = model_name(model_path)
-    if config.thresholds not in ("default", "calibrated"):
-        entry = _of_file(config.thresholds, model_path)
-        origin = f"calibrated for {', '.join(entry.models)}, {PROVENANCE[entry.source]} ({config.thresholds})"
-        return apply(config, entry), origin
+    if config.thresholds not in ("default", *NAMES):
+        return calibrated(_of_file(config.thresholds, model_path), config.thresholds)
+    wanted = NAMES.get(config.thresholds, "measured")
     try:
-        found = find(model_path)
+        found = find(model_path, source=wanted)
+        published = found is None and wanted == "measured" and find(model_path, source="published")
     except CalibrationError as error:
         raise ConfigError(
             f'{error}; repair it, or start with --diffkv-config \'{{"thresholds": "default"}}\''
         ) from None
     if found is not None:
         entry, path = found
-        if not given and entry.prunes:
-            logger.warning(
-                "DiffKV: the thresholds calibrated for %s (%s) prune tokens, which costs accuracy, and are not "
-                "applied. To serve with them start with %s.",
-                name,
-                path,
-                ASK,
+        if config.thresholds == "default" and entry.prunes:
+            return plain(
+                f"the built-in defaults, since those calibrated for {name} prune and were not asked for",
+                f"DiffKV: the thresholds calibrated for {name} ({path}) prune tokens, which costs accuracy, and are "
+                f"not applied. To serve with them start with {ASK}.",
             )
-            return config, f"the built-in defaults, since those calibrated for {name} prune and were not asked for"
-        return apply(config, entry), f"calibrated for {name}, {PROVENANCE[entry.source]} ({path})"
-    if given:
+        return calibrated(entry, path)
+    if config.thresholds == "published":
+        raise ConfigError(f'"thresholds": "published": none are on file for {name}. Leave the field out')
+    if config.thresholds == "calibrated":
+        if published:
+            raise ConfigError(
+                f'"thresholds": "calibrated": none are measured for {name}. Published ones, not measured here, are '
+                f'taken with "thresholds": "published"'
+            )
         raise ConfigError(
             f'"thresholds": "calibrated": none are on file for {name}. Measure them with '
             f"python -m sglang_diffkv.calibrate and put {FILE_NAME} into the model's folder, or leave the field out"
         )
-    return config, f"the built-in defaults, since none are calibrated for {name}"
+    why = f"the built-in defaults, since none are calibrated for {name}"
+    return plain(f"{why}; published ones, not measured here, are taken with {ASK_PUBLISHED}" if published else why)
+
+
+CALIBRATED = ("tiers", "policy", "rotate")
+"""What calibrated thresholds are."""
 
 
 def apply(config: DiffKVConfig, entry: CalibratedEntry) -> DiffKVConfig:
     """``config`` with the tiers, the policy and the rotation of calibrated thresholds."""
-    calibrated = {"tiers", "policy", "rotate"}
-    kept = config.model_dump(exclude=calibrated)
-    return DiffKVConfig.model_validate({**kept, **entry.config().model_dump(include=calibrated)})
+    kept = config.model_dump(exclude=set(CALIBRATED))
+    return DiffKVConfig.model_validate({**kept, **entry.config().model_dump(include=set(CALIBRATED))})

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -16,7 +16,7 @@ from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
-from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.policies.uniform import UniformPolicyConfig
 
 RotateName = Literal["none", "keys", "values", "both"]
 """What is rotated before it is stored."""
@@ -25,6 +25,7 @@ ROTATIONS: tuple[RotateName, ...] = get_args(RotateName)
 ROTATED_KEY_BITS = 4
 """Of tiers that are rotated unless told otherwise; 8 bits lose nothing that it would save."""
 
+CONFIG_OPTION = "--diffkv-config"
 CONFIG_ENV = "SGLANG_DIFFKV_CONFIG"
 
 CHECK_ENV = "SGLANG_DIFFKV_CHECK_INTEGRITY"
@@ -34,7 +35,12 @@ UNTRIED_ENV = "SGLANG_DIFFKV_UNTRIED"
 """If it is set, what was not seen to be right on a GPU is not refused there."""
 
 
-def _usual_rotation(tiers: Sequence[str]) -> RotateName:
+DEFAULT_POLICY = DiffKVPolicyConfig()
+"""What a server runs that is told nothing: the one source of these defaults, from which searches begin too."""
+
+
+def usual_rotation(tiers: Sequence[str]) -> RotateName:
+    """What a server rotates with these tiers unless told otherwise. Raises ValueError for a name that is no tier."""
     parsed = [Tier.parse(name) for name in tiers]
     few = any(tier.k_bits <= ROTATED_KEY_BITS for tier in parsed)
     return "both" if few and not any(tier.is_raw for tier in parsed) else "none"
@@ -70,17 +76,18 @@ class DiffKVConfig(Strict):
             joins when the request ends.
         host_gib: host memory, in GiB, for what retracted requests hold, so that they go on later instead of being
             computed again; by default a quarter of the KV pool's bytes, at least 256 MiB and at most 4 GiB. 0: none.
-        thresholds: ``calibrated`` takes tiers and policy from the calibration file of the model, the path of a
-            calibration file (``.json``) from that one; ``default`` takes those given here. A server that is given no
-            configuration at all looks for calibrated ones. It is carried out when a server starts and is not part of
-            the resolved configuration.
+        thresholds: ``calibrated`` takes tiers, policy and rotation from the calibration file of the model, the path of
+            a calibration file (``.json``) from that one; ``published`` takes those that were published for the model
+            and not measured with this package; ``default`` takes those given here. A server that is given no
+            configuration at all, or an empty one, looks for calibrated ones. It is carried out when a server starts
+            and is not part of the resolved configuration.
     """
 
     tiers: tuple[str, ...] = ("K8V4", "K4V2")
     policy: Annotated[PolicyConfig, Field(discriminator="name")] | None = None
     page_tokens: int = Field(default=32, ge=4, le=256)
     prefix_fidelity: Literal["compressed", "exact"] = "compressed"
-    rotate: RotateName = Field(default_factory=lambda given: _usual_rotation(given.get("tiers", ())))
+    rotate: RotateName = Field(default_factory=lambda given: usual_rotation(given.get("tiers", ())))
     key_means: str | None = Field(default=None, min_length=1)
     share_min_tokens: int = Field(default=128, ge=1)
     host_gib: float | None = Field(default=None, ge=0, le=4096)
@@ -99,15 +106,17 @@ class DiffKVConfig(Strict):
     @field_validator("thresholds")
     @classmethod
     def _source(cls, thresholds: str) -> str:
-        if thresholds not in ("calibrated", "default") and not thresholds.endswith(".json"):
-            raise ValueError('"calibrated", "default" or the path of a calibration file, which ends in .json')
+        if thresholds not in ("calibrated", "published", "default") and not thresholds.endswith(".json"):
+            raise ValueError(
+                '"calibrated", "published", "default" or the path of a calibration file, which ends in .json'
+            )
         return thresholds
 
     @model_validator(mode="after")
     def _consistent(self) -> DiffKVConfig:
         PageFormat(128, 128, self.parsed_tiers, self.page_tokens)
         if self.policy is not None or len(self.tiers) > 1:
-            policy, count = self.policy or DiffKVPolicyConfig(), len(self.tiers)
+            policy, count = self.policy or DEFAULT_POLICY, len(self.tiers)
             if count > policy.most_tiers:
                 kept = ("one tier", "two tiers", "three tiers")[policy.most_tiers - 1]
                 raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}")
@@ -133,10 +142,19 @@ class DiffKVConfig(Strict):
         """True if tokens are stored as the model wrote them and none is dropped."""
         return self.parsed_tiers[0].is_raw and not self.build_policy().compresses
 
-    def build_policy(self) -> Policy:
+    @property
+    def method(self) -> PolicyConfig:
+        """``policy``, or what a server runs without one."""
         if self.policy is not None:
-            return self.policy.build()
-        return DiffKVPolicyConfig().build() if len(self.tiers) > 1 else UniformPolicy()
+            return self.policy
+        return DEFAULT_POLICY if len(self.tiers) > 1 else UniformPolicyConfig()
+
+    def build_policy(self) -> Policy:
+        return self.method.build()
+
+    def whole(self) -> dict[str, Any]:
+        """Every field with what a server runs, as JSON data: the default policy is written out."""
+        return {**self.model_dump(mode="json"), "policy": self.method.whole()}
 
     def check_heads(self, layers: int, kv_heads: int) -> None:
         """Raise ConfigError if the method is not set for a model of this shape, all ranks' heads together."""
@@ -166,14 +184,19 @@ def load_config(source: str | None = None) -> DiffKVConfig:
     return config
 
 
+def file_of(text: str) -> str:
+    """The path that a configuration is, empty if it is inline JSON or none."""
+    return "" if not text.strip() or text.lstrip().startswith("{") else text
+
+
 def read_config(source: str | None = None) -> DiffKVConfig:
     """As ``load_config``, but the configuration may ask for calibrated thresholds."""
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     if not text or not text.strip():
         return DiffKVConfig()
     origin = "inline JSON"
-    if not text.lstrip().startswith("{"):
-        origin = text
+    if path := file_of(text):
+        origin = path
         try:
             text = Path(text).read_text(encoding="utf-8")
         except OSError as error:

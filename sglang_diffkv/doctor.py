@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import sglang_diffkv
+from sglang_diffkv import pins
 from sglang_diffkv.findings import Findings
 
 GROUP, NAME = "sglang.srt.plugins", "diffkv"
@@ -75,12 +76,15 @@ def _look_at_machine(findings: Findings) -> bool:
     """Versions and the GPU; whether there is one that torch can use."""
     findings.section = "Versions"
     here = Path(sglang_diffkv.__file__).parent
-    findings.add("sglang_diffkv", f"{sglang_diffkv.__version__} ({here})", sglang_diffkv.__version__)
-    findings.add("Python", f"{platform.python_version()} ({sys.executable})", platform.python_version())
-    for name, distribution in (("torch", "torch"), ("triton", "triton"), ("FlashInfer", "flashinfer-python")):
-        found = version_of(distribution)
-        findings.add(name, found or "not installed", found)
+    version, python = sglang_diffkv.__version__, platform.python_version()
+    findings.add("sglang_diffkv", f"{version} ({here})", version, key="versions.sglang_diffkv")
+    findings.add("Python", f"{python} ({sys.executable})", python, key="versions.python")
+    stack: dict[str, str | None] = {}
+    for name, distributions in pins.DISTRIBUTIONS.items():
+        found = stack[name] = next(filter(None, map(version_of, distributions)), None)
+        findings.add(pins.TITLES[name], found or "not installed", found, key=f"versions.{name}")
     sglang = version_of("sglang")
+    findings.note("versions.sglang", sglang)
     if sglang is None:
         findings.refuse(
             "SGLang",
@@ -95,7 +99,11 @@ def _look_at_machine(findings: Findings) -> bool:
     except ImportError as error:
         findings.refuse("torch", f"torch cannot be imported: {error}. Install SGLang's requirements")
         return False
-    if not torch.cuda.is_available():
+    gpu = torch.cuda.is_available()
+    for name, text in pins.untested(sglang, stack, gpu=gpu).items():
+        findings.warn(pins.TITLES[name], f"{text} (docs/install.md)")
+    findings.note("gpus", [])
+    if not gpu:
         text = "none that torch can use; what follows is for a server on the CPU (--device cpu)"
         findings.add("GPU", f"{text}; its environment needs SGLANG_USE_CPU_ENGINE=1")
         return False
@@ -103,6 +111,8 @@ def _look_at_machine(findings: Findings) -> bool:
         device = torch.cuda.get_device_properties(index)
         text = f"{device.name}, capability {device.major}.{device.minor}, {device.total_memory / GIB:.0f} GiB"
         findings.add(f"cuda:{index}", text, device.total_memory)
+        about = {"name": device.name, "capability": [device.major, device.minor], "bytes": device.total_memory}
+        findings.facts["gpus"].append(about)
     return True
 
 

@@ -28,7 +28,7 @@ from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
-POLICY = DiffKVPolicy(alpha_high=1.0, alpha_low=0.02)
+POLICY = DiffKVPolicy(alpha_high=1.0, alpha_low=0.02, window=256)
 HELD = 256
 """Tokens of a request whose pages are managed: the cost depends on the heads, hardly on the length."""
 GPU_SPARE, CPU_SPARE = 12, 6

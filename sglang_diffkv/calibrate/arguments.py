@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_diffkv.calibrate.search import WINDOW
+from sglang_diffkv.calibrate.search import DEFAULT, HORIZON, SINKS, WINDOW
 from sglang_diffkv.calibration import HeadScale
-from sglang_diffkv.config import ROTATIONS, DiffKVPolicyConfig
+from sglang_diffkv.config import ROTATIONS, DiffKVPolicyConfig, usual_rotation
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
 from sglang_diffkv.evaluate.task import Task
 from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
+from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 
 PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
 PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
@@ -23,7 +24,7 @@ REPORTING = "dev"
 LEAN_HIGHS = (0.005, 0.01, 0.05, 0.1, 0.2)
 LEAN_LOWS = (0.0, 0.001, 0.005, 0.01)
 PAPER_TIERS = (("K8V4", "K4V2"), ("K4V2", "K4V1"))
-PAPER_WINDOW = 64
+PAPER_WINDOW = LeanKVPolicyConfig().window
 RUNS = 5
 TARGETS = ("neutral", "loss")
 LEAN_ONLY = ("mass_high", "mass_low", "runs", "held_out", "target")
@@ -50,6 +51,23 @@ def tier_names(text: str) -> tuple[str, ...]:
     if len(names) > 2:
         raise argparse.ArgumentTypeError(f"{len(names)} tiers: thresholds are searched for one or two")
     return names
+
+
+def add_rotate_argument(parser: Any) -> None:
+    """What is rotated; an empty name is for what a plain server does."""
+    parser.add_argument(
+        "--rotate",
+        choices=ROTATIONS,
+        nargs="+",
+        default=[""],
+        help=f"default: as a plain server has it, which for K8V4,K4V2 is {usual_rotation(('K8V4', 'K4V2'))} and for "
+        f"K8V4 {usual_rotation(('K8V4',))}",
+    )
+
+
+def add_sinks_argument(parser: Any) -> None:
+    """First tokens that stay high."""
+    parser.add_argument("--sinks", type=int, nargs="+", default=[SINKS], help=f"default: {SINKS}")
 
 
 def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
@@ -80,9 +98,11 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     choices.add_argument(
         "--window", type=int, nargs="+", help=f"default: {WINDOW}; with --procedure leankv {PAPER_WINDOW}"
     )
-    choices.add_argument("--rotate", choices=ROTATIONS, nargs="+", default=["none"], help="default: none")
-    choices.add_argument("--sinks", type=int, nargs="+", default=[0], help="default: 0")
-    choices.add_argument("--horizon", type=int, nargs="+", default=[0], help="default: 0, scores never forget")
+    add_rotate_argument(choices)
+    add_sinks_argument(choices)
+    choices.add_argument(
+        "--horizon", type=int, nargs="+", default=[HORIZON], help=f"default: {HORIZON}; 0: scores never forget"
+    )
     lean = parser.add_argument_group("with --procedure leankv")
     lean.add_argument("--mass-high", type=float, nargs="+", default=LEAN_HIGHS, help="default: the paper's, .005 to .2")
     lean.add_argument("--mass-low", type=float, nargs="+", default=LEAN_LOWS, help="default: the paper's, 0 to .01")
@@ -124,7 +144,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     for name in LEAN_ONLY if not lean_kv else DIFFKV_ONLY:
         if getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} does not go with --procedure {args.procedure}")
-    args.tiers = args.tiers or list(PAPER_TIERS if lean_kv else PAPER_TIERS[:1])
+    args.tiers = args.tiers or list(PAPER_TIERS if lean_kv else [DEFAULT.tiers])
     args.window = args.window or [PAPER_WINDOW if lean_kv else WINDOW]
     args.tolerance = (5.0 if lean_kv else 1.0) if args.tolerance is None else args.tolerance
     args.margin = (0.0 if lean_kv else 1.0) if args.margin is None else args.margin

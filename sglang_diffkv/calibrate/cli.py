@@ -1,10 +1,10 @@
 """Find the thresholds that save most of a model's KV cache within a loss of accuracy.
 
 Each setting answers the questions of a calibration file on a server of its own and is compared with stock SGLang
-in bf16 on the same questions. The answers are kept in the work folder, so a search that was broken off goes on
-with the same command. With --jobs several servers run at once; the choice is the same. Copy the result into the
-model's folder as diffkv_calibration.json. Without questions that have answers, plain text will do: see
---text FILE --help. Example:
+in bf16 on the same questions. The first one is what a plain server runs; what is not searched is as there. The
+answers are kept in the work folder, so a search that was broken off goes on with the same command. With --jobs several
+servers run at once; the choice is the same. Copy the result into the model's folder as diffkv_calibration.json.
+Without questions that have answers, plain text will do: see --text FILE --help. Example:
 
     python -m sglang_diffkv.calibrate --model MODEL --task gsm8k=train.jsonl \\
         --n 250 --tolerance 3 --work calibration --output diffkv_calibration.json
@@ -24,7 +24,7 @@ from sglang_diffkv.calibrate import leankv
 from sglang_diffkv.calibrate.answers import Answers, circumstances, configured
 from sglang_diffkv.calibrate.arguments import load_calibration, parse_args, read_head_scale, selection
 from sglang_diffkv.calibrate.heads.fit import Source, fit_all
-from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
+from sglang_diffkv.calibrate.search import DEFAULT, Search, Setting, beats, grid, grid_starts, paper
 from sglang_diffkv.calibrate.shuffled import shuffled
 from sglang_diffkv.calibration import (
     CalibratedEntry,
@@ -96,7 +96,9 @@ class Calibration:
 
     def scale(self, setting: Setting) -> HeadScale | None:
         """Factors by head of a setting; those fitted with nothing pruned serve every ``alpha_low``."""
-        return self.factors[replace(setting, alpha_low=0.0)] if setting.heads else self.head_scale
+        if not setting.heads:
+            return None
+        return self.head_scale or self.factors[replace(setting, alpha_low=0.0)]
 
     def config(self, setting: Setting) -> DiffKVConfig:
         """The DiffKV configuration of a setting."""
@@ -159,10 +161,9 @@ def load_judged(args: argparse.Namespace) -> Task:
 
 def table(stock: Result, search: Search[Setting, GridPoint], chosen: Setting | None) -> str:
     """The settings tried, as Markdown."""
-    header = ["setting", "accuracy %", "to bf16", "ratio, tokens", "ratio, pages", "high / low / pruned %", ""]
-    rows = [[STOCK, f"{100 * stock.score.mean:.1f} ± {100 * stock.score.error:.1f}", "", "1", "1", "", ""]]
+    header = ["setting", "accuracy %", "to bf16", "ratio, tokens", "ratio, pages", "high / low / pruned %", "", ""]
+    rows = [[STOCK, f"{100 * stock.score.mean:.1f} ± {100 * stock.score.error:.1f}", "", "1", "1", "", "", ""]]
     for setting, x in search.tried.items():
-        verdict = "chosen" if setting == chosen else "" if search.within(x) else "too lossy"
         rows.append(
             [
                 setting.name,
@@ -171,7 +172,8 @@ def table(stock: Result, search: Search[Setting, GridPoint], chosen: Setting | N
                 f"{x.ratio_tokens:.3f}",
                 f"{x.ratio_pages:.3f}",
                 report.shares_cell(x.model_dump(), digits=1),
-                verdict,
+                "the default" if setting == DEFAULT else "",
+                search.verdict(setting, chosen),
             ]
         )
     return report.markdown(header, rows)
@@ -189,11 +191,11 @@ def thresholds(args: argparse.Namespace, store: Store) -> int:
     rule = (args.tolerance / 100, args.margin, args.whole_grid)
     search = Search(calibration.measure, *rule, jobs=args.jobs, measure_ahead=calibration.ask)
     if args.procedure == "paper":
-        fixed = (args.window[0], args.rotate[0], args.sinks[0], args.horizon[0])
+        fixed = (args.window[0], args.rotate[0], args.sinks[0], args.horizon[0], args.head_scale is not None)
         chosen = paper(search, args.tiers[0], args.alpha_high, args.alpha_low, *fixed)
     else:
         choices = (args.window, args.rotate, args.sinks, args.horizon)
-        starts = grid_starts(args.tiers, args.alpha_high, *choices)
+        starts = grid_starts(args.tiers, args.alpha_high, *choices, heads=args.head_scale is not None)
         if args.fit_heads:
             starts += calibration.with_heads(starts)
         chosen = grid(search, starts, args.alpha_low)
@@ -202,7 +204,9 @@ def thresholds(args: argparse.Namespace, store: Store) -> int:
     print(table(stock, search, chosen))
     by = f" by {args.margin:g} standard errors" if args.margin else ""
     if chosen is None:
-        print(f"\nno setting is within {args.tolerance:g} points of bf16{by}", file=sys.stderr)
+        found = any(search.within(x) for x in search.tried.values())
+        but = ", or another one loses less at fewer bytes: ask more questions (--n)" if found else ""
+        print(f"\nno setting is within {args.tolerance:g} points of bf16{by}{but}", file=sys.stderr)
         return 1
     write(args, calibration.entry(chosen, search))
     print(f"\n{chosen.name} saves most within {args.tolerance:g} points of bf16{by}; written to {args.output}")
@@ -246,6 +250,9 @@ def lean(args: argparse.Namespace, store: Store) -> int:
     chosen = found.chosen[args.target]
     if chosen is None:
         print(f"\nno setting is within the target {args.target!r}", file=sys.stderr)
+        return 1
+    if beats(calibration.default, found.search.tried[chosen]):
+        print(f"\n{chosen.name} is not written: a plain server loses less at fewer bytes", file=sys.stderr)
         return 1
     write(args, calibration.entry(chosen, found.provenance))
     print(f"\n{chosen.name} ({args.target}) is written to {args.output}")

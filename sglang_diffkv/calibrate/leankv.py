@@ -14,6 +14,8 @@ What the paper leaves open, and what is done here:
 - 5% are of bf16's accuracy, not points;
 - a line of rising ``mass_low`` ends where the loss is beyond both limits by more than two standard errors of the
   questions, as with the other procedures, unless the whole grid is asked for;
+- what a plain server runs, DiffKV's default, is measured first and printed as a row; of this search's settings one that
+  loses more than the default at more bytes is not written;
 - the smallest of many measured settings is a lucky one. So some questions are held out: no choice sees them, and what
   is chosen answers them afterwards.
 """
@@ -31,7 +33,7 @@ from pydantic import BaseModel, ConfigDict
 
 from sglang_diffkv.calibrate.answers import Answers, circumstances, configured
 from sglang_diffkv.calibrate.arguments import PAPER_WINDOW
-from sglang_diffkv.calibrate.search import Search
+from sglang_diffkv.calibrate.search import Search, allows, rotation_of
 from sglang_diffkv.calibrate.shuffled import Runs
 from sglang_diffkv.calibration import CalibratedPolicy, measured_policy, model_name
 from sglang_diffkv.config import DiffKVConfig
@@ -44,6 +46,7 @@ from sglang_diffkv.evaluate.summary import cache_figures
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 
 DEVIATIONS = 3.0
+DEFAULT_NAME = "default (diffkv)"
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,18 @@ class LeanSetting:
     mass_high: float
     mass_low: float
     window: int = PAPER_WINDOW
-    rotate: str = "none"
+    rotate: str = ""
+    """As of a ``Setting``."""
+
+    def __post_init__(self) -> None:
+        if not self.rotate:
+            object.__setattr__(self, "rotate", rotation_of(self.tiers))
 
     @property
     def name(self) -> str:
         """Unique among settings, and readable."""
         window = "" if self.window == PAPER_WINDOW else f" window={self.window}"
-        rotate = "" if self.rotate == "none" else f" rotate={self.rotate}"
+        rotate = "" if self.rotate == rotation_of(self.tiers) else f" rotate={self.rotate}"
         return f"{'-'.join(self.tiers)} mass_high={self.mass_high:g} mass_low={self.mass_low:g}{window}{rotate}"
 
     @property
@@ -83,14 +91,9 @@ class Accuracy(_Strict):
     difference_error: float
 
 
-class LeanPoint(_Strict):
-    """One setting that was tried; ratios and shares as in a ``GridPoint``, means over runs."""
+class Measured(_Strict):
+    """Figures of a setting; ratios and shares as in a ``GridPoint``, means over runs."""
 
-    tiers: tuple[str, ...]
-    mass_high: float
-    mass_low: float
-    window: int
-    rotate: str
     accuracy: Accuracy
     ratio_pages: float
     ratio_tokens: float
@@ -105,6 +108,16 @@ class LeanPoint(_Strict):
     @property
     def difference_error(self) -> float:
         return self.accuracy.difference_error
+
+
+class LeanPoint(Measured):
+    """One setting that was tried."""
+
+    tiers: tuple[str, ...]
+    mass_high: float
+    mass_low: float
+    window: int
+    rotate: str
 
 
 class Choice(_Strict):
@@ -132,6 +145,7 @@ class LeanProvenance(_Strict):
     choices: dict[str, Choice]
     versions: dict[str, str | None]
     device: str
+    default: Measured | None = None
     grid: tuple[LeanPoint, ...]
 
 
@@ -164,7 +178,9 @@ class LeanCalibration:
     def __init__(self, args: argparse.Namespace, store: Store, runs: Runs):
         self.args, self.store, self.runs = args, store, runs
         self.answers = Answers(args, store, [*runs.chosen_on, *runs.held_out])
-        self.answers.ask({}, runs.chosen_on)
+        default = configured(args.base, {})
+        self.answers.ask({DEFAULT_NAME: default}, runs.chosen_on)
+        self.default = Measured(**self.figures(DEFAULT_NAME))
         self.stock = accuracy(store, STOCK, runs.chosen_on)
         self.deviation = statistics.stdev(self.stock.runs)
         self.allowed = {
@@ -182,17 +198,21 @@ class LeanCalibration:
         asked = self.runs.chosen_on if suites is None else suites
         self.answers.ask({x.name: self.config(x) for x in settings}, asked)
 
+    def figures(self, name: str) -> dict[str, Any]:
+        """The fields of ``Measured`` of a configuration that has answered."""
+        suites = self.runs.chosen_on
+        found = [cache_figures(self.store, name, suite.task.name) for suite in suites]
+        caches = [x.model_dump() for x in found if x is not None and x.measured]
+        if len(caches) < len(suites):
+            raise EvaluationError(f"{name}: the server reported no figures of its cache")
+        names = ("ratio_pages", "ratio_tokens", "share_high", "share_low", "share_pruned")
+        figures: dict[str, Any] = {name: statistics.fmean(cache[name] for cache in caches) for name in names}
+        return {"accuracy": accuracy(self.store, name, suites), **figures}
+
     def measure(self, setting: LeanSetting) -> LeanPoint:
         """One point of the grid."""
         self.ask([setting])
-        suites = self.runs.chosen_on
-        found = [cache_figures(self.store, setting.name, suite.task.name) for suite in suites]
-        caches = [x.model_dump() for x in found if x is not None and x.measured]
-        if len(caches) < len(suites):
-            raise EvaluationError(f"{setting.name}: the server reported no figures of its cache")
-        names = ("ratio_pages", "ratio_tokens", "share_high", "share_low", "share_pruned")
-        figures: dict[str, Any] = {name: statistics.fmean(cache[name] for cache in caches) for name in names}
-        return LeanPoint(**asdict(setting), accuracy=accuracy(self.store, setting.name, suites), **figures)
+        return LeanPoint(**asdict(setting), **self.figures(setting.name))
 
     def search(self) -> Search[LeanSetting, LeanPoint]:
         """The grid, measured."""
@@ -235,6 +255,7 @@ class LeanCalibration:
             bf16_held_out=self.held_out_accuracy(STOCK),
             target=args.target,
             choices=choices,
+            default=self.default,
             grid=tuple(grid),
         )
 
@@ -268,11 +289,13 @@ def grid_table(calibration: LeanCalibration, search: Search[LeanSetting, LeanPoi
         return [f"{100 * x.mean:.1f}", f"{100 * min(x.runs):.1f} to {100 * max(x.runs):.1f}"]
 
     rows = [[STOCK, *scores(calibration.stock), "", "1", "1", "", ""]]
-    for setting, x in search.tried.items():
-        within = [target for target, allowed in calibration.allowed.items() if search.within(x, allowed)]
+    measured: dict[str, Measured] = {DEFAULT_NAME: calibration.default}
+    measured |= {setting.name: x for setting, x in search.tried.items()}
+    for name, x in measured.items():
+        within = [target for target, allowed in calibration.allowed.items() if allows(x, allowed, search.margin)]
         ratios = [f"{x.ratio_tokens:.3f}", f"{x.ratio_pages:.3f}"]
         shares = report.shares_cell(x.model_dump(), digits=1)
-        rows.append([setting.name, *scores(x.accuracy), points(x.accuracy), *ratios, shares, ", ".join(within)])
+        rows.append([name, *scores(x.accuracy), points(x.accuracy), *ratios, shares, ", ".join(within)])
     return report.markdown(header, rows)
 
 

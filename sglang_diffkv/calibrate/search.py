@@ -1,5 +1,8 @@
 """The order in which settings are tried, and which one is taken.
 
+Every search begins with ``DEFAULT``, what a plain server runs, and may take it. A setting is not taken if another one
+that was tried takes as few bytes and loses less, even where that one is not surely within the tolerance.
+
 ``paper`` is the procedure of DiffKV (SOSP 2025, section 7.2): ``alpha_high`` first with nothing pruned, then
 ``alpha_low`` at the chosen ``alpha_high``. The paper takes the values of highest accuracy; here the largest saving
 is taken whose accuracy is within the tolerance of bf16, and that by a margin: the setting that saves most among several
@@ -21,35 +24,53 @@ from itertools import product
 from typing import Generic, Protocol, TypeVar
 
 from sglang_diffkv.calibration import GridPoint
-from sglang_diffkv.config import DiffKVPolicyConfig
+from sglang_diffkv.config import DEFAULT_POLICY, DiffKVConfig, usual_rotation
+from sglang_diffkv.errors import ConfigError
 
-WINDOW = DiffKVPolicyConfig().window
+WINDOW, SINKS, HORIZON = DEFAULT_POLICY.window, DEFAULT_POLICY.sinks, DEFAULT_POLICY.horizon
+
+
+def rotation_of(tiers: Sequence[str]) -> str:
+    """What a server rotates with these tiers unless told otherwise. Raises ConfigError."""
+    try:
+        return usual_rotation(tiers)
+    except ValueError as error:
+        raise ConfigError(f"--tiers {','.join(tiers)}: {error}") from None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one server of the search runs; ``alpha_high`` is None with a single tier."""
+    """What one server of the search runs; ``alpha_high`` is None with a single tier. What is left out is as a plain
+    server has it, the rotation by the tiers. Raises ConfigError for names that are no tiers."""
 
     tiers: tuple[str, ...]
     alpha_high: float | None
     alpha_low: float
     window: int = WINDOW
-    rotate: str = "none"
-    sinks: int = 0
-    horizon: int = 0
+    rotate: str = ""
+    sinks: int = SINKS
+    horizon: int = HORIZON
     heads: bool = False
-    """With factors by head, fitted at this setting."""
+    """With factors by head, those given or those fitted at this setting."""
+
+    def __post_init__(self) -> None:
+        if not self.rotate:
+            object.__setattr__(self, "rotate", rotation_of(self.tiers))
 
     @property
     def name(self) -> str:
-        """Unique among settings, and readable."""
+        """Unique among settings, and readable: what differs from a plain server is named."""
         high = "" if self.alpha_high is None else f" alpha_high={self.alpha_high:g}"
         window = "" if self.window == WINDOW else f" window={self.window}"
-        rotate = "" if self.rotate == "none" else f" rotate={self.rotate}"
-        sinks = "" if not self.sinks else f" sinks={self.sinks}"
-        horizon = "" if not self.horizon else f" horizon={self.horizon}"
+        rotate = "" if self.rotate == rotation_of(self.tiers) else f" rotate={self.rotate}"
+        sinks = "" if self.sinks == SINKS else f" sinks={self.sinks}"
+        horizon = "" if self.horizon == HORIZON else f" horizon={self.horizon}"
         heads = " heads" if self.heads else ""
         return f"{'-'.join(self.tiers)}{high} alpha_low={self.alpha_low:g}{window}{rotate}{sinks}{horizon}{heads}"
+
+
+DEFAULT = Setting(DiffKVConfig().tiers, DEFAULT_POLICY.alpha_high, DEFAULT_POLICY.alpha_low)
+"""What a server runs that is told nothing."""
 
 
 class Figures(Protocol):
@@ -63,6 +84,17 @@ class Figures(Protocol):
 
     @property
     def ratio_tokens(self) -> float: ...
+
+
+def beats(a: Figures, b: Figures) -> bool:
+    """Whether ``a`` loses less than ``b`` at as few bytes a token, or as little at fewer."""
+    here, there = (a.ratio_tokens, -a.difference), (b.ratio_tokens, -b.difference)
+    return here != there and here[0] <= there[0] and here[1] <= there[1]
+
+
+def allows(point: Figures, tolerance: float, margin: float) -> bool:
+    """Whether a setting loses at most the tolerance, by ``margin`` standard errors."""
+    return point.difference - margin * point.difference_error >= -tolerance
 
 
 S = TypeVar("S")
@@ -104,7 +136,8 @@ class Search(Generic[S, P]):
         going = [line for line in lines if line]
         while going:
             each = max(map(len, going)) if self.whole else max(1, self.jobs // len(going))
-            self.measure_ahead([setting for line in going for setting in line[:each]])
+            asked = dict.fromkeys(setting for line in going for setting in line[:each])
+            self.measure_ahead([setting for setting in asked if setting not in self._measured])
             ended = [any(self._ends(self._point(setting)) for setting in line[:each]) for line in going]
             going = [line[each:] for line, end in zip(going, ended) if not end and line[each:]]
 
@@ -117,15 +150,26 @@ class Search(Generic[S, P]):
         return not self.whole and point.difference + 2 * point.difference_error < -self.tolerance
 
     def best(self, tolerance: float | None = None) -> S | None:
-        """Within the tolerance, or another one than the search's, the setting that takes the fewest bytes a token; None
-        if there is none."""
-        within = [x for x, point in self.tried.items() if self.within(point, tolerance)]
+        """Within the tolerance, or another one than the search's, the setting that takes the fewest bytes a token, none
+        that is ``outdone``; None if there is none."""
+        within = [x for x, point in self.tried.items() if self.within(point, tolerance) and not self.outdone(x)]
         return min(within, key=lambda x: self.tried[x].ratio_tokens, default=None)
+
+    def outdone(self, setting: S) -> bool:
+        """Whether another setting that was tried loses less at as few bytes, or as little at fewer."""
+        return any(beats(point, self.tried[setting]) for point in self.tried.values())
+
+    def verdict(self, setting: S, chosen: S | None) -> str:
+        """What became of a setting, for tables."""
+        if setting == chosen:
+            return "chosen"
+        if not self.within(self.tried[setting]):
+            return "too lossy"
+        return "another loses less at fewer bytes" if self.outdone(setting) else ""
 
     def within(self, point: P, tolerance: float | None = None) -> bool:
         """Whether a setting loses at most the tolerance, by the margin."""
-        allowed = self.tolerance if tolerance is None else tolerance
-        return point.difference - self.margin * point.difference_error >= -allowed
+        return allows(point, self.tolerance if tolerance is None else tolerance, self.margin)
 
 
 def paper(
@@ -134,15 +178,17 @@ def paper(
     highs: Sequence[float],
     lows: Sequence[float],
     window: int = WINDOW,
-    rotate: str = "none",
-    sinks: int = 0,
-    horizon: int = 0,
+    rotate: str = "",
+    sinks: int = SINKS,
+    horizon: int = HORIZON,
+    heads: bool = False,
 ) -> Setting | None:
-    """``alpha_high`` over ``highs`` with ``alpha_low`` 0, or no low tier at all; then ``alpha_low`` over ``lows``."""
-    rest = (window, rotate, sinks, horizon)
+    """``alpha_high`` over ``highs`` with ``alpha_low`` 0, or no low tier at all; then ``alpha_low`` over ``lows``. An
+    empty ``rotate``: as a plain server has it."""
+    rest = (window, rotate, sinks, horizon, heads)
     high_only = [Setting(tiers[:1], None, 0.0, *rest)]
     both = [Setting(tiers, high, 0.0, *rest) for high in sorted(highs)] if len(tiers) > 1 else []
-    search.lines([high_only, both])
+    search.lines([[DEFAULT], high_only, both])
     first = search.best()
     if first is None:
         return None
@@ -154,13 +200,15 @@ def grid_starts(
     choices: Sequence[tuple[str, ...]],
     highs: Sequence[float],
     windows: Sequence[int] = (WINDOW,),
-    rotations: Sequence[str] = ("none",),
-    sinks: Sequence[int] = (0,),
-    horizons: Sequence[int] = (0,),
+    rotations: Sequence[str] = ("",),
+    sinks: Sequence[int] = (SINKS,),
+    horizons: Sequence[int] = (HORIZON,),
+    heads: bool = False,
 ) -> list[Setting]:
-    """Every choice of everything but ``alpha_low``, with nothing pruned."""
+    """Every choice of everything but ``alpha_low``, with nothing pruned. An empty rotation: as a plain server has
+    it."""
     return [
-        Setting(tiers, high, 0.0, *rest)
+        Setting(tiers, high, 0.0, *rest, heads)
         for tiers in choices
         for rest in product(windows, rotations, sinks, horizons)
         for high in (sorted(highs) if len(tiers) > 1 else [None])
@@ -169,7 +217,7 @@ def grid_starts(
 
 def grid(search: Search[Setting, GridPoint], starts: Sequence[Setting], lows: Sequence[float]) -> Setting | None:
     """Each of ``starts`` with every ``alpha_low`` up to its ``alpha_high``."""
-    search.lines([[replace(start, alpha_low=low) for low in _lows(start, lows)] for start in starts])
+    search.lines([[DEFAULT], *([replace(start, alpha_low=low) for low in _lows(start, lows)] for start in starts)])
     return search.best()
 
 

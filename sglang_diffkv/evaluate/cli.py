@@ -117,7 +117,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="start a server for this model and each --config")
-    where.add_argument("--url", help="ask this running server")
+    where.add_argument("--url", help="ask this running server; its prefix cache is emptied before each task file")
+    parser.add_argument(
+        "--keep-cache",
+        action="store_true",
+        help="leave the running server's prefix cache as it is: figures then depend on what was asked before",
+    )
     parser.add_argument("--name", help="of the running server in the tables (default: its attention backend)")
     parser.add_argument(
         "--config",
@@ -135,8 +140,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--config starts servers and goes with --model; a running server has its configuration")
     if args.url and args.jobs > 1:
         parser.error("--jobs starts several servers and goes with --model")
-    if args.name and not args.url:
-        parser.error("--name goes with --url")
+    if (args.name or args.keep_cache) and not args.url:
+        parser.error("--name and --keep-cache go with --url")
     return args
 
 
@@ -165,7 +170,11 @@ def evaluate_url(args: argparse.Namespace, tasks: Sequence[Any], store: Store) -
     name = args.name or str(fingerprint["backend"])
     store.add_configuration(name, fingerprint)
     runner.register(store, suites)
-    runner.evaluate(name, lambda: nullcontext(endpoint), suites, store, args.concurrency)
+
+    def connect() -> nullcontext[Endpoint]:
+        return nullcontext(endpoint)
+
+    runner.evaluate(name, connect, suites, store, args.concurrency, keep_cache=args.keep_cache)
     return write(args.output, store, suites, {})
 
 
@@ -184,6 +193,8 @@ def evaluate_model(
             skipped[configuration.name] = why
             print(f"{configuration.name}: skipped: {why}", file=sys.stderr)
             continue
+        if configuration.origin:
+            print(f"{configuration.name}: thresholds: {configuration.origin}", file=sys.stderr)
         store.add_configuration(configuration.name, configuration.fingerprint(args.model, args.server_args))
         servers[configuration.name] = partial(runner.start, configuration, args.model, server_args)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,13 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 @dataclass(frozen=True)
 class Configuration:
-    """A server to start. ``diffkv`` is the resolved configuration, None for SGLang without the plugin's backend."""
+    """A server to start. ``diffkv`` is the resolved configuration, None for SGLang without the plugin's backend;
+    ``origin`` says where its thresholds come from."""
 
     name: str
     diffkv: DiffKVConfig | None = None
     kv_cache_dtype: str = "auto"
+    origin: str = field(default="", compare=False)
 
     @property
     def backend(self) -> str:
@@ -66,7 +68,7 @@ class Configuration:
             "sglang": version("sglang"),
             "backend": self.backend,
             "kv_cache_dtype": self.kv_cache_dtype,
-            "diffkv": None if self.diffkv is None else self.diffkv.model_dump(mode="json"),
+            "diffkv": None if self.diffkv is None else self.diffkv.whole(),
             "server_args": list(args),
         }
 
@@ -104,7 +106,8 @@ def parse_configuration(spec: str, model: str | None = None) -> Configuration:
         raise ConfigError(f"expected {STOCK!r}, {FP8!r} or NAME=JSON, got {spec!r}")
     if name in (STOCK, FP8):
         raise ConfigError(f"{name!r} is stock SGLang; give the configuration {source!r} another name")
-    return Configuration(name, load_config(source) if model is None else resolve(source, model)[0])
+    config, origin = (load_config(source), "") if model is None else resolve(source, model)
+    return Configuration(name, config, origin=origin)
 
 
 def fingerprint_of(endpoint: Endpoint) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def fingerprint_of(endpoint: Endpoint) -> dict[str, Any]:
         "sglang": info.get("version"),
         "backend": info.get("attention_backend"),
         "kv_cache_dtype": info.get("kv_cache_dtype"),
-        "diffkv": stats.get("config"),
+        "diffkv": (stats.get("configuration") or {}).get("values"),
         "server_args": None,
     }
 

@@ -13,6 +13,10 @@ from sglang_diffkv.evaluate import client, report
 
 LONG = "finished_1k"
 TOTALS = ("finished", LONG)
+PATIENCE = 10.0
+"""Seconds for which a busy server is asked to empty its prefix cache."""
+BUSY = 400
+"""The status with which it refuses while requests run."""
 
 
 class EvaluationError(RuntimeError):
@@ -23,7 +27,7 @@ class EvaluationError(RuntimeError):
 class Endpoint:
     """Greedy requests to the server at ``url``, whose model takes ``context`` tokens of prompt and reply.
 
-    ``owned`` says that nobody else uses the server, so that its prefix cache may be emptied.
+    ``owned`` says that nobody else uses the server, so that its prefix cache has to be emptied where that is asked.
     """
 
     url: str
@@ -66,16 +70,21 @@ class Endpoint:
             raise EvaluationError(f"{len(prompt_ids)} + {len(reply_ids)} tokens do not fit in {self.context}")
         return client.force(self.url, prompt_ids, reply_ids, sink, top_logprobs=top_logprobs, timeout=self.timeout)
 
-    def forget_prefixes(self, patience: float = 10.0) -> None:
-        """Empty the prefix cache of an owned server, so that one task file does not profit from another.
+    def forget_prefixes(self) -> str:
+        """Empty the server's prefix cache, so that one task file does not profit from another, nor from what others
+        asked. Why that was refused, or an empty text; of an owned server EvaluationError.
 
-        SGLang refuses while a request is still leaving, so a refusal is tried again for ``patience`` s.
+        SGLang refuses with status 400 while a request is still leaving, so that is tried again for ``PATIENCE`` s.
         """
-        deadline = time.monotonic() + patience
-        while self.owned and not requests.post(f"{self.url}/flush_cache", timeout=60.0).ok:
-            if time.monotonic() > deadline:
-                raise EvaluationError(f"{self.url} does not empty its prefix cache")
+        deadline = time.monotonic() + PATIENCE
+        while not (reply := requests.post(f"{self.url}/flush_cache", timeout=60.0)).ok:
+            if reply.status_code != BUSY or time.monotonic() > deadline:
+                why = f"status {reply.status_code}"
+                if self.owned:
+                    raise EvaluationError(f"{self.url} does not empty its prefix cache ({why} of /flush_cache)")
+                return why
             time.sleep(0.1)
+        return ""
 
     def info(self) -> dict[str, Any]:
         """The reply of ``/server_info``."""

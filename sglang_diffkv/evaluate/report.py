@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 TOTALS = ("requests", "tokens", "page_bytes", "token_bytes", "bf16_bytes", "high", "low", "pruned")
+KEPT_CACHE = "its prefix cache was not emptied ({why}), so figures depend on what was asked before"
+"""What tables say of a running server of which that is so."""
 IN_TIER = "tier "
 """Before a tier's name: its tokens, among totals."""
 

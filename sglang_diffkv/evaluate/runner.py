@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,8 @@ from tqdm import tqdm
 
 from sglang_diffkv.evaluate.configuration import Configuration
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError, Meter
-from sglang_diffkv.evaluate.store import Answer, Store, UsageRecord
+from sglang_diffkv.evaluate.report import KEPT_CACHE
+from sglang_diffkv.evaluate.store import Answer, KeptCache, Store, UsageRecord
 from sglang_diffkv.evaluate.task import Question, Task
 
 SNAPSHOT_SECONDS = 60.0
@@ -70,16 +72,18 @@ def evaluate(
     store: Store,
     concurrency: int = 8,
     advance: Callable[[], object] | None = None,
+    keep_cache: bool = False,
 ) -> None:
     """Ask configuration ``name`` what it has not answered yet; without such questions no server is started.
 
-    ``advance`` is called after each answer; without it every task file gets a progress bar.
+    ``advance`` is called after each answer; without it every task file gets a progress bar. ``keep_cache``: the
+    server's prefix cache is not emptied before each task file.
     """
     if not any(missing(store, name, suite) for suite in suites):
         return
     with connect() as endpoint:
         for suite in suites:
-            _ask_all(name, endpoint, suite, store, concurrency, advance)
+            _ask_all(name, endpoint, suite, store, concurrency, advance, keep_cache)
 
 
 @contextmanager
@@ -95,11 +99,14 @@ def _ask_all(
     store: Store,
     concurrency: int,
     advance: Callable[[], object] | None,
+    keep_cache: bool,
 ) -> None:
     questions, task = missing(store, name, suite), suite.task
     if not questions:
         return
-    endpoint.forget_prefixes()
+    if why := "--keep-cache" if keep_cache else endpoint.forget_prefixes():
+        store.add(KeptCache(configuration=name, suite=task.name, why=why))
+        print(f"{name}: {task.name}: {KEPT_CACHE.format(why=why)}", file=sys.stderr)
     meter, run, asked = Meter(endpoint), uuid.uuid4().hex[:12], 0
     total, done = len(suite.questions), len(suite.questions) - len(questions)
 

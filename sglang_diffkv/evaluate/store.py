@@ -53,7 +53,16 @@ class UsageRecord(BaseModel):
     totals: dict[str, dict[str, float]]
 
 
-Record = Annotated[ConfigurationRecord | SuiteRecord | Answer | UsageRecord, Field(discriminator="kind")]
+class KeptCache(BaseModel):
+    """A server's prefix cache was not emptied before it was asked, and why."""
+
+    kind: Literal["kept_cache"] = "kept_cache"
+    configuration: str
+    suite: str
+    why: str
+
+
+Record = Annotated[ConfigurationRecord | SuiteRecord | Answer | UsageRecord | KeptCache, Field(discriminator="kind")]
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 
 
@@ -74,6 +83,7 @@ class Store:
         self.suites: dict[str, SuiteRecord] = {}
         self.answers: dict[tuple[str, str], dict[str, Answer]] = {}
         self.usage: dict[tuple[str, str], dict[str, UsageRecord]] = {}
+        self.kept_caches: dict[tuple[str, str], str] = {}
         self.lock = threading.RLock()
         self._file: IO[str] = self.path.open("a+", encoding="utf-8")
         try:
@@ -114,6 +124,8 @@ class Store:
                 self.answers.setdefault((record.configuration, record.suite), {})[record.id] = record
             case UsageRecord():
                 self.usage.setdefault((record.configuration, record.suite), {})[record.run] = record
+            case KeptCache():
+                self.kept_caches[record.configuration, record.suite] = record.why
 
     def add(self, record: BaseModel) -> None:
         """Append a record."""

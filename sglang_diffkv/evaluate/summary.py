@@ -117,6 +117,8 @@ class Result(_Frozen):
     cached: float
     failed: int
     completion_tokens: int
+    kept_cache: str = ""
+    """Why the server's prefix cache was not emptied first; empty if it was."""
 
 
 def accuracy(answers: Sequence[Answer]) -> Estimate:
@@ -283,6 +285,7 @@ def _result(store: Store, configuration: str, suite: Suite, ids: Sequence[str], 
         cached=sum(x.outcome.cached_tokens for x in answers) / prompts if prompts else 0.0,
         failed=sum(x.outcome.error is not None for x in answers),
         completion_tokens=sum(x.outcome.completion_tokens for x in answers),
+        kept_cache=store.kept_caches.get((configuration, name), ""),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from sglang_diffkv.evaluate.report import markdown, shares_cell
+from sglang_diffkv.evaluate.report import KEPT_CACHE, markdown, shares_cell
 from sglang_diffkv.evaluate.summary import CacheFigures, Closeness, Difference, Estimate, Result
 
 CLOSENESS_HEADER = ("KL to the first, nats", "same likeliest token %")
@@ -56,6 +56,8 @@ def _notes(results: Sequence[Result]) -> str:
             "first one's probability, and one bucket for the rest."
         )
     for r in results:
+        if r.kept_cache:
+            notes.append(f"{r.configuration}: {KEPT_CACHE.format(why=r.kept_cache)}.")
         if r.failed:
             notes.append(f"{r.configuration}: the server ended {r.failed} requests, counted as wrong.")
         if r.cache and r.cache.requests != r.cache.asked:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sglang_diffkv.extra import require
 from sglang_diffkv.inspect import terminal
 from sglang_diffkv.inspect.snapshot import QUANTITIES, InspectError, fetch
 
@@ -35,6 +36,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Show it; 1 with the reason if the server does not run diffkv."""
     args = parse_args(argv)
+    if args.png:
+        require("matplotlib")
     console = Console()
     try:
         snapshot = fetch(args.url)

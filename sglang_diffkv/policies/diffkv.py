@@ -56,15 +56,15 @@ class DiffKVPolicy(Policy):
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
     ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes; ``generated_every``: the same of
     generated ones. ``pressure_window``: the window that is left to running requests before one is retracted, None for
-    no other.
+    no other. What is left out is switched off: a server's defaults are those of ``DiffKVPolicyConfig``.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
     """
 
-    alpha_high: float = 1.0
-    alpha_low: float = 0.0
-    window: int = 256
+    alpha_high: float
+    alpha_low: float
+    window: int
     sinks: int = 0
     horizon: int = 0
     head_scale: HeadValues | None = field(default=None, repr=False)
@@ -208,10 +208,16 @@ class DiffKVPolicyConfig(PolicyOptions):
         of = f"{found[0]} layers with {found[1]} KV heads"
         return f"policy.head_scale is of {of}, the model has {layers} with {kv_heads}"
 
+    @property
+    def _every(self) -> int:
+        return self.observe_every or min(EVERY, self.window)
+
+    def whole(self) -> dict[str, Any]:
+        return {**super().whole(), "observe_every": self._every}
+
     def build(self) -> DiffKVPolicy:
         rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
-        every = self.observe_every or min(EVERY, self.window)
         return DiffKVPolicy(
-            *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=every,
+            *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=self._every,
             pressure_window=self.pressure_window, generated_every=self.generated_every,
         )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -35,6 +35,10 @@ class PolicyOptions(Strict):
     def obstacle(self, layers: int, kv_heads: int) -> str:
         """Why it cannot serve a model of this shape, all ranks' heads together; empty if it can."""
         return ""
+
+    def whole(self) -> dict[str, Any]:
+        """Every field with what a server runs, as JSON data. What depends on the model or its memory is null."""
+        return self.model_dump(mode="json")
 
     def build(self) -> Policy:
         raise NotImplementedError

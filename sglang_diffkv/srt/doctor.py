@@ -10,8 +10,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_diffkv.calibration import resolve
-from sglang_diffkv.config import DiffKVConfig, read_config
+from sglang_diffkv.calibration import Resolution, resolution, sources_of
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
@@ -25,6 +25,7 @@ from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of, l
 
 GIB = 1 << 30
 BACKEND_OPTION = "--attention-backend"
+DEFAULTS = '{"thresholds": "default"}'
 
 
 def judge(
@@ -46,6 +47,7 @@ def judge(
     """
     if not gpu:
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    findings.note("configuration", None)
     if not _hooks_fit(findings, gpu, found):
         return
     findings.section = "Server"
@@ -59,7 +61,7 @@ def judge(
     least = ["--model-path", model, *device, *(x for x in options if x == "--trust-remote-code")]
     args = _arguments(findings, ["--model-path", model, *device, *backend, *options, *given])
     if args is None:  # the model is judged nevertheless, so that all is told at once
-        args = _arguments(findings, [*least, BACKEND_OPTION, "diffkv", "--diffkv-config", "{}"], again=True)
+        args = _arguments(findings, [*least, BACKEND_OPTION, "diffkv", "--diffkv-config", DEFAULTS], again=True)
         if args is not None:
             _model(findings, args)
         return
@@ -103,6 +105,9 @@ def _hooks_fit(findings: Findings, gpu: bool, found: bool) -> bool:
 def _configuration_alone(findings: Findings, given: str | None, gpu: bool) -> None:
     try:
         config = read_config(given)
+        sources = sources_of(config, dict.fromkeys(config.model_fields_set, CONFIG_OPTION if given else CONFIG_ENV))
+        if config.thresholds == "default":  # else they are looked up for a model
+            findings.note("configuration", Resolution(config, "no model was given", sources).report())
         findings.add("kernels", _kernels(config, on_gpu=gpu))
     except (ConfigError, UnsupportedError) as error:
         findings.refuse("configuration", str(error))
@@ -148,7 +153,7 @@ def _of_sglang(error: Exception) -> str:
 
 def _server(findings: Findings, args: Any) -> None:
     view = compat.resolved(args)
-    findings.add("device", view.device)
+    findings.add("device", view.device, view.device, key="server.device")
     graphs = view.device == "cuda" and not view.disable_cuda_graph
     prompts = (
         "runs eagerly"
@@ -157,6 +162,9 @@ def _server(findings: Findings, args: Any) -> None:
     )
     findings.add("CUDA graphs", f"decode steps; prefill {prompts}" if graphs else "none")
     findings.add("overlap", "no" if view.disable_overlap_schedule else "yes: a step is scheduled while one runs")
+    findings.note("server.cuda_graphs", graphs)
+    findings.note("server.overlap", not view.disable_overlap_schedule)
+    findings.note("server.ranks", view.tp_size)
 
 
 def _model(findings: Findings, args: Any) -> Any:
@@ -174,6 +182,15 @@ def _model(findings: Findings, args: Any) -> Any:
         findings.refuse("model", _of_sglang(error))
         return None
     model = configurator.model_config
+    about = {
+        "layers": model.num_hidden_layers,
+        "query_heads": model.num_attention_heads,
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_dim": model.head_dim,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "context": model.context_len,
+    }
+    findings.note("model", about)
     shape = f"{model.num_hidden_layers} layers, {model.num_attention_heads} query and {model.get_total_num_kv_heads()} "
     shape += f"KV heads of {model.head_dim}, {str(model.dtype).removeprefix('torch.')}"
     findings.add("model", f"can be served, as far as its config.json says: {shape}")
@@ -252,8 +269,13 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     model, view = configurator.model_config, configurator.server_args
     context = model.context_len
     try:
-        config, origin = resolve(users_configuration() if given is None else given, view.model_path)
-        findings.add("thresholds", f"{origin}: {config.build_policy()}")
+        text, given_by = (users_configuration(), CONFIG_ENV) if given is None else (given, CONFIG_OPTION)
+        resolved = resolution(text, view.model_path, given_by)
+        config = resolved.config
+        findings.note("configuration", resolved.report())
+        findings.add("thresholds", f"{resolved.origin}: {config.build_policy()}")
+        if resolved.warning:
+            findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
         reaches = configurator.reaches
         check_policy(config, reaches)
@@ -276,14 +298,17 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         findings.refuse("configuration", str(error))
         return
     fmt, stock = plan.fmt, plan.fmt.bf16_token_bytes * plan.heads
-    findings.add("bytes a token", f"bf16 {stock:,}" + (" on each rank" if view.tp_size > 1 else ""), stock)
+    each = " on each rank" if view.tp_size > 1 else ""
+    findings.add("bytes a token", f"bf16 {stock:,}{each}", stock, key="memory.bf16_token_bytes")
     for layout in fmt.layouts:
-        size = layout.token_bytes * plan.heads
-        findings.add(f"  {layout.tier.name}", f"{size:,}, {size / stock:.3f} of bf16", size)
+        name, size = layout.tier.name, layout.token_bytes * plan.heads
+        key = f"memory.tier_token_bytes.{name}"
+        findings.add(f"  {name}", f"{size:,}, {size / stock:.3f} of bf16", size, key=key)
+    findings.note("memory.bytes", int(gib * GIB))
     where = f"{gib:g} GiB" + (" of each GPU" if view.tp_size > 1 else "")
     if budget <= 0:
         text = "none: states take all of it. Give fewer requests states (--max-mamba-cache-size), or more memory"
-        findings.add(f"tokens in {where}", f"{text} (here --kv-gib)", 0)
+        findings.add(f"tokens in {where}", f"{text} (here --kv-gib)", 0, key="memory.tokens")
         return
     most = tokens * fmt.low.tokens // fmt.high.tokens
     text = f"{tokens:,} if all are {fmt.high.tier.name}"
@@ -293,7 +318,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         text += f", and of sequences of {context:,} {1 / kept_in_layers(reaches, context):.1f} times that"
     beside = " and the draft model's cache; bf16 with that cache alone" if draft_bytes else "; bf16 without either"
     text += f", with tables and scratch{beside}: {budget // (stock + draft_bytes):,}"
-    findings.add(f"tokens in {where}", text, tokens)
+    findings.add(f"tokens in {where}", text, tokens, key="memory.tokens")
+    findings.note("memory.bf16_tokens", budget // (stock + draft_bytes))
     _retraction(findings, plan, tokens, context, obstacle)
 
 
@@ -301,7 +327,7 @@ def _retraction(findings: Findings, plan: MemoryPlan, tokens: int, context: int,
     """What becomes of retracted requests, with the host's memory beside a pool of ``tokens``."""
     size = plan.host_pages(plan.geometry(tokens, 2, context)) * plan.fmt.page_bytes
     text = f"computed again: {obstacle}" if obstacle else f"kept in up to {size / GIB:.2f} GiB of the host's memory"
-    findings.add("retracted requests", text, size)
+    findings.add("retracted requests", text, size, key="memory.retracted_host_bytes")
 
 
 def _draft_model(findings: Findings, args: Any) -> int:
@@ -312,7 +338,9 @@ def _draft_model(findings: Findings, args: Any) -> int:
     except Exception as error:
         raise UnsupportedError(f"the draft model (--speculative-draft-model-path): {_of_sglang(error)}") from None
     if size:
-        findings.add("draft model", f"{size:,} bytes for each KV slot, not compressed", size)
+        findings.add(
+            "draft model", f"{size:,} bytes for each KV slot, not compressed", size, key="memory.draft_token_bytes"
+        )
     return size
 
 
@@ -327,7 +355,8 @@ def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple
     slots = asked or int(budget * ratio / (1 + ratio) / size) - 1
     taken, most = (slots + 1) * size, slots if alone else slots // compat_states.SLOTS_A_REQUEST
     owners = f"{slots:,} requests" if alone else f"{slots:,}, of {most:,} requests and of the prefix cache"
-    findings.add("states", f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed", taken)
+    text = f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed"
+    findings.add("states", text, taken, key="memory.states_bytes")
     return budget - taken, most
 
 

@@ -367,7 +367,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     if requests is not None:
         config, pool = load_config(), self.token_to_kv_pool_allocator.get_kvcache()
         report = pool.usage.report()
-        report["config"] = config.model_dump(mode="json", exclude_none=True)
+        report["configuration"] = launch.configuration_report()
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
         report["prompts"] = metrics.prompt_outcomes(requests)

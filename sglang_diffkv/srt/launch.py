@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from sglang_diffkv.calibration import resolve
-from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config
+from sglang_diffkv.calibration import Resolution, resolution, sources_of
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt import compat
 from sglang_diffkv.srt.draft_model import choose_backend
@@ -20,6 +22,9 @@ from sglang_diffkv.srt.speculation import check_drafts, drafts_by_model, drafts_
 from sglang_diffkv.srt.validation import BACKEND, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)
+
+ORIGINS_ENV = "SGLANG_DIFFKV_CONFIG_ORIGINS"
+"""From a launch to its processes: where the parts of the resolved configuration come from, for reports alone."""
 
 
 def on_gpu() -> bool:
@@ -50,15 +55,38 @@ def users_configuration() -> str:
     return os.environ.get(CONFIG_ENV, "") if launch is None else launch.users
 
 
-def configure(server_args: Any, given: str) -> None:
-    """Hand the configuration for the model to the processes to come. Raises ConfigError or UnsupportedError."""
+def configure(server_args: Any, given: str | None = None) -> None:
+    """Hand the configuration for the model to the processes to come: the one given on the command line, else the
+    environment's. Raises ConfigError or UnsupportedError."""
     global _launched
-    config, origin = resolve(given, server_args.model_path)
-    _check(server_args, config)
-    text = config.model_dump_json(exclude_none=True)
-    _launched = Launch(str(server_args.model_path), text, users_configuration())
+    users = users_configuration()
+    text, given_by = (users, CONFIG_ENV) if given is None else (given, CONFIG_OPTION)
+    found = resolution(text, server_args.model_path, given_by)
+    report = found.report()
+    logger.info("DiffKV configuration (%s): %s", found.origin, json.dumps(report))
+    if found.warning:
+        logger.warning("%s", found.warning)
+    _check(server_args, found.config)
+    text = found.config.model_dump_json(exclude_none=True)
+    _launched = Launch(str(server_args.model_path), text, users)
     os.environ[CONFIG_ENV] = text
-    logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
+    del report["values"]
+    os.environ[ORIGINS_ENV] = json.dumps({"of": _digest(text), **report})
+
+
+def _digest(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def configuration_report() -> dict[str, Any]:
+    """The configuration that this process runs, whole, and where its parts come from: as ``Resolution.report``."""
+    text = os.environ.get(CONFIG_ENV, "")
+    origins = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
+    config = load_config()
+    if origins.pop("of", None) != _digest(text):  # no launch of ours came before: the environment alone says it
+        sources = sources_of(config, dict.fromkeys(config.model_fields_set, CONFIG_ENV))
+        return Resolution(config, "those of the configuration given", sources).report()
+    return {"values": config.whole(), **origins}
 
 
 def _check(server_args: Any, config: DiffKVConfig) -> None:
@@ -76,7 +104,7 @@ def configure_unless_done(server_args: Any) -> None:
     decided something since that is refused."""
     launch = _left_there()
     if launch is None or launch.model_path != str(server_args.model_path):
-        configure(server_args, users_configuration())
+        configure(server_args)
     else:
         _check(server_args, load_config())
 
@@ -89,6 +117,6 @@ def configure_from_cli(server_args: Any, given: str | None) -> None:
             sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
         return
     try:
-        configure(server_args, users_configuration() if given is None else given)
+        configure(server_args, given)
     except (ConfigError, UnsupportedError) as error:
         sys.exit(f"sglang_diffkv: {error}")

@@ -53,9 +53,10 @@ def verify_hooks() -> None:
 
 
 def _refuse(register_attention_backend: Any, registry: Any, hook_type: Any, error: Exception) -> None:
-    """Keep the backend's name known, and say why it cannot be used as soon as someone selects it."""
+    """Keep the backend's name known, and say why it cannot be used as soon as someone selects it; to whoever uses
+    another backend it is no news."""
     reason = f"sglang_diffkv: --attention-backend {BACKEND} is not available: {error}"
-    logger.error("%s", reason)
+    logger.info("%s", reason)
 
     def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
         if is_selected(args):

@@ -95,7 +95,7 @@ def test_sampled_observers_are_the_prompt_s_in_any_chunks(chunks):
 
 
 def test_sampling_is_an_option_of_long_prompts():
-    assert DiffKVPolicy().observation == Observation()
+    assert DiffKVPolicy(1.0, 0.0, 256).observation == Observation()
     sampled = DiffKVPolicyConfig(observe_every=4).build()
     assert sampled.observation == Observation(queries=256, every=4)
     assert sampled.observation.since([200, 1000]) == [0, 744]
@@ -111,7 +111,9 @@ def test_generated_tokens_observe_as_the_policy_says():
         return DiffKVPolicyConfig(**more).build().search_rule["every"]
 
     assert every() == every(observe_every=4) == 1 and every(generated_every=8) == 8
-    assert DiffKVPolicy().search_rule["every"] == SnapKVPolicy(Budget(20), window=8).search_rule["every"] == 1
+    assert (
+        DiffKVPolicy(1.0, 0.0, 256).search_rule["every"] == SnapKVPolicy(Budget(20), window=8).search_rule["every"] == 1
+    )
     with pytest.raises(ValueError, match="less than or equal to 64"):
         DiffKVPolicyConfig(generated_every=65, window=64)
     with pytest.raises(ValueError, match="generated_every 9 is above window 8:"):

@@ -108,7 +108,7 @@ def diffkv(*between: float) -> dict[str, object]:
 
 def test_configurations_of_more_tiers():
     assert config(tiers=THREE, policy=diffkv(0.5)).build_policy() == DiffKVPolicy(
-        1.0, 0.1, sinks=4, alpha_between=(0.5,), observe_every=4, pressure_window=64
+        1.0, 0.1, 256, sinks=4, alpha_between=(0.5,), observe_every=4, pressure_window=64
     )
     assert config(tiers=FOUR, policy=diffkv(0.5, 0.5)).build_policy().alpha_between == (0.5, 0.5)
 

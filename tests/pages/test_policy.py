@@ -221,7 +221,7 @@ def test_a_window_that_fills_its_pages(page_tokens: int) -> None:
 
 def test_a_window_that_leaves_a_page_nearly_empty_is_told() -> None:
     def hint(window: int, sinks: int, tiers: int = 2, alpha_high: float = 1e9) -> str:
-        return DiffKVPolicy(alpha_high, window=window, sinks=sinks).window_hint(tiers, 32)
+        return DiffKVPolicy(alpha_high, 0.0, window, sinks=sinks).window_hint(tiers, 32)
 
     assert "window 255 fills its pages" in hint(256, 4) and "leaves 31 of 32 places" in hint(256, 4)
     assert "window 63 fills" in hint(64, 0)

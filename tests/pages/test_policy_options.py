@@ -119,14 +119,14 @@ def test_heads_with_a_high_factor_have_fewer_high_tokens():
 
 
 def test_ranks_take_the_factors_of_their_heads():
-    policy = DiffKVPolicy(head_scale=((1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0)))
+    policy = DiffKVPolicy(1.0, 0.0, 256, head_scale=((1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0)))
     assert [policy.of_rank(rank, 2, 2).head_scale for rank in range(2)] == [
         ((1.0, 2.0), (5.0, 6.0)),
         ((3.0, 4.0), (7.0, 8.0)),
     ]
     of_eight = [policy.of_rank(rank, 8, 1).head_scale[0] for rank in range(8)]
     assert of_eight == [(1.0,), (1.0,), (2.0,), (2.0,), (3.0,), (3.0,), (4.0,), (4.0,)]
-    assert DiffKVPolicy().of_rank(1, 2, 2) == DiffKVPolicy()
+    assert DiffKVPolicy(1.0, 0.0, 256).of_rank(1, 2, 2) == DiffKVPolicy(1.0, 0.0, 256)
 
 
 def test_factors_of_another_model_are_refused():

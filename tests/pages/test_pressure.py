@@ -133,4 +133,4 @@ def test_where_it_is_done(config: str, window: int | None) -> None:
 
 def test_not_in_one_tier() -> None:
     fmt = PageFormat(64, 64, (Tier.parse("K8V4"),), page_tokens=8)
-    assert make_manager(fmt, policy=DiffKVPolicy(pressure_window=8)).pressure is None
+    assert make_manager(fmt, policy=DiffKVPolicy(1.0, 0.0, 256, pressure_window=8)).pressure is None

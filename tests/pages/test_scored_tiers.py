@@ -40,18 +40,18 @@ ALL = (1, 2, 3, 4)
     ("policy", "scored"),
     [
         (DiffKVPolicyConfig().build(), (0, 1, 1, 1)),
-        (DiffKVPolicy(3.0, 0.0, alpha_between=(1.0, 0.5)), (0, 1, 2, 3)),
-        (DiffKVPolicy(3.0, 0.0, alpha_between=(1.0, 0.0)), (0, 1, 2, 2)),
-        (DiffKVPolicy(1.0, 0.1), ALL),
+        (DiffKVPolicy(3.0, 0.0, 256, alpha_between=(1.0, 0.5)), (0, 1, 2, 3)),
+        (DiffKVPolicy(3.0, 0.0, 256, alpha_between=(1.0, 0.0)), (0, 1, 2, 2)),
+        (DiffKVPolicy(1.0, 0.1, 256), ALL),
         (ALONE, NOBODY),
-        (DiffKVPolicy(math.inf, 0.0), NOBODY),
-        (DiffKVPolicy(0.0, 0.0), NOBODY),
-        (DiffKVPolicy(1e9, 0.1), ALL),
-        (DiffKVPolicy(1e9, 1e9), NOBODY),
-        (DiffKVPolicy(NEVER / 2, 0.0), (0, 1, 1, 1)),
-        (DiffKVPolicy(1e9, 0.0, alpha_between=(1.0,)), (0, 0, 2, 2)),
-        (DiffKVPolicy(1e9, 0.0, head_scale=((1.0, 1e-6),)), (0, 1, 1, 1)),
-        (DiffKVPolicy(1e9, 0.0, head_scale=((1.0, 0.5),)), NOBODY),
+        (DiffKVPolicy(math.inf, 0.0, 256), NOBODY),
+        (DiffKVPolicy(0.0, 0.0, 256), NOBODY),
+        (DiffKVPolicy(1e9, 0.1, 256), ALL),
+        (DiffKVPolicy(1e9, 1e9, 256), NOBODY),
+        (DiffKVPolicy(NEVER / 2, 0.0, 256), (0, 1, 1, 1)),
+        (DiffKVPolicy(1e9, 0.0, 256, alpha_between=(1.0,)), (0, 0, 2, 2)),
+        (DiffKVPolicy(1e9, 0.0, 256, head_scale=((1.0, 1e-6),)), (0, 1, 1, 1)),
+        (DiffKVPolicy(1e9, 0.0, 256, head_scale=((1.0, 0.5),)), NOBODY),
         (StreamingPolicy(), NOBODY),
         (DuoPolicy(((True, False),)), NOBODY),
         (DuoPolicy(((True, False),), keep_low=True), NOBODY),
@@ -70,8 +70,8 @@ def test_tiers_whose_scores_may_matter(policy: Policy, scored: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (DiffKVPolicy(), 1),
-        (DiffKVPolicy(3.0, 0.1), 2),
+        (DiffKVPolicy(1.0, 0.0, 256), 1),
+        (DiffKVPolicy(3.0, 0.1, 256), 2),
         (ALONE, 0),
         (UniformPolicy(), 0),
         (StreamingPolicy(), 0),
@@ -96,7 +96,7 @@ def test_the_configuration_s_pages() -> None:
 def test_pages_without_scores_that_are_read_are_refused() -> None:
     geometry = Geometry(make_format(PAIR, scored=1), 1, 1, 9, num_rows=2, num_segments=2, max_tokens=20)
     with pytest.raises(AssertionError, match="lack scores"):
-        PageManager(geometry, DiffKVPolicy(1.0, 0.1))
+        PageManager(geometry, DiffKVPolicy(1.0, 0.1, 256))
     with pytest.raises(AssertionError, match="too short"):
         Geometry(make_format(PAIR), 1, 1, 9, num_rows=2, num_segments=2, max_tokens=65536)
 

@@ -113,5 +113,5 @@ def test_only_what_goes_down_step_by_step_has_one() -> None:
     assert tail_tokens(state, DiffKVPolicy(1.0, 0.0, 7)) == 7
     assert [tail_tokens(state, policy) for policy in (UniformPolicy(), zipage)] == [0, 0]
     assert tail_tokens(state, SnapKVPolicyConfig(budget=64, window=5).build()) == 0
-    sliding = PageManager(replace(make_manager().geometry, reaches=(6, 0)), DiffKVPolicy())
+    sliding = PageManager(replace(make_manager().geometry, reaches=(6, 0)), DiffKVPolicy(1.0, 0.0, 256))
     assert tail_tokens(sliding.state, DiffKVPolicy(1.0, 0.0, 7)) == 0

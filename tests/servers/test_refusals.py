@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.srt import plugin
 from sglang_diffkv.srt.compat import TESTED_VERSIONS, release
 from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.speculation import check_drafts
@@ -68,10 +70,29 @@ def test_config_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert load_config() == DiffKVConfig()
 
 
+def test_an_unsupported_sglang_is_no_news_to_other_backends(caplog: pytest.LogCaptureFixture) -> None:
+    """The plugin is loaded in every process of SGLang, also where nobody asked for it."""
+    hooks: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    registry = SimpleNamespace(register=lambda target, hook, kind: hooks.update({target: hook}))
+    error = UnsupportedError("was not tested with SGLang 9.9")
+    with caplog.at_level(logging.DEBUG):
+        plugin._refuse(
+            lambda name: lambda build: made.update({name: build}), registry, SimpleNamespace(AROUND=1), error
+        )
+        (from_cli_args,) = hooks.values()
+        assert from_cli_args(lambda cls, args: "args", object, SimpleNamespace(attention_backend="triton")) == "args"
+    assert caplog.records and max(x.levelno for x in caplog.records) <= logging.INFO
+    with pytest.raises(SystemExit, match=r"not available: was not tested with SGLang 9\.9"):
+        from_cli_args(lambda cls, args: "args", object, SimpleNamespace(attention_backend="diffkv"))
+    with pytest.raises(UnsupportedError, match=r"SGLang 9\.9"):
+        made["diffkv"](None)
+
+
 def test_defaults_and_round_trip() -> None:
     config = DiffKVConfig()
     assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 256, False)
-    usual = DiffKVPolicy(alpha_high=3.0, sinks=4, observe_every=4, pressure_window=64)
+    usual = DiffKVPolicy(alpha_high=3.0, alpha_low=0.0, window=256, sinks=4, observe_every=4, pressure_window=64)
     assert config.build_policy() == DiffKVPolicyConfig().build() == usual
     rotated = {tiers: DiffKVConfig(tiers=tiers).rotate for tiers in (("K8V4", "K4V2"), ("K4V2",), ("K8V4",), ("BF16",))}
     assert list(rotated.values()) == ["both", "both", "none", "none"]

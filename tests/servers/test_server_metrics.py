@@ -64,7 +64,7 @@ def test_metrics_of_a_server() -> None:
     assert admissions["waited"] == stats["admission"]["waited"]
     assert found["diffkv_faults_total"][0][1] == 0
     assert found["sglang:max_total_num_tokens"][0][1] == POOL
-    evictable = (stats["owners"]["cached"] - spare_pages(2) * 12) * stats["config"]["page_tokens"] / 12
+    evictable = (stats["owners"]["cached"] - spare_pages(2) * 12) * stats["configuration"]["values"]["page_tokens"] / 12
     assert found["sglang:kv_evictable_tokens"][0][1] == pytest.approx(evictable, abs=1), (
         "pages, as tokens at the high tier"
     )

@@ -14,6 +14,7 @@ import requests
 from benchmarks import splits
 from benchmarks.paths import NANO
 from sglang_diffkv.calibrate import means
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
@@ -68,10 +69,22 @@ def test_ratio_and_shares_are_reported(server: Server) -> None:
     assert stats["share_low"] > 0.1
     line = re.findall(r"kv ratio: (0\.\d+) \(high (\d+)%, low (\d+)%, pruned", server.log_text())
     assert line, "no decode log line carries the ratio"
-    assert stats["config"]["tiers"] == ["K8V4", "K4V2"]
     heads = stats["by_head"]
     assert sum(map(sum, heads["high"])) + sum(map(sum, heads["low"])) == heads["tokens"] * 12, "6 layers of 2 heads"
     assert sum(map(sum, heads["pages"])) == stats["pages_used"]
+
+
+def test_the_configuration_served_is_told(server: Server) -> None:
+    """Whole, with the source of each part, in ``/server_info`` and in the plugin's first line of the log."""
+    stats = server.stats()
+    assert stats is not None
+    told = stats["configuration"]
+    assert set(told) == {"values", "thresholds", "sources", "files"}
+    assert told["values"] == DiffKVConfig().whole() and told["values"]["policy"]["alpha_high"] == 3.0
+    assert set(told["sources"].values()) == {"default"} and told["files"] == {}
+    first = next(line for line in server.log_text().splitlines() if "DiffKV" in line or "diffkv" in line.split("=")[0])
+    assert f"DiffKV configuration ({told['thresholds']}): " in first
+    assert json.loads(first.split("): ", 1)[1]) == told
 
 
 def test_several_choices(server: Server) -> None:

@@ -32,7 +32,7 @@ class FakeServer:
         share: pages' bytes over bf16 bytes, None for a server without DiffKV.
         logprob: of every scored token, by its position.
         tops: likeliest tokens as ``(logprob, token id)`` at a scored position, best first.
-        cut_streams: streams end before their last part.
+        cut_streams: streams end before their last part. flush_status: of the reply to /flush_cache.
     """
 
     def __init__(
@@ -46,10 +46,12 @@ class FakeServer:
         stats: dict[str, Any] | None = None,
         caches: bool = True,
         cut_streams: bool = False,
+        flush_status: int = 200,
     ):
         self.reply, self.share, self.context, self.logprob = reply, share, context, logprob
         self.tops = tops
         self.stats, self.caches, self.cut_streams = stats or {}, caches, cut_streams
+        self.flush_status = flush_status
         self.aborted: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.flushes = 0
@@ -163,8 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send({})
         elif self.path == "/flush_cache":
             self.fake.flushes += 1
-            self.fake.cached.clear()
-            self._send({})
+            if self.fake.flush_status == 200:
+                self.fake.cached.clear()
+            self._send({}, self.fake.flush_status)
         else:
             self._send(None)
 

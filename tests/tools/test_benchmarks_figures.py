@@ -157,12 +157,13 @@ def test_sweeps_of_thresholds():
 
 
 def test_thresholds_are_the_model_s_and_never_the_figure_s_choice():
-    assert cases.chosen("Qwen/QwQ-32B").alpha_high == 3.0
-    assert cases.chosen("Qwen/QwQ-32B").source == "calibrated, published"
+    small = cases.chosen("small")
+    assert (small.alpha_high, small.source) == (1e9, "calibrated, measured")
+    published = cases.chosen("Qwen/QwQ-32B")
+    assert (published.window, published.source) == (256, "defaults, none are calibrated for this model")
     assert (cases.chosen(str(NANO)).alpha_high, cases.chosen(str(NANO)).rotate) == (3.0, "both")
     assert (cases.chosen(str(NANO), 2.0).alpha_high, cases.chosen(str(NANO), 2.0).source) == (2.0, "command line")
-    assert cases.chosen("Qwen2.5-7B").alpha_high is None
-    assert diffkv(cases.chosen("Qwen2.5-7B"), "").label == "(-, 0.04)"
+    assert diffkv(Thresholds(("K8V4",), None, 0.04, 64, ""), "").label == "(-, 0.04)"
 
 
 def test_calibrated_thresholds_are_served_with_all_that_was_chosen():

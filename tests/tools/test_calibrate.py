@@ -15,8 +15,9 @@ from benchmarks.paths import NANO
 from sglang_diffkv.calibrate import cli
 from sglang_diffkv.calibrate.heads import fit
 from sglang_diffkv.calibrate.heads.result import HeadScaleFile
-from sglang_diffkv.calibrate.search import Search, Setting, grid, grid_starts, paper
-from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, read_file, resolve
+from sglang_diffkv.calibrate.search import DEFAULT, Search, Setting, grid, grid_starts, paper
+from sglang_diffkv.calibration import FILE_NAME, GridPoint, lookup, policy_fields, read_file, resolve
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.endpoint import Endpoint
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
@@ -56,7 +57,7 @@ def test_paper_takes_the_largest_saving_within_the_tolerance():
     losses = {(None, 0.0): 0.0, (1.0, 0.0): 0.0, (2.0, 0.0): 0.004, (3.0, 0.0): 0.01, (4.0, 0.0): 0.011}
     found = search(losses)
     assert paper(found, PAIR, HIGHS, LOWS) == Setting(PAIR, 3.0, 0.0)
-    assert tried(found) == [(None, 0.0), (1.0, 0.0), (2.0, 0.0), (3.0, 0.0), (4.0, 0.0), (3.0, 0.02)]
+    assert tried(found) == [(3.0, 0.0), (None, 0.0), (1.0, 0.0), (2.0, 0.0), (4.0, 0.0), (3.0, 0.02)]
 
 
 def test_paper_prunes_at_the_chosen_alpha_high():
@@ -67,7 +68,7 @@ def test_paper_prunes_at_the_chosen_alpha_high():
 def test_paper_turns_the_low_tier_off_where_it_costs_too_much():
     found = search({(None, 0.0): 0.0, (None, 0.02): 0.005, (None, 0.04): 0.008})
     assert paper(found, PAIR, HIGHS, LOWS) == Setting(("K8V4",), None, 0.04)
-    assert tried(found) == [(None, 0.0), (1.0, 0.0), (None, 0.02), (None, 0.04)]
+    assert tried(found) == [(3.0, 0.0), (None, 0.0), (1.0, 0.0), (None, 0.02), (None, 0.04)]
 
 
 def test_nothing_is_chosen_where_the_high_tier_alone_is_too_lossy():
@@ -80,7 +81,7 @@ def test_a_loss_within_two_standard_errors_of_the_tolerance_goes_on():
     losses = {(None, 0.0): 0.0, (1.0, 0.0): 0.03, (2.0, 0.0): 0.005, (3.0, 0.0): 0.04}
     found = search(losses, error=0.012, margin=0.0)
     assert paper(found, PAIR, HIGHS, [0.0]) == Setting(PAIR, 2.0, 0.0)
-    assert tried(found) == [(None, 0.0), (1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]
+    assert tried(found) == [(3.0, 0.0), (None, 0.0), (1.0, 0.0), (2.0, 0.0)]
 
 
 @pytest.mark.parametrize(("margin", "chosen"), [(0.0, 3.0), (1.0, 2.0), (2.0, 1.0), (3.0, None)])
@@ -101,7 +102,7 @@ def test_grid_tries_all_pairs_once():
     best = grid(found, grid_starts([PAIR, ("K8V4",), ("K8V4", "K4V4")], [2.0, 0.01, 1.0]), LOWS)
     assert best == Setting(PAIR, 2.0, 0.04)
     by_tiers = [s.tiers for s in found.tried]
-    assert by_tiers.count(PAIR) == by_tiers.count(("K8V4", "K4V4")) == 7, "alpha_low never above alpha_high"
+    assert by_tiers.count(PAIR) == 1 + 7 and by_tiers.count(("K8V4", "K4V4")) == 7, "alpha_low never above alpha_high"
     assert by_tiers.count(("K8V4",)) == 3
 
 
@@ -109,7 +110,7 @@ def test_grid_tries_windows_rotations_sinks_and_horizons():
     found = search({(high, 0.0): 0.0 for high in (1.0, 2.0)})
     choices = ([64, 128], ["none", "keys"], [0, 4], [0, 256])
     grid(found, grid_starts([PAIR], [1.0, 2.0], *choices), [0.0])
-    assert [(s.alpha_high, s.window, s.rotate, s.sinks, s.horizon) for s in found.tried] == [
+    assert [(s.alpha_high, s.window, s.rotate, s.sinks, s.horizon) for s in list(found.tried)[1:]] == [
         (high, *rest) for rest in product(*choices) for high in (1.0, 2.0)
     ]
 
@@ -149,10 +150,54 @@ def test_the_next_values_of_all_lines_are_measured_at_once():
     def ahead(settings):
         batches.append([(x.alpha_high, x.alpha_low) for x in settings])
 
-    found = search({(high, low): 0.0 for high in (1.0, 2.0, 3.0) for low in LOWS if high < 3})
-    found.jobs, found.measure_ahead = 3, ahead
-    grid(found, grid_starts([PAIR], [1.0, 2.0, 3.0]), LOWS)
-    assert batches == [[(1, 0), (2, 0), (3, 0)], [(1, 0.02), (2, 0.02)], [(1, 0.04), (2, 0.04)]]
+    found = search({(high, low): 0.0 for high in (1.0, 2.0, 4.0) for low in LOWS if high < 4})
+    found.jobs, found.measure_ahead = 4, ahead
+    grid(found, grid_starts([PAIR], [1.0, 2.0, 4.0]), LOWS)
+    assert batches == [[(3, 0), (1, 0), (2, 0), (4, 0)], [(1, 0.02), (1, 0.04), (2, 0.02), (2, 0.04)]]
+
+
+@pytest.mark.parametrize("procedure", ["paper", "grid"])
+def test_a_search_begins_at_what_a_plain_server_runs(procedure):
+    """Whatever it is asked to search; and what is left out is as a plain server has it."""
+    default = Setting(PAIR, 3.0, 0.0)
+    config = DiffKVConfig.model_validate(
+        {
+            **{"tiers": default.tiers, "rotate": default.rotate},
+            "policy": policy_fields(3.0, 0.0, default.window, default.sinks, default.horizon),
+        }
+    )
+    assert config.whole() == DiffKVConfig().whole() and default == DEFAULT
+    for tiers in (PAIR, ("K8V4",), ("K4V2",), ("BF16", "K8V4")):
+        assert Setting(tiers, 1.0, 0.0).rotate == DiffKVConfig(tiers=tiers).rotate
+    found = search({(high, 0.0): 0.0 for high in (None, 5.0)}, whole=True)
+    if procedure == "paper":
+        paper(found, ("K8V4",), [5.0], [0.0], window=64, sinks=0)
+    else:
+        grid(found, grid_starts([("K8V4",), ("K8V4", "K4V4")], [5.0], [64], ["keys"], [0]), [0.0])
+    assert next(iter(found.tried)) == default
+
+
+def test_what_is_worse_at_more_bytes_is_never_chosen():
+    """Also if what is better is less sure, and so not within the tolerance by the margin."""
+
+    def measure(setting: Setting) -> GridPoint:
+        loss, error = {None: (0.008, 0.001), 1.0: (0.001, 0.001), 2.0: (0.009, 0.0001), 3.0: (0.005, 0.02)}[
+            setting.alpha_high
+        ]
+        return point(setting, -loss, error)
+
+    found = Search(measure, 0.01)
+    chosen = grid(found, grid_starts([("K8V4",), PAIR], [1.0, 2.0]), [0.0])
+    assert [found.within(x) for x in found.tried.values()] == [False, True, True, True]
+    assert chosen == Setting(PAIR, 1.0, 0.0) and found.outdone(Setting(PAIR, 2.0, 0.0))
+    alone = Search(measure, 0.01)
+    assert grid(alone, grid_starts([("K8V4",)], []), [0.0]) is None and alone.outdone(OFF)
+
+
+def test_of_equal_bytes_the_smaller_loss_is_chosen():
+    losses = {64: 0.004, 128: 0.001}
+    found = Search(lambda x: point(x, -losses.get(x.window, 0.5)), 0.01)
+    assert grid(found, grid_starts([PAIR], [5.0], [64, 128]), [0.0]).window == 128
 
 
 def test_names_tell_settings_apart():
@@ -160,7 +205,7 @@ def test_names_tell_settings_apart():
     settings += [
         Setting(PAIR, 1.0, 0.0, 128),
         Setting(PAIR, 1.0, 0.0, 64, "keys"),
-        Setting(PAIR, 1.0, 0.0, sinks=4),
+        Setting(PAIR, 1.0, 0.0, sinks=8),
         Setting(PAIR, 1.0, 0.0, horizon=4),
         Setting(PAIR, 1.0, 0.0, heads=True),
     ]
@@ -220,7 +265,9 @@ def test_the_result_is_found_by_lookup(tmp_path, servers, capsys):
     }
     out = capsys.readouterr().out
     assert "| K8V4-K4V2 alpha_high=2 alpha_low=0 | 100.0 ± 0.0 | +0.0 ± 0.0 (p = 1) |" in out
-    assert out.count("chosen") == 1 and out.count("too lossy") == 4
+    assert out.count("chosen") == 1 and out.count("too lossy") == 4 and out.count("the default |") == 1
+    default = next(x for x in out.splitlines() if "the default |" in x)
+    assert default.startswith("| K8V4-K4V2 alpha_high=3 alpha_low=0 |")
     assert read_file(tmp_path / FILE_NAME).entries == (found,)
 
 
@@ -241,7 +288,7 @@ def test_stock_is_asked_beside_the_first_settings(tmp_path, servers, monkeypatch
 
     @contextmanager
     def meet(configuration, model, args):
-        if configuration.name in ("stock", "K8V4 alpha_low=0", "K8V4-K4V2 alpha_high=1 alpha_low=0"):
+        if configuration.name in ("stock", "K8V4-K4V2 alpha_high=3 alpha_low=0", "K8V4 alpha_low=0"):
             together.wait(20)
         with start(configuration, model, args) as endpoint:
             yield endpoint
@@ -252,9 +299,10 @@ def test_stock_is_asked_beside_the_first_settings(tmp_path, servers, monkeypatch
 
 def test_a_search_goes_on_where_it_stopped(tmp_path, servers):
     cli.main(command(tmp_path, "--alpha-high", "1", "--alpha-low", "0"))
-    assert servers == ["stock", "K8V4 alpha_low=0", "K8V4-K4V2 alpha_high=1 alpha_low=0"]
+    default = "K8V4-K4V2 alpha_high=3 alpha_low=0"
+    assert servers == ["stock", default, "K8V4 alpha_low=0", "K8V4-K4V2 alpha_high=1 alpha_low=0"]
     cli.main(command(tmp_path, "--alpha-high", "1", "2", "--alpha-low", "0"))
-    assert servers[3:] == ["K8V4-K4V2 alpha_high=2 alpha_low=0"]
+    assert servers[4:] == ["K8V4-K4V2 alpha_high=2 alpha_low=0"]
 
 
 def test_a_wider_tolerance_saves_more(tmp_path, servers):
@@ -266,14 +314,14 @@ def test_a_wider_tolerance_saves_more(tmp_path, servers):
 
 def test_window_rotation_sinks_and_horizon_are_kept(tmp_path, servers):
     args = ["--alpha-high", "1", "--alpha-low", "0", "--window", "128", "--rotate", "keys"]
-    args += ["--sinks", "4", "--horizon", "99"]
+    args += ["--sinks", "2", "--horizon", "99"]
     assert cli.main(command(tmp_path, *args)) == 0
-    assert servers[-1] == "K8V4-K4V2 alpha_high=1 alpha_low=0 window=128 rotate=keys sinks=4 horizon=99"
+    assert servers[-1] == "K8V4-K4V2 alpha_high=1 alpha_low=0 window=128 rotate=keys sinks=2 horizon=99"
     found = lookup(tmp_path)
     assert found is not None and (found.window, found.rotate, found.chosen.window) == (128, "keys", 128)
     config, _ = resolve('{"thresholds": "calibrated", "page_tokens": 16}', tmp_path)
     assert (config.policy.window, config.rotate, config.page_tokens) == (128, "keys", 16)
-    assert found.sinks == found.chosen.sinks == config.policy.sinks == 4
+    assert found.sinks == found.chosen.sinks == config.policy.sinks == 2
     assert found.horizon == found.chosen.horizon == config.policy.horizon == 99
 
 
@@ -294,7 +342,8 @@ def test_factors_are_fitted_at_every_setting(tmp_path, servers, capsys, monkeypa
     args += ["--fit-heads", "2", "--tolerance", "10"]
     assert cli.main(command(tmp_path, *args)) == 0
     plain = [f"K8V4-K4V2 alpha_high={high} alpha_low=0 window=16" for high in ("1", "1e+09")]
-    assert servers == ["stock", *plain, f"{plain[0]} heads"], "nothing to gain where none is high"
+    default = "K8V4-K4V2 alpha_high=3 alpha_low=0"
+    assert servers == ["stock", default, *plain, f"{plain[0]} heads"], "nothing to gain where none is high"
     found = lookup(tmp_path)
     assert found is not None and (found.alpha_high, found.chosen.heads) == (1.0, True)
     written = {x.stem: HeadScaleFile.model_validate_json(x.read_text()) for x in (tmp_path / "work/heads").iterdir()}

@@ -90,6 +90,7 @@ class StandIn:
         self.started: list[str] = []
         self.asked: dict[str, int] = {}
         self.orders: dict[str, list[tuple[int, ...]]] = {}
+        self.default_share = 0.399
 
     def wrong(self, policy: LeanKVPolicyConfig | None, tiers: tuple[str, ...], run: int) -> set[int]:
         first = set() if run % 2 else {0}  # rounding: of every second run
@@ -111,7 +112,7 @@ class StandIn:
             wrong = {known[i][0] for i in self.wrong(policy, tiers, fake.flushes)}
             return "Answer: ?" if tuple(ids) in wrong else f"Answer: {answers()[tuple(ids)][1]}"
 
-        share = None
+        share = None if config is None else self.default_share  # without a policy of its own
         if policy is not None:
             share = 0.4 - 0.1 * (tiers == LOW_PAIR) - 0.5 * policy.mass_high - 2 * policy.mass_low
         with FakeServer(reply, share=share) as fake:
@@ -222,10 +223,42 @@ def test_a_target_that_nothing_meets(tmp_path: Path, stand_in: StandIn, capsys: 
     assert cli.main(command(tmp_path, *args, "--target", "loss", "--tolerance", "13", "--margin", "1")) == 1
 
 
+def test_a_plain_server_is_a_row_and_what_it_outdoes_is_not_written(
+    tmp_path: Path, stand_in: StandIn, capsys: Any
+) -> None:
+    stand_in.wrong = lambda policy, tiers, run: set() if policy is None else {1}  # type: ignore[method-assign]
+    stand_in.default_share = 0.1
+    args = [
+        *ALL,
+        "--tiers",
+        "k4v2,k4v1",
+        "--mass-high",
+        "0.1",
+        "--mass-low",
+        "0",
+        "--target",
+        "loss",
+        "--tolerance",
+        "13",
+    ]
+    assert cli.main(command(tmp_path, *args)) == 1 and not (tmp_path / FILE_NAME).exists()
+    found = capsys.readouterr()
+    assert "is not written: a plain server loses less at fewer bytes" in found.err
+    rows = [line for line in found.out.splitlines() if line.startswith("| ")]
+    stock = next(row for row in rows if row.startswith("| stock"))
+    assert rows[rows.index(stock) + 1].startswith("| default (diffkv) | 100.0 |")
+    assert stand_in.started[1] == "default (diffkv)"
+
+
+def test_settings_are_rotated_as_a_plain_server_does() -> None:
+    assert leankv.LeanSetting(PAIR, 0.1, 0.0).rotate == DiffKVConfig(tiers=PAIR).rotate == "both"
+    assert leankv.LeanSetting(("K8V4",), 0.1, 0.0).rotate == "none"
+
+
 def test_options_of_another_procedure_are_refused(tmp_path: Path, capsys: Any) -> None:
     for args, message in [
         (["--alpha-high", "1"], "--alpha-high does not go with --procedure leankv"),
-        (["--sinks", "4"], "--sinks does not go"),
+        (["--sinks", "2"], "--sinks does not go"),
         (["--window", "64", "128"], "takes one choice of --window"),
         (["--runs", "1"], "--runs is a number from 2 on"),
         (["--procedure", "paper", "--mass-high", "0.1"], "--mass-high does not go with --procedure paper"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.paths import NANO, REPOSITORY
-from sglang_diffkv.calibrate.search import Setting
+from sglang_diffkv.calibrate.search import DEFAULT, Setting
 from sglang_diffkv.calibrate.text import cli
 from sglang_diffkv.calibrate.text.parts import parts
 from sglang_diffkv.calibrate.text.search import best, settings
@@ -58,7 +58,7 @@ def point(ratio: float, kl: float, perplexity: float = 0.0, error: float = 0.0) 
 
 
 def test_the_cheapest_within_the_budget_by_the_margin_is_chosen() -> None:
-    tried = settings([PAIR], [1.0, 3.0, 5.0], [64], ["none"])
+    tried = settings([PAIR], [1.0, 3.0, 5.0], [64], [""], [4])[1:]
     off, one, three, five = tried
     points = dict(zip(tried, [point(0.44, 0.001), point(0.35, 0.006, 0.03, 0.002), point(0.3, 0.009, -0.01, 0.002)]))
     points[five] = point(0.28, 0.02, 0.02, 0.002)
@@ -71,8 +71,31 @@ def test_the_cheapest_within_the_budget_by_the_margin_is_chosen() -> None:
 
 
 def test_the_grid_has_each_high_tier_alone_once() -> None:
-    found = settings([PAIR, ("K8V4", "K4V4")], [1.0, 3.0], [64, 128], ["none"])
-    assert found[0] == Setting(SINGLE, None, 0.0) and len(found) == len(set(found)) == 1 + 2 * 2 * 2
+    found = settings([PAIR, ("K8V4", "K4V4")], [1.0, 3.0], [64, 128], ["none"], [0, 4])
+    assert found[:2] == [DEFAULT, Setting(SINGLE, None, 0.0, rotate="none")]
+    assert len(found) == len(set(found)) == 2 + 2 * 2 * 2 * 2
+    assert settings([PAIR], [3.0], [256], [""], [4]) == [DEFAULT, Setting(SINGLE, None, 0.0)], "each once"
+
+
+def test_what_is_worse_at_more_bytes_is_never_chosen() -> None:
+    """The default, less sure and so not within the budget, loses less at fewer bytes than what is."""
+    kl = TextBudget(measure="kl", limit=0.01)
+    points = {DEFAULT: point(0.32, 0.006, error=0.005), Setting(PAIR, 1.0, 0.0): point(0.35, 0.008, error=0.001)}
+    assert best(points, kl, 1.0) is None and best(points, kl, 0.0) == DEFAULT
+    points[Setting(SINGLE, None, 0.0)] = point(0.44, 0.001)
+    assert best(points, kl, 1.0) == Setting(SINGLE, None, 0.0)
+    points[Setting(PAIR, 5.0, 0.0)] = point(0.32, 0.004, error=0.001)
+    assert best(points, kl, 1.0) == Setting(PAIR, 5.0, 0.0)
+
+
+def test_the_command_searches_as_a_plain_server_is_set() -> None:
+    given = ["--text", "t", "--model", "m", "--work", "w", "--output", "o", "--max-kl", "1"]
+    args = cli.parse_args(given)
+    tried = settings(args.tiers, args.alpha_high, args.window, args.rotate, args.sinks)
+    assert tried[0] == DEFAULT and {(x.rotate, x.sinks) for x in tried if len(x.tiers) > 1} == {("both", 4)}
+    args = cli.parse_args([*given, "--sinks", "0", "8", "--rotate", "keys"])
+    tried = settings(args.tiers, args.alpha_high, args.window, args.rotate, args.sinks)
+    assert {(x.rotate, x.sinks) for x in tried[2:]} == {("keys", 0), ("keys", 8)}
 
 
 @pytest.fixture
@@ -115,7 +138,7 @@ def test_the_choice_is_judged_on_the_other_part_and_found_by_servers(tmp_path, s
     assert isinstance(found.chosen, TextPoint) and isinstance(found.provenance, TextProvenance)
     assert found.chosen.divergence == pytest.approx(divergence(0.4), rel=1e-4)
     assert found.chosen.perplexity_change == pytest.approx(math.exp(0.04) - 1)
-    assert (found.chosen.n, found.provenance.held_out.n, len(found.provenance.grid)) == (5, 5, 7)
+    assert (found.chosen.n, found.provenance.held_out.n, len(found.provenance.grid)) == (5, 5, 8)
     assert found.provenance.budget.measure == "kl" and found.provenance.text_file == "prose.txt"
     config, origin = resolve('{"thresholds": "calibrated"}', tmp_path)
     assert (config.policy.alpha_high, config.policy.window) == (2.0, 64) and "measured with this package" in origin
@@ -127,7 +150,12 @@ def test_the_choice_is_judged_on_the_other_part_and_found_by_servers(tmp_path, s
     assert set(asked["stock"]) == set(asked[chosen]) | set(asked[f"{chosen} again"])
     assert [name for name in asked if name.endswith("again")] == [f"{chosen} again"]
     out = capsys.readouterr().out
-    assert out.count("chosen |") == 1 and out.count("too lossy") == 2 and "| held out | 0.0" in out
+    assert (
+        out.count("chosen |") == 1
+        and out.count("too lossy") == 3
+        and out.count("the default |") == 1
+        and "| held out | 0.0" in out
+    )
 
     servers.clear()
     assert cli.main(command(tmp_path, *search)) == 0 and not servers, "all answers were kept"
@@ -171,7 +199,8 @@ def test_a_real_search(tmp_path: Path) -> None:
     args = command(tmp_path, "--text", str(text), "--alpha-high", "1", "1e9", "--window", "64", "--max-kl", "0.02")
     assert cli.main([*args, "--prefix-tokens", "512", "--window-tokens", "64", "--n", "6"]) == 0
     found = lookup(tmp_path)
-    off, one, none = found.provenance.grid
+    default, off, one, none = found.provenance.grid
+    assert default.sinks == found.sinks == 4 and default.rotate == "both"
     assert 0 < off.divergence < one.divergence < none.divergence
     assert off.ratio_tokens > one.ratio_tokens > none.ratio_tokens
     assert found.chosen.divergence < 0.02 and found.provenance.held_out.divergence < 0.04

@@ -19,6 +19,7 @@ from sglang_diffkv.calibration import (
     read_file,
     shipped_files,
 )
+from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 
 PAIR = ("K8V4", "K4V2")
@@ -47,7 +48,8 @@ def published(**changes: object) -> CalibratedThresholds:
     ],
 )
 def test_the_paper_s_thresholds_ship_as_published(model, tiers, alphas):
-    found = lookup(model)
+    assert lookup(model) is None, "not for its name alone"
+    found = lookup(model, source="published")
     assert found is not None
     assert (found.tiers, (found.alpha_high, found.alpha_low), found.window) == (tiers, alphas, 64)
     assert found.source == "published" and "not measured with this package" in found.note
@@ -55,24 +57,29 @@ def test_the_paper_s_thresholds_ship_as_published(model, tiers, alphas):
     policy = found.config().build_policy()
     assert isinstance(policy, DiffKVPolicy)
     assert policy.alpha_low == alphas[1] and (alphas[0] is None or policy.alpha_high == alphas[0])
-    assert found.config().tiers == tiers
+    assert found.config().tiers == tiers and (policy.sinks, found.config().rotate) == (0, "none"), (
+        "the paper has neither"
+    )
 
 
 def test_tiers_choose_the_entry():
-    assert lookup("QwQ-32B", ["k8v4", "K4V2"]) is not None
-    assert lookup("QwQ-32B", ["K8V4"]) is None
-    assert lookup("Qwen2.5-7B", PAIR) is None, "its low tier is off"
+    assert lookup("QwQ-32B", ["k8v4", "K4V2"], source="published") is not None
+    assert lookup("QwQ-32B", ["K8V4"], source="published") is None
+    assert lookup("Qwen2.5-7B", PAIR, source="published") is None, "its low tier is off"
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B-Instruct-AWQ", "my-QwQ-32B", "Qwen2.5-Coder-7B-Instruct", "", "nano"])
 def test_other_names_find_nothing(name):
-    assert lookup(name) is None
+    assert lookup(name) is None and lookup(name, source="published") is None
 
 
 def test_a_name_alone_is_not_enough_for_another_shape(tmp_path):
     shape = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
-    assert lookup(write_model(tmp_path / "a" / "QwQ-32B", **shape)) is not None
-    assert lookup(write_model(tmp_path / "b" / "QwQ-32B", **{**shape, "num_key_value_heads": 40})) is None
+    assert lookup(write_model(tmp_path / "a" / "QwQ-32B", **shape), source="published") is not None
+    assert (
+        lookup(write_model(tmp_path / "b" / "QwQ-32B", **{**shape, "num_key_value_heads": 40}), source="published")
+        is None
+    )
 
 
 def test_the_model_s_own_file_comes_first(tmp_path):
@@ -80,14 +87,14 @@ def test_the_model_s_own_file_comes_first(tmp_path):
     folder = write_model(tmp_path / "QwQ-32B", **shape)
     own = CalibrationFile(entries=(published(alpha_high=7.0), published(tiers=("K8V4", "K4V4"), alpha_high=4.0)))
     (folder / FILE_NAME).write_text(own.model_dump_json())
-    found = lookup(folder)
+    found = lookup(folder, source="published")
     assert found is not None and found.alpha_high == 7.0
-    other = lookup(folder, ("K8V4", "K4V4"))
+    other = lookup(folder, ("K8V4", "K4V4"), source="published")
     assert other is not None and other.alpha_high == 4.0
-    assert lookup(folder, ("K8V4", "K8V2")) is None
+    assert lookup(folder, ("K8V4", "K8V2"), source="published") is None
     copied = published(geometry={"layers": 1, "query_heads": 1, "kv_heads": 1, "head_dim": 64}, alpha_high=9.0)
     (folder / FILE_NAME).write_text(CalibrationFile(entries=(copied,)).model_dump_json())
-    found = lookup(folder)
+    found = lookup(folder, source="published")
     assert found is not None and found.alpha_high == 3.0, "the file is another model's, so the shipped entry counts"
 
 
@@ -95,6 +102,17 @@ def test_an_unusable_file_is_named(tmp_path):
     (tmp_path / FILE_NAME).write_text('{"format": 2, "entries": []}')
     with pytest.raises(CalibrationError, match=FILE_NAME):
         lookup(tmp_path)
+
+
+def test_what_a_file_leaves_out_is_the_server_s_default():
+    """There is one source of defaults."""
+    plain = DiffKVPolicyConfig()
+    for tiers, alpha in ((PAIR, plain.alpha_high), (("K8V4",), None)):
+        config = published(tiers=tiers, alpha_high=alpha).config()
+        policy = config.policy
+        assert isinstance(policy, DiffKVPolicyConfig)
+        assert (policy.window, policy.sinks, policy.horizon) == (plain.window, plain.sinks, plain.horizon)
+        assert config.rotate == DiffKVConfig(tiers=tiers).rotate
 
 
 def test_geometry_is_read_from_the_model():

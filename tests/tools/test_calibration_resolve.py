@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.paths import NANO
-from sglang_diffkv.calibration import FILE_NAME, ModelGeometry, lookup, resolve
+from sglang_diffkv.calibration import FILE_NAME, ModelGeometry, lookup, resolution, resolve
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.configuration import parse_configuration
@@ -19,14 +19,26 @@ from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.srt import hooks, launch
 
 SHAPE = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
+FIGURES = ("accuracy", "accuracy_error", "difference", "difference_error", "p", "ratio_pages", "ratio_tokens")
 MEASURED = {
     "models": ["mine"],
     "tiers": ["K8V4", "K4V2"],
     "alpha_high": 2.5,
     "alpha_low": 0.0,
     "window": 32,
-    "source": "published",
+    "source": "measured",
+    "chosen": {
+        **dict.fromkeys(FIGURES, 0.3),
+        **{"n": 9, "tiers": ["K8V4", "K4V2"], "alpha_high": 2.5, "alpha_low": 0.0},
+    },
+    "provenance": {
+        **{"date": "2025-01-01", "procedure": "paper", "tolerance_points": 1, "task_file": "f", "task_sha256": "0"},
+        **{"n": 9, "selection": {}, "bf16_accuracy": 1, "bf16_accuracy_error": 0, "versions": {}, "device": "cpu"},
+        "grid": [],
+    },
 }
+PUBLISHED = {**MEASURED, "source": "published", "chosen": None, "provenance": None}
+QWQ, ASKED = "Qwen/QwQ-32B", '{"thresholds": "published"}'
 
 
 @pytest.fixture(autouse=True)
@@ -51,39 +63,44 @@ def alphas(config: DiffKVConfig) -> tuple[float, float, int]:
 def test_without_a_configuration_the_model_s_own_file_counts(tmp_path):
     config, origin = resolve(None, model(tmp_path / "mine", MEASURED))
     assert alphas(config) == (2.5, 0.0, 32)
-    assert origin.startswith("calibrated for mine, published, not measured here (") and origin.endswith(f"{FILE_NAME})")
+    assert origin.startswith("calibrated for mine, measured with this package (") and origin.endswith(f"{FILE_NAME})")
 
 
 def test_thresholds_that_prune_are_taken_only_when_asked_for(tmp_path, caplog):
-    """Of the model's own file and of one that ships."""
     own = model(tmp_path / "mine", {**MEASURED, "alpha_low": 0.01})
     config, origin = resolve(None, own)
     assert config == DiffKVConfig() and "built-in defaults" in origin and "prune" in origin
     assert f"{own / FILE_NAME}" in caplog.text and '--diffkv-config \'{"thresholds": "calibrated"}\'' in caplog.text
     caplog.clear()
-    assert resolve(None, "meta-llama/Llama-3.1-8B")[0] == DiffKVConfig()
-    assert "published.json" in caplog.text and caplog.records[0].levelno == logging.WARNING
-    caplog.clear()
     assert alphas(resolve('{"thresholds": "calibrated"}', own)[0]) == (2.5, 0.01, 32)
-    assert alphas(resolve('{"thresholds": "calibrated"}', "meta-llama/Llama-3.1-8B")[0])[:2] == (1.0, 0.02)
     assert not caplog.records
 
 
-def test_measured_thresholds_are_called_so(tmp_path):
-    point = dict.fromkeys(("accuracy", "accuracy_error", "difference", "difference_error", "p", "ratio_pages"), 0.0)
-    chosen = {**point, "ratio_tokens": 0.3, "n": 9, "tiers": ["K8V4", "K4V2"], "alpha_high": 2.5, "alpha_low": 0.0}
-    provenance = {
-        **{"date": "2025-01-01", "procedure": "paper", "tolerance_points": 1, "task_file": "f", "task_sha256": "0"},
-        **{"n": 9, "selection": {}, "bf16_accuracy": 1, "bf16_accuracy_error": 0, "versions": {}, "device": "cpu"},
-        "grid": [],
-    }
-    entry = {**MEASURED, "source": "measured", "chosen": chosen, "provenance": provenance}
-    assert "calibrated for mine, measured with this package (" in resolve(None, model(tmp_path / "mine", entry))[1]
+@pytest.mark.parametrize("name", [QWQ, "Qwen/Qwen2.5-32B-Instruct", "meta-llama/Llama-3.1-8B", "Meta-Llama-3-70B"])
+def test_published_thresholds_are_taken_only_when_asked_for(name, caplog):
+    """A model's name asks for nothing."""
+    config, origin = resolve(None, name)
+    assert config == DiffKVConfig() and origin.startswith("the built-in defaults") and ASKED in origin
+    asked, origin = resolve(ASKED, name)
+    assert asked.policy is not None and asked.policy.window == 64 and "published, not measured here" in origin
+    with pytest.raises(ConfigError, match=r'none are measured for .*"thresholds": "published"'):
+        resolve('{"thresholds": "calibrated"}', name)
+    assert not caplog.records
+
+
+def test_published_thresholds_of_the_model_s_own_file(tmp_path):
+    own = model(tmp_path / "mine", PUBLISHED)
+    assert resolve(None, own)[0] == DiffKVConfig()
+    config, origin = resolve(ASKED, own)
+    assert alphas(config) == (2.5, 0.0, 32) and origin.endswith(f"{FILE_NAME})")
+    measured = model(tmp_path / "other", MEASURED)
+    with pytest.raises(ConfigError, match='"thresholds": "published": none are on file for other'):
+        resolve(ASKED, measured)
 
 
 def test_published_thresholds_are_found_by_name_without_a_download():
-    config, origin = resolve(None, "Qwen/QwQ-32B")
-    assert alphas(config) == (3.0, 0.0, 64)
+    config, origin = resolve(ASKED, QWQ)
+    assert alphas(config) == (3.0, 0.0, 64) and config.rotate == "none" and config.policy.sinks == 0
     assert "published, not measured here" in origin and "published.json" in origin
 
 
@@ -92,19 +109,28 @@ def test_a_model_without_thresholds_runs_the_defaults():
     assert config == DiffKVConfig() and "built-in defaults" in origin
 
 
-@pytest.mark.parametrize("text", ["{}", '{"thresholds": "default"}', '{"page_tokens": 16}', '{"tiers": ["K8V4"]}'])
-def test_a_given_configuration_means_what_it_says(text, monkeypatch):
-    assert resolve(text, "Qwen/QwQ-32B")[0] == read_plain(text)
+def test_an_empty_configuration_is_none(tmp_path):
+    """So ``evaluate --config 'default={}'`` measures what a plain server runs."""
+    own = model(tmp_path / "mine", MEASURED)
+    assert resolve("{}", own) == resolve(None, own) and alphas(resolve(" { } ", own)[0]) == (2.5, 0.0, 32)
+    assert parse_configuration("default={}", str(own)).diffkv == resolve(None, own)[0]
+    assert resolve('{"thresholds": "default"}', own)[0] == DiffKVConfig()
+
+
+@pytest.mark.parametrize("text", ['{"thresholds": "default"}', '{"page_tokens": 16}', '{"tiers": ["K8V4"]}'])
+def test_a_given_configuration_means_what_it_says(text, monkeypatch, tmp_path):
+    own = model(tmp_path / "mine", MEASURED)
+    assert resolve(text, own)[0] == read_plain(text)
     monkeypatch.setenv(CONFIG_ENV, text)
-    assert resolve(None, "Qwen/QwQ-32B")[0] == read_plain(text), "the environment is a given configuration too"
+    assert resolve(None, own)[0] == read_plain(text), "the environment is a given configuration too"
 
 
 def read_plain(text: str) -> DiffKVConfig:
     return DiffKVConfig.model_validate_json(text)
 
 
-def test_calibrated_thresholds_beside_other_fields():
-    config, _ = resolve('{"thresholds": "calibrated", "gpu_ops": "reference", "page_tokens": 16}', "QwQ-32B")
+def test_published_thresholds_beside_other_fields():
+    config, _ = resolve('{"thresholds": "published", "gpu_ops": "reference", "page_tokens": 16}', "QwQ-32B")
     assert alphas(config) == (3.0, 0.0, 64) and (config.gpu_ops, config.page_tokens) == ("reference", 16)
     assert config.thresholds == "default" and "thresholds" not in config.model_dump(mode="json")
     assert load_config(config.model_dump_json(exclude_none=True)) == config, "what travels to the scheduler"
@@ -116,7 +142,8 @@ def test_calibrated_thresholds_beside_other_fields():
         ('{"thresholds": "calibrated"}', "none are on file for else-7B"),
         ('{"thresholds": "calibrated", "tiers": ["K8V4"]}', "drop tiers"),
         ('{"thresholds": "calibrated", "policy": {"name": "diffkv"}}', "drop policy"),
-        ('{"thresholds": "published"}', "thresholds"),
+        (ASKED, "none are on file for else-7B"),
+        ('{"thresholds": "paper"}', '"calibrated", "published", "default"'),
     ],
 )
 def test_calibrated_thresholds_that_cannot_be_had_are_refused(text, message):
@@ -128,7 +155,8 @@ LEAN = {
     "models": ["mine"],
     "tiers": ["K4V2", "K4V1"],
     "policy": {"name": "leankv", "mass_high": 0.1},
-    "source": "published",
+    "source": "measured",
+    "provenance": {"date": "2025-01-01"},
 }
 
 
@@ -140,7 +168,7 @@ def test_a_named_file_counts_before_the_model_s_own(tmp_path):
     path.write_text(json.dumps({"format": 1, "entries": entries}))
     config, origin = resolve(json.dumps({"thresholds": str(path), "page_tokens": 16}), own)
     assert config.tiers == ("K4V2", "K4V1") and config.policy == LeanKVPolicyConfig(mass_high=0.1)
-    assert config.page_tokens == 16 and origin == f"calibrated for mine, published, not measured here ({path})"
+    assert config.page_tokens == 16 and origin == f"calibrated for mine, measured with this package ({path})"
     path.write_text(json.dumps({"format": 1, "entries": entries[:1]}))
     with pytest.raises(ConfigError, match=r"task.json has none for a model of the shape of mine"):
         resolve(json.dumps({"thresholds": str(path)}), own)
@@ -182,16 +210,16 @@ def test_an_unusable_file_is_named_with_a_way_out(tmp_path):
 
 def test_a_hub_name_s_shape_comes_from_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert ModelGeometry.of("Qwen/QwQ-32B") is None and lookup("Qwen/QwQ-32B") is not None
+    assert ModelGeometry.of("Qwen/QwQ-32B") is None and lookup(QWQ, source="published") is not None
     repository = tmp_path / "models--Qwen--QwQ-32B"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc")
     snapshot = repository / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps({**SHAPE, "num_key_value_heads": 40}))
-    assert lookup("Qwen/QwQ-32B") is None, "another shape by the same name"
+    assert lookup(QWQ, source="published") is None, "another shape by the same name"
     (snapshot / FILE_NAME).write_text(json.dumps({"format": 1, "entries": [MEASURED]}))
-    found = lookup("Qwen/QwQ-32B")
+    found = lookup(QWQ)
     assert found is not None and found.alpha_high == 2.5
 
 
@@ -206,27 +234,29 @@ def test_the_server_looks_up_once_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr(launch, "choose_graphs", lambda args: None)
     monkeypatch.setattr(launch.compat, "decline_hybrid_swa_pools", lambda args: None)
     with caplog.at_level(logging.INFO):
-        start(None, "Qwen/QwQ-32B")
+        start(ASKED, QWQ)
     assert alphas(load_config(os.environ[CONFIG_ENV])) == (3.0, 0.0, 64)
-    assert "DiffKV thresholds: calibrated for QwQ-32B, published, not measured here" in caplog.text
-    assert "alpha_high=3.0" in caplog.text
+    assert "calibrated for QwQ-32B, published, not measured here" in caplog.text
+    start(None, QWQ)
+    assert load_config() == DiffKVConfig()
     start('{"thresholds": "default"}', "Qwen/QwQ-32B")
     assert load_config() == DiffKVConfig()
     with pytest.raises(SystemExit, match="none are on file for nano"):
         start('{"thresholds": "calibrated"}', str(NANO))
 
 
-def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
+def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog, tmp_path):
     """``sglang.Engine`` takes no ``--diffkv-config``: a launch configures what parsing has not."""
     monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
     monkeypatch.setattr(launch, "choose_graphs", lambda args: None)
     monkeypatch.setattr(launch.compat, "decline_hybrid_swa_pools", lambda args: None)
-    server_args = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
+    monkeypatch.setattr(launch, "_launched", None)
+    server_args = SimpleNamespace(attention_backend="diffkv", model_path=str(model(tmp_path / "mine", MEASURED)))
     with caplog.at_level(logging.INFO):
         hooks.check_server_args(lambda self: None, server_args)
-        assert alphas(load_config(os.environ[CONFIG_ENV])) == (3.0, 0.0, 64)
+        assert alphas(load_config(os.environ[CONFIG_ENV])) == (2.5, 0.0, 32)
         hooks.check_server_args(lambda self: None, server_args)
-    assert caplog.text.count("DiffKV thresholds") == 1
+    assert caplog.text.count("DiffKV configuration") == 1
     monkeypatch.setenv(CONFIG_ENV, '{"thresholds": "calibrated"}')
     with pytest.raises(ConfigError, match="none are on file for nano"):
         hooks.check_server_args(lambda self: None, SimpleNamespace(attention_backend="diffkv", model_path=str(NANO)))
@@ -235,16 +265,17 @@ def test_an_engine_without_arguments_looks_up_too(monkeypatch, caplog):
     assert CONFIG_ENV not in os.environ
 
 
-def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch):
+def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch, tmp_path):
     """Each launch of a process takes its own arguments, the user's environment, or its model's thresholds."""
     monkeypatch.setattr(launch, "check_server_args", lambda args, gpu_ops: None)
     monkeypatch.setattr(launch, "choose_graphs", lambda args: None)
     monkeypatch.setattr(launch.compat, "decline_hybrid_swa_pools", lambda args: None)
     monkeypatch.setattr(launch, "_launched", None)
     monkeypatch.delenv(CONFIG_ENV, raising=False)
-    calibrated = SimpleNamespace(attention_backend="diffkv", model_path="Qwen/QwQ-32B")
+    own = str(model(tmp_path / "mine", MEASURED))
+    calibrated = SimpleNamespace(attention_backend="diffkv", model_path=own)
     other = SimpleNamespace(attention_backend="diffkv", model_path=str(NANO))
-    for server_args, expected in ((calibrated, 64), (other, DiffKVConfig().build_policy().window), (calibrated, 64)):
+    for server_args, expected in ((calibrated, 32), (other, DiffKVConfig().build_policy().window), (calibrated, 32)):
         hooks.check_server_args(lambda self: None, server_args)
         assert load_config().build_policy().window == expected
     start('{"page_tokens": 16}', str(NANO))
@@ -258,9 +289,54 @@ def test_a_launch_does_not_inherit_what_an_earlier_one_found(monkeypatch):
     assert load_config().page_tokens == 8, "the user's environment comes back"
 
 
+def sources(text: str | None, path: object, given_by: str = "--diffkv-config") -> dict[str, str]:
+    """Fields that are no default, with their source."""
+    found = resolution(text, path, given_by)
+    assert set(found.sources) == flat(found.config.whole())
+    return {name: source for name, source in found.sources.items() if source != "default"}
+
+
+def flat(values: dict[str, object]) -> set[str]:
+    policy = values["policy"]
+    assert isinstance(policy, dict)
+    return {*(values.keys() - {"policy"}), *(f"policy.{name}" for name in policy)}
+
+
+def test_each_part_of_the_configuration_has_a_source(tmp_path, monkeypatch):
+    own, option = model(tmp_path / "mine", MEASURED), "--diffkv-config"
+    assert sources(None, "someone/else-7B") == {}
+    given = '{"page_tokens": 16, "policy": {"name": "diffkv", "alpha_high": 5}}'
+    wanted = ("page_tokens", "policy.name", "policy.alpha_high")
+    assert sources(given, own) == dict.fromkeys(wanted, option)
+    monkeypatch.setenv(CONFIG_ENV, given)
+    assert sources(None, own) == dict.fromkeys(wanted, CONFIG_ENV)
+    monkeypatch.setenv(CONFIG_ENV, "")
+    found = sources('{"thresholds": "calibrated", "page_tokens": 16}', own)
+    assert (found["page_tokens"], found["tiers"], found["rotate"], found["policy.alpha_high"]) == (
+        *(option, "calibrated", "calibrated", "calibrated"),
+    )
+    assert resolution(None, own).report()["files"] == {"calibrated": str(own / FILE_NAME)}
+    assert set(sources(ASKED, QWQ).values()) == {"published"}
+    path = tmp_path / "configuration.json"
+    path.write_text(given)
+    assert resolution(str(path), own).report()["files"] == {option: str(path)}
+
+
+def test_the_report_has_all_that_is_run():
+    """Numbers are numbers, and the default policy is written out."""
+    report = resolution(None, "someone/else-7B").report()
+    policy = DiffKVPolicyConfig().model_dump() | {"observe_every": 4, "alpha_between": []}
+    assert report["values"]["policy"] == policy and report["values"]["rotate"] == "both"
+    assert {*report["values"]} == {*DiffKVConfig.model_fields} - {"thresholds"}
+    assert DiffKVConfig.model_validate(report["values"]).build_policy() == DiffKVConfig().build_policy()
+    alone = DiffKVConfig(tiers=("K8V4",)).whole()
+    assert (alone["policy"], alone["rotate"]) == ({"name": "uniform"}, "none")
+    assert json.loads(json.dumps(report)) == report
+
+
 def test_an_evaluation_compares_calibrated_thresholds():
-    found = parse_configuration('c={"thresholds": "calibrated"}', "Qwen/QwQ-32B").diffkv
+    found = parse_configuration(f"c={ASKED}", QWQ).diffkv
     assert found is not None and alphas(found) == (3.0, 0.0, 64)
-    assert parse_configuration("d={}", "Qwen/QwQ-32B").diffkv == DiffKVConfig()
+    assert parse_configuration("d={}", QWQ).diffkv == DiffKVConfig()
     with pytest.raises(ConfigError, match="looked up for a model"):
         parse_configuration('c={"thresholds": "calibrated"}')

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.paths import NANO, REPOSITORY
 from benchmarks.quality.random_hybrids import make_lfm2
-from sglang_diffkv import doctor
+from sglang_diffkv import doctor, pins
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
@@ -65,6 +65,20 @@ def test_a_good_model() -> None:
     # Codes, scales and zero points, the high tier's score, a position of 16 bits.
     assert (stock, high, low) == (6 * 2 * 2 * 64 * 2, 6 * 2 * (64 + 32 + 8 + 4 + 2), 6 * 2 * (32 + 16 + 8 + 2))
     assert 0.9 < model["tokens in 2 GiB"]["value"] * high / (2 << 30) < 1
+    facts = report["facts"]
+    assert set(facts) == {"versions", "gpus", "configuration", "server", "model", "memory"}
+    packages = {"sglang_diffkv", "python", "torch", "triton", "flashinfer", "sglang_kernel", "sglang"}
+    assert set(facts["versions"]) == packages and facts["versions"]["sglang"] == compat.sglang_version()
+    about = {"layers": 6, "query_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16"}
+    assert about.items() <= facts["model"].items() and facts["server"]["device"] == "cpu"
+    memory = facts["memory"]
+    assert (memory["bf16_token_bytes"], memory["tier_token_bytes"]) == (stock, {"K8V4": high, "K4V2": low})
+    assert (memory["bytes"], memory["tokens"]) == (2 << 30, model["tokens in 2 GiB"]["value"])
+    assert memory["bf16_tokens"] == (2 << 30) // stock and memory["retracted_host_bytes"] >= 0
+    configuration = facts["configuration"]
+    assert configuration["values"] == DiffKVConfig().whole()
+    told = {name: source for name, source in configuration["sources"].items() if source != "default"}
+    assert told == {"tiers": "--diffkv-config"}
 
 
 @long
@@ -184,6 +198,27 @@ def test_a_list_for_people_and_one_for_programs() -> None:
     report = findings.report()
     assert (report["ok"], report["refusals"]) == (False, ["why " * 40])
     assert report["sections"]["One"] == [{"name": "short", "text": "text", "refused": False, "value": 7}]
+
+
+def test_packages_that_were_not_tested_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack: dict[str, str | None] = {"torch": "2.14.1", "triton": "3.6.0", "flashinfer": None, "sglang_kernel": "0.4.5"}
+    assert pins.untested("0.5.17", stack, gpu=True) == {
+        "torch": "torch 2.14.1: with SGLang 0.5.17 on a GPU 2.11.0 was tested",
+        "flashinfer": "FlashInfer is not installed: with SGLang 0.5.17 on a GPU 0.6.15.post1 was tested",
+    }
+    assert set(pins.untested("0.5.21", stack, gpu=False)) == {"torch", "triton"}, "the others have no part there"
+    assert not pins.untested("0.5.21", {"torch": "2.13.0+cpu", "triton": "3.7.1"}, gpu=False)
+    assert not pins.untested("0.5.21", stack, gpu=True), "SGLang itself is refused there"
+    versions = {"sglang": "0.5.21", "torch": "2.14.1", "triton": "3.7.1", "sgl-kernel": "0.4.2"}
+    monkeypatch.setattr(doctor, "version_of", versions.get)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    findings = Findings()
+    doctor._look_at_machine(findings)
+    (warning,) = findings.warnings
+    assert "torch 2.14.1: with SGLang 0.5.21 on a CPU 2.13.0 was tested" in warning and not findings.refusals
+    assert "WARNING: torch 2.14.1" in findings.describe() and "sglang-kernel  0.4.2" in findings.describe()
+    assert findings.report()["warnings"] == [warning] and findings.report()["ok"]
+    assert findings.facts["versions"]["sglang_kernel"] == "0.4.2"
 
 
 def test_what_a_gpu_server_would_run_on(monkeypatch: pytest.MonkeyPatch) -> None:

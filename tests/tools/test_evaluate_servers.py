@@ -13,11 +13,12 @@ from benchmarks.quality import accuracy
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import cli, runner
+from sglang_diffkv.evaluate import endpoint as endpoint_module
 from sglang_diffkv.evaluate import server as server_module
 from sglang_diffkv.evaluate.configuration import Configuration, parse_configuration
-from sglang_diffkv.evaluate.endpoint import Endpoint
+from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.prompts import chat_ids
-from tests.tools.evaluation import REFERENCE, replies, results, tokenizer, tokenizer_of
+from tests.tools.evaluation import REFERENCE, replies, results, run, tokenizer, tokenizer_of
 from tests.tools.fake_server import FakeServer
 
 
@@ -44,7 +45,7 @@ def test_a_server_for_each_configuration_is_started_once(tmp_path, monkeypatch, 
     assert started == ["stock", "diffkv"]
     out, err = capsys.readouterr()
     assert "| fp8 | skipped: stock SGLang's fp8 KV cache is measured on a GPU" in out
-    assert "fp8: skipped: " in err
+    assert "fp8: skipped: " in err and "diffkv: thresholds: the built-in defaults, since none are" in err
     assert results(tmp_path)["diffkv"]["score"]["mean"] == 7 / 8
     data = json.loads((tmp_path / "results.json").read_text())
     assert data["skipped"].keys() == {"fp8"}
@@ -92,6 +93,36 @@ def test_server_command_lines(monkeypatch):
 def test_unusable_command_lines(tmp_path, capsys, args, message):
     assert cli.main(["--task", REFERENCE, "--output", str(tmp_path), *args]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_running_server_is_flushed_before_it_is_asked(tmp_path, monkeypatch, capsys):
+    """What others asked before has no part in the figures, or the tables say that it has."""
+    monkeypatch.setattr(endpoint_module, "PATIENCE", 0.2)
+    note = "its prefix cache was not emptied"
+    with FakeServer(replies()) as fake:
+        assert run(fake, tmp_path / "emptied", "x", "--task", REFERENCE) == 0
+        assert fake.flushes == 1 and note not in "".join(capsys.readouterr())
+    for status, why in ((401, "status 401"), (404, "status 404"), (400, "status 400")):
+        with FakeServer(replies(), flush_status=status) as fake:
+            folder = tmp_path / why
+            assert run(fake, folder, "x", "--task", REFERENCE) == 0
+            found = capsys.readouterr()
+            assert note in found.err and why in found.err, "before the questions"
+            assert f"{note} ({why}), so figures depend on what was asked before" in found.out
+            assert note in (folder / "results.md").read_text()
+            assert why in results(folder)["x"]["kept_cache"]
+            assert (fake.flushes == 1) == (status != 400), "400 is said while requests run: tried again"
+            assert run(fake, folder, "x", "--task", REFERENCE) == 0 and note in capsys.readouterr().out, "it is kept"
+    with FakeServer(replies()) as fake:
+        assert run(fake, tmp_path / "kept", "x", "--task", REFERENCE, "--keep-cache") == 0
+        assert fake.flushes == 0 and f"{note} (--keep-cache)" in capsys.readouterr().out
+
+
+def test_an_owned_server_that_is_not_flushed_ends_the_evaluation():
+    with FakeServer(flush_status=401) as fake:
+        endpoint = Endpoint.connect(fake.url, owned=True)
+        with pytest.raises(EvaluationError, match="status 401"):
+            endpoint.forget_prefixes()
 
 
 def test_the_benchmark_asks_a_split(tmp_path, monkeypatch, capsys):

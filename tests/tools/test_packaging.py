@@ -13,9 +13,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from benchmarks.paths import NANO, REPOSITORY
-from sglang_diffkv import __version__
+from sglang_diffkv import __version__, extra
 
 FIND = "import importlib.util as u; found = u.find_spec('kernels'); print(found and found.origin)"
 
@@ -151,3 +152,36 @@ def test_the_wheel_serves_away_from_the_checkout(wheel: Path, tmp_path: Path) ->
     command = [sys.executable, str(program), str(site), str(NANO)]
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=800)
     assert run.stdout.split() == ["8", "True"], run.stderr[-3000:]
+
+
+COMMANDS = (
+    *("evaluate", "evaluate.replies", "calibrate", "calibrate.heads", "calibrate.layers", "calibrate.means"),
+    *("calibrate.retrieval", "inspect"),
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_tool_without_its_packages_says_how_to_install_them(name: str) -> None:
+    """In a Python that has no package but this one."""
+    command = [sys.executable, "-S", "-m", f"sglang_diffkv.{name}", "--help"]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and not done.stdout
+    assert line.startswith(f"sglang_diffkv.{name}: requests") and line.endswith("pip install 'sglang-diffkv[quality]'")
+
+
+def test_programs_that_import_a_tool_get_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ModuleNotFoundError, match=r"no_such_package not installed: pip install 'sglang-diffkv\[quality"
+    ):
+        extra.require("sys", "no_such_package")
+    extra.require("sys")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", "-m", "sglang_diffkv.evaluate"])
+    with pytest.raises(SystemExit, match=r"sglang_diffkv\.evaluate: no_such_package"):
+        extra.require("no_such_package")
+
+
+def test_the_extra_has_what_the_tools_ask_for() -> None:
+    named = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]["quality"]
+    assert {"matplotlib", "requests", "rich", "tqdm"} <= {*named}

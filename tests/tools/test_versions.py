@@ -8,6 +8,7 @@ import tomllib
 from packaging.requirements import Requirement
 
 from benchmarks.paths import REPOSITORY
+from sglang_diffkv import pins
 from sglang_diffkv.srt.compat import GPU_VERSIONS, TESTED_VERSIONS
 
 RELEASED = [f"0.5.{patch}" for patch in range(17, 24)]
@@ -40,6 +41,25 @@ def test_make_tests_all_of_them():
 
 def test_those_of_a_gpu_are_among_them():
     assert set(GPU_VERSIONS) <= set(TESTED_VERSIONS)
+
+
+def test_the_stacks_below_are_those_of_the_docs():
+    """``docs/install.md`` begins with what ``pins.py`` has."""
+    assert tuple(pins.ON_CPU) == TESTED_VERSIONS and tuple(pins.ON_GPU) == GPU_VERSIONS
+    cells = ("SGLang", "on", "torch", "sglang-kernel", "FlashInfer", "triton")
+    wanted = [cells]
+    for version in TESTED_VERSIONS:
+        for where, stacks in (("GPU", pins.ON_GPU), ("CPU", pins.ON_CPU)):
+            if stack := stacks.get(version):
+                below = (stack.torch, stack.sglang_kernel, stack.flashinfer, stack.triton)
+                wanted.append((version, where, *(x or "none" for x in below)))
+    lines = _read("docs/install.md").splitlines()
+    rows = [tuple(x.strip() for x in line.strip("|").split("|")) for line in lines if line.startswith("|")]
+    table = [row for row in rows[: len(wanted) + 1] if set(row[0]) != {"-"}]
+    assert table == wanted
+    assert lines.index("| " + " | ".join(cells) + " |") < 8, "the page begins with it"
+    pinned = dict(re.findall(r"^(torch|triton)==(\S+)", _read("requirements/cpu.txt"), re.MULTILINE))
+    assert pinned == {"torch": pins.ON_CPU["0.5.21"].torch, "triton": pins.ON_CPU["0.5.21"].triton}
 
 
 def test_the_pages_that_list_versions_name_each():

@@ -21,7 +21,7 @@ from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.heads.fit import Source, fit_factors, rule_of
 from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
-from sglang_diffkv.config import ROTATIONS, DiffKVConfig, DiffKVPolicyConfig
+from sglang_diffkv.config import DEFAULT_POLICY, ROTATIONS, DiffKVConfig
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
@@ -29,19 +29,17 @@ from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.tasks import TaskFileError
 
-DEFAULT = DiffKVPolicyConfig()
-
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = new_parser("calibrate.heads", __doc__)
     rule = parser.add_argument_group("what the factors are fitted at")
-    rule.add_argument("--tiers", type=tier_names, default=("K8V4", "K4V2"))
-    rule.add_argument("--alpha-high", type=float, default=DEFAULT.alpha_high, help="default: %(default)s")
-    rule.add_argument("--alpha-low", type=float, default=DEFAULT.alpha_low, help="default: %(default)s")
-    rule.add_argument("--window", type=int, default=DEFAULT.window, help="default: %(default)s")
-    rule.add_argument("--sinks", type=int, default=DEFAULT.sinks, help="default: %(default)s")
-    rule.add_argument("--rotate", choices=ROTATIONS, default="none", help="default: %(default)s")
+    rule.add_argument("--tiers", type=tier_names, default=DiffKVConfig().tiers)
+    rule.add_argument("--alpha-high", type=float, default=DEFAULT_POLICY.alpha_high, help="default: %(default)s")
+    rule.add_argument("--alpha-low", type=float, default=DEFAULT_POLICY.alpha_low, help="default: %(default)s")
+    rule.add_argument("--window", type=int, default=DEFAULT_POLICY.window, help="default: %(default)s")
+    rule.add_argument("--sinks", type=int, default=DEFAULT_POLICY.sinks, help="default: %(default)s")
+    rule.add_argument("--rotate", choices=ROTATIONS, help="default: as a plain server has it with these tiers")
     add_selection_arguments(parser)
     parser.add_argument("--max-tokens", type=positive, default=4096, help="of a sequence (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="file to write")
@@ -54,9 +52,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def read_config(args: argparse.Namespace) -> DiffKVConfig:
     """The setting, checked as a configuration. Raises ConfigError."""
-    policy = policy_fields(args.alpha_high, args.alpha_low, args.window, args.sinks)
+    policy = policy_fields(args.alpha_high, args.alpha_low, args.window, args.sinks, DEFAULT_POLICY.horizon)
+    rotate = {} if args.rotate is None else {"rotate": args.rotate}
     try:
-        config = DiffKVConfig.model_validate({"tiers": args.tiers, "policy": policy, "rotate": args.rotate})
+        config = DiffKVConfig.model_validate({"tiers": args.tiers, "policy": policy, **rotate})
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rule_of(config)

@@ -4,7 +4,8 @@ Any text will do that is like what the server will read; no task files are neede
 each setting is compared with stock SGLang in bf16, token by token behind a compressed prefix (as evaluate's wikitext=,
 or its continuation= with --phase generation), and the cheapest one is chosen that keeps the budget: --max-kl, of the KL
 divergence of the next-token distribution, or --max-perplexity, in per cent. The second part, which no choice has seen,
-then says what the chosen setting loses. Nothing is pruned. Confirm with evaluate on tasks if you have any. Answers are
+then says what the chosen setting loses. The first setting is what a plain server runs; what is not searched is as
+there. Nothing is pruned. Confirm with evaluate on tasks if you have any. Answers are
 kept in the work folder, so a search that was broken off goes on with the same command. Copy the result into the model's
 folder as diffkv_calibration.json. Example:
 
@@ -22,10 +23,10 @@ from pathlib import Path
 
 import requests
 
-from sglang_diffkv.calibrate.arguments import tier_names
-from sglang_diffkv.calibrate.search import Setting
+from sglang_diffkv.calibrate.arguments import add_rotate_argument, add_sinks_argument, tier_names
+from sglang_diffkv.calibrate.search import DEFAULT, Setting
 from sglang_diffkv.calibrate.text.parts import parts
-from sglang_diffkv.calibrate.text.search import Measurements, best, loss, settings, within
+from sglang_diffkv.calibrate.text.search import Measurements, best, loss, outdone, settings, within
 from sglang_diffkv.calibration import (
     CalibratedThresholds,
     CalibrationFile,
@@ -35,7 +36,6 @@ from sglang_diffkv.calibration import (
     TextProvenance,
     model_name,
 )
-from sglang_diffkv.config import ROTATIONS
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_server_arguments, add_window_arguments, positive
@@ -101,7 +101,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choices.add_argument(
         "--window", type=int, nargs="+", default=WINDOWS, help=f"default: {' '.join(map(str, WINDOWS))}"
     )
-    choices.add_argument("--rotate", choices=ROTATIONS, nargs="+", default=["none"], help="default: none")
+    add_rotate_argument(choices)
+    add_sinks_argument(choices)
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--n", type=positive, default=200, help="windows of each part (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of their sample (default: %(default)s)")
@@ -111,7 +112,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
     args = parser.parse_args(argv)
-    args.tiers = args.tiers or [("K8V4", "K4V2")]
+    args.tiers = args.tiers or [DEFAULT.tiers]
     if not 0 < args.held_out < 1:
         parser.error("--held-out is a share between 0 and 1")
     if args.top_logprobs < 1:
@@ -131,9 +132,15 @@ def table(points: Mapping[Setting, TextPoint], chosen: Setting | None, budget: T
     header = ["setting", "KL to bf16, nats", "same likeliest token %", "perplexity %", "ratio, tokens", "ratio, pages"]
     rows = []
     for setting, x in points.items():
-        verdict = "chosen" if setting == chosen else "" if within(x, budget, margin) else "too lossy"
-        rows.append([setting.name, *figures(x), f"{x.ratio_tokens:.3f}", f"{x.ratio_pages:.3f}", verdict])
-    return report.markdown([*header, ""], rows)
+        if setting == chosen:
+            verdict = "chosen"
+        elif not within(x, budget, margin):
+            verdict = "too lossy"
+        else:
+            verdict = "another loses less at fewer bytes" if outdone(x, points.values(), budget) else ""
+        default = "the default" if setting == DEFAULT else ""
+        rows.append([setting.name, *figures(x), f"{x.ratio_tokens:.3f}", f"{x.ratio_pages:.3f}", default, verdict])
+    return report.markdown([*header, "", ""], rows)
 
 
 def figures(x: TextPoint) -> list[str]:
@@ -149,7 +156,7 @@ def entry(
     args: argparse.Namespace, budget: TextBudget, chosen: Setting, points: Mapping[Setting, TextPoint], held: TextPoint
 ) -> CalibratedThresholds:
     """What is written for a chosen setting."""
-    rule = {name: getattr(chosen, name) for name in ("tiers", "alpha_high", "alpha_low", "window", "rotate")}
+    rule = {name: getattr(chosen, name) for name in ("tiers", "alpha_high", "alpha_low", "window", "rotate", "sinks")}
     text = whole_text(args).fingerprint()
     return CalibratedThresholds(
         models=(model_name(args.model),),
@@ -198,7 +205,7 @@ def run(args: argparse.Namespace, store: Store) -> int:
     budget, tokenizer = budget_of(args), load_tokenizer(args.tokenizer or args.model)
     choosing, held_out = parts(whole_text(args), args.held_out, args.n, tokenizer)
     measured = Measurements(args, store, [choosing, held_out])
-    tried = settings(args.tiers, args.alpha_high, args.window, args.rotate)
+    tried = settings(args.tiers, args.alpha_high, args.window, args.rotate, args.sinks)
     measured.ask([], [choosing, held_out], stock=True)
     measured.ask(tried, [choosing])
     points = {setting: measured.point(setting, choosing) for setting in tried}
@@ -207,7 +214,9 @@ def run(args: argparse.Namespace, store: Store) -> int:
     limit = f"a KL of {budget.limit:g} nats" if budget.measure == "kl" else f"{100 * budget.limit:g}% of perplexity"
     if chosen is None:
         by = f" by {args.margin:g} standard errors" if args.margin else ""
-        print(f"\nno setting is within {limit}{by}", file=sys.stderr)
+        found = any(within(x, budget, args.margin) for x in points.values())
+        but = ", or another one loses less at fewer bytes: ask more windows (--n)" if found else ""
+        print(f"\nno setting is within {limit}{by}{but}", file=sys.stderr)
         return 1
     measured.ask([chosen], [held_out])
     held = measured.point(chosen, held_out)

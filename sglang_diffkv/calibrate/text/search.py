@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 
-from sglang_diffkv.calibrate.search import Setting, grid_starts
+from sglang_diffkv.calibrate.search import DEFAULT, HORIZON, Setting, grid_starts
 from sglang_diffkv.calibration import TextBudget, TextPoint, policy_fields
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
@@ -25,11 +25,17 @@ SEARCHED = {"tiers", "policy", "rotate"}
 
 
 def settings(
-    tiers: Sequence[tuple[str, ...]], highs: Sequence[float], windows: Sequence[int], rotations: Sequence[str]
+    tiers: Sequence[tuple[str, ...]],
+    highs: Sequence[float],
+    windows: Sequence[int],
+    rotations: Sequence[str],
+    sinks: Sequence[int],
 ) -> list[Setting]:
-    """The high tiers alone, then all pairs of ``alpha_high`` and window; nothing is pruned."""
+    """What a plain server runs, the high tiers alone, then all choices of ``alpha_high``, window, rotation and sinks;
+    nothing is pruned."""
     alone = [Setting((high,), None, 0.0, rotate=x) for high, x in product({x[0]: None for x in tiers}, rotations)]
-    return [*alone, *grid_starts([x for x in tiers if len(x) > 1], highs, windows, rotations)]
+    starts = grid_starts([x for x in tiers if len(x) > 1], highs, windows, rotations, sinks)
+    return list(dict.fromkeys([DEFAULT, *alone, *starts]))
 
 
 def loss(point: TextPoint, budget: TextBudget) -> tuple[float, float]:
@@ -45,9 +51,18 @@ def within(point: TextPoint, budget: TextBudget, margin: float) -> bool:
     return value + margin * error <= budget.limit
 
 
+def outdone(point: TextPoint, points: Iterable[TextPoint], budget: TextBudget) -> bool:
+    """Whether another setting loses less at as few bytes, or as little at fewer."""
+    here = (point.ratio_tokens, loss(point, budget)[0])
+    others = ((x.ratio_tokens, loss(x, budget)[0]) for x in points)
+    return any(x != here and x[0] <= here[0] and x[1] <= here[1] for x in others)
+
+
 def best(points: Mapping[Setting, TextPoint], budget: TextBudget, margin: float) -> Setting | None:
-    """Within the budget, the setting that takes the fewest bytes a token; None if there is none."""
-    fit = [setting for setting, point in points.items() if within(point, budget, margin)]
+    """Within the budget, the setting that takes the fewest bytes a token, none that is ``outdone``; None if there is
+    none."""
+    fit = [x for x, point in points.items() if within(point, budget, margin)]
+    fit = [x for x in fit if not outdone(points[x], points.values(), budget)]
     return min(fit, key=lambda setting: points[setting].ratio_tokens, default=None)
 
 
@@ -70,7 +85,7 @@ class Measurements:
         base = load_config(self.args.base).model_dump(exclude_unset=True)
         if searched := base.keys() & SEARCHED:
             raise ConfigError(f"--base sets {' and '.join(sorted(searched))}, which are what is searched for")
-        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window)
+        policy = policy_fields(setting.alpha_high, setting.alpha_low, setting.window, setting.sinks, HORIZON)
         fields = {"tiers": setting.tiers, "policy": policy, "rotate": setting.rotate}
         return load_config(json.dumps({**base, **fields}))
 
