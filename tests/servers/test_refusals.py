@@ -50,7 +50,7 @@ from sglang_diffkv.srt.validation import check_layers, check_model, check_server
         ('{"rotate": "keys", "tiers": ["BF16"]}', "rotate"),
         ('{"prefix_fidelity": "lossless"}', "prefix_fidelity"),
         ('{"tiers": ', "not valid JSON"),
-        ("no/such/file.json", "cannot read"),
+        ("no/such/file.json", "cannot be read: No such file"),
     ],
 )
 def test_config_errors_name_the_field(text: str, field: str) -> None:
