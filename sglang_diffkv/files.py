@@ -153,7 +153,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         if Path(name).is_absolute():
             raise ConfigError(
-                "has an absolute path, and has to lie in the folder of the file that names it: put a copy there"
+                "has an absolute path, but must lie in the folder of the file that names it: put a copy there"
             )
         path = folder / name
         check_inside(folder, path)
@@ -165,8 +165,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Raise ConfigError unless ``path`` lies in ``folder``, links resolved. A snapshot in the Hugging Face cache has links
-    to the blobs of its repository, which are as good as in it."""
+    """Raise ConfigError unless ``path`` lies in ``folder``, links resolved. A snapshot in the Hugging Face cache has
+    links to the blobs of its repository, which count as in it."""
     try:
         found, root = path.resolve(), folder.resolve()
     except (OSError, RuntimeError):  # links in a circle
@@ -175,4 +175,4 @@ def check_inside(folder: Path, path: Path) -> None:
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
         roots.append(root.parent.parent / "blobs")
     if not any(found.is_relative_to(x) for x in roots):
-        raise ConfigError("lies outside of the folder that it has to be in, links resolved: put a copy there")
+        raise ConfigError("lies outside of the folder that it must be in, links resolved: put a copy there")

@@ -106,5 +106,5 @@ def test_what_is_refused(tiers, policy, message):
 def test_a_file_of_other_words_is_refused(tmp_path):
     path = tmp_path / "heads"
     path.write_text("layer\thead\n")
-    with pytest.raises(ConfigError, match="something else than numbers .* for layer 1"):
+    with pytest.raises(ConfigError, match=r"something else than numbers .* for layer 1"):
         load_config(json.dumps({"tiers": ["BF16"], "policy": {"name": "duo", "pattern": str(path)}}))

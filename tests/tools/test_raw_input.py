@@ -1,5 +1,5 @@
-"""Whatever stands in a configuration, in a calibration or in a file that they name: it is used, or it is a ConfigError of
-one line, at once."""
+"""Whatever stands in a configuration, in a calibration or in a file that they name: it is used, or refused at once by a
+ConfigError."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,10 +17,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from sglang_diffkv.calibration import FILE_NAME, resolve
+from sglang_diffkv.calibration import (
+    FILE_NAME,
+    CalibratedPolicy,
+    CalibratedThresholds,
+    GridPoint,
+    Provenance,
+    resolve,
+)
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.key_means import read_key_means
+from sglang_diffkv.policies.registry import PolicyConfig
 
 SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
 SECRET = "not-to-be-told"
@@ -358,10 +366,6 @@ def _fields(kind: Any) -> set[str]:
 
 
 def _policies() -> Any:
-    from typing import get_args
-
-    from sglang_diffkv.policies.registry import PolicyConfig
-
     found = []
     for kind in get_args(PolicyConfig):
         name = kind.model_fields["name"].default
@@ -377,8 +381,6 @@ CONFIGURATIONS = objects(*_fields(DiffKVConfig), policy=POLICIES, tiers=TIERS)
 
 
 def _entries() -> Any:
-    from sglang_diffkv.calibration import CalibratedPolicy, CalibratedThresholds, GridPoint, Provenance
-
     point, found = objects(*_fields(GridPoint)), objects(*_fields(Provenance))
     names = _fields(CalibratedThresholds) | _fields(CalibratedPolicy) - {"policy"}
     return objects(*names, policy=POLICIES, tiers=TIERS, chosen=point, provenance=found)
