@@ -13,13 +13,16 @@ import torch
 from sglang_diffkv.calibration import resolve
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat, preflight
 from sglang_diffkv.srt.draft_model import choose_backend
 from sglang_diffkv.srt.prefill_graphs import choose_graphs
 from sglang_diffkv.srt.speculation import check_drafts, drafts_by_model, drafts_of
 from sglang_diffkv.srt.validation import BACKEND, check_server_args, is_selected
 
 logger = logging.getLogger(__name__)
+
+MOST_TEXT = 120_000
+"""Of the configuration as processes get it: Linux gives a variable of the environment 128 KiB."""
 
 
 def on_gpu() -> bool:
@@ -34,6 +37,8 @@ class Launch:
     model_path: str
     text: str
     users: str
+    command: bool = False
+    """Whether a command line was parsed, whose process may end with a line."""
 
 
 _launched: Launch | None = None
@@ -50,13 +55,18 @@ def users_configuration() -> str:
     return os.environ.get(CONFIG_ENV, "") if launch is None else launch.users
 
 
-def configure(server_args: Any, given: str) -> None:
+def configure(server_args: Any, given: str, *, command: bool = False) -> None:
     """Hand the configuration for the model to the processes to come. Raises ConfigError or UnsupportedError."""
     global _launched
     config, origin = resolve(given, server_args.model_path)
     _check(server_args, config)
     text = config.model_dump_json(exclude_none=True)
-    _launched = Launch(str(server_args.model_path), text, users_configuration())
+    if len(text) > MOST_TEXT:
+        raise ConfigError(
+            f"the configuration has {len(text):,} characters with all that it names; the processes of a server can be "
+            f"given {MOST_TEXT:,}: write the numbers of head_scale or pattern with fewer digits"
+        )
+    _launched = Launch(str(server_args.model_path), text, users_configuration(), command)
     os.environ[CONFIG_ENV] = text
     logger.info("DiffKV thresholds: %s: tiers %s, %s", origin, config.tiers, config.build_policy())
 
@@ -81,6 +91,19 @@ def configure_unless_done(server_args: Any) -> None:
         _check(server_args, load_config())
 
 
+def ask_before_loading(server_args: Any) -> None:
+    """What every launch does before it starts processes: configure unless that is done, and refuse what the processes
+    would. Raises ConfigError or UnsupportedError; the command of a server ends with its message."""
+    try:
+        configure_unless_done(server_args)
+        preflight.ask(server_args, load_config())
+    except (ConfigError, UnsupportedError) as error:
+        launch = _left_there()
+        if launch is not None and launch.command:
+            sys.exit(f"sglang_diffkv: {error}")
+        raise
+
+
 def configure_from_cli(server_args: Any, given: str | None) -> None:
     """``configure`` with the value of ``--diffkv-config``, None if there is none; a problem ends the process with its
     message."""
@@ -89,6 +112,6 @@ def configure_from_cli(server_args: Any, given: str | None) -> None:
             sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
         return
     try:
-        configure(server_args, users_configuration() if given is None else given)
+        configure(server_args, users_configuration() if given is None else given, command=True)
     except (ConfigError, UnsupportedError) as error:
         sys.exit(f"sglang_diffkv: {error}")

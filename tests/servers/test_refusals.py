@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,12 @@ import pytest
 import torch
 
 from benchmarks.paths import NANO
-from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig, load_config
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.srt import hooks, launch, preflight
 from sglang_diffkv.srt.compat import TESTED_VERSIONS, release
 from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.speculation import check_drafts
@@ -302,8 +305,110 @@ def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> s
 @pytest.mark.server
 def test_malformed_config_stops_the_server_at_once() -> None:
     output = _launch("--attention-backend", "diffkv", "--diffkv-config", '{"policy": {"name": "diffkv", "alpha": 1}}')
-    assert "policy.diffkv.alpha: Extra inputs are not permitted" in output
+    assert 'policy has "alpha", which is unknown; did you mean alpha_low? its fields are name' in output
     assert "Traceback" not in output
+
+
+@pytest.mark.server
+def test_what_the_doctor_refuses_ends_the_launch_with_a_line_before_weights_are_loaded(tmp_path: Path) -> None:
+    """Weights that cannot be loaded are not missed."""
+    for path in Path(NANO).iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).symlink_to(path)
+    output = _launch(
+        *("--attention-backend", "diffkv", "--dtype", "bfloat16", "--port", str(Port().number)),
+        *("--diffkv-config", '{"key_means": "none.safetensors"}'),
+        model=tmp_path,
+    )
+    assert 'sglang_diffkv: key_means: "none.safetensors" cannot be read: No such file or directory' in output
+    assert "Traceback" not in output and "Load weight" not in output, output
+
+
+@pytest.fixture(scope="module")
+def nano_args() -> Any:
+    """SGLang's arguments for nano on a CPU, as a launch has them before it starts processes."""
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path=str(NANO), device="cpu", dtype="bfloat16", attention_backend="torch_native")
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    return args
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"key_means": "none.safetensors"}, "cannot be read"),
+        ({"policy": {"name": "diffkv", "head_scale": [[1.0]]}}, "head_scale is of 1 layers with 1 KV heads"),
+        ({"tiers": ["BF16"], "policy": {"name": "xkv", "layer_fractions": [0.5]}}, "layer_fractions is of 1 layers"),
+        ({"tiers": ["BF16"], "policy": {"name": "duo", "pattern": [[1.0]]}}, "pattern is of 1 layers"),
+        ({"host_gib": 2000}, "host_gib is 2000, but the machine has"),
+        ({"decode": "cuda"}, '"decode": "cuda" .* runs on a CPU'),
+        ({"decode": "triton", "prefill": "flashinfer"}, '"decode": "triton" and "prefill": "flashinfer" .* on a CPU'),
+    ],
+)
+def test_a_launch_asks_what_the_doctor_asks(
+    config: dict[str, Any], reason: str, nano_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "host_memory", lambda: 64 << 30)
+    preflight.ask(nano_args, DiffKVConfig())
+    start = time.perf_counter()
+    with pytest.raises((ConfigError, UnsupportedError), match=reason) as found:
+        preflight.ask(nano_args, load_config(json.dumps(config)))
+    assert time.perf_counter() - start < 5 and "\n" not in str(found.value)
+
+
+def test_a_window_and_a_policy_that_cannot_have_it_are_refused_before_loading(
+    nano_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "configured_reaches", lambda config: (64, 0) * 3)
+    monkeypatch.setattr(preflight, "model_reads_window", lambda model: True)
+    preflight.ask(nano_args, DiffKVConfig())
+    with pytest.raises(UnsupportedError, match="policy h2o judges the heads"):
+        preflight.ask(nano_args, load_config('{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 128}}'))
+
+
+def test_what_sglang_does_not_take_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="sglang_diffkv"):
+        preflight.ask(SimpleNamespace(model_path="none"), DiffKVConfig())
+    assert "judged once it is loaded" in caplog.text
+
+
+@pytest.mark.parametrize("command", [True, False])
+def test_only_a_command_ends_its_process(command: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ``Engine`` is part of somebody's program, and raises."""
+    monkeypatch.setenv(CONFIG_ENV, "{}")
+    monkeypatch.setattr(launch, "_launched", launch.Launch("m", "{}", "", command))
+    monkeypatch.setattr(launch, "_check", lambda args, config: None)
+
+    def ask(args: Any, config: DiffKVConfig) -> None:
+        raise ConfigError("no such head")
+
+    monkeypatch.setattr(preflight, "ask", ask)
+    args = SimpleNamespace(attention_backend="diffkv", model_path="m")
+    with pytest.raises(SystemExit if command else ConfigError, match="no such head"):
+        hooks.check_server_args(lambda self: None, args)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("max", 100), ("40\n", 40), ("400", 100), (None, 100)])
+def test_a_container_s_memory_is_the_machine_s(
+    text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "memory.max"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(preflight, "CGROUP_LIMIT", path)
+    monkeypatch.setattr(os, "sysconf", lambda name: 10)
+    assert preflight.host_memory() == expected
+
+
+def test_a_configuration_that_processes_cannot_be_given_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_ENV, "")
+    monkeypatch.setattr(launch, "_check", lambda args, config: None)
+    scale = [[1.0 + head / 1e9 for head in range(100)] for _ in range(100)]
+    text = json.dumps({"policy": {"name": "diffkv", "head_scale": scale}})
+    with pytest.raises(ConfigError, match="with fewer digits"):
+        launch.configure(SimpleNamespace(model_path="m"), text)
 
 
 @pytest.mark.server
