@@ -45,7 +45,7 @@ LooksBack = Annotated[float, Field(strict=True, ge=-MOST_FACTOR, le=MOST_FACTOR)
 HostGib = Annotated[float, Field(strict=True, ge=0, le=2048)]
 
 Switch = Annotated[bool, Field(strict=True)]
-PathName = Annotated[str, Field(strict=True, min_length=1, max_length=MOST_PATH)]
+PathName = Annotated[str, Field(strict=True, min_length=1, max_length=MOST_PATH, description="the path of a file")]
 Text = Annotated[str, Field(strict=True, max_length=MOST_NAME)]
 
 # What calibration files say of how they were made
@@ -53,6 +53,12 @@ Text = Annotated[str, Field(strict=True, max_length=MOST_NAME)]
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
 Whole = Annotated[int, Field(strict=True, ge=-(1 << 63), le=(1 << 63) - 1)]
 Figure = Annotated[float, Field(strict=True, ge=-1e38, le=1e38)]
+
+# What tools take on their command lines
+
+SomeCount = Annotated[int, Field(strict=True, ge=1, le=1 << 53)]
+Budget = Annotated[float, Field(strict=True, ge=0, le=1e4)]
+"""A loss that is allowed: nats a token, points or per cent; and standard errors."""
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicy
-from sglang_diffkv.refusals import explain
+from sglang_diffkv.refusals import PAGE, explain
 
 RotateName = Literal["none", "keys", "values", "both"]
 """What is rotated before it is stored."""
@@ -125,16 +125,20 @@ class DiffKVConfig(Strict):
             policy, count = self.policy or DiffKVPolicyConfig(), len(self.tiers)
             if count > policy.most_tiers:
                 kept = ("one tier", "two tiers", "three tiers")[policy.most_tiers - 1]
-                raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}")
+                raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}: list fewer")
             policy.check_tiers(count)
         if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
-            named = " and ".join(sorted(given))
-            raise ValueError(f'"thresholds": "{self.thresholds}" brings tiers, policy and rotate; drop {named}')
+            listed = " and ".join(sorted(given))
+            raise ValueError(f'"thresholds": {named(self.thresholds)} brings tiers, policy and rotate; drop {listed}')
         if all(tier.is_raw for tier in self.parsed_tiers):
             if self.rotate != "none":
-                raise ValueError(f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none')
+                raise ValueError(
+                    f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none: drop rotate, or list other tiers'
+                )
             if self.key_means is not None:
-                raise ValueError("key_means serve quantised tiers, and BF16 is none")
+                raise ValueError(
+                    "key_means serve quantised tiers, and BF16 is none: drop key_means, or list other tiers"
+                )
         if self.key_means is not None and self.build_policy().running is not None:
             raise ValueError(f"policy {self.policy and self.policy.name} compares keys with each other: drop key_means")
         return self
@@ -211,4 +215,4 @@ def validated(data: Any, subject: str) -> DiffKVConfig:
 
 def _about(error: ConfigError, subject: str) -> ConfigError:
     text = str(error)
-    return error if text.startswith(subject) else ConfigError(f"{subject} {text}")
+    return error if text.startswith(subject) else ConfigError(f"{subject} {text} (see {PAGE})")

@@ -18,6 +18,7 @@ from sglang_diffkv.files import quoted, shown
 
 MOST_LINES, MOST_JUDGED = 5, 100
 PAGE = "docs/configuration.md"
+METHODS = f"{PAGE}#methods"
 NOT_MISTAKES = ("default_factory_not_called",)
 """What pydantic adds for fields whose default depends on one with a mistake."""
 
@@ -76,7 +77,7 @@ class Kind:
 
     def describe(self) -> str:
         """What is allowed."""
-        return " or ".join([self._plain()] + ["null"] * self.nothing)
+        return self._plain() + ", or null" * self.nothing
 
     def _plain(self) -> str:
         if self.tags:
@@ -100,7 +101,7 @@ class Kind:
         if low is None or high is None:
             return ""
         least, most = (f"{x:,}" if kind is int else f"{x:g}" for x in (low, high))
-        return f" above {least}, at most {most}" if "gt" in self.limits else f" from {least} to {most}"
+        return f" above {least} and at most {most}" if "gt" in self.limits else f" from {least} to {most}"
 
     def _size(self, unit: str) -> str:
         low, high = self.limits.get("min_length"), self.limits.get("max_length")
@@ -177,6 +178,8 @@ def explain(
     """What is wrong with a ``model``, of which ``subject`` names the source: a line for each mistake, one line if there
     is one. Without ``quote`` nothing that was given is repeated."""
     lines = mistakes(error, model, quote=quote)
+    if page == PAGE and all(x["loc"][:1] == ("policy",) for x in _problems(error)):
+        page = METHODS
     if len(lines) == 1:
         return f"{subject}: {lines[0]} (see {page})"
     more = len(lines) - MOST_LINES
@@ -184,9 +187,16 @@ def explain(
     return "\n  ".join([f"{subject}: {len(lines):,} mistakes (see {page}):", *lines[:MOST_LINES], *rest])
 
 
+def _problems(error: ValidationError) -> list[Any]:
+    """What is wrong, without what only follows from it: a list ends at its first mistake, and is too short then."""
+    found = [x for x in error.errors(include_url=False) if x["type"] not in NOT_MISTAKES]
+    within = {x["loc"][:depth] for x in found for depth in range(len(x["loc"]))}
+    return [x for x in found if x["type"] != "too_short" or x["loc"] not in within]
+
+
 def mistakes(error: ValidationError, model: type[BaseModel], *, quote: bool = True) -> list[str]:
     """A line for each."""
-    found = [x for x in error.errors(include_url=False) if x["type"] not in NOT_MISTAKES]
+    found = _problems(error)
     return list(dict.fromkeys(_line(x, model, quote=quote) for x in found[:MOST_JUDGED]))
 
 
@@ -208,7 +218,7 @@ def _line(problem: Any, model: type[BaseModel], *, quote: bool) -> str:
         if quote or isinstance(raised, ConfigError) or not isinstance(given, (str, list, tuple)):
             text = str(raised)
             return text if not place.path or text.startswith(place.path) else f"{place.path}: {text}"
-    what = place.path or "it"
+    what = place.path or "the whole"
     was = f"{what} is {shown(given)}" if quote else f"{what} has a value that it cannot have"
     if place.kind is None:
         return was
@@ -230,17 +240,17 @@ def _meant(given: str, names: Sequence[str], *, as_text: bool = False) -> str:
 def _unknown(place: Place, model: type[BaseModel], *, quote: bool) -> str:
     own = [] if place.owner is None else list(place.owner.model_fields)
     elsewhere = "" if place.name in own else _elsewhere(place, model)
-    where = f"{place.parent or 'it'} has "
-    what = f"{shown(place.name)}, which is unknown" if quote else "an unknown field"
+    what = f"unknown field {shown(place.name)}" if quote else "unknown field"
+    where = f" in {place.parent}" if place.parent else ""
     meant = elsewhere or _meant(place.name, own)
-    return f"{where}{what}{meant}{'' if meant.endswith('?') else ';'} its fields are {', '.join(own)}"
+    return f"{what}{where}{meant}{'' if meant else ':'} allowed are {', '.join(own)}"
 
 
 def _elsewhere(place: Place, model: type[BaseModel]) -> str:
     """A field of this name beside the object or in one of its own."""
     for path, name in _fields(model):
         if name == place.name and path != place.parent:
-            return f"; did you mean {f'{path}.' if path else ''}{name}?"
+            return f"; did you mean {f'{path}.{name}' if path else f'{name} beside {place.parent}'}?"
     return ""
 
 

@@ -183,7 +183,9 @@ class PageFormat:
             raise ValueError(f"position_bytes {self.position_bytes} is not one of {kinds}")
         sizes = [t.token_bytes(self.head_dim, self.v_head_dim) for t in self.tiers]
         if sizes != sorted(sizes, reverse=True) or len(set(sizes)) != len(sizes):
-            raise ValueError(f"tiers {[t.name for t in self.tiers]} must take ever fewer bytes a token")
+            raise ValueError(
+                f"tiers {[t.name for t in self.tiers]} must take ever fewer bytes a token: list the largest first"
+            )
 
     @property
     def max_tokens(self) -> int:

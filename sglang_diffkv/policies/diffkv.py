@@ -163,7 +163,9 @@ class DiffKVPolicyConfig(PolicyOptions):
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:
         if self.alpha_low > self.alpha_high:
-            raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
+            raise ValueError(
+                f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}: allowed is at most that"
+            )
         if self.observe_every is not None and self.observe_every > self.window:
             raise ValueError(
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "

@@ -64,7 +64,7 @@ class LeanKVPolicyConfig(PolicyOptions):
     @model_validator(mode="after")
     def _ordered(self) -> LeanKVPolicyConfig:
         if self.mass_low > self.mass_high:
-            raise ValueError(f"mass_low {self.mass_low} is above mass_high {self.mass_high}")
+            raise ValueError(f"mass_low {self.mass_low} is above mass_high {self.mass_high}: allowed is at most that")
         return self
 
     def build(self) -> LeanKVPolicy:

@@ -20,7 +20,9 @@ class Strict(BaseModel):
 def odd(pool: int) -> int:
     """The width of a pooling, if it is possible."""
     if pool % 2 == 0:
-        raise ValueError(f"pool {pool} is even: a neighbourhood has the token in its middle")
+        raise ValueError(
+            f"pool {pool} is even: a neighbourhood has the token in its middle, so allowed are odd numbers"
+        )
     return pool
 
 

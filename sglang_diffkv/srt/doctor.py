@@ -252,6 +252,9 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         text = "none: states take all of it. Give fewer requests states (--max-mamba-cache-size), or more memory"
         findings.add(f"tokens in {where}", f"{text} (here --kv-gib)", 0)
         return
+    if not tokens:
+        findings.refuse(f"tokens in {where}", f"--kv-gib {gib:g} has no room for one token of this model: give more")
+        return
     most = tokens * fmt.low.tokens // fmt.high.tokens
     text = f"{tokens:,} if all are {fmt.high.tier.name}"
     if len(fmt.layouts) > 1:
