@@ -8,7 +8,6 @@ file that the user names. Thresholds that were published and not measured with t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,19 +18,39 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from sglang_diffkv.bounds import (
+    MOST_ENTRIES,
+    MOST_POINTS,
+    Alpha,
+    ByHead,
+    ByLayer,
+    Count,
+    Factor,
+    Figure,
+    Sinks,
+    Switch,
+    Text,
+    Tokens,
+    Whole,
+    Window,
+)
 from sglang_diffkv.config import (
     CONFIG_ENV,
     CONFIG_OPTION,
     DEFAULT_POLICY,
     DiffKVConfig,
     RotateName,
+    TierNames,
     file_of,
     read_config,
     usual_rotation,
 )
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import check_inside, named, read_json
 from sglang_diffkv.policies.base import prunes
+from sglang_diffkv.policies.duo import FOLDER
 from sglang_diffkv.policies.registry import PolicyConfig
+from sglang_diffkv.refusals import explain, mistakes
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +60,16 @@ NAMES: dict[str, Source] = {"calibrated": "measured", "published": "published"}
 """Of thresholds on file, as ``"thresholds"`` asks for them."""
 ASK = '--diffkv-config \'{"thresholds": "calibrated"}\''
 ASK_PUBLISHED = '--diffkv-config \'{"thresholds": "published"}\''
+PAGE = "docs/quality.md"
 PROVENANCE = {"measured": "measured with this package", "published": "published, not measured here"}
 
 
-class CalibrationError(ValueError):
+class CalibrationError(ConfigError):
     """A calibration file is unusable; the message names it."""
+
+
+MODEL_CONFIG_BYTES = 16 << 20
+"""Of a model's ``config.json``, which SGLang reads whole."""
 
 
 class _Strict(BaseModel):
@@ -55,10 +79,10 @@ class _Strict(BaseModel):
 class ModelGeometry(_Strict):
     """The shape that thresholds depend on, to tell models apart that have the same name."""
 
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
+    layers: Count
+    query_heads: Count
+    kv_heads: Count
+    head_dim: Count
 
     @classmethod
     def of(cls, model_path: str | Path) -> ModelGeometry | None:
@@ -67,8 +91,14 @@ class ModelGeometry(_Strict):
         if path is None:
             return None
         try:
-            return cls.of_config(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, KeyError, ValueError):
+            return cls.of_config(read_json(path, MODEL_CONFIG_BYTES))
+        except (
+            KeyError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            ZeroDivisionError,
+        ):  # SGLang says what is wrong with it
             return None
 
     @classmethod
@@ -90,52 +120,52 @@ class GridPoint(_Strict):
     slots; the ``long`` ones over requests of 1,000 tokens and more. ``heads``: with factors by head.
     """
 
-    tiers: tuple[str, ...]
-    alpha_high: float | None
-    alpha_low: float
-    window: int = 64
-    rotate: str = "none"
-    sinks: int = 0
-    horizon: int = 0
-    heads: bool = False
-    n: int
-    accuracy: float
-    accuracy_error: float
-    difference: float
-    difference_error: float
-    p: float
-    ratio_pages: float
-    ratio_tokens: float
-    long_ratio_pages: float | None = None
-    long_ratio_tokens: float | None = None
-    share_high: float | None = None
-    share_low: float | None = None
-    share_pruned: float | None = None
+    tiers: TierNames
+    alpha_high: Figure | None
+    alpha_low: Figure
+    window: Count = 64
+    rotate: Text = "none"
+    sinks: Count = 0
+    horizon: Count = 0
+    heads: Switch = False
+    n: Count
+    accuracy: Figure
+    accuracy_error: Figure
+    difference: Figure
+    difference_error: Figure
+    p: Figure
+    ratio_pages: Figure
+    ratio_tokens: Figure
+    long_ratio_pages: Figure | None = None
+    long_ratio_tokens: Figure | None = None
+    share_high: Figure | None = None
+    share_low: Figure | None = None
+    share_pruned: Figure | None = None
 
 
 class Provenance(_Strict):
     """How thresholds were found. ``selection`` holds what chose the questions and how they were asked."""
 
-    date: str
-    procedure: str
-    tolerance_points: float
-    margin: float = 0.0
-    task_file: str
-    task_sha256: str
-    n: int
+    date: Text
+    procedure: Text
+    tolerance_points: Figure
+    margin: Figure = 0.0
+    task_file: Text
+    task_sha256: Text
+    n: Count
     selection: dict[str, Any]
-    bf16_accuracy: float
-    bf16_accuracy_error: float
+    bf16_accuracy: Figure
+    bf16_accuracy_error: Figure
     versions: dict[str, str | None]
-    device: str
-    grid: tuple[GridPoint, ...]
+    device: Text
+    grid: Annotated[tuple[GridPoint, ...], Field(fail_fast=True, max_length=MOST_POINTS)]
 
 
 class TextBudget(_Strict):
     """How much may be lost on a text: of the KL divergence in nats a token, or of perplexity as a share."""
 
     measure: Literal["kl", "perplexity"]
-    limit: float
+    limit: Figure
 
 
 class TextPoint(_Strict):
@@ -145,24 +175,24 @@ class TextPoint(_Strict):
     told token by token; ``agreement`` is the share of positions with the same likeliest token; changes are shares.
     """
 
-    tiers: tuple[str, ...]
-    alpha_high: float | None
-    alpha_low: float
-    window: int
-    rotate: str = "none"
-    sinks: int = 0
-    n: int
-    divergence: float
-    divergence_error: float
-    agreement: float
-    agreement_error: float
-    covered: float
-    perplexity_change: float
-    perplexity_change_error: float
-    ratio_pages: float
-    ratio_tokens: float
-    share_high: float | None = None
-    share_low: float | None = None
+    tiers: TierNames
+    alpha_high: Figure | None
+    alpha_low: Figure
+    window: Count
+    rotate: Text = "none"
+    sinks: Count = 0
+    n: Count
+    divergence: Figure
+    divergence_error: Figure
+    agreement: Figure
+    agreement_error: Figure
+    covered: Figure
+    perplexity_change: Figure
+    perplexity_change_error: Figure
+    ratio_pages: Figure
+    ratio_tokens: Figure
+    share_high: Figure | None = None
+    share_low: Figure | None = None
 
 
 class TextProvenance(_Strict):
@@ -170,21 +200,21 @@ class TextProvenance(_Strict):
     had no say in the choice; the grid's are of the other part."""
 
     procedure: Literal["text"] = "text"
-    date: str
+    date: Text
     budget: TextBudget
     phase: Literal["prompt", "generation"] = "prompt"
-    margin: float
-    text_file: str
-    text_sha256: str
-    prefix_tokens: int
-    window_tokens: int
-    top_logprobs: int
-    seed: int
-    held_out_share: float
+    margin: Figure
+    text_file: Text
+    text_sha256: Text
+    prefix_tokens: Count
+    window_tokens: Count
+    top_logprobs: Count
+    seed: Whole
+    held_out_share: Figure
     held_out: TextPoint
     versions: dict[str, str | None]
-    device: str
-    grid: tuple[TextPoint, ...]
+    device: Text
+    grid: Annotated[tuple[TextPoint, ...], Field(fail_fast=True, max_length=MOST_POINTS)]
 
 
 HeadScale = tuple[tuple[float, ...], ...]
@@ -210,6 +240,14 @@ BEFORE: dict[str, Any] = {"window": 64, "rotate": "none", "sinks": 0, "horizon":
 """What was measured where a file's figures leave one of these out: the file is older than the field."""
 
 
+def _configured(data: dict[str, Any]) -> DiffKVConfig:
+    """As a configuration. Raises ConfigError."""
+    try:
+        return DiffKVConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("; ".join(mistakes(error, DiffKVConfig, quote=False))) from None
+
+
 class CalibratedEntry(_Strict):
     """What was found for one model at one choice of tiers. A field that is left out is the server's default.
 
@@ -219,12 +257,12 @@ class CalibratedEntry(_Strict):
             (``note``) and not measured here.
     """
 
-    models: tuple[str, ...] = Field(min_length=1)
+    models: Annotated[tuple[Text, ...], Field(fail_fast=True, min_length=1, max_length=MOST_ENTRIES)]
     geometry: ModelGeometry | None = None
-    tiers: tuple[str, ...]
+    tiers: TierNames
     rotate: RotateName = "none"
     source: Source
-    note: str = ""
+    note: Text = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -260,12 +298,12 @@ class CalibratedThresholds(CalibratedEntry):
         chosen: the measured figures of these thresholds.
     """
 
-    alpha_high: float | None
-    alpha_low: float
-    window: int = DEFAULT_POLICY.window
-    sinks: int = DEFAULT_POLICY.sinks
-    horizon: int = DEFAULT_POLICY.horizon
-    head_scale: HeadScale | None = None
+    alpha_high: Alpha | None
+    alpha_low: Alpha
+    window: Window = DEFAULT_POLICY.window
+    sinks: Sinks = DEFAULT_POLICY.sinks
+    horizon: Tokens = DEFAULT_POLICY.horizon
+    head_scale: ByLayer[ByHead[Factor]] | None = None
     chosen: GridPoint | TextPoint | None = None
     provenance: Provenance | TextProvenance | None = None
 
@@ -293,7 +331,7 @@ class CalibratedThresholds(CalibratedEntry):
 
     def config(self) -> DiffKVConfig:
         policy = policy_fields(self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon, self.head_scale)
-        return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
+        return _configured({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
 
 
 class CalibratedPolicy(CalibratedEntry):
@@ -312,7 +350,7 @@ class CalibratedPolicy(CalibratedEntry):
 
     def config(self) -> DiffKVConfig:
         policy = self.policy.model_dump(exclude_none=True)
-        return DiffKVConfig.model_validate({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
+        return _configured({"tiers": self.tiers, "policy": policy, "rotate": self.rotate})
 
 
 def _kind(entry: Any) -> str:
@@ -330,7 +368,7 @@ class CalibrationFile(_Strict):
     """The content of a file."""
 
     format: Literal[1] = 1
-    entries: tuple[Entry, ...]
+    entries: Annotated[tuple[Entry, ...], Field(fail_fast=True, max_length=MOST_ENTRIES)]
 
 
 def measured_policy(
@@ -351,11 +389,24 @@ def measured_policy(
 
 
 def read_file(path: Any) -> CalibrationFile:
-    """Read a calibration file. Raises CalibrationError."""
+    """Read a calibration file; files that it names lie in its folder. Raises CalibrationError, which quotes nothing of
+    what the file has."""
+    subject = f"{named(path)} is not a usable calibration file"
     try:
-        return CalibrationFile.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError) as error:
-        raise CalibrationError(f"{path} is not a usable calibration file: {error}") from None
+        return CalibrationFile.model_validate(read_json(path), context={FOLDER: Path(str(path)).parent})
+    except ValidationError as error:
+        raise CalibrationError(explain(error, CalibrationFile, subject, quote=False, page=PAGE)) from None
+    except ConfigError as error:
+        raise CalibrationError(f"{subject}: it {error}") from None
+
+
+def read_own(path: Path) -> CalibrationFile:
+    """The calibration file that came with a model: no link out of its folder. Raises CalibrationError."""
+    try:
+        check_inside(path.parent, path)
+    except ConfigError as error:
+        raise CalibrationError(f"{named(path)} is not a usable calibration file: it {error}") from None
+    return read_file(path)
 
 
 def shipped_files() -> Iterator[Any]:
@@ -415,7 +466,7 @@ def find(
 
     own = model_file(model_path, FILE_NAME)
     if own is not None:
-        for entry in read_file(own).entries:
+        for entry in read_own(own).entries:
             if fits(entry):
                 return entry, own
     for path in shipped_files():
@@ -436,11 +487,11 @@ def _of_file(path: str, model_path: str | Path) -> CalibratedEntry:
     try:
         entries = read_file(Path(path)).entries
     except CalibrationError as error:
-        raise ConfigError(f'"thresholds": {error}') from None
+        raise ConfigError(f"thresholds: {error}") from None
     for entry in entries:
         if _same_shape(entry, geometry):
             return entry
-    raise ConfigError(f'"thresholds": {path} has none for a model of the shape of {model_name(model_path)}')
+    raise ConfigError(f"thresholds: {named(path)} has none for a model of the shape of {model_name(model_path)}")
 
 
 @dataclass(frozen=True)
@@ -563,4 +614,4 @@ CALIBRATED = ("tiers", "policy", "rotate")
 def apply(config: DiffKVConfig, entry: CalibratedEntry) -> DiffKVConfig:
     """``config`` with the tiers, the policy and the rotation of calibrated thresholds."""
     kept = config.model_dump(exclude=set(CALIBRATED))
-    return DiffKVConfig.model_validate({**kept, **entry.config().model_dump(include=set(CALIBRATED))})
+    return _configured({**kept, **entry.config().model_dump(include=set(CALIBRATED))})

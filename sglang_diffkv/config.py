@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from sglang_diffkv.bounds import HostGib, PageTokens, PathName, SomeTokens
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
 from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
+from sglang_diffkv.refusals import PAGE, explain
 
 RotateName = Literal["none", "keys", "values", "both"]
 """What is rotated before it is stored."""
@@ -44,6 +45,18 @@ def usual_rotation(tiers: Sequence[str]) -> RotateName:
     parsed = [Tier.parse(name) for name in tiers]
     few = any(tier.k_bits <= ROTATED_KEY_BITS for tier in parsed)
     return "both" if few and not any(tier.is_raw for tier in parsed) else "none"
+
+
+TierNames = Annotated[
+    tuple[Annotated[str, Field(strict=True)], ...],
+    Field(
+        fail_fast=True,
+        min_length=1,
+        max_length=MOST_TIERS,
+        description="high tier first: BF16, or K<bits>V<bits> with 8, 4, 2 or 1 bits",
+    ),
+]
+"""High tier first."""
 
 
 class DiffKVConfig(Strict):
@@ -83,24 +96,22 @@ class DiffKVConfig(Strict):
             and is not part of the resolved configuration.
     """
 
-    tiers: tuple[str, ...] = ("K8V4", "K4V2")
+    tiers: TierNames = ("K8V4", "K4V2")
     policy: Annotated[PolicyConfig, Field(discriminator="name")] | None = None
-    page_tokens: int = Field(default=32, ge=4, le=256)
+    page_tokens: PageTokens = 32
     prefix_fidelity: Literal["compressed", "exact"] = "compressed"
     rotate: RotateName = Field(default_factory=lambda given: usual_rotation(given.get("tiers", ())))
-    key_means: str | None = Field(default=None, min_length=1)
-    share_min_tokens: int = Field(default=128, ge=1)
-    host_gib: float | None = Field(default=None, ge=0, le=4096)
+    key_means: PathName | None = None
+    share_min_tokens: SomeTokens = 128
+    host_gib: HostGib | None = None
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
     decode: Literal["auto", "cuda", "triton"] = "auto"
-    thresholds: str = Field(default="default", exclude=True)
+    thresholds: PathName = Field(default="default", exclude=True)
 
     @field_validator("tiers")
     @classmethod
     def _possible(cls, tiers: tuple[str, ...]) -> tuple[str, ...]:
-        if not 1 <= len(tiers) <= MOST_TIERS:
-            raise ValueError(f"{len(tiers)} tiers given: one to four are supported")
         return tuple(Tier.parse(name).name for name in tiers)
 
     @field_validator("thresholds")
@@ -108,7 +119,8 @@ class DiffKVConfig(Strict):
     def _source(cls, thresholds: str) -> str:
         if thresholds not in ("calibrated", "published", "default") and not thresholds.endswith(".json"):
             raise ValueError(
-                '"calibrated", "published", "default" or the path of a calibration file, which ends in .json'
+                f'thresholds is {named(thresholds)}: allowed is "calibrated", "published", "default" or the path of a '
+                "calibration file, which ends in .json"
             )
         return thresholds
 
@@ -119,16 +131,20 @@ class DiffKVConfig(Strict):
             policy, count = self.policy or DEFAULT_POLICY, len(self.tiers)
             if count > policy.most_tiers:
                 kept = ("one tier", "two tiers", "three tiers")[policy.most_tiers - 1]
-                raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}")
+                raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}: list fewer")
             policy.check_tiers(count)
         if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
-            named = " and ".join(sorted(given))
-            raise ValueError(f'"thresholds": "{self.thresholds}" brings tiers, policy and rotate; drop {named}')
+            listed = " and ".join(sorted(given))
+            raise ValueError(f'"thresholds": {named(self.thresholds)} brings tiers, policy and rotate; drop {listed}')
         if all(tier.is_raw for tier in self.parsed_tiers):
             if self.rotate != "none":
-                raise ValueError(f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none')
+                raise ValueError(
+                    f'rotate "{self.rotate}" serves quantised tiers, and BF16 is none: drop rotate, or list other tiers'
+                )
             if self.key_means is not None:
-                raise ValueError("key_means serve quantised tiers, and BF16 is none")
+                raise ValueError(
+                    "key_means serve quantised tiers, and BF16 is none: drop key_means, or list other tiers"
+                )
         if self.key_means is not None and self.build_policy().running is not None:
             raise ValueError(f"policy {self.policy and self.policy.name} compares keys with each other: drop key_means")
         return self
@@ -186,7 +202,7 @@ def load_config(source: str | None = None) -> DiffKVConfig:
 
 def file_of(text: str) -> str:
     """The path that a configuration is, empty if it is inline JSON or none."""
-    return "" if not text.strip() or text.lstrip().startswith("{") else text
+    return "" if not text.strip() or text.lstrip()[0] in "{[" else text
 
 
 def read_config(source: str | None = None) -> DiffKVConfig:
@@ -194,26 +210,29 @@ def read_config(source: str | None = None) -> DiffKVConfig:
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     if not text or not text.strip():
         return DiffKVConfig()
-    origin = "inline JSON"
-    if path := file_of(text):
-        origin = path
+    if not file_of(text):
+        subject = f"{CONFIG_OPTION} (inline JSON)"
         try:
-            text = Path(text).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--diffkv-config: cannot read {origin!r}: {error.strerror}") from None
+            if len(text) > MOST_BYTES:
+                raise ConfigError(f"has {len(text):,} characters; at most {MOST_BYTES:,} are read")
+            return validated(parse_json(text), subject)
+        except ConfigError as error:
+            raise _about(error, subject) from None
+    subject = f"{CONFIG_OPTION} ({named(text)})"
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"--diffkv-config ({origin}): not valid JSON: {error}") from None
+        return validated(parse_json(read_text(text)), subject)
+    except ConfigError as error:
+        raise _about(error, subject) from None
+
+
+def validated(data: Any, subject: str) -> DiffKVConfig:
+    """The configuration that ``data`` is. Raises ConfigError; ``subject`` says where it comes from."""
     try:
         return DiffKVConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origin)) from None
+        raise ConfigError(explain(error, DiffKVConfig, subject)) from None
 
 
-def _explain(error: ValidationError, origin: str) -> str:
-    lines = [f"--diffkv-config ({origin}) is not usable:"]
-    for problem in error.errors():
-        field = ".".join(str(x) for x in problem["loc"]) or "configuration"
-        lines.append(f"  {field}: {problem['msg']} (given: {problem['input']!r})")
-    return "\n".join(lines)
+def _about(error: ConfigError, subject: str) -> ConfigError:
+    text = str(error)
+    return error if text.startswith(subject) else ConfigError(f"{subject} {text} (see {PAGE})")

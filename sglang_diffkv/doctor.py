@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import sys
@@ -28,6 +29,18 @@ from sglang_diffkv.findings import Findings
 GROUP, NAME = "sglang.srt.plugins", "diffkv"
 """The plugin's entry point."""
 GIB = 1 << 30
+LEAST_GIB, MOST_GIB = 1e-3, 1e6
+
+
+def _gib(text: str) -> float:
+    """Of memory. It needs no package, as the doctor may have none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not LEAST_GIB <= value <= MOST_GIB:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from {LEAST_GIB:g} to {MOST_GIB:g}")
+    return value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -41,7 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
     parser.add_argument("--model-path", "--model", metavar="DIR", help="the model's folder")
     parser.add_argument("--diffkv-config", metavar="JSON", help="as for a server")
     parser.add_argument(
-        "--kv-gib", type=float, default=1.0, metavar="N", help="of a GPU, for the cache (default: %(default)s)"
+        "--kv-gib", type=_gib, default=1.0, metavar="N", help="of a GPU, for the cache (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_known_args(argv)

@@ -15,9 +15,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from sglang_diffkv.bounds import MOST_KEY_MEAN
 from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import check_file, named
 
 NAME = "key_means"
+DTYPES = ("F32", "BF16", "F16")
+"""As safetensors calls them."""
+MOST_BYTES = 1 << 26
+"""Of a file."""
 
 
 def write_key_means(path: Path, means: torch.Tensor, facts: Mapping[str, str]) -> None:
@@ -27,18 +33,27 @@ def write_key_means(path: Path, means: torch.Tensor, facts: Mapping[str, str]) -
 
 def read_key_means(path: str, layers: int, kv_heads: int, head_dim: int) -> torch.Tensor:
     """[layers, KV heads, head_dim] float32, of all ranks' heads. Raises ConfigError."""
+    what, wanted = f"key_means: {named(path)}", [layers, kv_heads, head_dim]
+    again = "measure them with this model (python -m sglang_diffkv.calibrate.means)"
     try:
+        check_file(path, MOST_BYTES)
         with safe_open(path, "pt") as file:
+            found = file.get_slice(NAME)
+            if (kind := found.get_dtype()) not in DTYPES:
+                raise ConfigError(f"holds numbers of type {kind}, not {', '.join(DTYPES)}: {again}")
+            if found.get_shape() != wanted:
+                raise ConfigError(
+                    f"is of {found.get_shape()} [layers, KV heads, head_dim], the model has {wanted}: {again}"
+                )
             means = file.get_tensor(NAME)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"key_means {path} cannot be read: {error}") from None
-    if tuple(means.shape) != (layers, kv_heads, head_dim):
-        raise ConfigError(
-            f"key_means {path} is of {list(means.shape)} [layers, KV heads, head_dim], the model has "
-            f"{[layers, kv_heads, head_dim]}: measure them with this model (python -m sglang_diffkv.calibrate.means)"
-        )
+    except ConfigError as error:
+        raise ConfigError(f"{what} {error}") from None
+    except (OSError, SafetensorError):
+        raise ConfigError(f"{what} is not a file of key means: {again}") from None
     if not means.isfinite().all():
-        raise ConfigError(f"key_means {path} holds numbers that are not finite")
+        raise ConfigError(f"{what} holds numbers that are not finite: {again}")
+    if means.abs().max() > MOST_KEY_MEAN:
+        raise ConfigError(f"{what} holds numbers beyond {MOST_KEY_MEAN:,.0f}, which no key's mean is: {again}")
     return means.float()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from sglang_diffkv import bounds
+from sglang_diffkv.arguments import check_output, number
 from sglang_diffkv.calibrate.search import DEFAULT, HORIZON, SINKS, WINDOW
 from sglang_diffkv.calibration import HeadScale
 from sglang_diffkv.config import ROTATIONS, DiffKVPolicyConfig, usual_rotation
@@ -16,7 +19,9 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
 from sglang_diffkv.evaluate.task import Task
 from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
+from sglang_diffkv.files import named, read_json
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
+from sglang_diffkv.refusals import mistakes
 
 PAPER_HIGHS = (1.0, 2.0, 3.0, 4.0, 5.0)
 PAPER_LOWS = (0.0, 0.02, 0.04, 0.06, 0.08, 0.1)
@@ -75,12 +80,12 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     parser = new_parser("calibrate", description)
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=number(bounds.Budget),
         help="points below bf16 (default: 1); with --procedure leankv percent of bf16's accuracy (default: 5)",
     )
     parser.add_argument(
         "--margin",
-        type=float,
+        type=number(bounds.Budget),
         help="standard errors by which a loss has to stay below the tolerance (default: 1, with --procedure leankv 0: "
         "take it as is)",
     )
@@ -93,23 +98,44 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
         metavar="HIGH,LOW",
         help="repeat it for several choices (default: K8V4,K4V2; with --procedure leankv that and K4V2,K4V1)",
     )
-    choices.add_argument("--alpha-high", type=float, nargs="+", default=PAPER_HIGHS, help="default: 1 to 5")
-    choices.add_argument("--alpha-low", type=float, nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02")
     choices.add_argument(
-        "--window", type=int, nargs="+", help=f"default: {WINDOW}; with --procedure leankv {PAPER_WINDOW}"
+        "--alpha-high", type=number(bounds.Alpha), nargs="+", default=PAPER_HIGHS, help="default: 1 to 5"
+    )
+    choices.add_argument(
+        "--alpha-low", type=number(bounds.Alpha), nargs="+", default=PAPER_LOWS, help="default: 0 to 0.1 by 0.02"
+    )
+    choices.add_argument(
+        "--window",
+        type=number(bounds.Window),
+        nargs="+",
+        help=f"default: {WINDOW}; with --procedure leankv {PAPER_WINDOW}",
     )
     add_rotate_argument(choices)
     add_sinks_argument(choices)
     choices.add_argument(
-        "--horizon", type=int, nargs="+", default=[HORIZON], help=f"default: {HORIZON}; 0: scores never forget"
+        "--horizon",
+        type=number(bounds.Tokens),
+        nargs="+",
+        default=[HORIZON],
+        help=f"default: {HORIZON}; 0: scores never forget",
     )
     lean = parser.add_argument_group("with --procedure leankv")
-    lean.add_argument("--mass-high", type=float, nargs="+", default=LEAN_HIGHS, help="default: the paper's, .005 to .2")
-    lean.add_argument("--mass-low", type=float, nargs="+", default=LEAN_LOWS, help="default: the paper's, 0 to .01")
-    lean.add_argument("--runs", type=int, default=RUNS, help="of all questions, shuffled (default: %(default)s)")
+    lean.add_argument(
+        "--mass-high",
+        type=number(bounds.Fraction),
+        nargs="+",
+        default=LEAN_HIGHS,
+        help="default: the paper's, .005 to .2",
+    )
+    lean.add_argument(
+        "--mass-low", type=number(bounds.Fraction), nargs="+", default=LEAN_LOWS, help="default: the paper's, 0 to .01"
+    )
+    lean.add_argument(
+        "--runs", type=number(bounds.SomeCount), default=RUNS, help="of all questions, shuffled (default: %(default)s)"
+    )
     lean.add_argument(
         "--held-out",
-        type=float,
+        type=number(bounds.Fraction),
         default=0.25,
         metavar="SHARE",
         help="of the questions, which no choice sees and what is chosen answers (default: %(default)s)",
@@ -128,7 +154,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     )
     parser.add_argument(
         "--fit-heads",
-        type=int,
+        type=number(bounds.Count),
         default=0,
         metavar="N",
         help="try every setting of the grid with factors by head too, fitted at it to N of the questions "
@@ -140,6 +166,7 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
     parser.add_argument("--work", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
     args = parser.parse_args(argv)
+    check_output(parser, args.output, args.work)
     lean_kv = args.procedure == "leankv"
     for name in LEAN_ONLY if not lean_kv else DIFFKV_ONLY:
         if getattr(args, name) != parser.get_default(name):
@@ -154,10 +181,8 @@ def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.
             parser.error(f"--procedure {args.procedure} takes one choice of --{name}")
     if args.runs < 2 or not 0 <= args.held_out < 1:
         parser.error("--runs is a number from 2 on, --held-out a share below 1")
-    if args.fit_heads and (args.procedure != "grid" or args.head_scale or args.fit_heads < 0):
+    if args.fit_heads and (args.procedure != "grid" or args.head_scale):
         parser.error("--fit-heads takes a number of questions from 1 on, --procedure grid, and no --head-scale")
-    if args.tolerance < 0:
-        parser.error("--tolerance is a number from 0 on")
     return args
 
 
@@ -179,9 +204,11 @@ def selection(args: argparse.Namespace) -> dict[str, Any]:
 def read_head_scale(path: Path) -> HeadScale:
     """Factors of thresholds from a file. Raises ConfigError."""
     try:
-        policy = DiffKVPolicyConfig.model_validate({"head_scale": json.loads(path.read_text(encoding="utf-8"))})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--head-scale {path}: {error}") from None
+        policy = DiffKVPolicyConfig.model_validate({"head_scale": read_json(path)})
+    except ValidationError as error:
+        raise ConfigError(f"--head-scale {named(path)}: {'; '.join(mistakes(error, DiffKVPolicyConfig))}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--head-scale {named(path)} {error}") from None
     if policy.head_scale is None:
-        raise ConfigError(f"--head-scale {path}: null")
+        raise ConfigError(f"--head-scale {named(path)} is null: it must have factors, [layers][KV heads]")
     return policy.head_scale

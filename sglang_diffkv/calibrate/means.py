@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglang_diffkv import __version__
+from sglang_diffkv.arguments import output_file
 from sglang_diffkv.calibrate.reading import Sight, add_arguments, causal, load, read, windows
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.errors import ConfigError
@@ -63,7 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser, 16384, "of a sequence; keys of later positions count as these", 4096)
-    parser.add_argument("--output", type=Path, required=True, help="file to write, .safetensors")
+    parser.add_argument("--output", type=output_file, required=True, help="file to write, .safetensors")
     args = parser.parse_args(argv)
     if args.window_tokens <= SINKS:
         parser.error(f"--window-tokens must be above {SINKS}, the tokens of each sequence that are passed over")

@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from sglang_diffkv import bounds
+from sglang_diffkv.arguments import number, output_file
 from sglang_diffkv.calibrate.reading import add_arguments, attention_rows, causal, load, read, windows
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.cli import positive
@@ -74,11 +75,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--window", type=positive, default=256, help="newest tokens that are near (default: %(default)s)"
     )
-    parser.add_argument("--sinks", type=int, default=64, help="first tokens that count as near (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="file to write, a line for each layer")
+    parser.add_argument(
+        "--sinks", type=number(bounds.Sinks), default=64, help="first tokens that count as near (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=output_file, required=True, help="file to write, a line for each layer")
     args = parser.parse_args(argv)
-    if args.sinks < 0:
-        parser.error("--sinks must be at least 0")
     if args.window_tokens < args.window:
         parser.error("--window-tokens must be at least --window: a passage's first reading would be near")
     return args

@@ -24,6 +24,8 @@ from typing import Any
 
 import requests
 
+from sglang_diffkv import bounds
+from sglang_diffkv.arguments import number
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report, runner
 from sglang_diffkv.evaluate.client import RequestError
@@ -43,17 +45,13 @@ WINDOW_ARGUMENTS = ("prefix_tokens", "window_tokens", "top_logprobs")
 DEFAULT_CONFIGS = ("stock", "fp8", "diffkv={}")
 
 
-def positive(text: str) -> int:
-    """A count from 1 on. Raises ValueError, which argparse reports."""
-    if (count := int(text)) < 1:
-        raise ValueError
-    return count
+positive = number(bounds.SomeCount)
 
 
 def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that choose questions; ``question_options`` reads them."""
-    parser.add_argument("--n", type=int, help="questions of each task file, a fixed random sample (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: %(default)s)")
+    parser.add_argument("--n", type=positive, help="questions of each task file, a fixed random sample (default: all)")
+    parser.add_argument("--seed", type=number(bounds.Whole), default=0, help="of the sample (default: %(default)s)")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, help="of reference questions (default: all)")
     parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks of a reference file")
     parser.add_argument("--exclude", nargs="+", default=[], metavar="TASK", help="not these tasks of it")
@@ -71,13 +69,13 @@ def add_selection_arguments(parser: argparse.ArgumentParser) -> None:
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that choose questions and how they are asked; ``question_options`` reads them."""
     add_selection_arguments(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=4096, help="of a reply (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=4096, help="of a reply (default: %(default)s)")
     add_server_arguments(parser)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the servers that are asked."""
-    parser.add_argument("--concurrency", type=int, default=8, help="requests at once (default: %(default)s)")
+    parser.add_argument("--concurrency", type=positive, default=8, help="requests at once (default: %(default)s)")
     parser.add_argument(
         "--jobs",
         type=positive,
@@ -91,11 +89,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_window_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of perplexity; ``question_options`` reads them."""
-    parser.add_argument("--prefix-tokens", type=int, default=1024, help="of a wikitext window (default: %(default)s)")
-    parser.add_argument("--window-tokens", type=int, default=128, help="scored after them (default: %(default)s)")
+    parser.add_argument(
+        "--prefix-tokens", type=number(bounds.Tokens), default=1024, help="of a wikitext window (default: %(default)s)"
+    )
+    parser.add_argument("--window-tokens", type=positive, default=128, help="scored after them (default: %(default)s)")
     parser.add_argument(
         "--top-logprobs",
-        type=int,
+        type=number(bounds.Tokens),
         default=32,
         metavar="K",
         help="likeliest tokens by which distributions are compared (default: %(default)s; 0: perplexity alone)",

@@ -15,11 +15,11 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import requests
 from tqdm import tqdm
 
+from sglang_diffkv.arguments import output_file
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import runner
 from sglang_diffkv.evaluate.cli import add_question_arguments, question_options
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", default=STOCK, metavar="NAME=JSON", help="which replies (default: %(default)s)")
     parser.add_argument("--task", action="append", required=True, metavar="KIND=PATH", help="questions, as of evaluate")
     add_question_arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, help="JSON Lines file, written anew")
+    parser.add_argument("--output", type=output_file, required=True, help="JSON Lines file, written anew")
     return parser.parse_args(argv)
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
+from sglang_diffkv.arguments import output_file
 from sglang_diffkv.extra import require
 from sglang_diffkv.inspect import terminal
 from sglang_diffkv.inspect.snapshot import QUANTITIES, InspectError, fetch
@@ -29,7 +29,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--url", required=True, help="of the server, for example http://127.0.0.1:30000")
     parser.add_argument("--what", choices=list(QUANTITIES), default="bytes", help="of the map (default: %(default)s)")
-    parser.add_argument("--png", type=Path, help="also write the map to this file")
+    parser.add_argument("--png", type=output_file, help="also write the map to this file")
     return parser.parse_args(argv)
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             draw(snapshot, args.what, args.png)
             console.print(f"written to {args.png}")
-    except InspectError as error:
+    except (InspectError, OSError) as error:
         print(f"sglang_diffkv.inspect: {error}", file=sys.stderr)
         return 1
     return 0

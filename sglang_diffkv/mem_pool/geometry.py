@@ -47,7 +47,7 @@ def kv_slots_for(
         shrink = min(math.ceil(shrink / in_layers), MOST_KV_SLOTS // 2)
     most = LEAST_KV_SLOTS
     if prunes:
-        fitting = math.ceil(shrink / kept_share) if kept_share else 0
+        fitting = math.ceil(min(shrink / kept_share, MOST_KV_SLOTS)) if kept_share else 0
         most = max(PRUNING_KV_SLOTS, min(fitting, MOST_KV_SLOTS))
     return capacity * max(most, 2 * shrink)
 

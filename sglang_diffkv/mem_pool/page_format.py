@@ -16,6 +16,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from sglang_diffkv.files import shown
+
 RAW_BITS = 16
 QUANTISED_BITS = (8, 4, 2, 1)
 META_BYTES = 4  # scale and zero point, two fp16 numbers a vector
@@ -69,9 +71,11 @@ class Tier:
         """``"K8V4"`` or ``"BF16"`` to a tier. Raises ValueError for any other name."""
         if name.upper() == "BF16":
             return cls(RAW_BITS, RAW_BITS)
-        found = re.fullmatch(r"[Kk](\d+)[Vv](\d+)", name)
+        found = re.fullmatch(r"[Kk]([0-9]{1,3})[Vv]([0-9]{1,3})", name)
         if not found:
-            raise ValueError(f"impossible tier {name!r}: write K<bits>V<bits>, for example K8V4, or BF16")
+            raise ValueError(
+                f"impossible tier {shown(name)}: write K<bits>V<bits> with 8, 4, 2 or 1 bits, for example K8V4, or BF16"
+            )
         return cls(int(found[1]), int(found[2]))
 
     def token_bytes(
@@ -179,7 +183,9 @@ class PageFormat:
             raise ValueError(f"position_bytes {self.position_bytes} is not one of {kinds}")
         sizes = [t.token_bytes(self.head_dim, self.v_head_dim) for t in self.tiers]
         if sizes != sorted(sizes, reverse=True) or len(set(sizes)) != len(sizes):
-            raise ValueError(f"tiers {[t.name for t in self.tiers]} must take ever fewer bytes a token")
+            raise ValueError(
+                f"tiers {[t.name for t in self.tiers]} must take ever fewer bytes a token: list the largest first"
+            )
 
     @property
     def max_tokens(self) -> int:

@@ -27,10 +27,11 @@ Beyond the paper:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from sglang_diffkv.bounds import Alpha, ByHead, ByLayer, Every, Factor, Sinks, Tokens, Window
 from sglang_diffkv.mem_pool.page_format import MOST_TIERS
 from sglang_diffkv.policies.base import HeadValues, Observation, Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
@@ -126,35 +127,31 @@ class DiffKVPolicyConfig(PolicyOptions):
     most_tiers: ClassVar[int] = MOST_TIERS
 
     name: Literal["diffkv"] = "diffkv"
-    alpha_high: float = Field(default=3.0, ge=0, description="at or above this, a token stays in the high tier")
-    alpha_between: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+    alpha_high: Alpha = Field(default=3.0, description="at or above this, a token stays in the high tier")
+    alpha_between: tuple[Alpha, ...] = Field(
         default=(),
+        max_length=MOST_TIERS - 2,
+        fail_fast=True,
         description="with three and four tiers: below alpha_high, at or above the first of these, a token is in the "
         "second tier; below that, at or above the next, in the third",
     )
-    alpha_low: float = Field(default=0.0, ge=0, description="below this, a token is pruned")
-    window: int = Field(default=256, ge=1, le=4096, description="newest tokens that always stay in the high tier")
-    sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that always stay in the high tier")
-    horizon: int = Field(default=0, ge=0, le=1 << 30, description="later tokens after which scores forget; 0: never")
-    observe_every: int | None = Field(
+    alpha_low: Alpha = Field(default=0.0, description="below this, a token is pruned")
+    window: Window = Field(default=256, description="newest tokens that always stay in the high tier")
+    sinks: Sinks = Field(default=4, description="first tokens that always stay in the high tier")
+    horizon: Tokens = Field(default=0, description="later tokens after which scores forget; 0: never")
+    observe_every: Every | None = Field(
         default=None,
-        ge=1,
-        le=64,
         description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it; by "
         f"default each {EVERY}th, or as many as the window has tokens if these are fewer",
     )
-    generated_every: int = Field(
-        default=1, ge=1, le=64, description="of generated tokens, each so-manieth judges those before it"
-    )
-    pressure_window: int | None = Field(
+    generated_every: Every = Field(default=1, description="of generated tokens, each so-manieth judges those before it")
+    pressure_window: Window | None = Field(
         default=64,
-        ge=1,
-        le=4096,
         description="a smaller window, to which the replies of running requests are compressed once more, before one "
         "of them is retracted for want of pages; null: never",
     )
-    head_scale: tuple[tuple[Annotated[float, Field(gt=0, le=1e6)], ...], ...] | None = Field(
-        default=None, min_length=1, description="[layers][KV heads] factors of all thresholds"
+    head_scale: ByLayer[ByHead[Factor]] | None = Field(
+        default=None, description="[layers][KV heads] factors of all thresholds"
     )
 
     @field_validator("head_scale", mode="before")
@@ -166,7 +163,9 @@ class DiffKVPolicyConfig(PolicyOptions):
     @model_validator(mode="after")
     def _ordered(self) -> DiffKVPolicyConfig:
         if self.alpha_low > self.alpha_high:
-            raise ValueError(f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}")
+            raise ValueError(
+                f"alpha_low {self.alpha_low} is above alpha_high {self.alpha_high}: allowed is at most that"
+            )
         if self.observe_every is not None and self.observe_every > self.window:
             raise ValueError(
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "

@@ -16,14 +16,16 @@ What differs from the paper:
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
+from sglang_diffkv.bounds import MOST_FACTOR, ByHead, ByLayer, Fraction, LooksBack, Sinks, Switch, Window
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import MOST_DIGITS, inside, named, parse_json, read_text
 from sglang_diffkv.policies.base import Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
 
@@ -66,17 +68,38 @@ def streaming_heads(pattern: tuple[tuple[float, ...], ...], sparsity: float) -> 
     return tuple(tuple(layer * heads + head in chosen for head in range(heads)) for layer in range(len(pattern)))
 
 
+FOLDER = "folder"
+"""In the context of a validation: the folder of the file that a policy comes with, in which all lies that it names."""
+
+
 def read_pattern(path: Path) -> list[list[float]]:
     """A file with a number for each layer and KV head: JSON, a list of lists or an object that has it as ``pattern``,
-    or a line for each layer with tabs between, as the authors publish them. Raises ValueError."""
+    or a line for each layer with tabs between, as the authors publish them. Raises ConfigError, which quotes nothing of
+    the file."""
+    text = read_text(path)
+    if text.lstrip().startswith(("[", "{")):
+        found = parse_json(text, name_keys=False)
+        found = found.get("pattern") if isinstance(found, dict) else found
+        return [_numbers(layer, at) for at, layer in enumerate(found if isinstance(found, list) else [], 1)]
+    lines = [line.split("\t") for line in text.splitlines() if line.strip()]
+    return [_numbers([_number(x) for x in line], at) for at, line in enumerate(lines, 1)]
+
+
+def _number(text: str) -> float | None:
     try:
-        text = path.read_text(encoding="utf-8")
-        if text.lstrip().startswith(("[", "{")):
-            found = json.loads(text)
-            return found["pattern"] if isinstance(found, dict) else found
-        return [[float(x) for x in line.split("\t")] for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"policy.pattern: {path} holds no numbers of layers and heads: {error}") from None
+        return float(text) if len(text) <= MOST_DIGITS else None
+    except ValueError:
+        return None
+
+
+def _numbers(layer: Any, at: int) -> list[float]:
+    """Of a layer, the ``at``-th."""
+    most = f"{MOST_FACTOR:,.0f}"
+    if not isinstance(layer, list) or not all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) and abs(x) <= MOST_FACTOR for x in layer
+    ):
+        raise ConfigError(f"has something else than numbers from -{most} to {most} for layer {at}")
+    return layer
 
 
 class DuoPolicyConfig(PolicyOptions):
@@ -85,21 +108,30 @@ class DuoPolicyConfig(PolicyOptions):
     most_tiers: ClassVar[int] = 2
 
     name: Literal["duo"] = "duo"
-    pattern: tuple[tuple[float, ...], ...] = Field(
-        min_length=1,
+    pattern: ByLayer[ByHead[LooksBack]] = Field(
         description="[layers][KV heads], or a file that has it: how much each head looks far back",
     )
-    sparsity: float = Field(default=0.5, ge=0, le=1, description="share of the heads that stream")
-    window: int = Field(default=256, ge=1, le=4096, description="newest tokens that streaming heads keep")
-    sinks: int = Field(default=64, ge=0, le=4096, description="first tokens that streaming heads keep")
-    keep_low: bool = Field(
+    sparsity: Fraction = Field(default=0.5, description="share of the heads that stream")
+    window: Window = Field(default=256, description="newest tokens that streaming heads keep")
+    sinks: Sinks = Field(default=64, description="first tokens that streaming heads keep")
+    keep_low: Switch = Field(
         default=False, description="with two tiers: what streaming heads would drop goes to the low tier"
     )
 
     @field_validator("pattern", mode="before")
     @classmethod
-    def _of_file(cls, given: Any) -> Any:
-        return read_pattern(Path(given)) if isinstance(given, str) else given
+    def _of_file(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, str):
+            return given
+        folder = (info.context or {}).get(FOLDER)
+        try:
+            pattern = read_pattern(Path(given) if folder is None else inside(folder, given))
+            if not pattern or not pattern[0] or len({len(layer) for layer in pattern}) > 1:
+                raise ConfigError("does not have a list of numbers for each layer, all of one length above 0")
+            return pattern
+        except ConfigError as error:
+            which = "the file that it names" if folder is not None else named(given)
+            raise ConfigError(f"{which} {error}") from None
 
     @field_validator("pattern")
     @classmethod

@@ -24,6 +24,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from sglang_diffkv.bounds import Fraction, Window
 from sglang_diffkv.policies.base import LeastMass, Policy, Share
 from sglang_diffkv.policies.options import PolicyOptions
 
@@ -56,14 +57,14 @@ class LeanKVPolicyConfig(PolicyOptions):
     most_tiers: ClassVar[int] = 2
 
     name: Literal["leankv"] = "leankv"
-    mass_high: float = Field(default=0.05, ge=0, le=1, description="tokens that sum to less than this go low")
-    mass_low: float = Field(default=0.0, ge=0, le=1, description="tokens that sum to less than this are pruned")
-    window: int = Field(default=64, ge=1, le=4096, description="newest tokens that always stay in the high tier")
+    mass_high: Fraction = Field(default=0.05, description="tokens that sum to less than this go low")
+    mass_low: Fraction = Field(default=0.0, description="tokens that sum to less than this are pruned")
+    window: Window = Field(default=64, description="newest tokens that always stay in the high tier")
 
     @model_validator(mode="after")
     def _ordered(self) -> LeanKVPolicyConfig:
         if self.mass_low > self.mass_high:
-            raise ValueError(f"mass_low {self.mass_low} is above mass_high {self.mass_high}")
+            raise ValueError(f"mass_low {self.mass_low} is above mass_high {self.mass_high}: allowed is at most that")
         return self
 
     def build(self) -> LeanKVPolicy:

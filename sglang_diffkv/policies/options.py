@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sglang_diffkv.bounds import Fraction, Tokens, Window
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget
 
@@ -19,7 +20,9 @@ class Strict(BaseModel):
 def odd(pool: int) -> int:
     """The width of a pooling, if it is possible."""
     if pool % 2 == 0:
-        raise ValueError(f"pool {pool} is even: a neighbourhood has the token in its middle")
+        raise ValueError(
+            f"pool {pool} is even: a neighbourhood has the token in its middle, so allowed are odd numbers"
+        )
     return pool
 
 
@@ -47,9 +50,9 @@ class PolicyOptions(Strict):
 class BudgetOptions(PolicyOptions):
     """The same number of tokens for every head: ``fraction`` of the sequence, but at least ``budget`` tokens."""
 
-    budget: int = Field(default=0, ge=0, description="tokens that a head keeps in any case")
-    fraction: float = Field(default=0.0, ge=0, le=1, description="share of its tokens that a head keeps")
-    window: int = Field(default=64, ge=1, le=4096, description="newest tokens that always stay, within the budget")
+    budget: Tokens = Field(default=0, description="tokens that a head keeps in any case")
+    fraction: Fraction = Field(default=0.0, description="share of its tokens that a head keeps")
+    window: Window = Field(default=64, description="newest tokens that always stay, within the budget")
 
     @model_validator(mode="after")
     def _sensible(self) -> BudgetOptions:

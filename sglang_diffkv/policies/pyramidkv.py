@@ -29,6 +29,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from sglang_diffkv.bounds import Beta, Pool, Window
 from sglang_diffkv.policies.base import Observation, Policy, TopCount
 from sglang_diffkv.policies.budget import PyramidBudget
 from sglang_diffkv.policies.options import BudgetOptions, odd
@@ -59,9 +60,9 @@ class PyramidKVPolicyConfig(BudgetOptions):
     """A budget for each layer, falling from the first to the last, applied once at the end of the prompt."""
 
     name: Literal["pyramidkv"] = "pyramidkv"
-    window: int = Field(default=8, ge=1, le=4096, description="newest prompt tokens: they stay, and judge the others")
-    pool: int = Field(default=7, ge=1, le=63, description="width of the max-pooling of scores, odd")
-    beta: int = Field(default=20, ge=1, le=1 << 20, description="by how much the last layer keeps less than the mean")
+    window: Window = Field(default=8, description="newest prompt tokens: they stay, and judge the others")
+    pool: Pool = Field(default=7, description="width of the max-pooling of scores, odd")
+    beta: Beta = Field(default=20, description="by how much the last layer keeps less than the mean")
 
     @field_validator("pool")
     @classmethod

@@ -21,6 +21,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from sglang_diffkv.bounds import Pool, Window
 from sglang_diffkv.policies.base import Observation, Policy, TopCount
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.options import BudgetOptions, odd
@@ -51,8 +52,8 @@ class SnapKVPolicyConfig(BudgetOptions):
     """A static budget for each head, applied once at the end of the prompt."""
 
     name: Literal["snapkv"] = "snapkv"
-    window: int = Field(default=32, ge=1, le=4096, description="newest prompt tokens: they stay, and judge the others")
-    pool: int = Field(default=7, ge=1, le=63, description="width of the max-pooling of scores, odd")
+    window: Window = Field(default=32, description="newest prompt tokens: they stay, and judge the others")
+    pool: Pool = Field(default=7, description="width of the max-pooling of scores, odd")
 
     @field_validator("pool")
     @classmethod

@@ -17,6 +17,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from sglang_diffkv.bounds import Sinks, Window
 from sglang_diffkv.policies.base import Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
 
@@ -43,8 +44,8 @@ class StreamingPolicyConfig(PolicyOptions):
     """Attention sinks and a window."""
 
     name: Literal["streaming"] = "streaming"
-    window: int = Field(default=1024, ge=1, le=4096, description="newest tokens that stay")
-    sinks: int = Field(default=4, ge=0, le=4096, description="first tokens that stay")
+    window: Window = Field(default=1024, description="newest tokens that stay")
+    sinks: Sinks = Field(default=4, description="first tokens that stay")
 
     def build(self) -> StreamingPolicy:
         return StreamingPolicy(self.window, self.sinks)

@@ -24,10 +24,11 @@ What differs from the paper:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from sglang_diffkv.bounds import ByLayer, Fraction, Pool, SomeFraction, Window
 from sglang_diffkv.policies.base import AcrossLayers, Observation, Policy, TopCount
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.options import PolicyOptions, odd
@@ -78,19 +79,19 @@ class XKVPolicyConfig(PolicyOptions):
     most_tiers: ClassVar[int] = 2
 
     name: Literal["xkv"] = "xkv"
-    keep: float | None = Field(
-        default=None, gt=0, le=1, description="share of the tokens outside the window that stay, mean over layers"
+    keep: SomeFraction | None = Field(
+        default=None, description="share of the tokens outside the window that stay, mean over layers"
     )
-    min_retention: float | None = Field(
-        default=None, gt=0, le=1, description="share of the importance that what stays has, mean over layers"
+    min_retention: SomeFraction | None = Field(
+        default=None, description="share of the importance that what stays has, mean over layers"
     )
-    layer_fractions: tuple[Annotated[float, Field(ge=0, le=1)], ...] | None = Field(
-        default=None, min_length=1, description="[layers] share of the tokens outside the window that stay"
+    layer_fractions: ByLayer[Fraction] | None = Field(
+        default=None, description="[layers] share of the tokens outside the window that stay"
     )
-    window: int = Field(default=8, ge=1, le=4096, description="newest prompt tokens: they stay, and judge the others")
-    pool: int = Field(default=7, ge=1, le=63, description="width of the average pooling of scores, odd")
-    high: float = Field(
-        default=1.0, ge=0, le=1, description="with two tiers, the share of the kept tokens that stay in the high one"
+    window: Window = Field(default=8, description="newest prompt tokens: they stay, and judge the others")
+    pool: Pool = Field(default=7, description="width of the average pooling of scores, odd")
+    high: Fraction = Field(
+        default=1.0, description="with two tiers, the share of the kept tokens that stay in the high one"
     )
 
     @field_validator("pool")

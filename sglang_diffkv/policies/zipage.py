@@ -30,6 +30,19 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from sglang_diffkv.bounds import (
+    Block,
+    Blocks,
+    Cosine,
+    Fraction,
+    Layers,
+    Observers,
+    Pool,
+    SomeFraction,
+    Switch,
+    Temperature,
+    Weight,
+)
 from sglang_diffkv.policies.base import Observation, Policy, Redundancy, Running, TopCount
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.options import PolicyOptions, odd
@@ -76,35 +89,31 @@ class ZipagePolicyConfig(PolicyOptions):
     most_tiers: ClassVar[int] = 2
 
     name: Literal["zipage"] = "zipage"
-    max_blocks: int = Field(ge=2, description="blocks that a request holds at most; all but one of them are kept")
-    block: int = Field(default=256, ge=16, le=4096, description="tokens of a block")
-    window: int = Field(default=16, ge=1, le=256, description="newest queries, which judge; their tokens stay")
-    decay: float = Field(default=0.8, ge=0, le=1, description="of the scores of earlier times; 0: only the last counts")
-    pool: int = Field(default=5, ge=1, le=63, description="width of the max-pooling of the first time, odd")
-    redundancy: float = Field(default=0.2, ge=0, le=10, description="weight of how much a key repeats others; 0: none")
-    temperature: float = Field(
-        default=0.4, gt=0, description="of the redundancy's softmax; lower: the largest stand out"
+    max_blocks: Blocks = Field(description="blocks that a request holds at most; all but one of them are kept")
+    block: Block = Field(default=256, description="tokens of a block")
+    window: Observers = Field(default=16, description="newest queries, which judge; their tokens stay")
+    decay: Fraction = Field(default=0.8, description="of the scores of earlier times; 0: only the last counts")
+    pool: Pool = Field(default=5, description="width of the max-pooling of the first time, odd")
+    redundancy: Weight = Field(default=0.2, description="weight of how much a key repeats others; 0: none")
+    temperature: Temperature = Field(
+        default=0.4, description="of the redundancy's softmax; lower: the largest stand out"
     )
-    threshold: float = Field(default=0.5, ge=-1, le=1, description="cosine above which a key repeats a later one")
+    threshold: Cosine = Field(default=0.5, description="cosine above which a key repeats a later one")
     compare: Literal["block", "all"] = Field(default="block", description="keys are compared within a block, or all")
-    high_share: float = Field(
-        default=0.5, ge=0, le=1, description="of two tiers, what of the kept stays in the high one"
-    )
+    high_share: Fraction = Field(default=0.5, description="of two tiers, what of the kept stays in the high one")
     scheduling: Literal["hybrid", "constrained"] = Field(
         default="hybrid", description="constrained: no more requests run than have a query slot"
     )
-    query_slots: float | None = Field(
+    query_slots: SomeFraction | None = Field(
         default=None,
-        gt=0,
-        le=1,
         description="requests whose queries are kept at once, of those that fit with their budget; null: a quarter, "
         "all where scheduling is constrained",
     )
-    asynchronous: bool = Field(
+    asynchronous: Switch = Field(
         default=False, description="requests are judged beside the next pass, and left out of it if it is a decode step"
     )
-    layer_stride: int | None = Field(
-        default=None, ge=1, description="layers that are compressed at a time, in the memory of so many; null: all"
+    layer_stride: Layers | None = Field(
+        default=None, description="layers that are compressed at a time, in the memory of so many; null: all"
     )
 
     @field_validator("pool")

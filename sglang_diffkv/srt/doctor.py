@@ -6,12 +6,10 @@ import contextlib
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
-from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, read_config
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
@@ -19,9 +17,11 @@ from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat, compat_states
 from sglang_diffkv.srt.draft_model import bytes_of_slot
 from sglang_diffkv.srt.hybrids import describe_layers, paged_layers
+from sglang_diffkv.srt.preflight import configurator_of, model_reads_window, planned
+from sglang_diffkv.srt.preflight import kernels as _kernels
 from sglang_diffkv.srt.retracted import why_recomputed
-from sglang_diffkv.srt.scaling import configured_reaches, reads_window
-from sglang_diffkv.srt.speculation import check_drafts, draft_room, drafts_of, longest_row
+from sglang_diffkv.srt.scaling import configured_reaches
+from sglang_diffkv.srt.speculation import draft_room
 
 GIB = 1 << 30
 BACKEND_OPTION = "--attention-backend"
@@ -173,7 +173,7 @@ def _model(findings: Findings, args: Any) -> Any:
 
     findings.section = "Model"
     try:
-        configurator = _configurator(args)
+        configurator = configurator_of(args)
         check_model(configurator)
     except UnsupportedError as error:
         findings.refuse("model", str(error))
@@ -222,7 +222,7 @@ def _window(findings: Findings, model: Any) -> tuple[int, ...]:
         return ()
     found = [x for x in stated if x]
     where = f"{max(found)} tokens in {len(found)} of {len(stated)} layers"
-    reads = _reads_window(model)
+    reads = model_reads_window(model)
     if reads:
         findings.add("sliding window", f"of {where}, which hold {SLACK - 1} tokens more", max(found))
         return stated
@@ -235,36 +235,9 @@ def _window(findings: Findings, model: Any) -> tuple[int, ...]:
     return ()
 
 
-def _reads_window(model: Any) -> bool | None:
-    from sglang.srt.models.registry import ModelRegistry
-
-    return reads_window(ModelRegistry.resolve_model_cls(model.hf_config.architectures)[0])
-
-
-def _configurator(args: Any) -> SimpleNamespace:
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
-
-    model, view = ModelConfig.from_server_args(args), compat.resolved(args)
-    return SimpleNamespace(
-        model_config=model,
-        server_args=view,
-        arguments=args,
-        device=view.device,
-        use_mla_backend=model.attention_arch == AttentionArch.MLA,
-        is_hybrid_swa=model.is_hybrid_swa,
-        sliding_window_size=model.attention_chunk_size,
-        mambaish_config=mambaish_config(model),
-        layer_info=SimpleNamespace(start_layer=0, num_effective_layers=model.num_hidden_layers),
-        states=None,
-        kv_cache_dtype=model.dtype,
-    )
-
-
 def _memory(findings: Findings, configurator: Any, given: str | None, gib: float) -> None:
     """Thresholds, tiers and what fits into so many GiB of each device."""
     from sglang_diffkv.srt.launch import users_configuration
-    from sglang_diffkv.srt.validation import check_policy
 
     model, view = configurator.model_config, configurator.server_args
     context = model.context_len
@@ -277,15 +250,9 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
-        reaches = configurator.reaches
-        check_policy(config, reaches)
         draft_bytes = _draft_model(findings, configurator.arguments)
-        if drafts_of(view):
-            check_drafts(config, reaches, by_model=draft_bytes > 0)
-        layers, longest = len(paged_layers(configurator)), longest_row(context, view)
-        plan = MemoryPlan.of(configurator, config, layers, longest, reaches, draft_bytes)
+        plan = planned(configurator, config, draft_bytes)
         obstacle = why_recomputed(configurator, config)
-        plan = replace(plan, keeps_retracted=not obstacle)
         findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
         budget, slots = _without_states(findings, configurator, int(gib * GIB))
         most = min(filter(None, (view.max_running_requests, slots)), default=None)
@@ -310,12 +277,15 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         text = "none: states take all of it. Give fewer requests states (--max-mamba-cache-size), or more memory"
         findings.add(f"tokens in {where}", f"{text} (here --kv-gib)", 0, key="memory.tokens")
         return
+    if not tokens:
+        findings.refuse(f"tokens in {where}", f"--kv-gib {gib:g} has no room for one token of this model: give more")
+        return
     most = tokens * fmt.low.tokens // fmt.high.tokens
     text = f"{tokens:,} if all are {fmt.high.tier.name}"
     if len(fmt.layouts) > 1:
         text += f", up to {most:,} if all are {fmt.low.tier.name}"
-    if any(reaches):
-        text += f", and of sequences of {context:,} {1 / kept_in_layers(reaches, context):.1f} times that"
+    if any(plan.reaches):
+        text += f", and of sequences of {context:,} {1 / kept_in_layers(plan.reaches, context):.1f} times that"
     beside = " and the draft model's cache; bf16 with that cache alone" if draft_bytes else "; bf16 without either"
     text += f", with tables and scratch{beside}: {budget // (stock + draft_bytes):,}"
     findings.add(f"tokens in {where}", text, tokens, key="memory.tokens")
@@ -358,24 +328,3 @@ def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple
     text = f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed"
     findings.add("states", text, taken, key="memory.states_bytes")
     return budget - taken, most
-
-
-def _kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool) -> str:
-    """What a server runs on. Raises UnsupportedError for what is asked for and cannot be used."""
-    if not on_gpu:
-        return "plain PyTorch, on the CPU: for tests, not for speed"
-    if config.gpu_ops == "reference":
-        return "plain PyTorch (gpu_ops)"
-    from sglang_diffkv.ops.gpu import decode_obstacle, prefill_obstacle
-
-    fmt, reaches = (plan.fmt, plan.reaches) if plan is not None else (config.page_format(128, 128, 0), ())
-    group = plan.q_heads // plan.num_heads if plan is not None else 1
-    unable = decode_obstacle(fmt, group, config.decode)
-    why = f" ({unable})" if unable and config.decode == "auto" else ""
-    decode = f"; decode steps attend by {'Triton' if unable or config.decode == 'triton' else 'CUDA C++'}{why}"
-    obstacle = prefill_obstacle(fmt, config.prefill, (), reaches)
-    if config.prefill == "triton" or obstacle:
-        reason = f" ({obstacle})" if config.prefill == "auto" else ""
-        return f"Triton; new tokens attend by Triton{reason}{decode}"
-    flashinfer = "FlashInfer, if all layers have one scale and logit cap"
-    return f"Triton; new tokens attend by {flashinfer}{decode}"

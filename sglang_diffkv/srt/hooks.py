@@ -43,7 +43,7 @@ def check_server_args(original: Any, self: Any) -> Any:
     """What every launch calls, of a server or of an ``Engine``, which parses no arguments."""
     result = original(self)
     if is_selected(self):
-        launch.configure_unless_done(self)
+        launch.ask_before_loading(self)
     return result
 
 

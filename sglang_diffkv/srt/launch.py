@@ -15,7 +15,7 @@ import torch
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
 from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt import compat, preflight
 from sglang_diffkv.srt.draft_model import choose_backend
 from sglang_diffkv.srt.prefill_graphs import choose_graphs
 from sglang_diffkv.srt.speculation import check_drafts, drafts_by_model, drafts_of
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 ORIGINS_ENV = "SGLANG_DIFFKV_CONFIG_ORIGINS"
 """From a launch to its processes: where the parts of the resolved configuration come from, for reports alone."""
+MOST_TEXT = 120_000
+"""Of the configuration as processes get it: Linux gives a variable of the environment 128 KiB."""
 
 
 def on_gpu() -> bool:
@@ -39,6 +41,8 @@ class Launch:
     model_path: str
     text: str
     users: str
+    command: bool = False
+    """Whether a command line was parsed, whose process may end with a line."""
 
 
 _launched: Launch | None = None
@@ -55,9 +59,13 @@ def users_configuration() -> str:
     return os.environ.get(CONFIG_ENV, "") if launch is None else launch.users
 
 
-def configure(server_args: Any, given: str | None = None) -> None:
+def configure(server_args: Any, given: str | None = None, *, command: bool = False) -> None:
     """Hand the configuration for the model to the processes to come: the one given on the command line, else the
-    environment's. Raises ConfigError or UnsupportedError."""
+    environment's. Raises ConfigError or UnsupportedError.
+
+    Args:
+        command: whether the launch is the command of a server.
+    """
     global _launched
     users = users_configuration()
     text, given_by = (users, CONFIG_ENV) if given is None else (given, CONFIG_OPTION)
@@ -68,7 +76,12 @@ def configure(server_args: Any, given: str | None = None) -> None:
         logger.warning("%s", found.warning)
     _check(server_args, found.config)
     text = found.config.model_dump_json(exclude_none=True)
-    _launched = Launch(str(server_args.model_path), text, users)
+    if len(text) > MOST_TEXT:
+        raise ConfigError(
+            f"the configuration has {len(text):,} characters with all that it names; the processes of a server can be "
+            f"given {MOST_TEXT:,}: write the numbers of head_scale or pattern with fewer digits"
+        )
+    _launched = Launch(str(server_args.model_path), text, users, command)
     os.environ[CONFIG_ENV] = text
     del report["values"]
     os.environ[ORIGINS_ENV] = json.dumps({"of": _digest(text), **report})
@@ -109,6 +122,19 @@ def configure_unless_done(server_args: Any) -> None:
         _check(server_args, load_config())
 
 
+def ask_before_loading(server_args: Any) -> None:
+    """What every launch does before it starts processes: configure unless that is done, and refuse what the processes
+    would. Raises ConfigError or UnsupportedError; the command of a server ends with its message."""
+    try:
+        configure_unless_done(server_args)
+        preflight.ask(server_args, load_config())
+    except (ConfigError, UnsupportedError) as error:
+        launch = _left_there()
+        if launch is not None and launch.command:
+            sys.exit(f"sglang_diffkv: {error}")
+        raise
+
+
 def configure_from_cli(server_args: Any, given: str | None) -> None:
     """``configure`` with the value of ``--diffkv-config``, None if there is none; a problem ends the process with its
     message."""
@@ -117,6 +143,6 @@ def configure_from_cli(server_args: Any, given: str | None) -> None:
             sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
         return
     try:
-        configure(server_args, given)
+        configure(server_args, given, command=True)
     except (ConfigError, UnsupportedError) as error:
         sys.exit(f"sglang_diffkv: {error}")

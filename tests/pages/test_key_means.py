@@ -134,7 +134,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_key_means(str(tmp_path / "none"), 3, 4, 64)
     path.write_bytes(b"no such format")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not a file of key means"):
         read_key_means(str(path), 3, 4, 64)
     write_key_means(path, means * float("inf"), {})
     with pytest.raises(ConfigError, match="finite"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -9,20 +10,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from benchmarks.paths import NANO
-from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig, load_config
+from benchmarks.paths import NANO, REPOSITORY
+from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt import plugin
+from sglang_diffkv.policies.registry import PolicyConfig
+from sglang_diffkv.refusals import kind_of
+from sglang_diffkv.srt import hooks, launch, plugin, preflight
 from sglang_diffkv.srt.compat import TESTED_VERSIONS, release
 from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.speculation import check_drafts
@@ -52,7 +56,7 @@ from sglang_diffkv.srt.validation import check_layers, check_model, check_server
         ('{"rotate": "keys", "tiers": ["BF16"]}', "rotate"),
         ('{"prefix_fidelity": "lossless"}', "prefix_fidelity"),
         ('{"tiers": ', "not valid JSON"),
-        ("no/such/file.json", "cannot read"),
+        ("no/such/file.json", "cannot be read: No such file"),
     ],
 )
 def test_config_errors_name_the_field(text: str, field: str) -> None:
@@ -323,8 +327,110 @@ def _launch(*args: str, path: Path | None = None, model: str | Path = NANO) -> s
 @pytest.mark.server
 def test_malformed_config_stops_the_server_at_once() -> None:
     output = _launch("--attention-backend", "diffkv", "--diffkv-config", '{"policy": {"name": "diffkv", "alpha": 1}}')
-    assert "policy.diffkv.alpha: Extra inputs are not permitted" in output
+    assert 'unknown field "alpha" in policy; did you mean alpha_low? allowed are name' in output
     assert "Traceback" not in output
+
+
+@pytest.mark.server
+def test_what_the_doctor_refuses_ends_the_launch_with_a_line_before_weights_are_loaded(tmp_path: Path) -> None:
+    """Weights that cannot be loaded are not missed."""
+    for path in Path(NANO).iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).symlink_to(path)
+    output = _launch(
+        *("--attention-backend", "diffkv", "--dtype", "bfloat16", "--port", str(Port().number)),
+        *("--diffkv-config", '{"key_means": "none.safetensors"}'),
+        model=tmp_path,
+    )
+    assert 'sglang_diffkv: key_means: "none.safetensors" cannot be read: No such file or directory' in output
+    assert "Traceback" not in output and "Load weight" not in output, output
+
+
+@pytest.fixture(scope="module")
+def nano_args() -> Any:
+    """SGLang's arguments for nano on a CPU, as a launch has them before it starts processes."""
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path=str(NANO), device="cpu", dtype="bfloat16", attention_backend="torch_native")
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    return args
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"key_means": "none.safetensors"}, "cannot be read"),
+        ({"policy": {"name": "diffkv", "head_scale": [[1.0]]}}, "head_scale is of 1 layers with 1 KV heads"),
+        ({"tiers": ["BF16"], "policy": {"name": "xkv", "layer_fractions": [0.5]}}, "layer_fractions is of 1 layers"),
+        ({"tiers": ["BF16"], "policy": {"name": "duo", "pattern": [[1.0]]}}, "pattern is of 1 layers"),
+        ({"host_gib": 2000}, "host_gib is 2000, but the machine has"),
+        ({"decode": "cuda"}, '"decode": "cuda" .* runs on a CPU'),
+        ({"decode": "triton", "prefill": "flashinfer"}, '"decode": "triton" and "prefill": "flashinfer" .* on a CPU'),
+    ],
+)
+def test_a_launch_asks_what_the_doctor_asks(
+    config: dict[str, Any], reason: str, nano_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "host_memory", lambda: 64 << 30)
+    preflight.ask(nano_args, DiffKVConfig())
+    start = time.perf_counter()
+    with pytest.raises((ConfigError, UnsupportedError), match=reason) as found:
+        preflight.ask(nano_args, load_config(json.dumps(config)))
+    assert time.perf_counter() - start < 5 and "\n" not in str(found.value)
+
+
+def test_a_window_and_a_policy_that_cannot_have_it_are_refused_before_loading(
+    nano_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "configured_reaches", lambda config: (64, 0) * 3)
+    monkeypatch.setattr(preflight, "model_reads_window", lambda model: True)
+    preflight.ask(nano_args, DiffKVConfig())
+    with pytest.raises(UnsupportedError, match="policy h2o judges the heads"):
+        preflight.ask(nano_args, load_config('{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 128}}'))
+
+
+def test_what_sglang_does_not_take_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="sglang_diffkv"):
+        preflight.ask(SimpleNamespace(model_path="none"), DiffKVConfig())
+    assert "judged once it is loaded" in caplog.text
+
+
+@pytest.mark.parametrize("command", [True, False])
+def test_only_a_command_ends_its_process(command: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ``Engine`` is part of somebody's program, and raises."""
+    monkeypatch.setenv(CONFIG_ENV, "{}")
+    monkeypatch.setattr(launch, "_launched", launch.Launch("m", "{}", "", command))
+    monkeypatch.setattr(launch, "_check", lambda args, config: None)
+
+    def ask(args: Any, config: DiffKVConfig) -> None:
+        raise ConfigError("no such head")
+
+    monkeypatch.setattr(preflight, "ask", ask)
+    args = SimpleNamespace(attention_backend="diffkv", model_path="m")
+    with pytest.raises(SystemExit if command else ConfigError, match="no such head"):
+        hooks.check_server_args(lambda self: None, args)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("max", 100), ("40\n", 40), ("400", 100), (None, 100)])
+def test_a_container_s_memory_is_the_machine_s(
+    text: str | None, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "memory.max"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(preflight, "CGROUP_LIMIT", path)
+    monkeypatch.setattr(os, "sysconf", lambda name: 10)
+    assert preflight.host_memory() == expected
+
+
+def test_a_configuration_that_processes_cannot_be_given_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_ENV, "")
+    monkeypatch.setattr(launch, "_check", lambda args, config: None)
+    scale = [[1.0 + head / 3e9 for head in range(100)] for _ in range(100)]
+    text = json.dumps({"policy": {"name": "diffkv", "head_scale": scale}})
+    with pytest.raises(ConfigError, match="with fewer digits"):
+        launch.configure(SimpleNamespace(model_path="m"), text)
 
 
 @pytest.mark.server
@@ -441,3 +547,69 @@ def test_a_start_that_died_without_a_word_says_why() -> None:
     output = _launch("--attention-backend", "diffkv", *options)
     assert all(reason in output for reason in reasons), output
     assert "Traceback" not in output
+
+
+def _diffkv(**fields: Any) -> str:
+    return json.dumps({"policy": {"name": "diffkv", **fields}})
+
+
+def _one_tier(name: str, **fields: Any) -> str:
+    return json.dumps({"tiers": ["BF16"], "policy": {"name": name, **fields}})
+
+
+SAID = [
+    ('{"tier": ["K8V4"]}', 'unknown field "tier"; did you mean tiers? allowed are tiers, policy, page_tokens'),
+    ('{"alpha_high": 3}', 'unknown field "alpha_high"; did you mean policy.alpha_high? allowed are tiers'),
+    (_diffkv(alpha_hihg=1), 'unknown field "alpha_hihg" in policy; did you mean alpha_high? allowed are name'),
+    (_diffkv(page_tokens=8), "did you mean page_tokens beside policy?"),
+    (_one_tier("streaming", budget=3), 'unknown field "budget" in policy: allowed are name, window, sinks'),
+    ('{"policy": {"name": "diffvk"}}', 'policy.name is "diffvk": allowed is "diffkv", "leankv"'),
+    ('{"policy": {"name": "diffvk"}}', 'or "zipage"; did you mean "diffkv"?'),
+    ('{"policy": "duo"}', 'policy is "duo": allowed is an object with the field name, one of "diffkv"'),
+    ('{"policy": {}}', 'policy.name is missing: "diffkv"'),
+    ('{"prefix_fidelity": "exakt"}', 'is "exakt": allowed is "compressed" or "exact"; did you mean "exact"?'),
+    ('{"page_tokens": 1}', "page_tokens is 1: allowed is a whole number from 4 to 256"),
+    ('{"host_gib": 4096}', "host_gib is 4096: allowed is a number from 0 to 2048, or null"),
+    (_diffkv(window="64"), 'policy.window is "64": allowed is a whole number from 1 to 4,096 (newest tokens'),
+    (_diffkv(alpha_high="3"), 'policy.alpha_high is "3": allowed is a number from 0 to 1e+12'),
+    (_diffkv(head_scale=[[1, 0]]), "policy.head_scale[0][1] is 0: allowed is a number from 1e-06 to 1e+06"),
+    (_one_tier("zipage"), "policy.max_blocks is missing: a whole number from 2 to 262,144 (blocks"),
+    (_one_tier("duo", pattern=[["x"]]), 'policy.pattern[0][0] is "x": allowed is a number from -1e+06'),
+    (_one_tier("duo", pattern="none"), 'policy.pattern: "none" cannot be read: No such file or directory'),
+    (_one_tier("xkv", keep=0), "policy.keep is 0: allowed is a number above 0 and at most 1, or null"),
+    ('{"tiers": [8]}', "tiers[0] is 8: allowed is a text"),
+    ('{"rotate": 2}', 'rotate is 2: allowed is "none", "keys", "values" or "both"'),
+    ("[1]", "the whole is a list of 1: allowed is an object"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), SAID)
+def test_refusals_say_what_is_wrong_and_what_is_allowed_in_a_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        read_config(text)
+    told = str(found.value)
+    assert said in told and "\n" not in told
+    page = "docs/configuration.md#methods" if '"policy"' in text else "docs/configuration.md"
+    assert told.endswith(f"(see {page})")
+    for word in ("Input should", "validated data", "Extra inputs", "Value error", "pydantic", "tuple", "dict"):
+        assert word not in told
+
+
+def test_several_mistakes_have_a_line_each() -> None:
+    with pytest.raises(ConfigError) as found:
+        read_config('{"page_tokens": 1, "rotate": 2, "tiers": ["x"], "decode": 1, "prefill": 1, "gpu_ops": 1}')
+    first, *lines = str(found.value).splitlines()
+    assert first == "--diffkv-config (inline JSON): 6 mistakes (see docs/configuration.md):"
+    assert lines[0].startswith('  tiers: impossible tier "x"') and lines[-1] == "  and 1 more" and len(lines) == 6
+
+
+def test_the_documentation_has_what_is_allowed() -> None:
+    """Of every field, as refusals say it."""
+    page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    told = page[page.index("## Allowed values") :]
+    for name in DiffKVConfig.model_fields:
+        assert name == "policy" or f"| `{name}` | {kind_of(DiffKVConfig, name).describe()} |" in told
+    for kind in get_args(PolicyConfig):
+        for name in set(kind.model_fields) - {"name"}:
+            row = f"`policy.{name}` of `{kind.model_fields['name'].default}` | {kind_of(kind, name).describe()} |"
+            assert f"| {row}" in told, row

@@ -330,7 +330,7 @@ def test_factors_by_head_are_served_and_kept(tmp_path, servers, capsys):
     args = command(tmp_path, "--alpha-high", "1", "--alpha-low", "0", "--head-scale", str(factors))
     assert cli.main(args) == 1 and "factors.json" in capsys.readouterr().err
     factors.write_text("[[1, 0]]")
-    assert cli.main(args) == 1 and "greater than 0" in capsys.readouterr().err
+    assert cli.main(args) == 1 and "a number from 1e-06 to 1e+06" in capsys.readouterr().err
     factors.write_text(json.dumps([[1, 0.5]] * 6))
     assert cli.main(args) == 0
     found = lookup(tmp_path)

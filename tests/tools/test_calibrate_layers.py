@@ -113,9 +113,7 @@ def test_unfit_files_and_settings_are_refused(tmp_path: Path, capsys: pytest.Cap
     dev.write_text((DATA / "reference.jsonl").read_text())
     for args, message in [
         (["--task", f"reference={dev}"], "fit on another file"),
-        (["--keep", "1.5"], "keep"),
         (["--pool", "4"], "pool 4 is even"),
-        (["--high", "2"], "high"),
         (["--tiers", "K9V9"], "K9V9"),
         (["--max-tokens", "5"], "no prompt is longer than the window of 8 tokens and within 5"),
         (["--model", str(tmp_path / "none")], "none"),
@@ -123,7 +121,12 @@ def test_unfit_files_and_settings_are_refused(tmp_path: Path, capsys: pytest.Cap
         size = [] if "--keep" in args else ["--keep", "0.5"]
         assert cli.main(command(path, *size, *args)) == 1
         assert message in capsys.readouterr().err
-    for args in ([], ["--keep", "0.5", "--min-retention", "0.5"], ["--keep", "0.5", "--sample", "0"]):
+    usual = ["--keep", "0.5"]
+    for args in (
+        [],
+        ["--keep", "1.5"],
+        *([*usual, *x] for x in (["--min-retention", "0.5"], ["--sample", "0"], ["--high", "2"])),
+    ):
         with pytest.raises(SystemExit):
             cli.main(command(path, *args))
     assert not path.exists()

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv.calibrate.search import DEFAULT, Setting
-from sglang_diffkv.calibrate.text import cli
+from sglang_diffkv.calibrate.text import cli, search
 from sglang_diffkv.calibrate.text.parts import parts
 from sglang_diffkv.calibrate.text.search import best, settings
 from sglang_diffkv.calibration import FILE_NAME, TextBudget, TextPoint, TextProvenance, lookup, read_file, resolve
@@ -169,9 +169,11 @@ def test_a_budget_of_perplexity(tmp_path, servers) -> None:
     assert lookup(tmp_path).tiers == SINGLE
 
 
-def test_nothing_within_the_budget_writes_nothing(tmp_path, servers, capsys) -> None:
-    assert cli.main(command(tmp_path, "--max-kl", "-1", "--alpha-high", "1", "--window", "64")) == 1
-    assert not (tmp_path / FILE_NAME).exists() and "no setting is within a KL of -1 nats" in capsys.readouterr().err
+def test_nothing_within_the_budget_writes_nothing(tmp_path, servers, capsys, monkeypatch) -> None:
+    for place in (cli, search):
+        monkeypatch.setattr(place, "within", lambda point, budget, margin: False)
+    assert cli.main(command(tmp_path, "--max-kl", "0", "--alpha-high", "1", "--window", "64")) == 1
+    assert not (tmp_path / FILE_NAME).exists() and "no setting is within a KL of 0 nats" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

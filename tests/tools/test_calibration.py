@@ -139,7 +139,7 @@ def test_model_names(path, name):
         ({"alpha_high": None}, "two tiers"),
         ({"tiers": ["K8V4"]}, "two tiers"),
         ({"alpha_low": 3.0}, "alpha_low"),
-        ({"tiers": ["K8V4", "K9V2"]}, "K9V2"),
+        ({"tiers": ["K8V4", "K9V2"]}, "tiers"),
         ({"models": []}, "models"),
         ({"head_scale": [[1.0], [0.0]]}, "head_scale"),
         (

@@ -170,9 +170,9 @@ def test_a_named_file_counts_before_the_model_s_own(tmp_path):
     assert config.tiers == ("K4V2", "K4V1") and config.policy == LeanKVPolicyConfig(mass_high=0.1)
     assert config.page_tokens == 16 and origin == f"calibrated for mine, measured with this package ({path})"
     path.write_text(json.dumps({"format": 1, "entries": entries[:1]}))
-    with pytest.raises(ConfigError, match=r"task.json has none for a model of the shape of mine"):
+    with pytest.raises(ConfigError, match=r'task.json" has none for a model of the shape of mine'):
         resolve(json.dumps({"thresholds": str(path)}), own)
-    for given, message in (("none.json", "none.json is not a usable"), ("none.txt", "ends in .json")):
+    for given, message in (("none.json", 'none.json" is not a usable'), ("none.txt", "ends in .json")):
         with pytest.raises(ConfigError, match=message):
             resolve(json.dumps({"thresholds": given}), own)
     with pytest.raises(ConfigError, match="drop policy"):

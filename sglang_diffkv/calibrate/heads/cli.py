@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
+from sglang_diffkv import bounds
+from sglang_diffkv.arguments import number, output_file
 from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection, tier_names
 from sglang_diffkv.calibrate.heads.capture import load_model
 from sglang_diffkv.calibrate.heads.fit import Source, fit_factors, rule_of
 from sglang_diffkv.calibrate.heads.result import Change, HeadScaleFile
 from sglang_diffkv.calibration import policy_fields
-from sglang_diffkv.config import DEFAULT_POLICY, ROTATIONS, DiffKVConfig
+from sglang_diffkv.config import DEFAULT_POLICY, ROTATIONS, DiffKVConfig, validated
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
 from sglang_diffkv.evaluate.cli import add_selection_arguments, positive
@@ -35,29 +36,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser("calibrate.heads", __doc__)
     rule = parser.add_argument_group("what the factors are fitted at")
     rule.add_argument("--tiers", type=tier_names, default=DiffKVConfig().tiers)
-    rule.add_argument("--alpha-high", type=float, default=DEFAULT_POLICY.alpha_high, help="default: %(default)s")
-    rule.add_argument("--alpha-low", type=float, default=DEFAULT_POLICY.alpha_low, help="default: %(default)s")
-    rule.add_argument("--window", type=int, default=DEFAULT_POLICY.window, help="default: %(default)s")
-    rule.add_argument("--sinks", type=int, default=DEFAULT_POLICY.sinks, help="default: %(default)s")
+    rule.add_argument(
+        "--alpha-high", type=number(bounds.Alpha), default=DEFAULT_POLICY.alpha_high, help="default: %(default)s"
+    )
+    rule.add_argument(
+        "--alpha-low", type=number(bounds.Alpha), default=DEFAULT_POLICY.alpha_low, help="default: %(default)s"
+    )
+    rule.add_argument(
+        "--window", type=number(bounds.Window), default=DEFAULT_POLICY.window, help="default: %(default)s"
+    )
+    rule.add_argument("--sinks", type=number(bounds.Sinks), default=DEFAULT_POLICY.sinks, help="default: %(default)s")
     rule.add_argument("--rotate", choices=ROTATIONS, help="default: as a plain server has it with these tiers")
     add_selection_arguments(parser)
     parser.add_argument("--max-tokens", type=positive, default=4096, help="of a sequence (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
+    parser.add_argument("--output", type=output_file, required=True, help="file to write")
     parser.set_defaults(n=24)
-    args = parser.parse_args(argv)
-    if args.n < 1:
-        parser.error("--n is a number of sequences from 1 on")
-    return args
+    return parser.parse_args(argv)
 
 
 def read_config(args: argparse.Namespace) -> DiffKVConfig:
     """The setting, checked as a configuration. Raises ConfigError."""
     policy = policy_fields(args.alpha_high, args.alpha_low, args.window, args.sinks, DEFAULT_POLICY.horizon)
     rotate = {} if args.rotate is None else {"rotate": args.rotate}
-    try:
-        config = DiffKVConfig.model_validate({"tiers": args.tiers, "policy": policy, **rotate})
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    config = validated({"tiers": args.tiers, "policy": policy, **rotate}, "this setting")
     rule_of(config)
     return config
 

@@ -19,16 +19,15 @@ import random
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 
-from pydantic import ValidationError
-
+from sglang_diffkv import bounds
+from sglang_diffkv.arguments import number, output_file
 from sglang_diffkv.calibrate.arguments import load_calibration, new_parser, selection, tier_names
 from sglang_diffkv.calibrate.layers.figure import draw
 from sglang_diffkv.calibrate.layers.measure import SHARES, Rule, collect
 from sglang_diffkv.calibrate.layers.result import LayerFractions, LayerProvenance
 from sglang_diffkv.calibration import CalibratedPolicy, CalibrationFile, ModelGeometry, measured_policy, model_name
-from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.config import validated
 from sglang_diffkv.drawing import drawn
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report
@@ -44,42 +43,41 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = new_parser("calibrate.layers", __doc__)
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--keep", type=float, help="share of the tokens outside the window, mean over layers")
-    size.add_argument("--min-retention", type=float, help="share of the importance, mean over layers")
+    size.add_argument(
+        "--keep", type=number(bounds.SomeFraction), help="share of the tokens outside the window, mean over layers"
+    )
+    size.add_argument(
+        "--min-retention", type=number(bounds.SomeFraction), help="share of the importance, mean over layers"
+    )
     fields = XKVPolicyConfig.model_fields
-    for name in ("window", "pool"):
-        parser.add_argument(f"--{name}", type=int, default=fields[name].default, help="as xkv's (default: %(default)s)")
+    for name, kind in (("window", bounds.Window), ("pool", bounds.Pool)):
+        parser.add_argument(
+            f"--{name}", type=number(kind), default=fields[name].default, help="as xkv's (default: %(default)s)"
+        )
     parser.add_argument("--tiers", type=tier_names, default=("BF16",), help="of the server (default: BF16)")
     parser.add_argument(
         "--high",
-        type=float,
+        type=number(bounds.Fraction),
         default=fields["high"].default,
         help="with two tiers, the share of what is kept that stays in the high one (default: %(default)s)",
     )
     parser.add_argument(
-        "--sample", type=float, default=0.1, help="share of the file's questions to read (default: %(default)s)"
+        "--sample",
+        type=number(bounds.SomeFraction),
+        default=0.1,
+        help="share of the file's questions to read (default: %(default)s)",
     )
     add_selection_arguments(parser)
     parser.add_argument("--max-tokens", type=positive, default=32768, help="of a prompt (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="file to write")
-    parser.add_argument("--figure", type=Path, help="image to write (default: beside --output, as PNG)")
-    args = parser.parse_args(argv)
-    if args.n is not None and args.n < 1:
-        parser.error("--n is a number of prompts from 1 on")
-    if not 0 < args.sample <= 1:
-        parser.error("--sample is a share of the questions, above 0 and at most 1")
-    return args
+    parser.add_argument("--output", type=output_file, required=True, help="file to write")
+    parser.add_argument("--figure", type=output_file, help="image to write (default: beside --output, as PNG)")
+    return parser.parse_args(argv)
 
 
 def read_rule(args: argparse.Namespace) -> Rule:
     """The setting, checked as a server's configuration. Raises ConfigError."""
     given = {"window": args.window, "pool": args.pool, "keep": args.keep, "min_retention": args.min_retention}
-    try:
-        policy = {"name": "xkv", **given, "high": args.high}
-        DiffKVConfig.model_validate({"tiers": args.tiers, "policy": policy})
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, x['loc'])) or 'xkv'}: {x['msg']}" for x in error.errors())
-        raise ConfigError("; ".join(problems)) from None
+    validated({"tiers": args.tiers, "policy": {"name": "xkv", **given, "high": args.high}}, "this setting")
     return Rule(**given)
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import requests
 
+from sglang_diffkv import bounds
+from sglang_diffkv.arguments import check_output, number
 from sglang_diffkv.calibrate.arguments import add_rotate_argument, add_sinks_argument, tier_names
 from sglang_diffkv.calibrate.search import DEFAULT, Setting
 from sglang_diffkv.calibrate.text.parts import parts
@@ -71,8 +73,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8, perhaps .xz or .gz")
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--max-kl", type=float, metavar="NATS", help="KL divergence to bf16, nats a token")
-    budget.add_argument("--max-perplexity", type=float, metavar="PERCENT", help="rise of the perplexity")
+    budget.add_argument(
+        "--max-kl", type=number(bounds.Budget), metavar="NATS", help="KL divergence to bf16, nats a token"
+    )
+    budget.add_argument(
+        "--max-perplexity", type=number(bounds.Budget), metavar="PERCENT", help="rise of the perplexity"
+    )
     parser.add_argument(
         "--phase",
         choices=("prompt", "generation"),
@@ -82,12 +88,16 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--margin",
-        type=float,
+        type=number(bounds.Budget),
         default=1.0,
         help="standard errors by which a loss has to stay within the budget (default: %(default)s)",
     )
     parser.add_argument(
-        "--held-out", type=float, default=0.5, metavar="SHARE", help="of the text, its end (default: %(default)s)"
+        "--held-out",
+        type=number(bounds.SomeFraction),
+        default=0.5,
+        metavar="SHARE",
+        help="of the text, its end (default: %(default)s)",
     )
     choices = parser.add_argument_group("what is searched")
     choices.add_argument(
@@ -97,21 +107,28 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="HIGH,LOW",
         help="repeat it for several choices (default: K8V4,K4V2); the high tier alone is tried too",
     )
-    choices.add_argument("--alpha-high", type=float, nargs="+", default=HIGHS, help="default: 1 3 10 1e9")
     choices.add_argument(
-        "--window", type=int, nargs="+", default=WINDOWS, help=f"default: {' '.join(map(str, WINDOWS))}"
+        "--alpha-high", type=number(bounds.Alpha), nargs="+", default=HIGHS, help="default: 1 3 10 1e9"
+    )
+    choices.add_argument(
+        "--window",
+        type=number(bounds.Window),
+        nargs="+",
+        default=WINDOWS,
+        help=f"default: {' '.join(map(str, WINDOWS))}",
     )
     add_rotate_argument(choices)
     add_sinks_argument(choices)
     parser.add_argument("--base", default="{}", metavar="JSON", help="DiffKV configuration for everything else")
     parser.add_argument("--n", type=positive, default=200, help="windows of each part (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of their sample (default: %(default)s)")
+    parser.add_argument("--seed", type=number(bounds.Whole), default=0, help="of their sample (default: %(default)s)")
     parser.add_argument("--tokenizer", help="its folder (default: the model's)")
     add_window_arguments(parser)
     add_server_arguments(parser)
     parser.add_argument("--work", type=Path, required=True, help="folder for the answers")
     parser.add_argument("--output", type=Path, required=True, help="calibration file to write")
     args = parser.parse_args(argv)
+    check_output(parser, args.output, args.work)
     args.tiers = args.tiers or [DEFAULT.tiers]
     if not 0 < args.held_out < 1:
         parser.error("--held-out is a share between 0 and 1")
