@@ -72,7 +72,7 @@ def add_rotate_argument(parser: Any) -> None:
 
 def add_sinks_argument(parser: Any) -> None:
     """First tokens that stay high."""
-    parser.add_argument("--sinks", type=int, nargs="+", default=[SINKS], help=f"default: {SINKS}")
+    parser.add_argument("--sinks", type=number(bounds.Sinks), nargs="+", default=[SINKS], help=f"default: {SINKS}")
 
 
 def parse_args(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:

@@ -175,7 +175,7 @@ def test_a_pattern_beside_the_calibration_is_read(tmp_path: Path) -> None:
     own = model(tmp_path / "mine", duo_entry("heads/pattern.tsv"))
     (own / "heads").mkdir()
     (own / "heads" / "pattern.tsv").write_text("0.1\t0.9\n0.8\t0.2\n")
-    config, _ = resolve('{"thresholds": "calibrated"}', own)
+    config, _ = resolve('{"thresholds": "published"}', own)
     assert config.policy is not None and config.policy.model_dump()["pattern"] == ((0.1, 0.9), (0.8, 0.2))
     assert load_config(config.model_dump_json(exclude_none=True)) == config, "what travels to the scheduler has it all"
 
@@ -193,13 +193,13 @@ def test_a_snapshot_of_the_hub_s_cache_is_one_folder(tmp_path: Path, monkeypatch
         (blobs / f"{name}.blob").write_text(content if isinstance(content, str) else json.dumps(content))
         (snapshot / name).symlink_to(f"../../blobs/{name}.blob")
     for path in ("someone/mine", snapshot):
-        assert resolve('{"thresholds": "calibrated"}', path)[0].policy is not None
+        assert resolve('{"thresholds": "published"}', path)[0].policy is not None
     other = tmp_path / "models--someone--other"
     (other / "blobs").mkdir(parents=True)
     (other / "blobs" / "pattern").write_text(CONFIDENTIAL)
     (snapshot / "pattern.tsv").unlink()
     (snapshot / "pattern.tsv").symlink_to("../../../models--someone--other/blobs/pattern")
-    assert "outside" in refusal(lambda: resolve('{"thresholds": "calibrated"}', snapshot))
+    assert "outside" in refusal(lambda: resolve('{"thresholds": "published"}', snapshot))
 
 
 @pytest.mark.parametrize("form", ["absolute", "parent", "link", "linked folder", "inside and out"])
