@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-TOTALS = ("requests", "tokens", "page_bytes", "token_bytes", "bf16_bytes", "high", "low", "pruned")
+TOTALS = ("requests", "tokens", "page_bytes", "token_bytes", "bf16_bytes", "high", "low", "pruned", "out_of_window")
 KEPT_CACHE = "its prefix cache was not emptied ({why}), so figures depend on what was asked before"
 """What tables say of a running server of which that is so."""
 IN_TIER = "tier "
@@ -70,11 +70,12 @@ def ratios(finished: dict[str, float] | None) -> dict[str, Any] | None:
     where the totals do not tell tiers apart."""
     if finished is None or not finished["bf16_bytes"]:
         return None
-    seen = finished["high"] + finished["low"] + finished["pruned"] or math.nan
+    shares = ("high", "low", "pruned", "out_of_window")
+    seen = sum(finished.get(share, 0.0) for share in shares) or math.nan
     return {
         "ratio_pages": finished["page_bytes"] / finished["bf16_bytes"],
         "ratio_tokens": finished["token_bytes"] / finished["bf16_bytes"],
-        **{f"share_{tier}": finished[tier] / seen for tier in ("high", "low", "pruned")},
+        **{f"share_{share}": finished.get(share, 0.0) / seen for share in shares},
         "share_by_tier": {
             name.removeprefix(IN_TIER): held / seen for name, held in finished.items() if name.startswith(IN_TIER)
         },
@@ -83,10 +84,11 @@ def ratios(finished: dict[str, float] | None) -> dict[str, Any] | None:
 
 def named_shares(figures: Mapping[str, Any]) -> list[tuple[str, float | None]]:
     """From figures as ``ratios`` gives them: the shares ``high``, ``low`` and ``pruned``, with more than two tiers
-    each one's by its name in place of the first two."""
+    each one's by its name in place of the first two. Last what layers with a sliding window dropped, if any."""
     by_tier = figures.get("share_by_tier") or {}
     held = by_tier.items() if len(by_tier) > 2 else [(tier, figures[f"share_{tier}"]) for tier in ("high", "low")]
-    return [*held, ("pruned", figures["share_pruned"])]
+    left = figures.get("share_out_of_window")
+    return [*held, ("pruned", figures["share_pruned"]), *([("out of window", left)] if left else [])]
 
 
 def shares_cell(figures: Mapping[str, Any], digits: int = 0) -> str:

@@ -70,6 +70,7 @@ class CacheFigures(_Frozen):
     share_high: float | None = None
     share_low: float | None = None
     share_pruned: float | None = None
+    share_out_of_window: float | None = None
     share_by_tier: dict[str, float] = {}
     requests: int | None = None
     asked: int | None = None

@@ -23,6 +23,7 @@ def draw(snapshot: Snapshot, quantity: Quantity, path: Path) -> None:
     axes.set_title(
         f"{snapshot.tokens} live tokens, {snapshot.ratio_pages:.3f} of bf16 bytes\n"
         f"high {snapshot.share_high:.0%}, low {snapshot.share_low:.0%}, pruned {snapshot.share_pruned:.1%}"
+        + (f", out of window {snapshot.share_out_of_window:.0%}" if snapshot.share_out_of_window else "")
         + (f"\n{snapshot.scope}" if snapshot.scope else ""),
         fontsize=9,
     )

@@ -8,12 +8,13 @@ import numpy as np
 import requests
 from pydantic import BaseModel, ValidationError, model_validator
 
-Quantity = Literal["bytes", "high", "low", "pruned"]
+Quantity = Literal["bytes", "high", "low", "pruned", "out-of-window"]
 QUANTITIES: dict[Quantity, str] = {
     "bytes": "KiB of pages",
     "high": "% of tokens in the high tier",
     "low": "% of tokens in the low tier",
     "pruned": "% of tokens pruned",
+    "out-of-window": "% of tokens that have left a layer's window",
 }
 
 
@@ -24,12 +25,13 @@ class InspectError(RuntimeError):
 class ByHead(BaseModel):
     """Figures by [layer][KV head]: pages held, live tokens in each tier; ``tokens`` of all live sequences.
 
-    ``low`` counts all lower tiers, and is empty with a single one.
+    ``low`` counts all lower tiers, and is empty with a single one. ``sliding_layers`` have a sliding window.
     """
 
     pages: list[list[int]]
     high: list[list[int]]
     low: list[list[int]] = []
+    sliding_layers: list[int] = []
     tokens: int
 
     @model_validator(mode="after")
@@ -48,6 +50,7 @@ class Snapshot(BaseModel):
     share_high: float
     share_low: float
     share_pruned: float
+    share_out_of_window: float = 0.0
     share_by_tier: dict[str, float] = {}
     tokens: int
     pages: int
@@ -73,8 +76,11 @@ class Snapshot(BaseModel):
         if quantity == "bytes":
             return pages * self.page_bytes / 1024
         live = self.by_head.tokens or 1
-        gone = self.by_head.tokens - high - low
-        return 100 * {"high": high, "low": low, "pruned": gone}[quantity] / live
+        pruned = self.by_head.tokens - high - low
+        left = np.zeros_like(pruned)
+        left[self.by_head.sliding_layers] = pruned[self.by_head.sliding_layers]
+        figures = {"high": high, "low": low, "pruned": pruned - left, "out-of-window": left}
+        return 100 * figures[quantity] / live
 
 
 def fetch(url: str, timeout: float = 60.0) -> Snapshot:

@@ -24,6 +24,8 @@ def summary(snapshot: Snapshot) -> RenderableType:
         ("low tier", snapshot.share_low, f"{snapshot.share_low:.1%}"),
         ("pruned", snapshot.share_pruned, f"{snapshot.share_pruned:.1%}"),
     ]
+    if snapshot.share_out_of_window:
+        rows.append(("out of window", snapshot.share_out_of_window, f"{snapshot.share_out_of_window:.1%}"))
     if len(snapshot.share_by_tier) > 2:
         rows[2:3] = [(name, share, f"{share:.1%}") for name, share in [*snapshot.share_by_tier.items()][1:]]
     for name, share, text in rows:

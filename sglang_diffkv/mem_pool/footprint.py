@@ -56,7 +56,7 @@ class Footprint:
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
         row_bytes = sum(x.nbytes for x in counts) // rows + state.row_blocks.nbytes // rows + state.fault.itemsize
         columns = len(geometry.fmt.tiers) + 1  # tokens of each tier, and pages
-        row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * columns
+        row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * (columns + 1)
         held = {
             PAGES: state.pages.nbytes,
             "free list": state.ring.nbytes + state.counters.nbytes + state.refcount.nbytes,

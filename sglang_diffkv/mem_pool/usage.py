@@ -35,6 +35,7 @@ class Usage:
 
     Attributes:
         high: in the first tier. low: in all lower tiers. by_tier: in each; empty where nothing was counted.
+        pruned: dropped by the policy. out_of_window: dropped by layers with a sliding window, whatever the policy.
         page_bytes: bytes of the pages held. token_bytes: bytes of the slots in use, without empty slots.
         bf16_bytes: what a two-byte cache takes for the same tokens.
         ratio_sum: sum over requests of each one's own token_bytes / bf16_bytes (short requests count as much as
@@ -49,6 +50,7 @@ class Usage:
     high: int = 0
     low: int = 0
     pruned: int = 0
+    out_of_window: int = 0
     ratio_sum: float = 0.0
     by_tier: tuple[int, ...] = ()
 
@@ -57,15 +59,21 @@ class Usage:
         for name, value in vars(other).items():
             setattr(self, name, held if name == "by_tier" else getattr(self, name) + value)
 
+    @property
+    def whole(self) -> int:
+        """What all layers and heads would hold with nothing dropped."""
+        return self.high + self.low + self.pruned + self.out_of_window
+
     def summary(self) -> dict[str, float]:
         """Ratios and shares, 0 where nothing is held."""
-        whole = self.high + self.low + self.pruned
+        whole = self.whole
         return {
             "ratio_pages": self.page_bytes / self.bf16_bytes if self.bf16_bytes else 0.0,
             "ratio_tokens": self.token_bytes / self.bf16_bytes if self.bf16_bytes else 0.0,
             "share_high": self.high / whole if whole else 0.0,
             "share_low": self.low / whole if whole else 0.0,
             "share_pruned": self.pruned / whole if whole else 0.0,
+            "share_out_of_window": self.out_of_window / whole if whole else 0.0,
         }
 
 
@@ -85,7 +93,7 @@ class Reading:
 
     def share_by_tier(self, fmt: PageFormat) -> dict[str, float]:
         """Share of the held tokens by the tier's name."""
-        whole = self.live.high + self.live.low + self.live.pruned
+        whole = self.live.whole
         held = [sum(head[i] for layer in self.by_head for head in layer) for i in range(len(fmt.tiers))]
         return {tier.name: count / whole if whole else 0.0 for tier, count in zip(fmt.tiers, held, strict=True)}
 
@@ -114,6 +122,9 @@ class UsageMeter:
     def __init__(self, manager: PageManager):
         self.manager = manager
         shape, device = self.ended_shape(manager.geometry), manager.state.device
+        self.sliding = [layer for layer, reach in enumerate(manager.geometry.reaches) if reach]
+        """Layers with a sliding window. They drop what has left it and nothing else."""
+        self._sliding = {x: torch.tensor(self.sliding, device=x) for x in ("cpu", torch.device(device).type)}
         self.ended_counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._finished = Usage()
         self._finished_1k = Usage()
@@ -124,14 +135,22 @@ class UsageMeter:
 
     @staticmethod
     def ended_shape(geometry: Geometry) -> tuple[int, int]:
-        """Of the counts of ended requests, int64: tokens of each tier and pages of each."""
-        return COUNT_AT, len(geometry.fmt.tiers) + 1
+        """Of the counts of ended requests, int64: as ``_summed``."""
+        return COUNT_AT, len(geometry.fmt.tiers) + 2
+
+    def _summed(self, by_head: torch.Tensor) -> torch.Tensor:
+        """From [L, H, T + 1], tokens of each tier and pages: their sums, and the tokens that sliding layers hold."""
+        if not self.sliding:
+            return torch.cat([by_head.sum((0, 1)), by_head.new_zeros(1)])
+        sliding = by_head.index_select(0, self._sliding[by_head.device.type])[..., :-1].sum()
+        return torch.cat([by_head.sum((0, 1)), sliding.view(1)])
 
     def _usage(self, counts: list[int], tokens: int) -> Usage:
-        """``counts``: tokens of each tier and pages, summed over heads."""
-        fmt = self.manager.fmt
-        *held, pages = counts
-        total = tokens * self.manager.geometry.heads
+        """``counts``: as ``_summed``."""
+        fmt, geometry = self.manager.fmt, self.manager.geometry
+        *held, pages, in_sliding = counts
+        total = tokens * geometry.heads
+        out_of_window = tokens * len(self.sliding) * geometry.num_heads - in_sliding
         sizes = [x.token_bytes for x in fmt.layouts]
         return Usage(
             tokens=tokens,
@@ -140,7 +159,8 @@ class UsageMeter:
             bf16_bytes=total * fmt.bf16_token_bytes,
             high=held[0],
             low=sum(held[1:]),
-            pruned=total - sum(held),
+            pruned=total - sum(held) - out_of_window,
+            out_of_window=out_of_window,
             by_tier=tuple(held),
         )
 
@@ -148,7 +168,7 @@ class UsageMeter:
         """Count a request that ends now, with the shared pages it refers to."""
         length = self.manager.rows.length(row)
         with self.manager.launching():
-            self.ended_counts[len(self._ended)] = self.manager.device.measure([(row, 0, length)]).sum((0, 1, 2))
+            self.ended_counts[len(self._ended)] = self._summed(self.manager.device.measure([(row, 0, length)])[0])
         self._ended.append(length)
         if len(self._ended) == COUNT_AT:
             self._take_arrived()
@@ -182,19 +202,20 @@ class UsageMeter:
         if coming.event is not None:
             coming.event.synchronize()
         columns = len(geometry.fmt.tiers) + 1
-        sizes = (geometry.heads * columns, len(OWNERS) - 1, 2, len(coming.ended) * columns)
+        sizes = (geometry.heads * columns, len(OWNERS) - 1, 2, len(coming.ended) * (columns + 1))
         by_head, owners, counters, ended = coming.values.split(sizes)
         held = owners.tolist()
-        live = self._usage(by_head.view(-1, columns).sum(0).tolist(), coming.tokens)
+        by_head = by_head.view(geometry.num_layers, geometry.num_heads, columns)
+        live = self._usage(self._summed(by_head).tolist(), coming.tokens)
         live.requests = coming.requests
         taken, put = counters.tolist()
         self._latest = Reading(
             live,
-            by_head.view(geometry.num_layers, geometry.num_heads, columns).tolist(),
+            by_head.tolist(),
             dict(zip(OWNERS, (*held, geometry.num_pages - sum(held)), strict=True)),
             put - taken,
         )
-        self._count_ended(ended.view(-1, columns).tolist(), coming.ended)
+        self._count_ended(ended.view(-1, columns + 1).tolist(), coming.ended)
 
     def _count_ended(self, counts: list[list[int]], lengths: list[int]) -> None:
         for row, length in zip(counts, lengths, strict=True):
@@ -266,5 +287,6 @@ class UsageMeter:
                 "tokens": live.tokens,
                 **by_head,
                 "pages": [[head[-1] for head in layer] for layer in heads],
+                "sliding_layers": self.sliding,
             },
         }

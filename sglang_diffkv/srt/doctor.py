@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang_diffkv.calibration import Resolution, resolution, sources_of
 from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
+from sglang_diffkv.mem_pool.page_format import PageFormat
 from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt import compat, compat_states
@@ -143,7 +145,8 @@ def _arguments(findings: Findings, argv: Sequence[str], *, again: bool = False) 
     except Exception as error:
         problem = _of_sglang(error)
     if not again:
-        findings.refuse("options", problem.removeprefix("sglang_diffkv: "))
+        for reason in re.split(rf"\n(?={BACKEND_OPTION} )", problem.removeprefix("sglang_diffkv: ")):
+            findings.refuse("options", reason)
     return None
 
 
@@ -280,17 +283,29 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     if not tokens:
         findings.refuse(f"tokens in {where}", f"--kv-gib {gib:g} has no room for one token of this model: give more")
         return
-    most = tokens * fmt.low.tokens // fmt.high.tokens
-    text = f"{tokens:,} if all are {fmt.high.tier.name}"
-    if len(fmt.layouts) > 1:
-        text += f", up to {most:,} if all are {fmt.low.tier.name}"
-    if any(plan.reaches):
-        text += f", and of sequences of {context:,} {1 / kept_in_layers(plan.reaches, context):.1f} times that"
+    text = _tokens_that_fit(tokens, fmt, plan.reaches, context)
     beside = " and the draft model's cache; bf16 with that cache alone" if draft_bytes else "; bf16 without either"
     text += f", with tables and scratch{beside}: {budget // (stock + draft_bytes):,}"
     findings.add(f"tokens in {where}", text, tokens, key="memory.tokens")
     findings.note("memory.bf16_tokens", budget // (stock + draft_bytes))
     _retraction(findings, plan, tokens, context, obstacle)
+
+
+def _tokens_that_fit(tokens: int, fmt: PageFormat, reaches: Sequence[int], context: int) -> str:
+    """``tokens`` of the high tier in all layers, and those of the lowest tier in the same pages. In layers with a
+    sliding window a sequence of ``context`` tokens holds its newest ones only, in the high tier whatever the policy."""
+    high, low, several = fmt.high, fmt.low, len(fmt.layouts) > 1
+    text = f"{tokens:,} if all are {high.tier.name}"
+    if not any(reaches):
+        return text + (f", up to {tokens * low.tokens // high.tokens:,} if all are {low.tier.name}" if several else "")
+    sliding = [x for x in reaches if x]
+    windows = kept_in_layers(sliding, context) * len(sliding) / len(reaches)
+    full = 1 - len(sliding) / len(reaches)
+    text += f"; of sequences of {context:,}, whose windows stay in {high.tier.name}, {tokens / (full + windows):,.0f}"
+    if several:
+        lowest = full * high.tokens / low.tokens + windows
+        text += f", up to {tokens / lowest:,.0f} if all else is {low.tier.name}"
+    return text
 
 
 def _retraction(findings: Findings, plan: MemoryPlan, tokens: int, context: int, obstacle: str) -> None:

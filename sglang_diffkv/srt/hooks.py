@@ -383,13 +383,18 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     return result
 
 
+def _out_of_window(shares: dict[str, float]) -> str:
+    share = shares["share_out_of_window"]
+    return f", out of window {share:.0%}" if share else ""
+
+
 def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
     parts = original(self)
     if BACKEND in SERVED:
         s = SERVED[BACKEND].get_kvcache().usage.latest().live.summary()
         parts.append(
             f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
-            f"pruned {s['share_pruned']:.1%})"
+            f"pruned {s['share_pruned']:.1%}{_out_of_window(s)})"
         )
     return parts
 

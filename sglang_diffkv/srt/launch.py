@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,9 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt import compat, preflight
 from sglang_diffkv.srt.draft_model import choose_backend
 from sglang_diffkv.srt.prefill_graphs import choose_graphs
+from sglang_diffkv.srt.scaling import stated_reaches
 from sglang_diffkv.srt.speculation import check_drafts, drafts_by_model, drafts_of
-from sglang_diffkv.srt.validation import BACKEND, check_server_args, is_selected
+from sglang_diffkv.srt.validation import BACKEND, check_policy, check_server_args, is_selected, judges_whole_heads
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +108,25 @@ def _check(server_args: Any, config: DiffKVConfig) -> None:
     choose_graphs(server_args)
     compat.decline_hybrid_swa_pools(server_args)
     choose_backend(server_args)
-    check_server_args(server_args, config)
     args = compat.resolved(server_args)
-    if drafts_of(args):
-        check_drafts(config, by_model=drafts_by_model(args))
+    drafts = drafts_of(args)
+    reaches = stated_reaches(server_args) if drafts or judges_whole_heads(config) else ()
+    checks = [lambda: check_server_args(server_args, config), lambda: check_policy(config, reaches)]
+    if drafts:
+        checks.append(lambda: check_drafts(config, reaches, by_model=drafts_by_model(args)))
+    _refuse_at_once(checks)
+
+
+def _refuse_at_once(checks: Sequence[Callable[[], None]]) -> None:
+    """Raise UnsupportedError with what all checks say, a line each."""
+    said = []
+    for check in checks:
+        try:
+            check()
+        except UnsupportedError as error:
+            said.append(str(error))
+    if said:
+        raise UnsupportedError("\n".join(said))
 
 
 def configure_unless_done(server_args: Any) -> None:

@@ -89,7 +89,8 @@ def values_of(requests: Requests, reading: Reading, finished: Usage) -> dict[str
     scheduler decides on."""
     ledger, manager = requests.ledger, requests.manager
     live, heads = reading.live.summary(), manager.geometry.heads
-    tiers, retracted = ("high", "low", "pruned"), retracted_counts(requests)
+    windows = ("out_of_window",) if any(manager.geometry.reaches) else ()
+    tiers, retracted = ("high", "low", "pruned", *windows), retracted_counts(requests)
     return {
         "diffkv_ratio": live["ratio_pages"],
         "diffkv_ratio_tokens": live["ratio_tokens"],

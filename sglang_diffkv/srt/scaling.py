@@ -4,6 +4,7 @@ ready for it at start."""
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.srt.validation import attention_layers
+
+logger = logging.getLogger(__name__)
 
 
 def scaling_of(layer: Any) -> Scaling:
@@ -47,6 +50,22 @@ def reads_window(model_class: type) -> bool | None:
         return True
     modules = [sys.modules[x.__module__] for x in model_class.__mro__ if x.__module__.startswith("sglang.")]
     return None if any("sliding_window_size" in inspect.getsource(x) for x in modules) else False
+
+
+def stated_reaches(server_args: Any) -> tuple[int, ...]:
+    """``layer_reaches`` of the model that SGLang's arguments name, before it is loaded: empty also where only loaded
+    layers tell."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.models.registry import ModelRegistry
+
+    try:
+        model = ModelConfig.from_server_args(server_args)
+        stated = configured_reaches(model.hf_text_config)
+        read = any(stated) and reads_window(ModelRegistry.resolve_model_cls(model.hf_config.architectures)[0])
+    except Exception as error:
+        logger.info("DiffKV: the model's layers are judged once they are loaded, since SGLang says: %s", error)
+        return ()
+    return stated if read else ()
 
 
 def layer_reaches(model: Any, layers: Sequence[int]) -> tuple[int, ...]:

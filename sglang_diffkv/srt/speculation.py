@@ -7,7 +7,7 @@ Drafts stay outside the pages until the sampler has accepted them (``VerifyWrapp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,26 +62,25 @@ def longest_row(context: int, args: Any) -> int:
 
 
 def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = (), *, by_model: bool = False) -> None:
-    """Refuse what is not served with drafts: of a configuration, or a model with layers of these ``reaches``.
-    ``by_model``: a model makes the drafts."""
-    problem = _unlike_chains(config, reaches, by_model)
-    if problem:
-        raise UnsupportedError(f"--attention-backend diffkv does not work with {problem}")
+    """Refuse what is not served with drafts, all of it at once: of a configuration, or a model with layers of these
+    ``reaches``. ``by_model``: a model makes the drafts."""
+    problems = list(_unlike_chains(config, reaches, by_model))
+    if problems:
+        raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 
 
-def _unlike_chains(config: DiffKVConfig, reaches: Sequence[int], by_model: bool) -> str | None:
+def _unlike_chains(config: DiffKVConfig, reaches: Sequence[int], by_model: bool) -> Iterator[str]:
     if config.prefix_fidelity == "exact":
-        return '"prefix_fidelity": "exact" with speculative decoding: use "compressed"'
+        yield '"prefix_fidelity": "exact" with speculative decoding: use "compressed"'
     if config.build_policy().running is not None:
-        return "a policy that holds requests to a budget while they run with speculative decoding: use another"
+        yield "a policy that holds requests to a budget while they run with speculative decoding: use another"
     if by_model and prunes(config.build_policy(), len(config.tiers)):
-        return (
+        yield (
             "a policy that drops tokens with a draft model, in whose cache each of them keeps a place: use another "
             "policy (diffkv with alpha_low 0 drops none), or --speculative-algorithm NGRAM"
         )
     if any(reaches):
-        return "layers with a sliding window with speculative decoding: drop --speculative-algorithm"
-    return None
+        yield "layers with a sliding window with speculative decoding: drop --speculative-algorithm"
 
 
 def chain_worker(worker: type, *, ngram: bool) -> type:

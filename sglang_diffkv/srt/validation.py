@@ -110,16 +110,20 @@ def check_model(configurator: Any) -> None:
     _refuse_model(name, problems)
 
 
-def check_policy(config: DiffKVConfig, reaches: Sequence[int]) -> None:
-    """Refuse a method that judges whole heads for layers with a sliding window. ``reaches``: as of ``Geometry``."""
+def judges_whole_heads(config: DiffKVConfig) -> bool:
+    """Whether the method judges tokens by others of their head. Such a method is not served with sliding layers."""
     policy = config.build_policy()
     rules = (policy.prompt, policy.generation)
-    pointwise = all(rule is None or isinstance(rule, Pointwise) for rule in rules) and policy.running is None
-    if any(reaches) and not pointwise:
+    return policy.running is not None or not all(rule is None or isinstance(rule, Pointwise) for rule in rules)
+
+
+def check_policy(config: DiffKVConfig, reaches: Sequence[int]) -> None:
+    """Refuse a method that judges whole heads for layers with a sliding window. ``reaches``: as of ``Geometry``."""
+    if any(reaches) and judges_whole_heads(config):
         name = config.policy.name if config.policy else ""
         raise UnsupportedError(
             f"--attention-backend diffkv: policy {name} judges the heads of all layers as a whole, and this model has "
-            "layers with a sliding window. Use policy diffkv, uniform or streaming in --diffkv-config for it."
+            "layers with a sliding window. Use policy diffkv, uniform, streaming or duo in --diffkv-config for it."
         )
 
 

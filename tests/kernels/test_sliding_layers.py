@@ -16,6 +16,7 @@ from sglang_diffkv.mem_pool.reach import SLACK, keep_of
 from sglang_diffkv.ops import ReferenceOps, Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
+from sglang_diffkv.policies.duo import DuoPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.helpers import visible
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format
@@ -148,6 +149,18 @@ def test_triton_is_the_reference_with_tiers(tiers):
         sliding, full = seen.at(0, 0), seen.at(1, 0)
         assert sorted(sliding.position.tolist()) == list(range(length - keep_of(9), length))
         assert not sliding.tier.any() and full.tier.any() and len(full.position) == length
+
+
+@pytest.mark.parametrize("ops", ["reference", "triton"])
+def test_heads_that_stream_stream_in_full_layers_only(ops):
+    """DuoAttention: a sliding layer holds its window, whichever kind its head is of."""
+    manager = make(ops, "BF16", DuoPolicy(((True,), (False,), (True,), (False,)), 6, 2, False), (20, 20, 0, 0))
+    run(manager, Scaling(0.2), None, compact_chunks=False)
+    length, seen = sum(count[0] for count in CHUNKS) + STEPS, visible(manager.state, ROWS[0])
+    window = list(range(length - keep_of(20), length))
+    streamed = [0, 1, *range(length - 6, length)]
+    held = [sorted(seen.at(layer, 0).position.tolist()) for layer in range(4)]
+    assert held == [window, window, streamed, list(range(length))]
 
 
 @pytest.mark.parametrize("ops", ["reference", pytest.param("triton", marks=pytest.mark.full)])

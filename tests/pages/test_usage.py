@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool import segment_counts, usage
-from sglang_diffkv.mem_pool.geometry import Segment
+from sglang_diffkv.mem_pool.geometry import Geometry, Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from tests.helpers import begin_step, make_manager
+from tests.helpers import begin_step, make_format, make_manager
 from tests.pages.usage_oracle import check_reading
 from tests.tree.tree_world import World
 
@@ -212,6 +213,25 @@ def test_an_idle_pool_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meter.latest().live.tokens == 50
     manager.release(1)
     assert meter.latest().live.tokens == 0
+
+
+@pytest.mark.parametrize("alpha_low", [0.0, 0.5])
+def test_what_windows_let_go_is_told_from_what_is_pruned(alpha_low: float) -> None:
+    """Of two layers one sees 10 tokens. Without scores the other drops all but its newest 8 where it prunes."""
+    policy = DiffKVPolicy(1.0, alpha_low, window=8)
+    manager = PageManager(Geometry(make_format(), 2, 2, 400, 8, 8, 200, reaches=(0, 10)), policy)
+    meter, length, kept = UsageMeter(manager), 100, keep_of(10)
+    prompt(manager, 1, length)
+    left, gone = 2 * (length - kept), 2 * (length - 8) if alpha_low else 0
+    live = meter.read().live
+    assert (live.out_of_window, live.pruned) == (left, gone)
+    meter.finish(1)
+    manager.release(1)
+    report: Any = meter.report()
+    finished = report["finished"]
+    assert (finished["out_of_window"], finished["pruned"]) == (left, gone)
+    assert sum(finished[x] for x in ("high", "low", "pruned", "out_of_window")) == 4 * length
+    assert report["by_head"]["sliding_layers"] == [1]
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from benchmarks.paths import NANO, REPOSITORY
+from benchmarks.quality.random_windows import make_gemma3
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, load_config, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
@@ -30,7 +31,7 @@ from sglang_diffkv.srt import hooks, launch, plugin, preflight
 from sglang_diffkv.srt.compat import TESTED_VERSIONS, release
 from sglang_diffkv.srt.hybrids import hybrid_problems
 from sglang_diffkv.srt.speculation import check_drafts
-from sglang_diffkv.srt.validation import check_layers, check_model, check_server_args
+from sglang_diffkv.srt.validation import check_layers, check_model, check_policy, check_server_args
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,37 @@ def test_configurations_are_refused_with_drafts(text: str, name: str) -> None:
         check_drafts(load_config(text))
     with pytest.raises(UnsupportedError, match="sliding window with speculative decoding"):
         check_drafts(load_config("{}"), (0, 512))
+
+
+def test_all_that_is_wrong_with_drafts_is_told_at_once() -> None:
+    with pytest.raises(UnsupportedError) as refused:
+        check_drafts(load_config('{"prefix_fidelity": "exact"}'), (0, 512))
+    assert 'use "compressed"; and not with layers with a sliding window' in str(refused.value)
+
+
+SERVED = ("diffkv", "uniform", "streaming", "duo")
+"""Methods for models with sliding layers; all others judge whole heads."""
+MORE = {
+    "xkv": {"keep": 0.5},
+    "duo": {"pattern": [[1.0, 0.0]] * 2},
+    "snapkv": {"budget": 64},
+    "h2o": {"budget": 128},
+    "pyramidkv": {"budget": 64},
+    "zipage": {"max_blocks": 4},
+}
+"""What a method needs beside its name."""
+
+
+@pytest.mark.parametrize("name", [x.model_fields["name"].default for x in get_args(PolicyConfig)])
+def test_methods_for_layers_with_a_window(name: str) -> None:
+    tiers = ["K8V4", "K4V2"] if name in ("diffkv", "leankv") else ["BF16"]
+    config = load_config(json.dumps({"tiers": tiers, "policy": {"name": name, **MORE.get(name, {})}}))
+    check_policy(config, (0, 0))
+    if name in SERVED:
+        check_policy(config, (0, 512))
+        return
+    with pytest.raises(UnsupportedError, match=f"policy {name} judges .* Use policy {', '.join(SERVED[:-1])} or duo"):
+        check_policy(config, (0, 512))
 
 
 @pytest.mark.parametrize(
@@ -460,6 +492,23 @@ def test_mla_model_is_refused_with_the_reason(tmp_path: Path) -> None:
     )
     assert "cannot serve this model" in output
     assert "multi-head latent attention (MLA)" in output
+
+
+@pytest.mark.server
+def test_all_reasons_of_a_model_with_windows_are_told_before_it_is_loaded(tmp_path: Path) -> None:
+    """The policy, the form of the drafts, and drafts at all. A folder without weights would end a start otherwise."""
+    make_gemma3(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    policy = {"tiers": ["BF16"], "policy": {"name": "zipage", "max_blocks": 4}}
+    output = _launch(
+        *("--attention-backend", "diffkv", "--diffkv-config", json.dumps(policy)),
+        *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
+        model=tmp_path,
+    )
+    assert "--speculative-ngram-max-bfs-breadth" in output
+    assert "policy zipage judges the heads of all layers as a whole" in output
+    assert "holds requests to a budget" in output and "sliding window with speculative decoding" in output
+    assert "Traceback" not in output and "Load weight" not in output
 
 
 def _model(temperature: int = -1, **changes: Any) -> torch.nn.Module:

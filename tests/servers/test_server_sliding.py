@@ -92,8 +92,20 @@ def test_tiers_serve_and_hold_less(fidelity: str, model: Path, server_of: Callab
         for record in _ask(server, concurrency):
             assert len(record.output_ids) == NEW_TOKENS
     finished = stats_of(server)["finished"]
-    assert finished["low"] > 0 and finished["pruned"] > 0
+    assert finished["low"] > 0 and finished["out_of_window"] > 0 and finished["pruned"] == 0
     assert finished["token_bytes"] < 0.4 * finished["bf16_bytes"]
+
+
+def test_duo_is_served(model: Path, stock: list[Record], server_of: Callable[..., Server]) -> None:
+    """Of the layer that sees everything one head streams. Where it keeps all of a sequence the tokens are stock's."""
+    pattern = [[0.0, 0.0]] * 5 + [[1.0, 0.0]]
+    policy = {"name": "duo", "pattern": pattern, "sparsity": 11 / 12, "window": 80, "sinks": 4}
+    server = server_of("diffkv", ARGS, model=model, config={"tiers": ["BF16"], "policy": policy}, env=STRICT)
+    found = _ask(server)
+    assert all(len(x.output_ids) == NEW_TOKENS for x in found)
+    check_tokens([found[0].output_ids], stock[:1], "shorter than what heads that stream keep")
+    finished = stats_of(server)["finished"]
+    assert finished["out_of_window"] > 0 and finished["pruned"] > 0
 
 
 TIGHT = ("--max-total-tokens", "1400", "--chunked-prefill-size", "128", "--schedule-conservativeness", "0.1")
@@ -201,7 +213,7 @@ def test_gemma_2_caps_attention_as_transformers_does(tmp_path: Path, server_of: 
     for concurrency in (1, 3):
         assert all(len(x.output_ids) == NEW_TOKENS for x in _ask(server, concurrency))
     finished = stats_of(server)["finished"]
-    assert finished["low"] > 0 and finished["pruned"] > 0
+    assert finished["low"] > 0 and finished["out_of_window"] > 0 and finished["pruned"] == 0
 
 
 def _agreement(model: Path, replies: list[Record]) -> float:

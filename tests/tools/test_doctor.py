@@ -21,6 +21,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.srt import compat
+from tests.helpers import make_format
 
 MLA = REPOSITORY / "tests" / "data" / "mla"
 UNKNOWN = """
@@ -262,6 +263,23 @@ def test_a_window_is_promised_where_sglang_reads_it(architecture: str, reads: bo
     assert ("does not read it" in line.text, "once they are loaded" in line.text) == (reads is False, reads is None)
     model.hf_text_config = SimpleNamespace(sliding_window=64, layer_types=["full_attention"] * 4)
     assert _window(findings, model) == () and findings.items == [line]
+
+
+def test_tokens_beside_windows_can_be_reached() -> None:
+    """Of four layers two see 65 tokens: of 960 they hold a tenth, 96, in the high tier whatever the policy."""
+    from sglang_diffkv.srt.doctor import _tokens_that_fit
+
+    fmt = make_format(("K8V4", "K4V2"))
+    ratio = fmt.low.tokens / fmt.high.tokens
+    assert _tokens_that_fit(1000, fmt, (), 960) == f"1,000 if all are K8V4, up to {int(1000 * ratio):,} if all are K4V2"
+    whole, least = 1000 / (0.5 + 0.05), 1000 / (0.5 / ratio + 0.05)
+    assert _tokens_that_fit(1000, fmt, (65, 0) * 2, 960) == (
+        f"1,000 if all are K8V4; of sequences of 960, whose windows stay in K8V4, {whole:,.0f}, up to {least:,.0f} if "
+        "all else is K4V2"
+    )
+    assert least < whole * ratio
+    one = _tokens_that_fit(1000, make_format(("K8V4",)), (65, 0), 96)
+    assert one == "1,000 if all are K8V4; of sequences of 96, whose windows stay in K8V4, 1,000"
 
 
 @pytest.mark.parametrize("capacity", [1, 100, 5_000, 3_000_000])

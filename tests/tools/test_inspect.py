@@ -41,6 +41,25 @@ def test_values_by_head():
     assert np.allclose(whole, 100)
 
 
+def test_what_has_left_a_window_is_not_pruned(capsys):
+    heads = {**BY_HEAD, "sliding_layers": [1]}
+    stats = {**STATS, "share_pruned": 0.017, "share_out_of_window": 0.083, "by_head": heads}
+    snapshot = Snapshot.model_validate(stats)
+    assert snapshot.values("pruned").tolist() == [[0, 10], [0, 0], [0, 0]]
+    assert snapshot.values("out-of-window").tolist() == [[0, 0], [0, 50], [0, 0]]
+    with FakeServer(stats=stats) as fake:
+        assert cli.main(["--url", fake.url, "--what", "out-of-window"]) == 0
+    out = capsys.readouterr().out
+    assert "out of window" in out and "8.3%" in out
+    assert "out of window" not in terminal_of(STATS, capsys)
+
+
+def terminal_of(stats, capsys):
+    with FakeServer(stats=stats) as fake:
+        assert cli.main(["--url", fake.url]) == 0
+    return capsys.readouterr().out
+
+
 def test_a_single_tier_has_no_low_one():
     heads = {name: values for name, values in BY_HEAD.items() if name != "low"}
     snapshot = Snapshot.model_validate({**STATS, "by_head": heads})

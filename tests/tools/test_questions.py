@@ -115,13 +115,24 @@ def test_standard_errors():
 def test_ratios_come_from_what_was_added():
     names = report.TOTALS
     before = {"finished": dict.fromkeys(names, 10)}
-    after = {"finished": dict(zip(names, (12, 110, 50, 40, 110, 71, 49, 10)))}
+    after = {"finished": dict(zip(names, (12, 110, 50, 40, 110, 71, 49, 10, 10)))}
     added = report.since(report.totals(after), report.totals(before))
     figures = report.ratios(added)
     assert added is not None and figures is not None
     assert (added["requests"], added["tokens"]) == (2, 100)
     assert (figures["ratio_pages"], figures["ratio_tokens"]) == (0.4, 0.3)
     assert report.shares_text(figures) == "high 61%, low 39%, pruned 0%"
+
+
+def test_what_windows_let_go_is_not_pruned():
+    """Sliding layers drop it whatever the policy. A server without such layers, or an older one, tells of none."""
+    figures = report.ratios(
+        report.totals({"finished": {"bf16_bytes": 1, "high": 30, "low": 20, "pruned": 10, "out_of_window": 40}})
+    )
+    assert figures is not None and (figures["share_pruned"], figures["share_out_of_window"]) == (0.1, 0.4)
+    assert report.shares_cell(figures) == "high 30 / low 20 / pruned 10 / out of window 40"
+    older = report.ratios(report.totals({"finished": {"bf16_bytes": 1, "high": 30, "low": 60, "pruned": 10}}))
+    assert older is not None and report.shares_text(older) == "high 30%, low 60%, pruned 10%"
 
 
 def test_more_than_two_tiers_are_named():

@@ -43,7 +43,10 @@ def check_model(config: Any) -> None:
     if kind not in MODEL_TYPES:
         raise EvaluationError(f"{kind} models are not supported: heads are fitted for {', '.join(MODEL_TYPES)}")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise EvaluationError(f"{kind} with sliding-window layers is not supported: their cache is not compressed")
+        raise EvaluationError(
+            f"{kind} with sliding-window layers is not supported: these keep their window in the high tier, whatever "
+            "the factors by head"
+        )
 
 
 def load_model(path: str) -> Any:
