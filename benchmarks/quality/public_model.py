@@ -77,7 +77,7 @@ SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padd
 
 def tokenizer_of(file: Path) -> Any:
     """The tokenizer of a GGUF file, with the special tokens that the file names by id. For models of Llama's kind
-    transformers reads the end token's text by the id of the beginning (seen with 5.12.1 and 5.24.0)."""
+    transformers 5.12.1 reads the end token's text by the id of the beginning; 5.24.0 does not."""
     from gguf import GGUFReader
     from transformers import AutoTokenizer
 
