@@ -118,9 +118,9 @@ class SegmentStore:
         for segment in sorted(self.cached, key=lambda segment: segment.row):
             self.release(segment)
 
-    def trim(self, segment: Segment, hi: int) -> None:
-        """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device, unless
-        the segment is as computed."""
+    def trim(self, segment: Segment, hi: int, *, wait: bool = True) -> None:
+        """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device to count
+        them, unless the segment is as computed or ``wait`` is False."""
         self.device.trim(segment.row, hi)
         segment.hi = hi
         self.counts_of.changed(segment)
@@ -130,8 +130,10 @@ class SegmentStore:
             self.counts.record(before - segment.pages)
             self.counts.on_counted(segment)
         else:
+            segment.pages = 0
             self.counts.count_later(segment)
-            self.counts.settle()
+            if wait:
+                self.counts.settle()
 
     def cut_front(self, segment: Segment, lo: int) -> None:
         """Forget positions below ``lo`` and return the pages that held nothing else and no row refers to. The caller

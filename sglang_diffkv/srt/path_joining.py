@@ -5,7 +5,8 @@ with nearly empty pages. Hundreds of turns, or branches that each read a little 
 entries than a row has. So the tokens of such segments are copied as they are to dense pages, and the nodes name those
 from then on. Rows that read the old pages keep them.
 
-- ``tidy`` saves pages. It looks at the path of each request that has ended, and joins segments that nobody reads.
+- ``tidy`` saves pages. It looks at the path of each request that has ended, and joins segments that nobody reads. An
+  end of such a segment that the path leaves out is evicted first if it is shorter than a page.
 - ``join`` saves table entries. It looks at a path that a request is about to read.
 """
 
@@ -80,20 +81,54 @@ class PathJoiner:
             path = path[:-KEPT_ENDS]
         if any(segment.row in self.manager.counts.uncounted for segment, _, _ in path):
             return False
+        nodes = self.tree.nodes(node)
+        stubs = {segment: self._stub(nodes, segment, hi) for segment, _, hi in path if hi < segment.hi}
         parts: Path = []
+        found: list[Path] = []
         for part in [*path, None]:
-            if part is not None and self._unread(*part):
+            if part is not None and self._unread(*part, stubs.get(part[0])):
                 parts.append(part)
-                continue
-            for wasteful in self._wasteful(parts):
-                if self._make_room_to_tidy(wasteful, node):
-                    self._join(wasteful, self.tree.nodes(node))
-            parts = []
+            else:
+                found.extend(self._wasteful(parts))
+                parts = []
+        given_up = [stub for run in found for segment, _, _ in run if (stub := stubs.get(segment))]
+        for stub in given_up:
+            self.tree.evict_nodes(stub, wait=False)
+        if given_up:
+            return False
+        for run in found:
+            if self._make_room_to_tidy(run, node):
+                self._join(run, nodes)
         return True
 
-    def _unread(self, segment: Segment, lo: int, hi: int) -> bool:
-        """Whether nobody reads the segment, all of which is in the path. Its pages return once it is joined."""
-        return (lo, hi) == (segment.lo, segment.hi) and not self.tree.locked_nodes[segment]
+    def _unread(self, segment: Segment, lo: int, hi: int, stub: list[Any] | None) -> bool:
+        """Whether nobody reads the segment, all of which is in the path but for a stub. Its pages return once it is
+        joined."""
+        whole = (lo, hi) == (segment.lo, segment.hi) or stub is not None
+        return whole and not self.tree.locked_nodes[segment]
+
+    def _stub(self, nodes: list[Any], segment: Segment, hi: int) -> list[Any] | None:
+        """The nodes of what a segment holds behind position ``hi``, where the path of ``nodes`` leaves it, from the
+        last one on: of a reply, for example, that the next prompt does not repeat. None if it is worth a page of its
+        own, or if anything depends on it."""
+        if segment.hi - hi >= self.manager.fmt.high.tokens:
+            return None
+        at = 0
+        for node in nodes:
+            at += len(node.key)
+            if at == hi:
+                break
+        stub: list[Any] = []
+        while at < segment.hi:
+            below = [child for child in node.children.values() if child.segment is segment]
+            if not below or (stub and len(node.children) > 1):
+                return None
+            node = below[0]
+            if node.lock_ref > 0 or (self.tree.states is not None and node in self.tree.states.of_nodes):
+                return None
+            stub.append(node)
+            at += len(node.key)
+        return None if node.children else stub[::-1]
 
     def _wasteful(self, parts: Path) -> Iterator[Path]:
         """The longest runs of ``parts`` that hold too many pages for their tokens."""

@@ -329,7 +329,7 @@ class DiffKVPrefixCache(EvictingTree):
             self.states.drop(node)
         super()._delete_leaf(node)
 
-    def give_up_end(self, segment: Segment, nodes: int, tokens: int) -> None:
+    def give_up_end(self, segment: Segment, nodes: int, tokens: int, *, wait: bool) -> None:
         if segment.row in self.manager.counts.uncounted:
             self.manager.counts.settle()
         self.uncount(segment)
@@ -337,7 +337,7 @@ class DiffKVPrefixCache(EvictingTree):
         if segment.nodes == 0:
             self.manager.segments.release(segment, exclusive=self.locked_nodes.pop(segment) == 0)
         else:
-            self.manager.segments.trim(segment, segment.hi - tokens)
+            self.manager.segments.trim(segment, segment.hi - tokens, wait=wait)
 
     def uncount(self, segment: Segment) -> None:
         """The pages of a segment are about to change."""

@@ -115,7 +115,7 @@ class EvictingTree(RadixCache):
             if not heap:
                 return
             _, leaf = heapq.heappop(heap)
-            parent = self._evict_nodes(self._cut(self._together(leaf, heap), pages))
+            parent = self.evict_nodes(self._cut(self._together(leaf, heap), pages))
             if not parent.children and parent.lock_ref == 0:
                 heapq.heappush(heap, (self._priority(parent), parent))
 
@@ -174,7 +174,7 @@ class EvictingTree(RadixCache):
             return False
         heap = self._order()
         _, leaf = heapq.heappop(heap)
-        self._evict_nodes(self._together(leaf, heap))
+        self.evict_nodes(self._together(leaf, heap))
         return True
 
     def _priority(self, leaf: Any) -> Any:
@@ -200,22 +200,23 @@ class EvictingTree(RadixCache):
             while end > start and self._is_end(nodes[-1].parent, node.segment):
                 nodes.append(nodes[-1].parent)
                 end -= len(nodes[-1].key)
-            node = self._evict_nodes(nodes)
+            node = self.evict_nodes(nodes)
 
-    def _evict_nodes(self, nodes: list[Any]) -> Any:
-        """Evict a leaf and nodes above it, all of one segment; the node above them."""
+    def evict_nodes(self, nodes: list[Any], *, wait: bool = True) -> Any:
+        """Evict a leaf and nodes above it, all of one segment; the node above them. ``wait``: for the device to count
+        the pages that are left of the segment."""
         above, segment, tokens = nodes[-1].parent, nodes[0].segment, sum(len(node.key) for node in nodes)
         for node in nodes:
             self.token_to_kv_pool_allocator.free(node.value)
             self._delete_leaf(node)
             node.segment = None
-        self.give_up_end(segment, len(nodes), tokens)
+        self.give_up_end(segment, len(nodes), tokens, wait=wait)
         if self.told is not None:
             for node in nodes:
                 self.told.gone(node)
             self.told.end_went(above)
         return above
 
-    def give_up_end(self, segment: Any, nodes: int, tokens: int) -> None:
+    def give_up_end(self, segment: Any, nodes: int, tokens: int, *, wait: bool) -> None:
         """So many nodes at the end of a segment, with so many tokens, are gone."""
         raise NotImplementedError

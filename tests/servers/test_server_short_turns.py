@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.paths import NANO
-from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.client import Record
+from sglang_diffkv.evaluate.server import Server, stock_backend
+from tests.servers.identity import check_tokens
 from tests.servers.second_plugin import install
 from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
 
@@ -56,6 +59,26 @@ def test_chats_in_turns_waste_few_pages(server: Server) -> None:
             _turn(server, history, 1000 * number + turn)
     cache = stats_of(server)["prefix_cache"]
     assert cache["pages_over_needed"] <= MOST_WASTE, cache
+
+
+def _chat(server: Server, turns: int) -> list[Record]:
+    """Replies of a chat whose turns do not depend on them, so that one that differs changes no other."""
+    history, replies = tokens(40, 5), []
+    for seed in range(turns):
+        history += tokens(NEW, seed)
+        replies.append(client.ask(server.url, history, REPLY, top_logprobs=2))
+        history += tokens(REPLY, 1000 + seed)
+    return replies
+
+
+def test_turns_over_joined_segments_have_stock_s_tokens(server_of: Callable[..., Server]) -> None:
+    args = ["--max-total-tokens", str(POOL)]
+    stock = _chat(server_of(stock_backend(), args), 60)
+    server = server_of("diffkv", args, config=CONFIGS[0], env=STRICT)
+    found = _chat(server, 60)
+    assert stats_of(server)["prefix_cache"]["joined"] > 0
+    assert found[-1].cached_tokens > 500
+    check_tokens([x.output_ids for x in found], stock, "over joined segments")
 
 
 UNTIDY = """

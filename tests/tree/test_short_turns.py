@@ -68,6 +68,35 @@ def test_many_chats_in_turns_of_random_lengths(world: World) -> None:
     assert report["pages_over_needed"] <= MOST_WASTE, report
 
 
+def test_replies_that_the_next_turn_leaves_out(world: World) -> None:
+    """As where a chat's template drops what a model thought: each turn branches off before the reply of the last."""
+    history: list[int] = []
+    for number in range(60):
+        req = turn(world, history)
+        history[-1:] = []
+        end(world, req)
+        world.requests.tidy()
+        report = world.tree.report()
+        assert report["pages"] <= MOST_WASTE * report["pages_needed"] + 2, (number, report)
+    assert len(history) == 60
+    found = world.admit([*history, 7])
+    assert found.prefix_len == 60
+    world.attach(found)
+    world.plan(found)
+    world.launch(found)
+    world.leave(found, insert=False)
+
+
+def test_a_reply_that_is_worth_a_page_is_kept() -> None:
+    world = World(600, longest=400, exact=False, segments=40, share_min=4)
+    history: list[int] = []
+    for _ in range(12):
+        said = list(history)
+        end(world, turn(world, said, new=1, reply=12))
+        history = said[:-12]
+    assert len(world.tree.evictable_leaves) == 12, "no reply was given up"
+
+
 def test_what_others_read_is_left(world: World) -> None:
     """Joining it would return nothing before they end; with the last of them it is joined."""
     history: list[int] = []
