@@ -438,6 +438,12 @@ def model_file(model_path: str | Path, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
+def _unreadable(model_path: str | Path) -> Path | None:
+    """A calibration file in a model's folder that is no regular file, which is refused when it is read."""
+    path = Path(model_path) / FILE_NAME
+    return path if os.path.lexists(path) else None
+
+
 def lookup(
     model_path: str | Path, tiers: Sequence[str] | None = None, source: Source = "measured"
 ) -> CalibratedEntry | None:
@@ -464,7 +470,7 @@ def find(
     def fits(entry: CalibratedEntry) -> bool:
         return entry.source == source and _same_shape(entry, geometry) and wanted in (None, entry.tiers)
 
-    own = model_file(model_path, FILE_NAME)
+    own = model_file(model_path, FILE_NAME) or _unreadable(model_path)
     if own is not None:
         for entry in read_own(own).entries:
             if fits(entry):
@@ -555,7 +561,7 @@ def resolution(source: str | None, model_path: str | Path, given_by: str = CONFI
     """
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     given_by = given_by if source is not None else CONFIG_ENV
-    config = read_config(text or "")
+    config = read_config(text or "", given_by)
     given = dict.fromkeys(config.model_fields_set - {"thresholds"}, given_by)
     files = {given_by: path} if (path := file_of(text or "")) else {}
 

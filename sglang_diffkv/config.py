@@ -131,7 +131,11 @@ class DiffKVConfig(Strict):
             policy, count = self.policy or DEFAULT_POLICY, len(self.tiers)
             if count > policy.most_tiers:
                 kept = ("one tier", "two tiers", "three tiers")[policy.most_tiers - 1]
-                raise ValueError(f"policy {policy.name} keeps tokens at {kept}, but tiers lists {count}: list fewer")
+                fewer = ", ".join(f'"{tier}"' for tier in self.tiers[: policy.most_tiers])
+                raise ValueError(
+                    f"policy {policy.name} keeps tokens at {kept}, and tiers has {count}: set fewer, for example "
+                    f'"tiers": [{fewer}]'
+                )
             policy.check_tiers(count)
         if self.thresholds != "default" and (given := self.model_fields_set & {"tiers", "policy", "rotate"}):
             listed = " and ".join(sorted(given))
@@ -205,20 +209,21 @@ def file_of(text: str) -> str:
     return "" if not text.strip() or text.lstrip()[0] in "{[" else text
 
 
-def read_config(source: str | None = None) -> DiffKVConfig:
-    """As ``load_config``, but the configuration may ask for calibrated thresholds."""
+def read_config(source: str | None = None, given_by: str = CONFIG_OPTION) -> DiffKVConfig:
+    """As ``load_config``, but the configuration may ask for calibrated thresholds. ``given_by``: what the user gave it
+    with, for messages."""
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     if not text or not text.strip():
         return DiffKVConfig()
     if not file_of(text):
-        subject = f"{CONFIG_OPTION} (inline JSON)"
+        subject = f"{given_by} (inline JSON)"
         try:
             if len(text) > MOST_BYTES:
                 raise ConfigError(f"has {len(text):,} characters; at most {MOST_BYTES:,} are read")
             return validated(parse_json(text), subject)
         except ConfigError as error:
             raise _about(error, subject) from None
-    subject = f"{CONFIG_OPTION} ({named(text)})"
+    subject = f"{given_by} ({named(text)})"
     try:
         return validated(parse_json(read_text(text)), subject)
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -180,15 +181,17 @@ class SegmentStore:
         most = geometry.most_pages(parts[-1][2] - parts[0][1])
         if not all(segment.pages and (segment.lo, segment.hi) == (lo, hi) for segment, lo, hi in parts):
             return most
-        held = [sum(of_tier) for of_tier in zip(*(segment.held for segment, _, _ in parts), strict=True)]
-        layouts = geometry.fmt.layouts
-        return min(most, sum(n // x.tokens + min(n, geometry.heads) for n, x in zip(held, layouts, strict=True)))
+        each = zip(self.held(parts), geometry.fmt.layouts, strict=True)
+        return min(most, sum(n // x.tokens + min(n, geometry.heads) for n, x in each))
 
-    def needed_pages(self, parts: Path) -> float:
-        """Pages that a dense copy of whole counted segments is expected to take: the last page of a head and tier is
-        half full on average, and a head that holds a token has a page."""
+    def held(self, parts: Path) -> list[int]:
+        """Tokens of each tier in whole counted segments, over all heads."""
+        return [sum(of_tier) for of_tier in zip(*(segment.held for segment, _, _ in parts), strict=True)]
+
+    def needed_pages(self, held: Sequence[int]) -> float:
+        """Pages that so many tokens of each tier are expected to take in one dense segment: the last page of a head and
+        tier is half full on average, and a head that holds a token has a page."""
         heads, layouts = self.device.geometry.heads, self.device.geometry.fmt.layouts
-        held = [sum(of_tier) for of_tier in zip(*(segment.held for segment, _, _ in parts), strict=True)]
         each = zip(held, layouts, strict=True)
         return sum(max(n / x.tokens + heads / 2, min(n, heads)) if n else 0.0 for n, x in each)
 

@@ -70,13 +70,19 @@ def streaming_heads(pattern: tuple[tuple[float, ...], ...], sparsity: float) -> 
 
 FOLDER = "folder"
 """In the context of a validation: the folder of the file that a policy comes with, in which all lies that it names."""
+NAMED = "named"
+"""In the same context: the files that were read so far."""
+MOST_NAMED = 8
+"""Files that a calibration may name, and its entries that may name one."""
+MOST_PATTERN = 1 << 17
+"""Bytes of a pattern: 128 layers of 128 heads with eight characters each."""
 
 
 def read_pattern(path: Path) -> list[list[float]]:
     """A file with a number for each layer and KV head: JSON, a list of lists or an object that has it as ``pattern``,
     or a line for each layer with tabs between, as the authors publish them. Raises ConfigError, which quotes nothing of
     the file."""
-    text = read_text(path)
+    text = read_text(path, MOST_PATTERN)
     if text.lstrip().startswith(("[", "{")):
         found = parse_json(text, name_keys=False)
         found = found.get("pattern") if isinstance(found, dict) else found
@@ -123,8 +129,13 @@ class DuoPolicyConfig(PolicyOptions):
     def _of_file(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, str):
             return given
-        folder = (info.context or {}).get(FOLDER)
+        context = info.context or {}
+        folder = context.get(FOLDER)
         try:
+            if folder is not None:
+                context.setdefault(NAMED, []).append(given)
+                if len(context[NAMED]) > MOST_NAMED:
+                    raise ConfigError(f"is one too many: a calibration may name {MOST_NAMED} files")
             pattern = read_pattern(Path(given) if folder is None else inside(folder, given))
             if not pattern or not pattern[0] or len({len(layer) for layer in pattern}) > 1:
                 raise ConfigError("does not have a list of numbers for each layer, all of one length above 0")

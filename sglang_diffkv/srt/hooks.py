@@ -201,7 +201,8 @@ def retract_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     requests = requests_of(self)
     if requests is None:
         return original(self, *args, **kwargs)
-    nodes = {id(req): req.last_node for req in self.reqs}  # a request that gives up its row forgets it
+    # A request that gives up its row forgets its node. One that a client has aborted is not to go on.
+    nodes = {id(req): req.last_node for req in self.reqs if req.to_finish is None}
     retracted, ratio, given_up = original(self, *args, **kwargs)
     for req in list(given_up):
         if requests.starts_over(req, nodes.get(id(req))):

@@ -12,8 +12,10 @@ from then on. Rows that read the old pages keep them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sglang_diffkv.mem_pool.geometry import Path, Segment
 from sglang_diffkv.mem_pool.segments import MOST_READS
@@ -36,7 +38,8 @@ returns."""
 
 KEPT_ENDS = 2
 """Segments at the end of a path that stay as they are where layers slide: sliding layers hold the end of each segment,
-and a match can end there. These are the newest prompt and its reply."""
+and a match can end there. These are the newest prompt and its reply. The first segment stays too, with which other
+prompts may begin, and so does every place where another path branches off."""
 
 MOST_PARTS = 64
 """A path of more parts is joined where that costs nobody anything: each part takes launches of its own to be read."""
@@ -60,7 +63,8 @@ class PathJoiner:
     def tidy(self) -> None:
         """Join small segments in the paths of requests that have ended. Called between steps.
 
-        Nothing waits for the device while requests run: a path is looked at when its pages are counted.
+        While requests run, a path is looked at when its pages are counted, so nothing waits for that. Making room waits
+        where a long leaf is cut for it.
         """
         counts = self.manager.counts
         if not self.ended or counts.upcoming is not None:
@@ -76,19 +80,21 @@ class PathJoiner:
 
     def _tidy(self, node: Any) -> bool:
         """Join what wastes pages in the path to ``node``; False if some of it is not counted yet."""
-        path = self.tree.path(node)
-        if any(self.manager.geometry.reaches):
-            path = path[:-KEPT_ENDS]
+        path, slides = self.tree.path(node)[-MOST_PARTS:], any(self.manager.geometry.reaches)
+        if slides:
+            path = [part for part in path[:-KEPT_ENDS] if part[1]]
         if any(segment.row in self.manager.counts.uncounted for segment, _, _ in path):
             return False
         nodes = self.tree.nodes(node)
+        forks = self._forks(nodes) if slides else set()
         stubs = {segment: self._stub(nodes, segment, hi) for segment, _, hi in path if hi < segment.hi}
         parts: Path = []
         found: list[Path] = []
         for part in [*path, None]:
-            if part is not None and self._unread(*part, stubs.get(part[0])):
+            joins = part is not None and self._unread(*part, stubs.get(part[0]))
+            if joins and part is not None:
                 parts.append(part)
-            else:
+            if not joins or (part is not None and part[2] in forks):
                 found.extend(self._wasteful(parts))
                 parts = []
         given_up = [stub for run in found for segment, _, _ in run if (stub := stubs.get(segment))]
@@ -100,6 +106,15 @@ class PathJoiner:
             if self._make_room_to_tidy(run, node):
                 self._join(run, nodes)
         return True
+
+    def _forks(self, nodes: list[Any]) -> set[int]:
+        """Positions where other paths branch off from that of ``nodes``."""
+        at, forks = 0, set()
+        for node in nodes:
+            at += len(node.key)
+            if len(node.children) > 1:
+                forks.add(at)
+        return forks
 
     def _unread(self, segment: Segment, lo: int, hi: int, stub: list[Any] | None) -> bool:
         """Whether nobody reads the segment, all of which is in the path but for a stub. Its pages return once it is
@@ -132,24 +147,35 @@ class PathJoiner:
 
     def _wasteful(self, parts: Path) -> Iterator[Path]:
         """The longest runs of ``parts`` that hold too many pages for their tokens."""
+        if len(parts) < 2:
+            return
+        counts = np.array([(segment.pages, *segment.held) for segment, _, _ in parts])
+        upto = np.concatenate([np.zeros_like(counts[:1]), counts]).cumsum(0).tolist()
         first = 0
         while first < len(parts) - 1:
             for end in range(len(parts), first + 1, -1):
-                if self._gain(parts[first:end]) > 0:
+                pages, *held = (after - before for after, before in zip(upto[end], upto[first], strict=True))
+                if self._gain(pages, held) > 0:
                     yield parts[first:end]
                     first = end - 1
                     break
             first += 1
 
-    def _gain(self, parts: Path) -> float:
-        """Pages that joining is expected to return; 0 if the parts waste few."""
-        held, needed = sum(segment.pages for segment, _, _ in parts), self.manager.segments.needed_pages(parts)
-        return held - needed if held > WASTE * needed else 0.0
+    def _gain(self, pages: int, held: Sequence[int]) -> float:
+        """Pages that joining is expected to return, of segments with so many pages and tokens of each tier; 0 if they
+        waste few."""
+        needed = self.manager.segments.needed_pages(held)
+        return pages - needed if pages > WASTE * needed else 0.0
 
     def _make_room_to_tidy(self, parts: Path, node: Any) -> bool:
-        """Whether there is room for the copy. For that no more is evicted than joining returns."""
-        pages = self.manager.segments.dense_pages(parts)
-        if pages > self.tree.ledger.uncommitted_pages() + self._gain(parts):
+        """Whether there is room for the copy. For that no more pages are evicted than joining returns, and nothing for
+        rows and table blocks while requests run."""
+        segments, ledger = self.manager.segments, self.tree.ledger
+        pages = segments.dense_pages(parts)
+        gain = self._gain(sum(segment.pages for segment, _, _ in parts), segments.held(parts))
+        if pages > ledger.uncommitted_pages() + gain:
+            return False
+        if self.manager.rows and (segments.rows_free < SEGMENT_ROWS or ledger.table_starved(self._needs(parts)[1])):
             return False
         self.tree.inc_lock_ref(node)
         room = self._make_room(parts, pages)

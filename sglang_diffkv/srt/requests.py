@@ -439,9 +439,10 @@ class Requests:
         path in the tree, up to ``node``, is evicted, and it computes all of its tokens in dense pages.
         """
         tree = self.tree
-        if tree is None or getattr(node, "segment", None) is None or getattr(req, "diffkv_started_over", False):
+        if tree is None or node in (None, tree.root_node) or getattr(req, "diffkv_started_over", False):
             return False
-        tree.evict_branch(node)
+        if node.segment is not None:
+            tree.evict_branch(node)
         req.diffkv_started_over = True
         self.ledger.started_over += 1
         return True

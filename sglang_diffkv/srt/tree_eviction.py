@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglang_diffkv.mem_pool.geometry import Path
+from sglang_diffkv.mem_pool.geometry import TABLE_BLOCK, Path
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.reach import whole_tokens
@@ -105,17 +105,26 @@ class EvictingTree(RadixCache):
         """Evict until ``count`` KV slots are free that nobody is going to take, if so many can be."""
         if self.ledger.uncommitted_kv_slots() + self.evictable_tokens() < count:
             return
-        self._evict_while(lambda: math.inf if self.ledger.uncommitted_kv_slots() < count else 0)
+        self._evict_while(
+            lambda: math.inf if self.ledger.uncommitted_kv_slots() < count else 0,
+            lambda: count - self.ledger.uncommitted_kv_slots(),
+        )
 
-    def _evict_while(self, missing: Callable[[], float]) -> None:
-        """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves."""
+    def _evict_while(self, missing: Callable[[], float], tokens: Callable[[], int] | None = None) -> None:
+        """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves, of those that share a segment as
+        many as have ``tokens()``, or a table block's worth."""
+        block = TABLE_BLOCK * self.manager.fmt.high.tokens
         heap: list[tuple[Any, Any]] | None = None
         while (pages := missing()) > 0:
             heap = self._order() if heap is None else heap
             if not heap:
                 return
             _, leaf = heapq.heappop(heap)
-            parent = self.evict_nodes(self._cut(self._together(leaf, heap), pages))
+            nodes = self._together(leaf, heap)
+            whole = math.isinf(pages)
+            parent = self.evict_nodes(
+                self._end(nodes, tokens() if tokens else block) if whole else self._cut(nodes, pages)
+            )
             if not parent.children and parent.lock_ref == 0:
                 heapq.heappush(heap, (self._priority(parent), parent))
 
@@ -142,12 +151,23 @@ class EvictingTree(RadixCache):
             return False
         return self.states is None or node not in self.states.of_nodes
 
+    def _end(self, nodes: list[Any], tokens: int) -> list[Any]:
+        """Of a leaf and nodes above it, so many that they have ``tokens``."""
+        count = 0
+        for node in nodes:
+            if tokens <= 0:
+                break
+            tokens, count = tokens - len(node.key), count + 1
+        return nodes[: max(count, 1)]
+
     def _cut(self, nodes: list[Any], pages: float) -> list[Any]:
         """Of a leaf and nodes above it, all of one segment, the end that returns at least ``pages``; all of them if too
         little would stay. A node that is longer is split."""
         segment = nodes[0].segment
         if self.states is not None and nodes[0] in self.states.of_nodes:
             return nodes  # no match would end in what stays
+        if segment.row in self.manager.counts.uncounted:
+            self.manager.counts.settle()
         length = sum(len(node.key) for node in nodes)
         tokens, least_kept = self.manager.segments.tokens_for(segment, pages), self.least_kept
         if not segment.as_computed:

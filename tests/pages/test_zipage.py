@@ -71,7 +71,7 @@ def test_what_makes_no_sense_is_refused(fields):
 
 
 def test_three_tiers_are_refused():
-    with pytest.raises(ValidationError, match="keeps tokens at two tiers, but tiers lists 3"):
+    with pytest.raises(ValidationError, match="keeps tokens at two tiers, and tiers has 3"):
         DiffKVConfig.model_validate({"tiers": ["BF16", "K8V4", "K4V2"], "policy": {"name": "zipage", "max_blocks": 4}})
 
 

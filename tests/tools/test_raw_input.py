@@ -23,6 +23,7 @@ from sglang_diffkv.calibration import (
     CalibratedThresholds,
     GridPoint,
     Provenance,
+    resolution,
     resolve,
 )
 from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, load_config, read_config
@@ -169,6 +170,34 @@ def duo_entry(pattern: str) -> dict[str, Any]:
 
 
 # Paths named by a calibration
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "dangling link", "loop"])
+@pytest.mark.parametrize("text", ["", '{"thresholds": "calibrated"}'])
+def test_a_model_s_calibration_that_is_no_file_is_not_passed_over(tmp_path: Path, kind: str, text: str) -> None:
+    own = model(tmp_path / "mine")
+    if kind == "FIFO":
+        os.mkfifo(own / FILE_NAME)
+    elif kind == "folder":
+        (own / FILE_NAME).mkdir()
+    else:
+        (own / FILE_NAME).symlink_to("missing" if kind == "dangling link" else FILE_NAME)
+    assert FILE_NAME in refusal(lambda: resolve(text, own))
+
+
+def test_a_calibration_that_names_many_files_is_refused_at_once(tmp_path: Path) -> None:
+    own = model(tmp_path / "mine", *(duo_entry("pattern.tsv") for _ in range(256)))
+    line = "\t".join(["0.25"] * 128)
+    (own / "pattern.tsv").write_text("\n".join([line] * 128) + "\n")
+    assert "8 files" in refusal(lambda: resolve("", own), lines=260)
+
+
+def test_messages_name_the_way_by_which_a_configuration_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_ENV, '{"page_token": 1}')
+    with pytest.raises(ConfigError, match=f"^{CONFIG_ENV}"):
+        resolution(None, model(tmp_path / "mine"), CONFIG_ENV)
+    with pytest.raises(ConfigError, match=r"^--diffkv-config"):
+        resolution('{"page_token": 1}', tmp_path / "mine")
 
 
 def test_a_pattern_beside_the_calibration_is_read(tmp_path: Path) -> None:

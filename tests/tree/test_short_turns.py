@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_diffkv.srt.path_joining import WASTE
+from sglang_diffkv.srt.path_joining import MOST_PARTS, WASTE
 from tests.tree.tree_world import World
 
 MOST_WASTE = 1.3
@@ -120,8 +120,9 @@ def test_copies_are_bounded_by_what_they_return(world: World, monkeypatch: pytes
     join = segments.join
 
     def counting(parts: Any) -> Any:
-        copied[0] += segments.needed_pages(parts)
-        copied[1] += sum(segment.pages for segment, _, _ in parts) - segments.needed_pages(parts)
+        needed = segments.needed_pages(segments.held(parts))
+        copied[0] += needed
+        copied[1] += sum(segment.pages for segment, _, _ in parts) - needed
         return join(parts)
 
     monkeypatch.setattr(segments, "join", counting)
@@ -208,7 +209,68 @@ def test_newest_turns_of_sliding_models_stay_ends_of_matches() -> None:
     assert world.tree.joiner.joined
     again = world.admit(asked)
     assert again.prefix_len >= len(asked) - 8
-    world.attach(again)
-    world.plan(again)
-    world.launch(again)
-    world.leave(again, insert=False)
+    _run(world, again)
+
+
+def _run(world: World, req: Any) -> None:
+    """The request that was admitted runs to its end."""
+    world.attach(req)
+    world.plan(req)
+    world.launch(req)
+    world.leave(req, insert=False)
+
+
+def test_siblings_in_sliding_models_are_found_as_before() -> None:
+    """Where a path branches off, and behind the first prompt, a match ends as it did before the other chat's turns."""
+    world = World(900, longest=400, exact=False, segments=90, share_min=4, reaches=(20,))
+    system = world.tokens(60)
+    first = list(system)
+    end(world, world.prompt(list(first)))
+    for _ in range(4):
+        end(world, turn(world, first, new=6, reply=3))
+    second = list(first)
+    end(world, turn(world, second, new=6, reply=3))
+    found = world.admit([*second, 7])
+    assert found.prefix_len == len(second)
+    _run(world, found)
+    for _ in range(15):
+        end(world, turn(world, first, new=6, reply=3))
+    assert world.tree.joiner.joined
+    for tokens in (second, system):
+        found = world.admit([*tokens, 7])
+        assert found.prefix_len == len(tokens)
+        _run(world, found)
+
+
+@pytest.mark.parametrize("slots", [False, True], ids=["pages", "KV slots"])
+def test_of_a_joined_chat_no_more_is_evicted_than_is_needed(world: World, slots: bool) -> None:
+    """Also where its pages are not counted yet."""
+    history: list[int] = []
+    for _ in range(50):
+        end(world, turn(world, history))
+    node = world.admit(list(history))
+    _run(world, node)
+    ledger = world.tree.ledger
+    if slots:
+        world.tree.evict_kv_slots(ledger.uncommitted_kv_slots() + 1)
+    else:
+        for segment in world.segments():
+            world.tree.uncount(segment)
+            segment.pages = 0
+            world.manager.counts.count_later(segment)
+        world.tree.evict(EvictParams(num_tokens=1))
+    assert sum(x.hi - x.lo for x in world.segments()) >= 60
+    world.check()
+
+
+def test_long_paths_are_looked_at_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many segments that waste nothing, each run is judged in a few operations."""
+    world = World(3000, longest=2900, exact=False, segments=80, share_min=4)
+    history: list[int] = []
+    for _ in range(70):
+        end(world, turn(world, history, new=24, reply=16))
+    judged = []
+    gain = world.tree.joiner._gain
+    monkeypatch.setattr(world.tree.joiner, "_gain", lambda *args: (judged.append(1), gain(*args))[1])
+    end(world, turn(world, history, new=24, reply=16))
+    assert len(judged) < 3 * MOST_PARTS * MOST_PARTS / 2

@@ -49,4 +49,6 @@ def load_task(spec: str, options: Options) -> Task:
         raise TaskFileError(f"expected KIND=PATH with a kind of {', '.join(LOADERS)}; got {spec!r}")
     if not Path(path).exists():
         raise TaskFileError(f"{kind}: there is no file {path}")
+    if not (Path(path).is_file() or Path(path).is_dir()):
+        raise TaskFileError(f"{kind}: {path} is no regular file, and no folder")
     return LOADERS[kind](Path(path), options)
