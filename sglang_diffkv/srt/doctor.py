@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -249,7 +250,7 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         resolved = resolution(text, view.model_path, given_by)
         config = resolved.config
         findings.note("configuration", resolved.report())
-        findings.add("thresholds", f"{resolved.origin}: {config.build_policy()}")
+        findings.add("thresholds", f"{resolved.origin}: {json.dumps(config.method.whole())}")
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")

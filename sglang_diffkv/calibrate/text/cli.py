@@ -223,6 +223,8 @@ def run(args: argparse.Namespace, store: Store) -> int:
     choosing, held_out = parts(whole_text(args), args.held_out, args.n, tokenizer)
     measured = Measurements(args, store, [choosing, held_out])
     tried = settings(args.tiers, args.alpha_high, args.window, args.rotate, args.sinks)
+    for setting in tried:
+        measured.config(setting)  # one that is refused is refused before anything is asked
     measured.ask([], [choosing, held_out], stock=True)
     measured.ask(tried, [choosing])
     points = {setting: measured.point(setting, choosing) for setting in tried}
