@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import named
+
 
 def load_tokenizer(model: str | Path) -> Any:
-    """The model's Hugging Face tokenizer."""
+    """The model's Hugging Face tokenizer. Raises ConfigError where there is none."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(model))
+    try:
+        return AutoTokenizer.from_pretrained(str(model))
+    except (OSError, ValueError) as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise ConfigError(f"{named(model)} has no tokenizer that transformers can load: {why}") from None
 
 
 def chat_ids(tokenizer: Any, prompt: str) -> list[int]:

@@ -77,7 +77,10 @@ class Store:
     """
 
     def __init__(self, folder: Path):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EvaluationError(f"{folder} cannot be a folder for the results: {error.strerror}") from None
         self.path = folder / "answers.jsonl"
         self.configurations: dict[str, dict[str, Any]] = {}
         self.suites: dict[str, SuiteRecord] = {}

@@ -178,7 +178,11 @@ def test_nothing_within_the_budget_writes_nothing(tmp_path, servers, capsys, mon
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["--base", '{"rotate": "keys"}'], "--base sets rotate"), (["--text", "/no/text"], "there is no file")],
+    [
+        (["--base", '{"rotate": "keys"}'], "--base sets rotate"),
+        (["--base", '{"polcy": 1}'], "polcy"),
+        (["--text", "/no/text"], "there is no file"),
+    ],
 )
 def test_what_cannot_be_searched_is_refused(tmp_path, servers, capsys, args, message) -> None:
     assert cli.main(command(tmp_path, "--max-kl", "1", *args)) == 1
