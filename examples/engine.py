@@ -25,7 +25,8 @@ def main(model: str) -> None:
         for prompt, reply in zip(prompts, replies, strict=True):
             print(f"{prompt!r} -> {reply['text']!r}")
         found = engine.get_server_info()["internal_states"][0]["diffkv"]
-        print(f"cache of {found['config']['tiers']}: {found['finished']['tokens']:.0f} tokens of finished requests")
+        tiers, tokens = found["configuration"]["values"]["tiers"], found["finished"]["tokens"]
+        print(f"cache of {tiers}: {tokens:.0f} tokens of finished requests")
     finally:
         engine.shutdown()
 
