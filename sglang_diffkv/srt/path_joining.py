@@ -175,12 +175,9 @@ class PathJoiner:
         gain = self._gain(sum(segment.pages for segment, _, _ in parts), segments.held(parts))
         if pages > ledger.uncommitted_pages() + gain:
             return False
-        if self.manager.rows and (segments.rows_free < SEGMENT_ROWS or ledger.table_starved(self._needs(parts)[1])):
+        if self.manager.rows and not self._has_rows(parts):
             return False
-        self.tree.inc_lock_ref(node)
-        room = self._make_room(parts, pages)
-        self.tree.dec_lock_ref(node)
-        return room
+        return self._make_room(parts, node, pages)
 
     def join(self, node: Any, *, evict: bool) -> bool:
         """Join the parts of the path to ``node`` that take more entries than their tokens need. False, changing
@@ -192,9 +189,7 @@ class PathJoiner:
         parts = self._loose(self.tree.path(node))
         if len(parts) < 2 or not (evict or self._has_room(parts)):
             return False
-        self.tree.inc_lock_ref(node)
-        room = self._make_room(parts)
-        self.tree.dec_lock_ref(node)
+        room = self._make_room(parts, node, self._needs(parts)[0])
         if room:
             self._join(parts, self.tree.nodes(node))
         return room
@@ -224,20 +219,21 @@ class PathJoiner:
         return self.manager.geometry.most_pages(tokens), blocks
 
     def _has_room(self, parts: Path) -> bool:
-        pages, blocks = self._needs(parts)
-        ledger = self.tree.ledger
-        if self.manager.segments.rows_free < SEGMENT_ROWS or ledger.table_starved(blocks):
-            return False
-        return ledger.uncommitted_pages() >= pages
+        return self._has_rows(parts) and self.tree.ledger.uncommitted_pages() >= self._needs(parts)[0]
 
-    def _make_room(self, parts: Path, pages: int | None = None) -> bool:
-        """Whether there is room, once what nobody reads is evicted as far as need be. ``pages``: of the copy, where
-        they are known better."""
-        most, blocks = self._needs(parts)
-        pages = most if pages is None else pages
-        if not self.tree.make_segment_rows(SEGMENT_ROWS):
-            return False
-        return self.tree.make_room(pages) and self.tree.make_table_blocks(blocks)
+    def _has_rows(self, parts: Path) -> bool:
+        """Whether segment rows and table blocks are left."""
+        blocks = self._needs(parts)[1]
+        return self.manager.segments.rows_free >= SEGMENT_ROWS and not self.tree.ledger.table_starved(blocks)
+
+    def _make_room(self, parts: Path, node: Any, pages: int) -> bool:
+        """Whether there is room for a copy of so many ``pages``, once what nobody reads is evicted as far as need be.
+        The path to ``node`` stays."""
+        tree, blocks = self.tree, self._needs(parts)[1]
+        tree.inc_lock_ref(node)
+        room = tree.make_segment_rows(SEGMENT_ROWS) and tree.make_room(pages) and tree.make_table_blocks(blocks)
+        tree.dec_lock_ref(node)
+        return room
 
     def _join(self, parts: Path, nodes: list[Any]) -> None:
         tree, manager = self.tree, self.manager
