@@ -11,8 +11,8 @@ import os
 import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import PageFormat, Tier
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.table_space import TableSpace
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.triton import TritonOps

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_diffkv.kernels.table import max_entries, row_table
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 Part = tuple[int, int, int]
 """(row, first position, position after the last)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState, bounds
+from sglang_diffkv.layout.state import TABLE_BLOCK, PageState, bounds
 
 
 def table_column(state: PageState, tier: int, entry: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 EMPTY = tl.constexpr(-1)
 NO_LIMIT = tl.constexpr(2**31 - 1)

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState, range_dtype
+from sglang_diffkv.layout.page_format import PageFormat, TierLayout
+from sglang_diffkv.layout.state import TABLE_BLOCK, PageState, range_dtype
 
 BLOCK = tl.constexpr(TABLE_BLOCK)
 SAME_BITS = {"enable_fp_fusion": False}

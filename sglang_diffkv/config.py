@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from sglang_diffkv.bounds import HostGib, PageTokens, PathName, SomeTokens
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
-from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
+from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict

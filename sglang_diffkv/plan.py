@@ -10,16 +10,16 @@ import torch
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.key_means import read_key_means
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat
+from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.layout.spans import keep_of
+from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
-from sglang_diffkv.mem_pool.geometry import Geometry
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.ledger import pages_for
-from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.ranks import Ranks
-from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.mem_pool.running import query_cache
 from sglang_diffkv.mem_pool.saved_rows import staging_pages
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.policies.base import Policy, kv_slots_of
 

@@ -12,7 +12,7 @@ from sglang_diffkv.kernels.compact_step import reference as compact_step
 from sglang_diffkv.kernels.compact_step.reference import StepMoves
 from sglang_diffkv.kernels.cuts import prompt_tiers
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
-from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.ops.decisions import REFERENCE, Decisions, WholeHeadKernels
 from sglang_diffkv.policies.base import Policy
 

@@ -10,8 +10,8 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
-from sglang_diffkv.mem_pool.geometry import Segment
-from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from tests.checks import check_scores, check_searches
 from tests.helpers import Visible, begin_step, end_decode, new_scores, visible

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.layout.ranks import Ranks
 
 
 class Exchange:

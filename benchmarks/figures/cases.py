@@ -9,7 +9,7 @@ from typing import Any
 from sglang_diffkv.calibration import CalibratedThresholds, HeadScale, lookup, policy_fields
 from sglang_diffkv.config import DiffKVConfig, DiffKVPolicyConfig
 from sglang_diffkv.evaluate.configuration import FP8, FP8_DTYPE, STOCK, Configuration
-from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.layout.page_format import Tier
 
 MORE_KEYS, MORE_VALUES, EQUAL = "more bits for keys", "more bits for values", "equal bits"
 ALPHA_HIGH, ALPHA_LOW = "DiffKV, nothing pruned", "DiffKV, pruning"

@@ -55,7 +55,7 @@ from sglang_diffkv.evaluate.runner import Suite
 from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.tasks import LOADERS, TaskFileError, load_task
-from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.layout.page_format import Tier
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.provenance import provenance
 from sglang_diffkv.evaluate.report import markdown
-from sglang_diffkv.mem_pool.page_format import EMPTY
+from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.zipage import ZipagePolicyConfig

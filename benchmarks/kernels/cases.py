@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.kernels.timing import layers_for
 from sglang_diffkv.kernels.table import table_column
-from sglang_diffkv.mem_pool.page_format import SCORE_BYTES, PageFormat, Tier, TierLayout, position_bytes_for
-from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
+from sglang_diffkv.layout.page_format import SCORE_BYTES, PageFormat, Tier, TierLayout, position_bytes_for
+from sglang_diffkv.layout.state import NO_LIMIT, TABLE_BLOCK, PageState
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from sglang_diffkv.kernels.compact_step.reference import step_moves
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace, compact_step
 from sglang_diffkv.kernels.cuts import StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 

@@ -28,7 +28,7 @@ from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as co
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.triton_ring import Spans
-from sglang_diffkv.mem_pool.state import NO_LIMIT, TABLE_BLOCK, PageState
+from sglang_diffkv.layout.state import NO_LIMIT, TABLE_BLOCK, PageState
 
 WINDOW = 64
 HIGH = 0.5

@@ -25,7 +25,7 @@ from benchmarks.provenance import provenance
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 Q_HEADS, KV_HEADS, TOKENS = 32, 8, 160_000
 BATCHES = (8, 40, 64, 128)

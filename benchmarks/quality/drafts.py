@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from benchmarks.paths import NANO
 from benchmarks.quality import identity
 from benchmarks.quality.random_drafts import model_drafts
-from sglang_diffkv.srt.speculation import CHAIN, OF_A_MODEL
+from sglang_diffkv.srt.models.speculation import CHAIN, OF_A_MODEL
 
 STAGES = {
     "eager": "--disable-cuda-graph --disable-overlap-schedule",

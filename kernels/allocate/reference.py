@@ -6,8 +6,8 @@ import torch
 
 from sglang_diffkv.kernels.prefix_sum.reference import exclusive_prefix_sum
 from sglang_diffkv.kernels.table import own_slot_location, put_entries, table_index
-from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import NO_LIMIT, PageState
 
 
 def take(state: PageState, demand: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from sglang_diffkv.kernels.triton_table import (
     store_positions,
     table_column,
 )
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 @triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["demand", "places", "entries"])

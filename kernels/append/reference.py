@@ -7,8 +7,8 @@ import torch
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.kernels.table import TABLE_BLOCK
-from sglang_diffkv.mem_pool.page_format import RAW_BITS, Tier
-from sglang_diffkv.mem_pool.state import PageState, TierView
+from sglang_diffkv.layout.page_format import RAW_BITS, Tier
+from sglang_diffkv.layout.state import PageState, TierView
 
 RAW = Tier(RAW_BITS, RAW_BITS)
 

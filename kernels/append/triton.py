@@ -18,8 +18,8 @@ from sglang_diffkv.kernels.quantize.triton import store_vectors
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, layout_constants, reserved_slots
 from sglang_diffkv.kernels.triton_tokens import store_numbers
-from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import PageFormat
+from sglang_diffkv.layout.state import PageState
 
 ONE_BY_ONE, SOME = 256, 8
 """So many tokens get a program each; of more, some share one."""

@@ -12,8 +12,8 @@ from sglang_diffkv.kernels.allocate.reference import add_own_pages, append_slots
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.table import own_slot_location, row_table
-from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import PageState
 
 
 def compact_prompts(

@@ -13,7 +13,7 @@ from sglang_diffkv.kernels.prefix_sum.triton import return_spans
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.kernels.triton_tokens import cut_arguments
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 PROMPTS = 16
 """Prompts that are compacted together at most."""

@@ -14,8 +14,8 @@ from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
 from sglang_diffkv.kernels.cuts import StepBudget, StepCuts, StepRule, tier_of
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.table import own_slot_location
-from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import PageState
 
 
 @dataclass

@@ -28,7 +28,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_index,
 )
 from sglang_diffkv.kernels.triton_tokens import load_scores, requantized_tokens, store_tokens
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])

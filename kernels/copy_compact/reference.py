@@ -10,8 +10,8 @@ from sglang_diffkv.kernels.allocate.reference import append_slots, make_room
 from sglang_diffkv.kernels.append.reference import read_tokens, write_tokens
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.parts import Part, held_tokens
-from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import PageState
 
 
 def copy_compact(

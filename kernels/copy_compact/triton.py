@@ -12,7 +12,7 @@ from sglang_diffkv.kernels.prefix_sum.triton import take_spans
 from sglang_diffkv.kernels.triton_ring import HEADS, Spans
 from sglang_diffkv.kernels.triton_table import SAME_BITS, format_constants
 from sglang_diffkv.kernels.triton_tokens import cut_arguments
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 def copy_compact(

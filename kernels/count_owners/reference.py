@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.table import head_index, table_column
-from sglang_diffkv.mem_pool.state import PageState, bounds
+from sglang_diffkv.layout.state import PageState, bounds
 
 OWNERS = ("private", "shared", "cached", "free")
 """Referred to by requests alone, by requests and the prefix cache, by the prefix cache alone, by nobody."""

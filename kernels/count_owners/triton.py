@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.triton_table import check_table, load_bound, table_column, table_index
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 ENTRIES = 32
 """Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 DEMAND, ENTRIES, PRIVATE, FAULT = range(4)
 """First columns. Behind them the most entries of each tier."""

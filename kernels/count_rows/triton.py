@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.count_rows import reference
 from sglang_diffkv.kernels.triton_table import I_TOKENS, layout_numbers
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 HEADS = 256
 """(Layer, head) pairs of an iteration."""

@@ -15,8 +15,8 @@ import triton
 from sglang_diffkv.kernels.cuda.load import load
 from sglang_diffkv.kernels.cuda.source import CudaSource, defined
 from sglang_diffkv.kernels.device import shared_memory_of
-from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
-from sglang_diffkv.mem_pool.state import PageState, range_dtype
+from sglang_diffkv.layout.page_format import PageFormat, TierLayout
+from sglang_diffkv.layout.state import PageState, range_dtype
 
 if TYPE_CHECKING:
     from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace

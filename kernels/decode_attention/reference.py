@@ -13,8 +13,8 @@ import torch
 
 from sglang_diffkv.kernels.quantize.reference import planes
 from sglang_diffkv.kernels.table import layer_table, max_entries
-from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState, TierView
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import PageState, TierView
 
 
 @dataclass

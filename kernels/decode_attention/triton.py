@@ -25,7 +25,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
 from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
-from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
+from sglang_diffkv.layout.state import NO_LIMIT, PageState
 
 NOTHING = 2**63 - 1
 JOINED_BY_WARP = 2048

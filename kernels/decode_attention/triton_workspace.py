@@ -14,8 +14,8 @@ from sglang_diffkv.kernels.decode_attention.cuda import page_slots, resident_of
 from sglang_diffkv.kernels.decode_attention.triton_ranges import LEAST_TILES, MOST_RANGES, TURN_TILES, ranges_kernel
 from sglang_diffkv.kernels.device import processors_of, shared_memory_of
 from sglang_diffkv.kernels.triton_table import check_rows
-from sglang_diffkv.mem_pool.page_format import PageFormat, TierLayout
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import PageFormat, TierLayout
+from sglang_diffkv.layout.state import PageState
 
 
 @dataclass(frozen=True)

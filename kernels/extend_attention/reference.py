@@ -9,7 +9,7 @@ import torch
 
 from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.table import layer_table, max_entries
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 QUERY_BLOCK = 256
 OBSERVED = 64

@@ -17,8 +17,8 @@ from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, pa
 from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
 from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
-from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import PageFormat
+from sglang_diffkv.layout.state import PageState
 
 ROWS = 64
 """Rows, (query, head of a group) pairs, of a program over new tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 def hand_over(state: PageState, row: int, target: int) -> None:

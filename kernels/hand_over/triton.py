@@ -8,7 +8,7 @@ import triton.language as tl
 from sglang_diffkv.kernels.attach.triton import ENTRIES
 from sglang_diffkv.kernels.decode_attention.triton_tiles import tile_page
 from sglang_diffkv.kernels.triton_table import table_column, table_index
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 @triton.jit(

@@ -18,7 +18,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_column,
     table_index,
 )
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 ENTRIES = 16
 """Table entries of an iteration."""

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.triton_table import layout_constants
 from sglang_diffkv.kernels.triton_tokens import held_page, number_at
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 PROGRAMS = 8
 """Programs that share a head's pages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.mem_pool.query_cache import QueryCache
+from sglang_diffkv.layout.query_cache import QueryCache
 
 
 def store_queries(cache: QueryCache, layer: int, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:

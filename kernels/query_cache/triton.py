@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.triton_table import padded
-from sglang_diffkv.mem_pool.query_cache import QueryCache
+from sglang_diffkv.layout.query_cache import QueryCache
 
 
 @triton.jit(do_not_specialize=["layer"], do_not_specialize_on_alignment=["rows", "seq_lens"])

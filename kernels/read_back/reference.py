@@ -11,7 +11,7 @@ import torch
 from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.kernels.table import layer_table, max_entries
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 def read_back(

@@ -37,7 +37,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_index,
 )
 from sglang_diffkv.kernels.triton_tokens import vector_codes
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 SLOTS = 32
 """Slots of a page that a program reads at a time, at most."""

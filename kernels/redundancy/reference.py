@@ -8,7 +8,7 @@ import torch
 
 from sglang_diffkv.kernels.append.reference import read_tokens
 from sglang_diffkv.kernels.parts import Part, held_tokens
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 def redundancy(

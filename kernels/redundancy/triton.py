@@ -12,7 +12,7 @@ import triton.language as tl
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.triton_table import INTERPRETED, dot_padded, layout_constants, padded
 from sglang_diffkv.kernels.triton_tokens import dequantized, held_page
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 PROGRAMS = 8
 """Programs that share a head's pages."""

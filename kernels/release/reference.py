@@ -6,7 +6,7 @@ import torch
 
 from sglang_diffkv.kernels.allocate.reference import recycle
 from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 def release(state: PageState, row: int) -> None:

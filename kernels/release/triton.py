@@ -19,7 +19,7 @@ from sglang_diffkv.kernels.triton_table import (
     table_column,
     table_index,
 )
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 @triton.jit

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.table import layer_table, max_entries
-from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import PageState
 
 
 def slide(state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from sglang_diffkv.kernels.triton_table import (
     store_positions,
     table_index,
 )
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 ENTRIES = 8
 """Pages of an iteration."""

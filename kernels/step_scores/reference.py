@@ -12,7 +12,7 @@ import math
 import torch
 
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 def step_scores(

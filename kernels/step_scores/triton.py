@@ -9,7 +9,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.step_scores.triton_search import search_kernel
 from sglang_diffkv.kernels.triton_table import INTERPRETED, check_rows, format_constants
-from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
+from sglang_diffkv.layout.state import NO_LIMIT, PageState
 
 PROGRAMS = 32
 """Of a multiprocessor, one warp each, that share heads while there are fewer heads."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, Wrapper
-from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.mem_pool.transfer import to_device
+from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops.base import Scaling, Step
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
-from sglang_diffkv.mem_pool.query_cache import QueryCache
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.query_cache import QueryCache
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Ops, Scaling, Step
 from sglang_diffkv.ops.decisions import untouched_tokens
 from sglang_diffkv.policies.base import Policy

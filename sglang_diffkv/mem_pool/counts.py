@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from sglang_diffkv.kernels.count_rows.reference import DEMAND, ENTRIES, FAULT, PRIVATE
+from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.layout.ranks import RankError, Ranks
+from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.geometry import Segment
-from sglang_diffkv.mem_pool.ranks import RankError, Ranks
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.steps import PlannedStep
-from sglang_diffkv.mem_pool.transfer import to_host
 
 LOOKAHEAD = 2
 """Decode steps that a snapshot has to cover: the one launched after it and the one scheduled while that runs."""

@@ -10,10 +10,10 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from sglang_diffkv.kernels.copy_compact.reference import Part
-from sglang_diffkv.mem_pool.geometry import Geometry, Segment
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.geometry import Geometry, Segment
+from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.mem_pool.table_space import TableSpace
-from sglang_diffkv.mem_pool.transfer import to_device
 from sglang_diffkv.ops.base import Ops
 from sglang_diffkv.policies.base import Policy
 

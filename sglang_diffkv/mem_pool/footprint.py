@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.query_cache import QueryCache
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.query_cache import QueryCache
+from sglang_diffkv.layout.state import PageState, tensor_bytes
 from sglang_diffkv.mem_pool.segment_counts import MEASURE_AT
-from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
 from sglang_diffkv.mem_pool.usage import COUNT_AT, READ_AT
 from sglang_diffkv.ops.base import Ops
 

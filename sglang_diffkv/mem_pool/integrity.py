@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sglang_diffkv.kernels.table import row_table
+from sglang_diffkv.layout.state import TABLE_BLOCK
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 
 
 def check_integrity(manager: PageManager) -> None:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang_diffkv.mem_pool.geometry import Path
+from sglang_diffkv.layout.geometry import Path
+from sglang_diffkv.layout.spans import kept_in_layers
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.reach import kept_in_layers
 from sglang_diffkv.policies.base import kv_slots_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class PageLedger:
 
         An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
         retracts. A request that holds a budget grows in the high tier between its compressions; what such requests take
-        together, ``srt/joint_admission.py`` asks for.
+        together, ``srt/scheduling/joint_admission.py`` asks for.
         """
         manager = self.manager
         if manager.running is not None:

@@ -20,17 +20,17 @@ from typing import Any
 import torch
 
 from sglang_diffkv.kernels.count_rows.reference import DEMAND
+from sglang_diffkv.layout.geometry import Geometry, Path, Segment
+from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
-from sglang_diffkv.mem_pool.geometry import Geometry, Path, Segment
 from sglang_diffkv.mem_pool.pressure import Pressure
 from sglang_diffkv.mem_pool.prompts import Prompts
-from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningBudgets, query_cache
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.ops import Ops, ReferenceOps

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_diffkv.layout.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of

@@ -19,16 +19,16 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from sglang_diffkv.layout.geometry import Geometry, Path, rows_of
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.query_cache import QueryCache
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD, PageCounts
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
-from sglang_diffkv.mem_pool.geometry import Geometry, Path, rows_of
 from sglang_diffkv.mem_pool.joint_growth import Outlook, Saw
-from sglang_diffkv.mem_pool.page_format import EMPTY
 from sglang_diffkv.mem_pool.prompts import Prompts
-from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
 from sglang_diffkv.ops.decisions import ALIGNED, Judgement

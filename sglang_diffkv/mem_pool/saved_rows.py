@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from sglang_diffkv.kernels.table import head_index, put_entries, row_table, table_column
+from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.layout.page_format import EMPTY, PageFormat
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.geometry import Segment
 from sglang_diffkv.mem_pool.host_pages import HostPages, Run
-from sglang_diffkv.mem_pool.page_format import EMPTY, PageFormat
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang_diffkv.layout.geometry import Geometry, Segment
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.geometry import Geometry, Segment
 
 MEASURE_AT = 32
 """New or cut segments that are measured together at the latest."""

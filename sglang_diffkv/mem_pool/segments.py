@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sglang_diffkv.layout.geometry import Path, Segment, rows_of
+from sglang_diffkv.layout.spans import joined_end, longest_reach
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.geometry import Path, Segment, rows_of
-from sglang_diffkv.mem_pool.reach import joined_end, longest_reach
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segment_counts import SegmentCounts
 from sglang_diffkv.mem_pool.table_space import Entries, blocks_of

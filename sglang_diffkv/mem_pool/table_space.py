@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK, PageState
-from sglang_diffkv.mem_pool.transfer import to_device
+from sglang_diffkv.layout.geometry import Path, Segment, path_end
+from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
+from sglang_diffkv.layout.transfer import to_device
 
 PART_FILLED = 2
 """Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was sealed."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from sglang_diffkv.kernels.count_owners.reference import OWNERS
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat
+from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.transfer import to_host
 
 COUNT_AT = 1024
 """Ended requests that are counted together at the latest."""

@@ -11,9 +11,9 @@ import torch
 
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
-from sglang_diffkv.mem_pool.query_cache import QueryCache
-from sglang_diffkv.mem_pool.state import PageState
-from sglang_diffkv.mem_pool.transfer import to_device
+from sglang_diffkv.layout.query_cache import QueryCache
+from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops.decisions import Decisions, Judgement
 from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.policies.base import Observation, Policy

@@ -17,9 +17,9 @@ from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.redundancy import reference as redundancy_reference
 from sglang_diffkv.kernels.select import reference as select_reference
 from sglang_diffkv.kernels.window_scores import reference as window_scores_reference
-from sglang_diffkv.mem_pool.ranks import Ranks
-from sglang_diffkv.mem_pool.reach import keep_of
-from sglang_diffkv.mem_pool.state import NO_LIMIT, PageState
+from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.layout.spans import keep_of
+from sglang_diffkv.layout.state import NO_LIMIT, PageState
 from sglang_diffkv.policies.base import (
     Across,
     AcrossLayers,

@@ -9,7 +9,7 @@ import torch
 from sglang_diffkv.kernels.compact_step.triton import CompactWorkspace
 from sglang_diffkv.kernels.decode_attention.triton import SearchRoom
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeScratch
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.policies.base import Policy
 
 DENSEST = 4.0

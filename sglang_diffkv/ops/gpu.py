@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.decode_attention import cuda
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, usual_scaling
 from sglang_diffkv.ops.ragged import RaggedPrefill, backend_of, workspace_bytes
 from sglang_diffkv.ops.triton import TritonOps

@@ -9,7 +9,7 @@ import torch
 
 from sglang_diffkv.kernels.extend_attention.triton import prepare_score_new, prepare_score_pages
 from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.launches import rotate_again
 from sglang_diffkv.policies.base import Policy

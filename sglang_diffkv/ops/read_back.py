@@ -6,7 +6,7 @@ import torch
 
 from sglang_diffkv.kernels.read_back.triton import PreparedReadBack, prepare_read_back
 from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, WholeRequests
 from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new, score_stored
 from sglang_diffkv.ops.ragged import RaggedPrefill

@@ -30,8 +30,8 @@ from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.kernels.slide.reference import slide
 from sglang_diffkv.kernels.step_scores.reference import step_scores
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores
-from sglang_diffkv.mem_pool.query_cache import QueryCache
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.query_cache import QueryCache
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement
 from sglang_diffkv.ops.launches import Launches

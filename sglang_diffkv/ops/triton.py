@@ -42,9 +42,9 @@ from sglang_diffkv.kernels.step_scores.triton import step_scores
 from sglang_diffkv.kernels.sum_scores.triton import sum_scores
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.window_scores.triton import window_scores
-from sglang_diffkv.mem_pool.query_cache import QueryCache
-from sglang_diffkv.mem_pool.state import PageState, tensor_bytes
-from sglang_diffkv.mem_pool.transfer import to_device
+from sglang_diffkv.layout.query_cache import QueryCache
+from sglang_diffkv.layout.state import PageState, tensor_bytes
+from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops import read_back
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels

@@ -13,8 +13,8 @@ import triton
 
 from sglang_diffkv.kernels.append.triton import ONE_BY_ONE, append
 from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.mem_pool.query_cache import QueryCache
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.query_cache import QueryCache
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, usual_scaling
 from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.policies.base import Policy

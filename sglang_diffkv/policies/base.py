@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sglang_diffkv.mem_pool.geometry import kv_slots_for
-from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.reach import kept_in_layers
+from sglang_diffkv.layout.geometry import kv_slots_for
+from sglang_diffkv.layout.page_format import PageFormat
+from sglang_diffkv.layout.spans import kept_in_layers
 from sglang_diffkv.policies.budget import Budget
 
 HeadValues = tuple[tuple[float, ...], ...]

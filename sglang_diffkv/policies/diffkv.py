@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from sglang_diffkv.bounds import Alpha, ByHead, ByLayer, Every, Factor, Sinks, Tokens, Window
-from sglang_diffkv.mem_pool.page_format import MOST_TIERS
+from sglang_diffkv.layout.page_format import MOST_TIERS
 from sglang_diffkv.policies.base import HeadValues, Observation, Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
 

@@ -17,9 +17,9 @@ from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.key_means import of_rank, read_key_means
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.ops import Scaling
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.models.scaling import scaling_of
 from sglang_diffkv.srt.pool import DiffKVPool
-from sglang_diffkv.srt.scaling import scaling_of
+from sglang_diffkv.srt.versions import compat
 
 
 class DiffKVAttnBackend(AttentionBackend):

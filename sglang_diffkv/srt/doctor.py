@@ -14,17 +14,18 @@ from sglang_diffkv.calibration import Resolution, resolution, sources_of
 from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
-from sglang_diffkv.mem_pool.page_format import PageFormat
-from sglang_diffkv.mem_pool.reach import SLACK, kept_in_layers
+from sglang_diffkv.layout.page_format import PageFormat
+from sglang_diffkv.layout.spans import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.srt import compat, compat_states
-from sglang_diffkv.srt.draft_model import bytes_of_slot
-from sglang_diffkv.srt.hybrids import describe_layers, paged_layers
-from sglang_diffkv.srt.preflight import configurator_of, model_reads_window, planned
-from sglang_diffkv.srt.preflight import kernels as _kernels
-from sglang_diffkv.srt.retracted import why_recomputed
-from sglang_diffkv.srt.scaling import configured_reaches
-from sglang_diffkv.srt.speculation import draft_room
+from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
+from sglang_diffkv.srt.models.scaling import configured_reaches
+from sglang_diffkv.srt.models.speculation import draft_room
+from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
+from sglang_diffkv.srt.startup.preflight import configurator_of, model_reads_window, planned
+from sglang_diffkv.srt.startup.preflight import kernels as _kernels
+from sglang_diffkv.srt.tree.retracted import why_recomputed
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions import states as compat_states
 
 GIB = 1 << 30
 BACKEND_OPTION = "--attention-backend"
@@ -88,7 +89,7 @@ def _hooks_fit(findings: Findings, gpu: bool, found: bool) -> bool:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_diffkv.srt.plugin import register, verify_hooks
+    from sglang_diffkv.srt.hooks.registration import register, verify_hooks
 
     load_plugins()
     if not found:
@@ -99,7 +100,7 @@ def _hooks_fit(findings: Findings, gpu: bool, found: bool) -> bool:
     except UnsupportedError as error:
         findings.refuse("hooks", str(error))
         return False
-    from sglang_diffkv.srt.hooks import HOOKS
+    from sglang_diffkv.srt.hooks.table import HOOKS
 
     findings.add("hooks", f"all {len(HOOKS)} fit this SGLang")
     return True
@@ -123,7 +124,8 @@ def _arguments(findings: Findings, argv: Sequence[str], *, again: bool = False) 
     is not new."""
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_diffkv.srt import launch, validation
+    from sglang_diffkv.srt.startup import launch
+    from sglang_diffkv.srt.versions.selection import is_selected
 
     level = [] if any(x.startswith("--log-level") for x in argv) else ["--log-level", "error"]
     said = io.StringIO()
@@ -131,7 +133,7 @@ def _arguments(findings: Findings, argv: Sequence[str], *, again: bool = False) 
     try:
         with contextlib.redirect_stderr(said):
             args = prepare_server_args([*argv, *level])
-        if not validation.is_selected(args):
+        if not is_selected(args):
             findings.refuse("options", f"{BACKEND_OPTION} {args.attention_backend} is not this plugin's: use diffkv")
             return None
         if hasattr(args, "resolve_once"):
@@ -173,7 +175,7 @@ def _server(findings: Findings, args: Any) -> None:
 
 def _model(findings: Findings, args: Any) -> Any:
     """What of SGLang's KVCacheConfigurator is known before weights are loaded; None if the model is refused."""
-    from sglang_diffkv.srt.validation import check_model
+    from sglang_diffkv.srt.startup.validation import check_model
 
     findings.section = "Model"
     try:
@@ -241,7 +243,7 @@ def _window(findings: Findings, model: Any) -> tuple[int, ...]:
 
 def _memory(findings: Findings, configurator: Any, given: str | None, gib: float) -> None:
     """Thresholds, tiers and what fits into so many GiB of each device."""
-    from sglang_diffkv.srt.launch import users_configuration
+    from sglang_diffkv.srt.startup.launch import users_configuration
 
     model, view = configurator.model_config, configurator.server_args
     context = model.context_len

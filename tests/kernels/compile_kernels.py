@@ -26,8 +26,8 @@ from triton.runtime.jit import JITFunction
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels import device
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier, position_bytes_for
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.ops.decisions import tail_tokens

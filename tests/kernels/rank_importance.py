@@ -26,7 +26,7 @@ def main(rank: int, size: int, backend: str, meeting: str) -> None:
     import sglang.srt.distributed as sglang_distributed
     from torch import distributed
 
-    from sglang_diffkv.srt import compat
+    from sglang_diffkv.srt.versions import compat
 
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     kernel = reference.importance

@@ -10,8 +10,8 @@ import torch
 
 from sglang_diffkv.kernels.allocate.reference import add_own_pages, recycle, reserve, take
 from sglang_diffkv.kernels.prefix_sum.reference import exclusive_prefix_sum
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row

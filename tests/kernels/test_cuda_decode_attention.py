@@ -20,7 +20,7 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention as reference
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_attention
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace, tile_constants
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.gpu import decode_obstacle
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

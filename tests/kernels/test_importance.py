@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.importance import reference
-from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.layout.ranks import Ranks
 from tests.kernels.test_select import KINDS, random_values
 from tests.kernels.triton_helpers import DEVICE
 from tests.ranks import with_one_sum

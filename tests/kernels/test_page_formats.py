@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
-from sglang_diffkv.mem_pool.page_format import EMPTY
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.ops.reference import ReferenceOps

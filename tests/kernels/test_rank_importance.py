@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.importance import reference
-from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.layout.ranks import Ranks
 from tests.kernels.rank_importance import CASES, LAYERS, importance_of
 from tests.ranks import with_one_sum
 

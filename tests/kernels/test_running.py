@@ -19,8 +19,8 @@ from sglang_diffkv.kernels.redundancy import reference as redundancy_reference
 from sglang_diffkv.kernels.redundancy import triton as redundancy_triton
 from sglang_diffkv.kernels.window_scores import reference as scores_reference
 from sglang_diffkv.kernels.window_scores import triton as scores_triton
+from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.query_cache import QueryCache
 from tests.helpers import visible
 from tests.kernels.test_whole_heads import two_parts
 from tests.kernels.triton_helpers import DEVICE, clone_state

@@ -13,14 +13,14 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops import Scaling, ragged
 from sglang_diffkv.ops import triton as triton_ops
 from sglang_diffkv.ops.gpu import build_ops, choose_prefill
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt.scaling import layer_scalings
-from sglang_diffkv.srt.validation import check_layers
+from sglang_diffkv.srt.models.scaling import layer_scalings
+from sglang_diffkv.srt.startup.validation import check_layers
 from tests.kernels.triton_helpers import make_format
 
 CAPPED, PLAIN = Scaling(0.0625, 50.0), Scaling(0.125)

@@ -9,10 +9,10 @@ import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.spans import SLACK, keep_of
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.reach import SLACK, keep_of
 from sglang_diffkv.ops import ReferenceOps, Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy

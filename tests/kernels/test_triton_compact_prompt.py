@@ -15,8 +15,8 @@ from sglang_diffkv.kernels.compact_prompt.reference import compact_prompts as sp
 from sglang_diffkv.kernels.compact_prompt.triton import PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.cuts import Cuts
 from sglang_diffkv.kernels.table import layer_table, max_entries, own_slot_location
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.triton_helpers import (

@@ -11,7 +11,7 @@ from sglang_diffkv.kernels.copy_compact import reference
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.kernels.triton_ring import Spans
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.diffkv import KEEP
 from tests.kernels.triton_helpers import DEVICE, FOUR, THREE, add_prompt, clone_state, make_format, make_manager, scaled

@@ -19,9 +19,9 @@ from sglang_diffkv.kernels.measure.reference import measure as measure_reference
 from sglang_diffkv.kernels.sum_scores import triton as sum_scores_triton
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores as sum_scores_reference
 from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.state import PageState
 from tests.helpers import begin_step, table_of
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
 from tests.pages.usage_oracle import page_owners

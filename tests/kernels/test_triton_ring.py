@@ -20,8 +20,8 @@ from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.prefix_sum.reference import exclusive_prefix_sum as reference
 from sglang_diffkv.kernels.prefix_sum.triton import exclusive_prefix_sum, return_spans, take_spans
 from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops import ReferenceOps
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

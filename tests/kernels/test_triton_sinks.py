@@ -17,7 +17,7 @@ from sglang_diffkv.kernels.decode_attention.triton import FoundTokens, decode_at
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention as extend_reference
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.helpers import begin_step

@@ -7,8 +7,8 @@ import torch
 
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
+from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.query_cache import QueryCache
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from tests.kernels.triton_helpers import BF16, DEVICE, add_prompt, close, make_format, make_manager, vectors

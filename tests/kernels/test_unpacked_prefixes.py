@@ -10,9 +10,9 @@ import torch
 
 from sglang_diffkv.attention.wrappers import ExtendWrapper
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops import ReferenceOps, Scaling, read_back
 from sglang_diffkv.ops.read_back import heads_hold_all
 from sglang_diffkv.ops.triton import TritonOps

@@ -16,9 +16,9 @@ from sglang_diffkv.kernels.copy_compact.triton import copy_compact
 from sglang_diffkv.kernels.gather_scores import reference
 from sglang_diffkv.kernels.gather_scores import triton as on_gpu
 from sglang_diffkv.kernels.triton_ring import Spans
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.ops.triton import WHOLE_HEADS
 from sglang_diffkv.policies.base import Across, AcrossLayers, LeastMass, Policy, TopCount, TopMass, WholeHead

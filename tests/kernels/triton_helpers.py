@@ -14,11 +14,11 @@ if DEVICE == "cpu":
 
 from sglang_diffkv.kernels.append.reference import append  # noqa: E402
 from sglang_diffkv.kernels.table import max_entries, row_table  # noqa: E402
+from sglang_diffkv.layout.geometry import Geometry  # noqa: E402
+from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier  # noqa: E402
+from sglang_diffkv.layout.state import PageState  # noqa: E402
 from sglang_diffkv.mem_pool.device import OpsOf  # noqa: E402
-from sglang_diffkv.mem_pool.geometry import Geometry  # noqa: E402
-from sglang_diffkv.mem_pool.page_format import MOST_TIERS, PageFormat, Tier  # noqa: E402
 from sglang_diffkv.mem_pool.page_manager import PageManager  # noqa: E402
-from sglang_diffkv.mem_pool.state import PageState  # noqa: E402
 from sglang_diffkv.policies.base import Policy  # noqa: E402
 from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
 from tests.helpers import begin_step  # noqa: E402

@@ -10,9 +10,9 @@ import torch
 
 from sglang_diffkv.attention.verification import VerifyWrapper
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

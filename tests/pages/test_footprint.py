@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from sglang_diffkv.config import DiffKVConfig, load_config
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.footprint import PAGES, Footprint
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.srt import build
-from sglang_diffkv.srt.allocator import DiffKVAllocator
-from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
+from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.startup import build
 from tests.kernels.triton_helpers import DEVICE
 
 GIB = 1 << 30

@@ -11,8 +11,8 @@ from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.key_means import of_rank, read_key_means, write_key_means
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from sglang_diffkv.mem_pool.geometry import kv_slots_for
+from sglang_diffkv.layout.geometry import kv_slots_for
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
-from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import Requests
 from tests.helpers import make_format
 from tests.tree.tree_world import World
 

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.table import max_entries, row_table
-from sglang_diffkv.mem_pool.geometry import Geometry, Path
+from sglang_diffkv.layout.geometry import Geometry, Path
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.running import RunningBudgets
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops import ReferenceOps
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.ops.triton import WHOLE_HEADS, TritonOps

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
-from sglang_diffkv.mem_pool.page_format import PageFormat
+from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy

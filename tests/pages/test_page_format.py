@@ -11,8 +11,8 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.allocate.reference import add_own_pages
 from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.table import put_entries, row_table, table_index
-from sglang_diffkv.mem_pool.geometry import Geometry
-from sglang_diffkv.mem_pool.page_format import (
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import (
     PADDING_STEPS,
     SUPPORTED_HEAD_DIMS,
     PageFormat,
@@ -20,7 +20,7 @@ from sglang_diffkv.mem_pool.page_format import (
     TierLayout,
     position_bytes_for,
 )
-from sglang_diffkv.mem_pool.state import PageState, Positions
+from sglang_diffkv.layout.state import PageState, Positions
 from tests.helpers import PAIR, make_format
 
 NAMES = ["BF16", *(f"K{k}V{v}" for k in (8, 4, 2, 1) for v in (8, 4, 2, 1))]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from sglang_diffkv.config import load_config
+from sglang_diffkv.layout.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pressure import LEAST_GROWTH, Pressure
 from sglang_diffkv.policies.diffkv import DiffKVPolicy

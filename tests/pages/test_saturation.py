@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sglang_diffkv.config import load_config
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier
+from sglang_diffkv.layout.page_format import PageFormat, Tier
 from sglang_diffkv.plan import MemoryPlan
 from tests.pages.saturation import Scheduler, Seen
 from tests.pages.saturation_pools import DiffKVServer, Request, StockPool

@@ -11,9 +11,9 @@ import torch
 
 from sglang_diffkv.config import load_config
 from sglang_diffkv.kernels.append.reference import read_tokens
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import MOST_TIERS
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.page_format import MOST_TIERS
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import reference, triton
 from sglang_diffkv.ops.base import Step

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_diffkv.layout.state import TABLE_BLOCK
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy

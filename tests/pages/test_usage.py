@@ -11,10 +11,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_diffkv.kernels.append.reference import append
+from sglang_diffkv.layout.geometry import Geometry, Segment
+from sglang_diffkv.layout.spans import keep_of
 from sglang_diffkv.mem_pool import segment_counts, usage
-from sglang_diffkv.mem_pool.geometry import Geometry, Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.helpers import begin_step, make_format, make_manager

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.importance.reference import importance
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.ops.decisions import REFERENCE, WholeHeadKernels
 from sglang_diffkv.ops.triton import WHOLE_HEADS
 from sglang_diffkv.policies.base import prunes

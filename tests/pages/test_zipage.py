@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager

@@ -14,8 +14,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sglang_diffkv.kernels import device
 from sglang_diffkv.kernels.table import row_table
+from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
-from sglang_diffkv.mem_pool.state import PageState
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.ops.triton import TritonOps
@@ -27,7 +27,7 @@ from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
-from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
+from sglang_diffkv.srt.hooks.table import enable_fused_set_kv_buffer
 from sglang_diffkv.srt.pool import DiffKVPool
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
 

@@ -9,9 +9,10 @@ import pytest
 
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.findings import Findings
-from sglang_diffkv.srt import compat, compat_states
 from sglang_diffkv.srt.doctor import _without_states
-from sglang_diffkv.srt.hybrids import check_paged_layers, describe_layers, paged_layers
+from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, paged_layers
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions import states as compat_states
 
 MIB = 1 << 20
 

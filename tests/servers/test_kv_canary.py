@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_diffkv.srt.kv_canary import attach, walk_prefix_cache
 from sglang_diffkv.srt.pool import DiffKVPool
+from sglang_diffkv.srt.startup.kv_canary import attach, walk_prefix_cache
 from tests.tree.tree_world import World
 
 

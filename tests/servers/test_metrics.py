@@ -17,7 +17,7 @@ from sglang.srt.observability import metrics_collector
 
 from sglang_diffkv.mem_pool import usage
 from sglang_diffkv.mem_pool.usage import UsageMeter
-from sglang_diffkv.srt import metrics
+from sglang_diffkv.srt.hooks import metrics
 from tests.servers.prometheus_text import Sample, by_label, samples
 from tests.tree.tree_world import World
 

@@ -27,11 +27,13 @@ from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.refusals import kind_of
-from sglang_diffkv.srt import hooks, launch, plugin, preflight
-from sglang_diffkv.srt.compat import TESTED_VERSIONS, release
-from sglang_diffkv.srt.hybrids import hybrid_problems
-from sglang_diffkv.srt.speculation import check_drafts
-from sglang_diffkv.srt.validation import check_layers, check_model, check_policy, check_server_args
+from sglang_diffkv.srt.hooks import registration
+from sglang_diffkv.srt.hooks import table as hooks
+from sglang_diffkv.srt.models.hybrids import hybrid_problems
+from sglang_diffkv.srt.models.speculation import check_drafts
+from sglang_diffkv.srt.startup import launch, preflight
+from sglang_diffkv.srt.startup.validation import check_layers, check_model, check_policy, check_server_args
+from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, release
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_an_unsupported_sglang_is_no_news_to_other_backends(caplog: pytest.LogCa
     registry = SimpleNamespace(register=lambda target, hook, kind: hooks.update({target: hook}))
     error = UnsupportedError("was not tested with SGLang 9.9")
     with caplog.at_level(logging.DEBUG):
-        plugin._refuse(
+        registration._refuse(
             lambda name: lambda build: made.update({name: build}), registry, SimpleNamespace(AROUND=1), error
         )
         (from_cli_args,) = hooks.values()
@@ -283,9 +285,9 @@ def test_models_with_states_are_served_on_a_gpu_by_versions_that_were_tried(monk
         "kv_cache_dtype": torch.bfloat16,
         **HYBRID,
     }
-    monkeypatch.setattr("sglang_diffkv.srt.hybrids.STATES_GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.models.hybrids.STATES_GPU_VERSIONS", TESTED_VERSIONS)
     check_model(SimpleNamespace(**model))
-    monkeypatch.setattr("sglang_diffkv.srt.hybrids.STATES_GPU_VERSIONS", ())
+    monkeypatch.setattr("sglang_diffkv.srt.models.hybrids.STATES_GPU_VERSIONS", ())
     refusal = "layers with states, of SGLang .*, on a GPU, where it was not seen to be right in all ways: .*UNTRIED"
     with pytest.raises(UnsupportedError, match=refusal):
         check_model(SimpleNamespace(**model))
@@ -326,7 +328,7 @@ def test_states_are_kept_where_prompts_are_cut(size: int, alone: bool) -> None:
 def test_the_cache_gets_the_dtype_that_the_model_computes(
     asked: torch.dtype, computed: torch.dtype, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from sglang_diffkv.srt.build import keep_computed_dtype
+    from sglang_diffkv.srt.startup.build import keep_computed_dtype
 
     runner = SimpleNamespace(kv_cache_dtype=asked, kv_cache_dtype_str="of SGLang", dtype=computed)
     with caplog.at_level("INFO", logger="sglang_diffkv"):
@@ -572,7 +574,7 @@ def test_what_is_given_to_attention_beside_q_k_and_v_is_refused() -> None:
 def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours: bool) -> None:
     from sglang.srt.models import utils
 
-    from sglang_diffkv.srt.hooks import enable_fused_set_kv_buffer
+    from sglang_diffkv.srt.hooks.table import enable_fused_set_kv_buffer
     from sglang_diffkv.srt.pool import DiffKVPool
 
     pool = DiffKVPool(64, torch.bfloat16, [0], "cpu", False, 0, 0) if ours else object()

@@ -13,12 +13,12 @@ from sglang.srt.server_args import ServerArgs
 from benchmarks.paths import NANO
 from sglang_diffkv.config import UNTRIED_ENV, DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
-from sglang_diffkv.srt import launch
-from sglang_diffkv.srt.compat import CANARY_ON_CPU, TESTED_VERSIONS, release, resolved, sglang_version
-from sglang_diffkv.srt.compat_states import model_has_states
-from sglang_diffkv.srt.server_flags import REFUSED, OnlyWith, Refused, flags
-from sglang_diffkv.srt.supported_flags import WORKS
-from sglang_diffkv.srt.validation import check_server_args
+from sglang_diffkv.srt.startup import launch
+from sglang_diffkv.srt.startup.server_flags import REFUSED, OnlyWith, Refused, flags
+from sglang_diffkv.srt.startup.supported_flags import WORKS
+from sglang_diffkv.srt.startup.validation import check_server_args
+from sglang_diffkv.srt.versions.compat import CANARY_ON_CPU, TESTED_VERSIONS, release, resolved, sglang_version
+from sglang_diffkv.srt.versions.states import model_has_states
 
 ROOT = Path(__file__).parents[2]
 FIELDS = {path.stem: set(path.read_text().split()) for path in (ROOT / "tests/data/server_args").glob("*.txt")}
@@ -158,7 +158,7 @@ def drafts_on_a_gpu(monkeypatch):
     """The installed SGLang is one with which drafts ran on a GPU."""
     monkeypatch.delenv(UNTRIED_ENV, raising=False)
     for name in ("GPU_VERSIONS", "DRAFTS_GPU_VERSIONS"):
-        monkeypatch.setattr(f"sglang_diffkv.srt.validation.{name}", TESTED_VERSIONS)
+        monkeypatch.setattr(f"sglang_diffkv.srt.startup.validation.{name}", TESTED_VERSIONS)
 
 
 def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, monkeypatch):
@@ -167,7 +167,7 @@ def test_drafts_are_refused_on_a_gpu_until_they_were_run_there(drafts_on_a_gpu, 
     heads = {"speculative_algorithm": "EAGLE", **CHAIN}
     check_server_args(_args(device="cpu", **heads))
     check_server_args(_args(device="cuda", **heads))
-    monkeypatch.setattr("sglang_diffkv.srt.validation.DRAFTS_GPU_VERSIONS", ("0.1",))
+    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.DRAFTS_GPU_VERSIONS", ("0.1",))
     with pytest.raises(UnsupportedError, match=rf"EAGLE .*drop --speculative-algorithm, or set {UNTRIED_ENV}=1"):
         check_server_args(_args(device="cuda", **heads))
     with pytest.raises(UnsupportedError, match=r"STANDALONE of SGLang .*drop --speculative-algorithm"):
@@ -207,7 +207,7 @@ def test_drafts_are_planned_on_the_stream_of_the_passes(drafts_on_a_gpu, monkeyp
 
 def test_what_hides_steps_from_the_backend_is_refused_on_a_gpu(monkeypatch):
     """SGLang's graphs of what is prepared outside of a pass's graph: the host would not be asked before a replay."""
-    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.GPU_VERSIONS", TESTED_VERSIONS)
     monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
     check_server_args(_args(device="cpu"))
     with pytest.raises(UnsupportedError, match="SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
@@ -229,8 +229,8 @@ def test_graphs_that_are_not_served_are_refused_on_a_gpu(phase, kind, tried):
 @pytest.fixture
 def tried(monkeypatch):
     """The installed SGLang was tried on a GPU, with graphs of prompts too."""
-    monkeypatch.setattr("sglang_diffkv.srt.validation.GPU_VERSIONS", TESTED_VERSIONS)
-    monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.GRAPHS_GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.startup.validation.GPU_VERSIONS", TESTED_VERSIONS)
+    monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.GRAPHS_GPU_VERSIONS", TESTED_VERSIONS)
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ def test_prefill_graphs_are_refused_beside_what_they_were_not_tried_with(more, t
 def test_prefill_graphs_that_sglang_chooses_stay_where_they_are_served(obstacle, kind, tried, monkeypatch, caplog):
     """Through SGLang's own resolution, which on a GPU ends with prefill graphs."""
     if obstacle == "version":
-        monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.GRAPHS_GPU_VERSIONS", ())
+        monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.GRAPHS_GPU_VERSIONS", ())
     if obstacle == "states":
-        monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.model_has_states", lambda args: True)
+        monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.model_has_states", lambda args: True)
     args = _resolved_args(monkeypatch)
     _choose_prefill_graphs(args, kind)
     with caplog.at_level("INFO"):
@@ -282,7 +282,7 @@ def test_prefill_graphs_that_a_user_asks_for_are_refused_where_they_are_not_serv
     _choose_prefill_graphs(args)
     launch.configure(args, "{}")
     assert resolved(args).cuda_graph_config.prefill.backend == "breakable"
-    monkeypatch.setattr("sglang_diffkv.srt.prefill_graphs.GRAPHS_GPU_VERSIONS", ())
+    monkeypatch.setattr("sglang_diffkv.srt.startup.prefill_graphs.GRAPHS_GPU_VERSIONS", ())
     with pytest.raises(UnsupportedError, match="CUDA graphs for prefill"):
         launch.configure(args, "{}")
 

@@ -14,7 +14,7 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
-from sglang_diffkv.srt.speculation import CHAIN
+from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer
 

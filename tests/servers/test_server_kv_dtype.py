@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.server import Server
-from sglang_diffkv.srt.compat import release
+from sglang_diffkv.srt.versions.compat import release
 from tests.servers.shared import STRICT, tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.versions]

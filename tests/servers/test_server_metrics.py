@@ -10,7 +10,7 @@ import pytest
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.mem_pool.ledger import spare_pages
-from sglang_diffkv.srt.metrics import FAMILIES
+from sglang_diffkv.srt.hooks.metrics import FAMILIES
 from tests.servers.prometheus_text import by_label, samples
 
 pytestmark = pytest.mark.server

@@ -22,10 +22,10 @@ from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
-from sglang_diffkv.srt.allocator import DiffKVAllocator
-from sglang_diffkv.srt.hooks import mix_with_running
-from sglang_diffkv.srt.mixed_chunks import MixedChunks
-from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.hooks.table import mix_with_running
+from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
+from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.mixed_chunks import MixedChunks
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of
 

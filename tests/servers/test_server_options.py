@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.server import Server
-from sglang_diffkv.srt.compat import CANARY_ON_CPU
+from sglang_diffkv.srt.versions.compat import CANARY_ON_CPU
 from tests.servers.events import Events
 from tests.servers.shared import STRICT
 

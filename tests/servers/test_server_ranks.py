@@ -27,7 +27,7 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, ServerError, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
-from sglang_diffkv.srt.speculation import CHAIN
+from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
 from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens

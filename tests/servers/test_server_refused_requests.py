@@ -34,7 +34,7 @@ def register():
     from sglang_diffkv.mem_pool.ledger import PageLedger
     from sglang_diffkv.mem_pool.page_manager import PageManager
     from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
-    from sglang_diffkv.srt.allocator import DiffKVAllocator
+    from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 
     alloc, rows = DiffKVAllocator.alloc, ReqToTokenPool.alloc
 

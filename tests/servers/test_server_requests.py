@@ -19,7 +19,7 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
-from sglang_diffkv.srt.compat import BEAM_SEARCH
+from sglang_diffkv.srt.versions.compat import BEAM_SEARCH
 from tests.servers.shared import STRICT
 
 pytestmark = pytest.mark.server

@@ -82,7 +82,7 @@ def test_turns_over_joined_segments_have_stock_s_tokens(server_of: Callable[...,
 
 
 UNTIDY = """
-from sglang_diffkv.srt.path_joining import PathJoiner
+from sglang_diffkv.srt.tree.path_joining import PathJoiner
 
 
 def register():

@@ -21,7 +21,7 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
-from sglang_diffkv.mem_pool.reach import SLACK, keep_of
+from sglang_diffkv.layout.spans import SLACK, keep_of
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
 

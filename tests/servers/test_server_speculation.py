@@ -19,7 +19,7 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
-from sglang_diffkv.srt.speculation import CHAIN
+from sglang_diffkv.srt.models.speculation import CHAIN
 from tests.servers.shared import STRICT, tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.full]

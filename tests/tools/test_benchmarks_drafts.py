@@ -25,7 +25,7 @@ def test_every_stage_runs_whatever_becomes_of_the_ones_before(monkeypatch):
 def test_chains_are_served_as_they_are_asked_for():
     from types import SimpleNamespace
 
-    from sglang_diffkv.srt.server_flags import refusals
+    from sglang_diffkv.srt.startup.server_flags import refusals
 
     words = drafts.draft_args("STANDALONE", "model", 5).split()
     given = {words[i][2:].replace("-", "_"): words[i + 1] for i in range(0, len(words), 2)}

@@ -18,7 +18,7 @@ from benchmarks.kernels.baselines import BASELINES, Missing, baseline_bytes, sgl
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.kernels.timing import MIN_BYTES, cpu_median_ms, lacking, layers_for
 from sglang_diffkv.kernels.table import table_column
-from sglang_diffkv.mem_pool.state import TABLE_BLOCK
+from sglang_diffkv.layout.state import TABLE_BLOCK
 
 TIERS = "K8V4 K4V2"
 

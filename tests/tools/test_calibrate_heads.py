@@ -23,7 +23,7 @@ from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.tasks import TaskFileError, load_task
 from sglang_diffkv.evaluate.tasks.generation import Options
-from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.layout.page_format import Tier
 from tests.tools.test_calibrate import DATA
 
 PAIR = (Tier.parse("K8V4"), Tier.parse("K4V2"))

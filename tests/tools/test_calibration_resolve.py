@@ -16,7 +16,8 @@ from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, l
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.configuration import parse_configuration
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
-from sglang_diffkv.srt import hooks, launch
+from sglang_diffkv.srt.hooks import table as hooks
+from sglang_diffkv.srt.startup import launch
 
 SHAPE = {"num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "hidden_size": 5120}
 FIGURES = ("accuracy", "accuracy_error", "difference", "difference_error", "p", "ratio_pages", "ratio_tokens")

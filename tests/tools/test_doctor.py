@@ -20,7 +20,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.findings import Findings
-from sglang_diffkv.srt import compat
+from sglang_diffkv.srt.versions import compat
 from tests.helpers import make_format
 
 MLA = REPOSITORY / "tests" / "data" / "mla"

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 
 from benchmarks.paths import REPOSITORY
 from sglang_diffkv import pins
-from sglang_diffkv.srt.compat import GPU_VERSIONS, TESTED_VERSIONS
+from sglang_diffkv.srt.versions.compat import GPU_VERSIONS, TESTED_VERSIONS
 
 RELEASED = [f"0.5.{patch}" for patch in range(17, 24)]
 NEIGHBOURS = ["0.5.16", "0.5.18.post1", "0.5.19.post1", "0.5.20.post1", "0.5.23.post1", "0.5.24"]

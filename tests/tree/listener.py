@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from sglang_diffkv.mem_pool.reach import served_end
+from sglang_diffkv.layout.spans import served_end
 
 Tokens = tuple[int, ...]
 

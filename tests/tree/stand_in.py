@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_diffkv.srt.compat import release
+from sglang_diffkv.srt.versions.compat import release
 
 V17, V23 = release() < (0, 5, 18), release() >= (0, 5, 22)
 

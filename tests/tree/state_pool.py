@@ -8,7 +8,7 @@ import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-from sglang_diffkv.srt import compat_states
+from sglang_diffkv.srt.versions import states as compat_states
 from tests.tree.test_prefix_cache import name_of
 
 

@@ -13,15 +13,17 @@ from sglang.srt.managers import scheduler
 from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_diffkv.config import CHECK_ENV
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.spans import keep_of
 from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.reach import keep_of
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
-from sglang_diffkv.srt import admission, compat, hooks
-from sglang_diffkv.srt.allocator import DiffKVAllocator
-from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.hooks import table as hooks
+from sglang_diffkv.srt.scheduling import admission
+from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
+from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.versions import compat
 from tests.dense import Session
 from tests.helpers import make_format, make_manager
 from tests.tree.stand_in import Fields

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from sglang_diffkv.kernels.table import max_entries, row_table
-from sglang_diffkv.mem_pool.geometry import Path
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.geometry import Path
+from sglang_diffkv.layout.state import PageState
 from tests.tree.test_prefix_cache import ExactTreeMachine, TreeMachine, machine_settings
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.policies.zipage import ZipagePolicy
-from sglang_diffkv.srt.joint_admission import STEPS
+from sglang_diffkv.srt.scheduling.joint_admission import STEPS
 from tests.tree.stand_in import Fields
 from tests.tree.tree_world import World
 

@@ -12,7 +12,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 
-from sglang_diffkv.srt import compat, compat_states
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions import states as compat_states
 from tests.tree.stand_in import Match, leave, offer
 from tests.tree.state_pool import States, make_pool
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings, name_of

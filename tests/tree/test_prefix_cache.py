@@ -23,18 +23,18 @@ from sglang_diffkv.kernels.append.reference import append, read_tokens
 from sglang_diffkv.kernels.decode_attention.reference import decode_attention
 from sglang_diffkv.kernels.query_cache.reference import store_queries
 from sglang_diffkv.kernels.table import max_entries, row_table
-from sglang_diffkv.mem_pool.geometry import Geometry
+from sglang_diffkv.layout.geometry import Geometry
+from sglang_diffkv.layout.page_format import PageFormat, Tier, position_bytes_for
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.ranks import Ranks
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt.allocator import DiffKVAllocator
-from sglang_diffkv.srt.compat_tree import prefix_cache_class
-from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
+from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
 from tests.helpers import begin_step, end_decode, faults, new_scores
 from tests.pages.usage_oracle import check_reading
 from tests.tree.listener import Listener

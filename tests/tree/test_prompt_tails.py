@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt.compat import prefix_len, protected_len
+from sglang_diffkv.srt.versions.compat import prefix_len, protected_len
 from tests.helpers import faults
 from tests.tree.stand_in import Match, StandIn, offer, take_row
 from tests.tree.tree_world import World

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis.stateful import invariant, precondition, rule
 
-from sglang_diffkv.mem_pool.page_format import Tier
-from sglang_diffkv.mem_pool.ranks import Ranks
+from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.policies.base import Policy, Redundancy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy

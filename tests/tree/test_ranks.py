@@ -14,9 +14,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from sglang_diffkv.layout.ranks import RankError
 from sglang_diffkv.mem_pool.counts import RankCounts
 from sglang_diffkv.mem_pool.integrity import decision_digest
-from sglang_diffkv.mem_pool.ranks import RankError
 from sglang_diffkv.policies.xkv import XKVPolicy
 from tests.ranks import Pair
 from tests.tree.test_prefix_cache import CAPACITY, WINDOW, ExactTreeMachine, TreeMachine, machine_settings

@@ -14,14 +14,14 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_diffkv.config import load_config
-from sglang_diffkv.mem_pool.page_format import Tier
+from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.policies.uniform import UniformPolicy
-from sglang_diffkv.srt import compat
-from sglang_diffkv.srt.allocator import SERVED
-from sglang_diffkv.srt.compat import tokens_wanted
-from sglang_diffkv.srt.hooks import HOOKS
-from sglang_diffkv.srt.retracted import Kept, Retracted, why_recomputed
-from sglang_diffkv.srt.validation import BACKEND
+from sglang_diffkv.srt.hooks.table import HOOKS
+from sglang_diffkv.srt.scheduling.allocator import SERVED
+from sglang_diffkv.srt.tree.retracted import Kept, Retracted, why_recomputed
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions.compat import tokens_wanted
+from sglang_diffkv.srt.versions.selection import BACKEND
 from tests.tree.stand_in import Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
 from tests.tree.tree_world import World

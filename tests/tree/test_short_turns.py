@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_diffkv.srt.path_joining import MOST_PARTS, WASTE
+from sglang_diffkv.srt.tree.path_joining import MOST_PARTS, WASTE
 from tests.tree.tree_world import World
 
 MOST_WASTE = 1.3

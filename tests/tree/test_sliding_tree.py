@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_diffkv.mem_pool import reach
-from sglang_diffkv.mem_pool.geometry import Segment
-from sglang_diffkv.mem_pool.page_format import Tier
-from sglang_diffkv.mem_pool.ranks import Ranks
-from sglang_diffkv.mem_pool.reach import joined_end, keep_of, served_end
+from sglang_diffkv.layout import spans as reach
+from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.layout.spans import joined_end, keep_of, served_end
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.helpers import visible

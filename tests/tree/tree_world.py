@@ -11,17 +11,17 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.mem_pool.geometry import Geometry, Segment
+from sglang_diffkv.layout.geometry import Geometry, Segment
+from sglang_diffkv.layout.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
-from sglang_diffkv.mem_pool.page_format import PageFormat, Tier, position_bytes_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.srt.allocator import DiffKVAllocator
-from sglang_diffkv.srt.compat import prefix_len
-from sglang_diffkv.srt.compat_tree import prefix_cache_class
-from sglang_diffkv.srt.requests import Requests
+from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
+from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
+from sglang_diffkv.srt.versions.compat import prefix_len
 from tests.helpers import begin_step
 from tests.tree.listener import Listener
 from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row

@@ -27,7 +27,7 @@ from sglang_diffkv.calibrate.heads.capture import LayerPass
 from sglang_diffkv.kernels.cuts import Cuts, prompt_tiers
 from sglang_diffkv.kernels.quantize.reference import dequantize, quantize
 from sglang_diffkv.kernels.rotate.reference import Rotation, rotate
-from sglang_diffkv.mem_pool.page_format import RAW_BITS, SCORE_BYTES, SHORT_POSITION_BYTES, Tier
+from sglang_diffkv.layout.page_format import RAW_BITS, SCORE_BYTES, SHORT_POSITION_BYTES, Tier
 from sglang_diffkv.policies.base import Pointwise
 
 QUERY_BLOCK = 256

@@ -1,0 +1,71 @@
+"""Entry point of the group ``sglang.srt.plugins``: SGLang calls ``register`` in every process, before it
+parses arguments. The only module that touches SGLang's registries."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.versions.compat import require_tested_version
+from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
+
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make ``--attention-backend diffkv`` known. If that cannot work, selecting it fails with the reason."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    add_attention_backend_choices([BACKEND])
+    try:
+        require_tested_version()
+        from sglang.srt.mem_cache.registry import register_radix_cache_backend
+
+        from sglang_diffkv.srt.hooks import table as hooks
+        from sglang_diffkv.srt.startup import build
+    except Exception as error:
+        _refuse(register_attention_backend, HookRegistry, HookType, error)
+        return
+
+    def create(runner: Any) -> Any:
+        verify_hooks()
+        return build.create_backend(runner)
+
+    register_attention_backend(BACKEND)(create)
+    register_radix_cache_backend(BACKEND, build.create_prefix_cache)
+    for target, hook in hooks.HOOKS.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def verify_hooks() -> None:
+    """Raise UnsupportedError if SGLang could not apply a hook: it only logs that."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_diffkv.srt.hooks.table import HOOKS
+
+    missing = sorted(set(HOOKS) - set(HookRegistry._patched))
+    if missing:
+        raise UnsupportedError(
+            f"--attention-backend diffkv: SGLang could not apply the hooks {missing}; see its log for the cause."
+        )
+
+
+def _refuse(register_attention_backend: Any, registry: Any, hook_type: Any, error: Exception) -> None:
+    """Keep the backend's name known, and say why it cannot be used as soon as someone selects it; to whoever uses
+    another backend it is no news."""
+    reason = f"sglang_diffkv: --attention-backend {BACKEND} is not available: {error}"
+    logger.info("%s", reason)
+
+    def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
+        if is_selected(args):
+            raise SystemExit(reason)
+        return original(cls, args)
+
+    def create(runner: Any) -> Any:
+        raise UnsupportedError(reason) from error
+
+    register_attention_backend(BACKEND)(create)
+    registry.register("sglang.srt.server_args.ServerArgs.from_cli_args", from_cli_args, hook_type.AROUND)

@@ -1,0 +1,461 @@
+"""The hooks on SGLang: one table, a function each. All are no-ops unless diffkv is the selected backend."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
+from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
+from sglang_diffkv.srt.hooks import metrics
+from sglang_diffkv.srt.pool import DiffKVPool
+from sglang_diffkv.srt.scheduling.admission import ADMISSION_HOOKS
+from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of
+from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, Requests
+from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
+from sglang_diffkv.srt.startup import build, draft_model, launch
+from sglang_diffkv.srt.startup.draft_model import DRAFT_HOOKS
+from sglang_diffkv.srt.startup.kv_canary import CANARY_HOOKS
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions import states as compat_states
+from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
+
+# Arguments
+
+
+def add_cli_args(original: Any, parser: Any) -> Any:
+    result = original(parser)
+    parser.add_argument(
+        "--diffkv-config",
+        default=None,
+        help="DiffKV: tiers, policy and page size, as inline JSON or the path of a JSON file "
+        f"(default: environment variable {CONFIG_ENV}, else the thresholds calibrated for the model where there are "
+        "any, else the built-in configuration).",
+    )
+    return result
+
+
+def from_cli_args(original: Any, cls: Any, args: Any) -> Any:
+    server_args = original(cls, args)
+    launch.configure_from_cli(server_args, getattr(args, "diffkv_config", None))
+    return server_args
+
+
+def check_server_args(original: Any, self: Any) -> Any:
+    """What every launch calls, of a server or of an ``Engine``, which parses no arguments."""
+    result = original(self)
+    if is_selected(self):
+        launch.ask_before_loading(self)
+    return result
+
+
+def support_triton(original: Any, backend: str) -> bool:
+    """SGLang takes its Triton paths for every backend it does not know; on a CPU there are none."""
+    return original(backend) and (backend != BACKEND or launch.on_gpu())
+
+
+_asking_for_model = False
+"""Whether SGLang is judging the arguments by the model's architecture."""
+
+
+def adjust_to_model(original: Any, server_args: Any) -> Any:
+    global _asking_for_model
+    if is_selected(server_args):
+        compat_states.keep_without_buffers(server_args)
+    _asking_for_model = True
+    try:
+        return original(server_args)
+    finally:
+        _asking_for_model = False
+
+
+def attention_backends(original: Any, args: Any) -> Any:
+    """SGLang ends the start of models with attention sinks (gpt-oss) on backends that it does not know to have them.
+    This one does, so there it passes for one that has."""
+    found = original(args)
+    return tuple("triton" if x == BACKEND else x for x in found) if _asking_for_model else found
+
+
+def validate_mamba_no_buffer(original: Any, *args: Any) -> None:
+    """SGLang's own prefix cache cannot keep states under overlap scheduling without buffers; this one copies them
+    behind their pass."""
+    *_, view, _ = args
+    if not is_selected(view):
+        original(*args)
+
+
+# What a server builds
+
+
+def configure_kv_cache_dtype(original: Any, self: Any) -> Any:
+    """A checkpoint may ask for an FP8 cache, which SGLang decides once the model is loaded."""
+    result = original(self)
+    if is_selected(self.server_args) and not self.is_draft_worker:
+        build.keep_computed_dtype(self)
+    return result
+
+
+def create_memory_pool_configurator(original: Any, configurator: Any) -> Any:
+    selected = is_selected(configurator.server_args)
+    return build.PoolConfigurator(configurator) if selected else original(configurator)
+
+
+def build_kv_pool(original: Any, self: Any, **kwargs: Any) -> Any:
+    """Of a model that attends in all layers, or in some while the others have states; and of a draft model."""
+    if not is_selected(self.server_args):
+        return original(self, **kwargs)
+    return draft_model.build_pool(original, self, kwargs) if self.is_draft_worker else build.build_pool(self, kwargs)
+
+
+def build_token_to_kv_pool_allocator(original: Any, self: Any, **kwargs: Any) -> Any:
+    pool = kwargs["token_to_kv_pool"]
+    if isinstance(pool, DiffKVPool):
+        return build.build_allocator(self, pool, kwargs["req_to_token_pool"])
+    if is_selected(self.server_args) and self.is_draft_worker:
+        draft_model.check_pool(pool)
+    else:
+        build.refuse_pool(self, pool)
+    return original(self, **kwargs)
+
+
+def default_radix_cache_factory(original: Any, ctx: Any) -> Any:
+    ours = isinstance(ctx.params.token_to_kv_pool_allocator, DiffKVAllocator)
+    off = ctx.disable_radix_cache and not compat.disabled_prefix_cache_needs_tree()
+    return build.create_prefix_cache(ctx) if ours and not off else original(ctx)
+
+
+def enable_fused_set_kv_buffer(original: Any, forward_batch: Any) -> bool:
+    """Some models let the rotary embedding's kernel write K and V into SGLang's buffers, which the pool does not
+    have: their K and V go to the attention backend as those of all others do."""
+    from sglang.srt.models.utils import get_token_to_kv_pool
+
+    return not isinstance(get_token_to_kv_pool(), DiffKVPool) and original(forward_batch)
+
+
+# Batches
+
+
+def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attach the matched prefixes and plan the pass."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    try:
+        with requests.refusing(self.reqs), requests.ledger.prefilling():
+            requests.begin_states(self.reqs)
+            result = original(self, *args, **kwargs)
+        requests.plan_prefill(self.reqs)
+        requests.mixed.prompts_planned()
+    except BatchRefused as refused:
+        refused.batch = self
+        raise
+    return result
+
+
+def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A pass is launched: states that it leaves are copied before the next one changes them."""
+    result = original(self, *args, **kwargs)
+    if BACKEND in SERVED:
+        SERVED[BACKEND].requests.pass_launched()
+    return result
+
+
+def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Plan the decode step, without the requests that are judged beside it or have no room in it."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    if requests.budgets is not None:
+        requests.budgets.leave_out(self)
+    refuse_in_decode(self, requests)
+    if self.is_empty():
+        return None
+    result = original(self, *args, **kwargs)
+    if requests.manager.drafts:
+        requests.plan_verification(self.reqs)
+    else:
+        requests.plan_decode(self.reqs, [length - 1 for length in self.seq_lens_cpu.tolist()])
+    return result
+
+
+def mix_with_running(original: Any, self: Any, running_batch: Any) -> Any:
+    """A pass over prompts takes in those that run, unless none of them has room in it."""
+    if requests_of(self) is None:
+        return original(self, running_batch)
+    if running_batch.is_empty():
+        return None
+    result = original(self, running_batch)
+    compat.set_mixed_starts(self, running_batch)
+    return result
+
+
+def check_decode_mem(original: Any, self: Any, selected_indices: Any = None) -> bool:
+    """Whether the next step fits. Before requests are retracted, running ones give up bytes."""
+    fits: bool = original(self, selected_indices)
+    requests = requests_of(self)
+    if fits or requests is None or selected_indices is not None or not requests.relieve(self.reqs):
+        return fits
+    return bool(original(self, selected_indices))
+
+
+def retract_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang gives up the last request of a batch if that has no room alone. It starts over once, if that helps."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    # A request that gives up its row forgets its node. One that a client has aborted is not to go on.
+    nodes = {id(req): req.last_node for req in self.reqs if req.to_finish is None}
+    retracted, ratio, given_up = original(self, *args, **kwargs)
+    for req in list(given_up):
+        if requests.starts_over(req, nodes.get(id(req))):
+            req.to_finish = None
+            given_up.remove(req)
+            retracted.append(req)
+    return retracted, ratio, given_up
+
+
+def free_row(original: Any, self: Any, req: Any) -> Any:
+    """A request leaves its row: on finish, abort and retraction alike."""
+    allocator = getattr(self, "diffkv_allocator", None)
+    if allocator is not None:
+        allocator.requests.leave(req, compat.row_of(req), counted=compat.has_finished_well(req))
+    return original(self, req)
+
+
+def release_req(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A request is retracted: what its row holds goes to host memory first, unless SGLang says that it is to be
+    computed again."""
+    requests = getattr(kwargs.get("tree_cache"), "requests", None)
+    if requests is not None and requests.retracted is not None and kwargs.get("offload_kv", True):
+        requests.retracted.keep(kwargs["req"])
+    return original(*args, **kwargs)
+
+
+def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """A request is matched to be admitted, and not only to be put in order."""
+    requests = getattr(tree_cache, "requests", None)
+    if requests is None or requests.retracted is None:
+        return original(self, tree_cache, *args, **kwargs)
+    with requests.retracted.admitting(self):
+        return original(self, tree_cache, *args, **kwargs)
+
+
+def pause_generation(original: Any, self: Any, recv_req: Any) -> Any:
+    """A pause that retracts all requests promises that they are computed again: nothing kept of any is brought back."""
+    requests = requests_of(self)
+    if requests is None or requests.retracted is None or recv_req.mode != "retract":
+        return original(self, recv_req)
+    with requests.retracted.retracting_all():
+        return original(self, recv_req)
+
+
+def change_weights(original: Any, self: Any, recv_req: Any) -> Any:
+    """Weights are updated, with a flush or without one. Of SGLang's checks of weights, which come here too, one
+    overwrites them."""
+    retracted = SERVED[BACKEND].requests.retracted if BACKEND in SERVED else None
+    if retracted is not None and getattr(recv_req, "action", "reset_tensors") == "reset_tensors":
+        retracted.weights_change()
+    return original(self, recv_req)
+
+
+# The scheduler's loop
+
+
+def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
+    """A batch that cannot be prepared ends the requests that are the cause; the others wait again. Those that made room
+    for an urgent request which is not admitted wait again, too."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, running_batch)
+    if requests.retracted is not None:
+        requests.retracted.expected = lambda: compat.expected_tokens(self, running_batch)
+    requests.preempted = []
+    try:
+        with requests.mixed.scheduling(self, running_batch):
+            plan = original(self, running_batch)
+    except BatchRefused as refused:
+        undo_prefill(self, refused)
+        running_batch.batch_is_full = False
+        return compat.no_prefill(running_batch)
+    if plan.batch_to_run is None:
+        compat.queue_preempted(self, requests.preempted)
+    return plan
+
+
+def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before anything is scheduled, ranks exchange what their devices have counted. Where nothing runs the batch is not
+    full, though SGLang marked it so for a request that was refused beside one that was about to end: nothing else would
+    make it look at its queue again."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, *args, **kwargs)
+    manager = requests.manager
+    if not manager.ranks.alone:
+        manager.counts.meet()
+    running = kwargs.get("running_batch", self.running_batch)
+    if not manager.rows and running.is_empty():
+        running.batch_is_full = False
+    if requests.retracted is not None:
+        requests.retracted.sweep(self.waiting_queue)
+    requests.tidy()
+    plan = original(self, *args, **kwargs)
+    tell_refused(self, requests)
+    return plan
+
+
+def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before results go out, end the requests that lost tokens to an empty ring; check all structures if asked. Behind
+    them, see what the requests that left make possible."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, batch, *args, **kwargs)
+    if not batch.forward_mode.is_idle():
+        for req in requests.step_ended(batch.reqs):
+            compat.finish_with_error(
+                req,
+                "DiffKV: the pool of pages was empty while this request was running, so its cache is incomplete. "
+                "Retry it, or give the server more memory.",
+            )
+        _check_sometimes(requests)
+    result = original(self, batch, *args, **kwargs)
+    if requests.manager.drafts and batch.forward_mode.is_decode():
+        requests.verified(batch.reqs)
+    requests.after_step(batch.reqs, self.running_batch.reqs)
+    if requests.budgets is not None:
+        requests.budgets.rejoin(self)
+    # SGLang by itself looks at its queue again only when a request ends.
+    if self.running_batch.batch_is_full and requests.room_for_refused(self):
+        self.running_batch.batch_is_full = False
+    return result
+
+
+_STEPS = itertools.count(1)
+"""Steps with results, which are the same on all ranks."""
+
+
+def _check_sometimes(requests: Requests) -> None:
+    every = os.environ.get(CHECK_ENV, "")
+    if not every.isdecimal() or not int(every) or next(_STEPS) % int(every):
+        return
+    manager = requests.manager
+    check_bounds(manager)
+    check_integrity(manager)
+    manager.ranks.require_equal("what they decide on", [decision_digest(requests)])
+    if requests.tree is not None:
+        requests.tree.check_integrity()
+    if requests.retracted is not None:
+        requests.retracted.check_integrity()
+
+
+def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
+    """What is wrong with a request for beam search, which needs no option of the server."""
+    if requests_of(self) is None:
+        return original(self, req, recv_req)
+    return (
+        "Beam search is not supported with --attention-backend diffkv: beams share K and V by KV slot, and pages "
+        "have one writer. Drop beam_width."
+    )
+
+
+# Reports
+
+
+def get_total_uncached_sizes(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    requests = requests_of(self)
+    return original(self, *args, **kwargs) if requests is None else (requests.ledger.uncached(), 0)
+
+
+def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result, requests = original(self, *args, **kwargs), requests_of(self)
+    if requests is not None:
+        config, pool = load_config(), self.token_to_kv_pool_allocator.get_kvcache()
+        report = pool.usage.report()
+        report["configuration"] = launch.configuration_report()
+        report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
+        report["admission"] = requests.ledger.report()
+        report["prompts"] = metrics.prompt_outcomes(requests)
+        if requests.tree is not None and not requests.tree.disable:
+            report["prefix_cache"] = requests.tree.report()
+        if self.is_mixed_chunk:
+            report["mixed_chunks"] = requests.mixed.report()
+        if requests.states is not None:
+            report["states"] = requests.states.report()
+        if requests.retracted is not None:
+            report["retracted"] = requests.retracted.report()
+        result.internal_state["diffkv"] = report
+    return result
+
+
+def _out_of_window(shares: dict[str, float]) -> str:
+    share = shares["share_out_of_window"]
+    return f", out of window {share:.0%}" if share else ""
+
+
+def get_decode_usage_msg_parts(original: Any, self: Any) -> Any:
+    parts = original(self)
+    if BACKEND in SERVED:
+        s = SERVED[BACKEND].get_kvcache().usage.latest().live.summary()
+        parts.append(
+            f"kv ratio: {s['ratio_pages']:.3f} (high {s['share_high']:.0%}, low {s['share_low']:.0%}, "
+            f"pruned {s['share_pruned']:.1%}{_out_of_window(s)})"
+        )
+    return parts
+
+
+def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The plugin's metrics follow SGLang's."""
+    result = original(self, *args, **kwargs)
+    if BACKEND in SERVED:
+        metrics.update(self, SERVED[BACKEND])
+    return result
+
+
+SRT = "sglang.srt."
+ARGUMENTS = SRT + "server_args.ServerArgs."
+CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+BATCH = SRT + "managers.schedule_batch.ScheduleBatch."
+SCHEDULER = SRT + "managers.scheduler.Scheduler."
+COMPONENTS = SRT + "managers.scheduler_components."
+
+HOOKS = {
+    ARGUMENTS + "add_cli_args": add_cli_args,
+    ARGUMENTS + "from_cli_args": from_cli_args,
+    ARGUMENTS + "check_server_args": check_server_args,
+    compat_states.WITHOUT_BUFFERS: validate_mamba_no_buffer,
+    SRT + "utils.common.support_triton": support_triton,
+    SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype": configure_kv_cache_dtype,
+    SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
+    SRT + "models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
+    SRT + "model_executor.pool_configurator.create_memory_pool_configurator": create_memory_pool_configurator,
+    CONFIGURATOR + "_build_mha_kv_pool": build_kv_pool,
+    CONFIGURATOR + "_build_hybrid_linear_kv_pool": build_kv_pool,
+    CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_token_to_kv_pool_allocator,
+    SRT + "managers.schedule_batch.release_req": release_req,
+    SRT + "managers.schedule_batch.Req.init_next_round_input": init_next_round_input,
+    BATCH + "prepare_for_extend": prepare_for_extend,
+    SRT + "model_executor.model_runner.ModelRunner.forward": forward,
+    BATCH + "prepare_for_decode": prepare_for_decode,
+    BATCH + "mix_with_running": mix_with_running,
+    BATCH + "check_decode_mem": check_decode_mem,
+    BATCH + "retract_decode": retract_decode,
+    SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
+    SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
+    SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,
+    SCHEDULER + "process_batch_result": process_batch_result,
+    SCHEDULER + "get_internal_state": get_internal_state,
+    SCHEDULER + "pause_generation": pause_generation,
+    **dict.fromkeys(compat.WEIGHT_CHANGES, change_weights),
+    COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": get_total_uncached_sizes,
+    COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
+    SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,
+    **ADMISSION_HOOKS,
+    **CANARY_HOOKS,
+    **DRAFT_HOOKS,
+}
+"""Target in SGLang -> AROUND hook."""
+
+HOOKS.update(zip(compat.MODEL_ADJUSTMENTS, (adjust_to_model, attention_backends), strict=True))
+
+if compat.BEAM_SEARCH:
+    HOOKS[SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init"] = validate_beams

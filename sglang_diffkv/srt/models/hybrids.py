@@ -1,0 +1,86 @@
+"""Models most of whose layers are linear attention, state spaces or short convolutions, and only some attend to keys
+and values. Those have pages; the others' states are SGLang's, as are their kernels and who has which: a request holds a
+state slot for as long as it holds a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_diffkv.config import load_config
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.versions import compat
+
+MIB = 1 << 20
+STATES_GPU_VERSIONS = ("0.5.17",)
+"""Versions of SGLang with which such models gave stock's tokens on a GPU, but for roundings."""
+
+
+def paged_layers(configurator: Any) -> tuple[int, ...]:
+    """Ids of the layers that have keys and values, for SGLang's KVCacheConfigurator: in order, and as many as there are
+    layers in a page manager."""
+    layers = configurator.layer_info
+    every = range(layers.start_layer, layers.start_layer + layers.num_effective_layers)
+    hybrid = configurator.mambaish_config
+    return tuple(every) if hybrid is None else tuple(x for x in sorted(hybrid.full_attention_layer_ids) if x in every)
+
+
+def hybrid_problems(configurator: Any) -> Iterator[str]:
+    """What of a model with states cannot be served, by ``mambaish_config`` of SGLang's KVCacheConfigurator."""
+    hybrid, args = configurator.mambaish_config, compat.resolved(configurator.server_args)
+    if not hybrid.full_attention_layer_ids:
+        yield "states alone and no layer with keys and values to compress"
+    if not args.disable_radix_cache and (args.chunked_prefill_size or 0) <= 0:
+        yield (
+            "layers with states and prompts that are never cut, of which the prefix cache would find next to nothing; "
+            "drop --chunked-prefill-size -1, or add --disable-radix-cache"
+        )
+    if not args.disable_radix_cache and load_config().prefix_fidelity == "exact":
+        yield (
+            "layers with states, beside which the prefix cache keeps compressed prompts only; start with "
+            '"prefix_fidelity": "compressed" in --diffkv-config, or with --disable-radix-cache'
+        )
+    if drafts_of(args):
+        yield "layers with states, which drafts would have to leave as they were; drop --speculative-algorithm"
+    if getattr(args, "enable_mixed_chunk", False):
+        yield "layers with states, beside which mixed chunks were not seen to be right; drop --enable-mixed-chunk"
+    if configurator.device == "cuda" and compat.prefill_graphs(configurator.server_args) != "disabled":
+        yield "layers with states, with which CUDA graphs of prompts were not tried; add --disable-prefill-cuda-graph"
+    if getattr(configurator.model_config.hf_text_config, "indexer_n_heads", None) is not None:
+        yield "sparse attention with an index of its own"
+    if compat.sglang_version() not in STATES_GPU_VERSIONS:
+        what = f"layers with states, of SGLang {compat.sglang_version()},"
+        yield from compat.untried_on_a_gpu(configurator.device, what, "use another --attention-backend")
+
+
+def check_paged_layers(name: str, found: set[int], paged: tuple[int, ...]) -> None:
+    """Raise UnsupportedError unless the layers that call the attention backend, ``found`` in SGLang's loaded model
+    ``name``, are those that have pages: the last of these ends a pass."""
+    if found != set(paged):
+        raise UnsupportedError(
+            f"--attention-backend diffkv cannot serve this model ({name}): attention is in layers {sorted(found)}, and "
+            f"SGLang keeps keys and values for {list(paged)}. Use another --attention-backend for it."
+        )
+
+
+def has_states(rows: Any) -> bool:
+    """Whether SGLang's table of requests hands out state slots with its rows."""
+    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+    return isinstance(rows, HybridReqToTokenPool)
+
+
+def describe_layers(configurator: Any, states: Any) -> str:
+    """What of a model's layers is compressed and what is not, for SGLang's KVCacheConfigurator and its
+    ``mamba2_cache_params``."""
+    every, paged = configurator.layer_info.num_effective_layers, paged_layers(configurator)
+    listed = ", ".join(map(str, paged)) if len(paged) < every else "all"
+    alone = compat.resolved(configurator.server_args).disable_radix_cache
+    shared = "Prefixes are not shared between requests" if alone else "Prefixes are shared up to where a state is kept"
+    size = f"{states.mamba_cache_per_req / MIB:.2f} MiB"
+    return (
+        f"{len(paged)} of {every} layers have keys and values, which are compressed ({listed}); {len(states.layers)} "
+        f"have states, {size} a request in SGLang's own pool, which are not. {shared}"
+    )

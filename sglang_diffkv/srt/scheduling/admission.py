@@ -1,0 +1,121 @@
+"""Hooks on SGLang's admission of prompts: by pages, whatever its own arithmetic of tokens says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_diffkv.srt.scheduling.allocator import requests_of
+from sglang_diffkv.srt.versions import compat
+
+
+def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Admit a prompt only if its pages fit, whatever SGLang's token arithmetic says; one that fits only if it is
+    compacted between chunks is."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, req, *args, **kwargs)
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    if requests.retracted is not None and requests.retracted.turn_away(req):
+        return AddReqResult.NO_TOKEN
+    ledger = requests.ledger
+    running = [] if self.running_batch is None else self.running_batch.reqs
+    chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)
+    result, compacted = AddReqResult.NO_TOKEN, False
+    cut = None if chunked else requests.tokens_to_branch(req)
+    with ledger.judging():
+        with compat.node_locked(self, req.last_node):
+            admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio)
+        if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
+            return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
+        with (
+            compat.estimated(req, admission.growth, budget=requests.joint is not None),
+            _ending_within(self, cut),
+        ):
+            if admission.fits:
+                result = original(self, req, *args, **kwargs)
+            if admission.fits_compacted and result == AddReqResult.NO_TOKEN and not _added(self, req):
+                compacted = True
+                with ledger.credited(admission.saved):
+                    result = original(self, req, *args, **kwargs)
+    if _added(self, req):
+        requests.admit(req, admission, compacted=compacted)
+        result = self.budget_state() if cut is not None else result
+        if result == AddReqResult.NO_TOKEN and requests.joint is not None:
+            return AddReqResult.OTHER  # no other is refused yet: SGLang would ask none until a request ends
+    elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
+        return AddReqResult.OTHER
+    return result
+
+
+@contextmanager
+def _ending_within(adder: Any, tokens: int | None) -> Iterator[None]:
+    """Inside, the next chunk has at most so many tokens; None: as many as the pass allows."""
+    allowed = adder.rem_chunk_tokens
+    if tokens is None or allowed is None or allowed <= tokens:
+        yield
+        return
+    adder.rem_chunk_tokens = tokens
+    try:
+        yield
+    finally:
+        adder.diffkv_cut = adder.rem_chunk_tokens < tokens
+        adder.rem_chunk_tokens += allowed - tokens
+
+
+def _added(adder: Any, req: Any) -> bool:
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
+
+def _whole_chunk(adder: Any) -> int:
+    """Tokens of a chunk that a pass has to itself."""
+    if not hasattr(adder, "diffkv_chunk"):
+        adder.diffkv_chunk = adder.rem_chunk_tokens or 1 << 62
+    return adder.diffkv_chunk
+
+
+def add_chunked_req(original: Any, self: Any, req: Any) -> Any:
+    """A prompt's next chunk is as long as the pass allows: its pages are promised. One that is compacted between chunks
+    waits where its next chunk does not fit, and running requests are retracted for it."""
+    requests = requests_of(self)
+    if requests is None:
+        return original(self, req)
+    fits = requests.next_chunk_fits(req, _whole_chunk(self))
+    if not fits and self.running_batch is not None and self.running_batch.reqs:
+        return req
+    with requests.ledger.unlimited(), _ending_within(self, requests.tokens_to_branch(req)):
+        return original(self, req)
+
+
+def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -> Any:
+    """What a running request is expected to take yet, by the growth estimate; its part of what all take together where
+    they hold budgets."""
+    offset, requests = original(self, req), requests_of(self)
+    if requests is None:
+        return offset
+    if requests.joint is None:
+        return requests.ledger.growth_of(compat.row_of(req), offset)
+    if not hasattr(self, "diffkv_share"):
+        self.diffkv_share = requests.joint.share(self.running_batch.reqs, self.new_token_ratio)
+    return self.diffkv_share
+
+
+def preempt_to_schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Running requests make room for a more urgent one, if it is admitted."""
+    requests = requests_of(self)
+    if requests is not None:
+        requests.preempted = self.preempt_list
+    return original(self, *args, **kwargs)
+
+
+ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
+
+ADMISSION_HOOKS = {
+    ADDER + "add_one_req": add_one_req,
+    ADDER + "add_chunked_req": add_chunked_req,
+    ADDER + "preempt_to_schedule": preempt_to_schedule,
+    ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
+}
+"""Target in SGLang -> AROUND hook."""

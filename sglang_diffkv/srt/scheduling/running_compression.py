@@ -1,0 +1,119 @@
+"""Requests that hold a budget are compressed when they have reached their limit: behind the step that brings them
+there, or, where the policy is asynchronous, *judged* beside the next pass and compressed behind that.
+
+A request that is judged is *parked* where the next pass is a decode step: it is left out of SGLang's batch while that
+step is prepared and launched, and is in it again when results are processed. So whatever looks at running requests
+otherwise (admission, retraction, aborts, a pause) finds it among them. It misses one step, not as many as the device
+takes: ranks agree without asking one another, and the step after that comes behind the judgement on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_diffkv.layout.geometry import Path, path_end, split_path
+from sglang_diffkv.mem_pool.running import RunningBudgets
+from sglang_diffkv.srt.versions import compat
+
+if TYPE_CHECKING:
+    from sglang_diffkv.srt.scheduling.lifecycle import Requests
+
+
+class HeldBudgets:
+    """When running requests are compressed.
+
+    Attributes:
+        judged: row -> request that is judged beside the pass that comes next, or was launched last.
+    """
+
+    def __init__(self, requests: Requests, budgets: RunningBudgets):
+        self.requests, self.budgets = requests, budgets
+        self.judged: dict[int, Any] = {}
+        self._parked: Any = None  # SGLang's batch of those that were left out of the step launched last
+
+    # Behind a pass
+
+    def compress_judged(self) -> None:
+        """Compress what was judged. One that finds no pages or blocks for it goes on, and is judged again."""
+        for row, req in [*self.judged.items()]:
+            path = self._path(req, row)
+            if path is None or not self._compress(req, row, path):
+                self.budgets.drop_judgement(row)
+        self.judged.clear()
+
+    def follow(self, reqs: Sequence[Any]) -> None:
+        """Results are out, and ``reqs`` run on. Those that have reached their limit are compressed, where
+        they are or, if they share pages, in a copy of their own, or judged beside the next pass. One whose copy finds
+        no pages goes on and is looked at again behind the next step."""
+        for req in reqs:
+            row = compat.row_of(req)
+            if row is None or row in self.requests.manager.prompts.pending or not self.budgets.follow(row):
+                continue
+            path = self._path(req, row)
+            if path is None:
+                continue
+            if self.budgets.rule.asynchronous and self.budgets.judge_beside(row):
+                self.judged[row] = req
+            else:
+                self._compress(req, row, path)
+
+    def _path(self, req: Any, row: int) -> Path | None:
+        """What the prefix cache holds of a request that may be compressed now; None where it has to wait, for pages or
+        table blocks or for what it gave the prefix cache."""
+        requests, budgets = self.requests, self.budgets
+        manager, ledger, tree = requests.manager, requests.ledger, requests.tree
+        if budgets.alone(row):
+            return []
+        pages = budgets.pages_to_compress(row)
+        with ledger.compressing():
+            room = not pages or ledger.uncommitted_pages() >= pages
+            if tree is not None and not (room and manager.segments.rows_free):
+                room = tree.make_segment_rows(1) and (room or tree.make_room(pages))
+        blocks = budgets.copy_blocks(row)
+        if room and tree is not None:
+            tree.make_table_blocks(blocks)
+        if not room or ledger.table_starved(blocks):
+            budgets.waited += 1
+            return None
+        shared = manager.rows.shared(row)
+        path = [] if tree is None else split_path(tree.path(req.last_node), shared)[0]
+        return path if path_end(path) == shared else None
+
+    def _compress(self, req: Any, row: int, path: Path) -> bool:
+        """Whether there was a segment row and table blocks for it."""
+        tree, exact = self.requests.tree, self.requests.exact
+        shared = self.requests.manager.rows.shared(row)
+        if not self.budgets.compress(row, path):
+            return False
+        if shared and tree is not None:
+            tree.detach(req, 0)
+            if exact is not None:
+                exact.reader_left = True  # of what it shared, another may be the only reader now
+        return True
+
+    def let_go(self, row: int) -> None:
+        """The row is about to be shared or given up."""
+        if self.judged.pop(row, None) is not None:
+            self.budgets.drop_judgement(row)
+
+    # Around a decode step
+
+    def leave_out(self, batch: Any) -> None:
+        """A decode step of ``batch`` is about to be prepared: park those that are judged. Where nobody else is in it,
+        or SGLang cannot part the batch, they are compressed before it instead."""
+        chosen = [index for index, req in enumerate(batch.reqs) if compat.row_of(req) in self.judged]
+        if not chosen:
+            return
+        possible = self._parked is None and len(chosen) < len(batch.reqs)
+        parked = compat.part_batch(batch, chosen) if possible else None
+        if parked is None:
+            self.compress_judged()
+        else:
+            self._parked = parked
+
+    def rejoin(self, scheduler: Any) -> None:
+        """The step is launched: those that were left out run with the others again."""
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            compat.join_batch(scheduler, parked)

@@ -1,0 +1,133 @@
+"""A draft model beside the model that has pages: its keys and values lie in a pool of SGLang's own, by KV slot, and its
+attention runs on one of SGLang's backends.
+
+A KV slot names a token in both: SGLang's table of requests and the prefix cache list it, so whatever finds a token's
+pages finds what the draft model stored of it. The slot of a rejected draft is written again by the next chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.models.speculation import chain_worker, drafts_by_model
+from sglang_diffkv.srt.scheduling.allocator import SERVED
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
+
+BACKENDS = {"cuda": "triton", "cpu": "torch_native"}
+"""Attention backend of the draft model where none is given."""
+
+
+def choose_backend(server_args: Any) -> None:
+    """Give the draft model an attention backend, unless the user named one: by itself SGLang takes the target's."""
+    args = compat.resolved(server_args)
+    if not drafts_by_model(args) or args.speculative_draft_attention_backend:
+        return
+    chosen = BACKENDS.get(str(args.device or ""))
+    if chosen:
+        compat.decide(server_args, speculative_draft_attention_backend=chosen)
+
+
+def bytes_of_slot(server_args: Any) -> int:
+    """Bytes that one token's keys and values take in the draft model's pool on a rank; 0 without a draft model."""
+    args = compat.resolved(server_args)
+    if not drafts_by_model(args):
+        return 0
+    from sglang.srt.configs.model_config import ModelConfig
+
+    model = ModelConfig.from_server_args(
+        server_args,
+        model_path=args.speculative_draft_model_path or args.model_path,
+        model_revision=args.speculative_draft_model_revision,
+        is_draft_model=True,
+    )
+    layers = model.num_nextn_predict_layers or max(model.num_hidden_layers, model.num_attention_layers)
+    numbers = layers * model.get_num_kv_heads(args.tp_size) * (model.head_dim + (model.v_head_dim or model.head_dim))
+    return int(numbers * torch.empty(0, dtype=model.dtype).element_size())
+
+
+def build_pool(original: Any, configurator: Any, sizes: dict[str, Any]) -> Any:
+    """SGLang's pool for the draft model, with a place for every KV slot. ``sizes``: the arguments of its builder."""
+    return original(configurator, **{**sizes, "max_total_num_tokens": SERVED[BACKEND].ledger.kv_slots})
+
+
+def check_pool(pool: Any) -> None:
+    """Raise UnsupportedError if SGLang built the draft model a pool with fewer places than there are KV slots."""
+    if pool.size < SERVED[BACKEND].ledger.kv_slots:
+        raise UnsupportedError(
+            f"--attention-backend diffkv: SGLang built a {type(pool).__name__} for the draft model, which the plugin "
+            "cannot make large enough. Use another --speculative-draft-model-path, or --speculative-algorithm NGRAM."
+        )
+
+
+def create_worker(original: Any, algorithm: Any, server_args: Any) -> Any:
+    """Who drafts and verifies: SGLang's worker for its ``algorithm``, which tells the pages what was accepted."""
+    worker = original(algorithm, server_args)
+    return chain_worker(worker, ngram=algorithm.is_ngram()) if is_selected(server_args) else worker
+
+
+# On a CPU SGLang drafts with the AMX kernels alone
+
+
+def _on_torch(factory: Any) -> bool:
+    return bool(factory.draft_attn_backend == "torch_native")
+
+
+def create_decode_backend(original: Any, factory: Any) -> Any:
+    """What the draft model's steps attend with, one after the other; None where a pass has one step."""
+    if not _on_torch(factory) or factory.speculative_num_steps <= 1:
+        return original(factory)
+    return TorchSteps(factory.draft_model_runner, factory.speculative_num_steps - 1)
+
+
+def create_draft_extend_backend(original: Any, factory: Any) -> Any:
+    """What the draft model attends with when it takes prompts and accepted tokens."""
+    if not _on_torch(factory):
+        return original(factory)
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    return TorchNativeAttnBackend(factory.draft_model_runner)
+
+
+class TorchSteps:
+    """A chain's steps on SGLang's PyTorch backend: each sees the drafts before it, which the batch's lengths do not
+    count."""
+
+    needs_cpu_seq_lens = True
+
+    def __init__(self, runner: Any, steps: int):
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        class Step(TorchNativeAttnBackend):
+            def __init__(self, number: int):
+                super().__init__(runner)
+                self.drafts = number + 1
+
+            def _run_sdpa_forward_decode(
+                self, query: Any, output: Any, k_cache: Any, v_cache: Any, req_to_token: Any, rows: Any, seq_lens: Any,
+                *args: Any, **more: Any,
+            ) -> Any:  # fmt: skip
+                lens = seq_lens + self.drafts
+                run = super()._run_sdpa_forward_decode
+                return run(query, output, k_cache, v_cache, req_to_token, rows, lens, *args, **more)
+
+        self.attn_backends = [Step(number) for number in range(steps)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        for backend in self.attn_backends:
+            backend.init_forward_metadata(forward_batch)
+
+
+_SPECULATIVE = "sglang.srt.speculative."
+_FACTORY = _SPECULATIVE + "draft_utils.DraftBackendFactory."
+
+DRAFT_HOOKS = {
+    _SPECULATIVE + "spec_info.SpeculativeAlgorithm.create_worker": create_worker,
+    _FACTORY + "create_decode_backend": create_decode_backend,
+    _FACTORY + "create_draft_extend_backend": create_draft_extend_backend,
+}
+"""Target in SGLang -> AROUND hook. The factory's are without effect unless a draft model runs on torch_native, which
+SGLang itself refuses."""

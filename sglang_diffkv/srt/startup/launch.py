@@ -1,0 +1,167 @@
+"""A launch's configuration: from the command line or the environment to the processes that serve."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_diffkv.calibration import Resolution, resolution, sources_of
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, load_config
+from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.srt.models.scaling import stated_reaches
+from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, drafts_of
+from sglang_diffkv.srt.startup import preflight
+from sglang_diffkv.srt.startup.draft_model import choose_backend
+from sglang_diffkv.srt.startup.prefill_graphs import choose_graphs
+from sglang_diffkv.srt.startup.validation import check_policy, check_server_args, judges_whole_heads
+from sglang_diffkv.srt.versions import compat
+from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
+
+logger = logging.getLogger(__name__)
+
+ORIGINS_ENV = "SGLANG_DIFFKV_CONFIG_ORIGINS"
+"""From a launch to its processes: where the parts of the resolved configuration come from, for reports alone."""
+MOST_TEXT = 120_000
+"""Of the configuration as processes get it: Linux gives a variable of the environment 128 KiB."""
+
+
+def on_gpu() -> bool:
+    """Whether servers of this process run on a GPU."""
+    return torch.cuda.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the last launch of this process put into the environment for its children, and what a user had there."""
+
+    model_path: str
+    text: str
+    users: str
+    command: bool = False
+    """Whether a command line was parsed, whose process may end with a line."""
+
+
+_launched: Launch | None = None
+
+
+def _left_there() -> Launch | None:
+    """The launch whose configuration the environment still holds."""
+    return _launched if _launched is not None and os.environ.get(CONFIG_ENV) == _launched.text else None
+
+
+def users_configuration() -> str:
+    """The environment's configuration, empty if there is none; not what a launch left there."""
+    launch = _left_there()
+    return os.environ.get(CONFIG_ENV, "") if launch is None else launch.users
+
+
+def configure(server_args: Any, given: str | None = None, *, command: bool = False) -> None:
+    """Hand the configuration for the model to the processes to come: the one given on the command line, else the
+    environment's. Raises ConfigError or UnsupportedError.
+
+    Args:
+        command: whether the launch is the command of a server.
+    """
+    global _launched
+    users = users_configuration()
+    text, given_by = (users, CONFIG_ENV) if given is None else (given, CONFIG_OPTION)
+    found = resolution(text, server_args.model_path, given_by)
+    report = found.report()
+    logger.info("DiffKV configuration (%s): %s", found.origin, json.dumps(report))
+    if found.warning:
+        logger.warning("%s", found.warning)
+    _check(server_args, found.config)
+    text = found.config.model_dump_json(exclude_none=True)
+    if len(text) > MOST_TEXT:
+        raise ConfigError(
+            f"the configuration has {len(text):,} characters with all that it names; the processes of a server can be "
+            f"given {MOST_TEXT:,}: write the numbers of head_scale or pattern with fewer digits"
+        )
+    _launched = Launch(str(server_args.model_path), text, users, command)
+    os.environ[CONFIG_ENV] = text
+    del report["values"]
+    os.environ[ORIGINS_ENV] = json.dumps({"of": _digest(text), **report})
+
+
+def _digest(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def configuration_report() -> dict[str, Any]:
+    """The configuration that this process runs, whole, and where its parts come from: as ``Resolution.report``."""
+    text = os.environ.get(CONFIG_ENV, "")
+    origins = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
+    config = load_config()
+    if origins.pop("of", None) != _digest(text):  # no launch of ours came before: the environment alone says it
+        sources = sources_of(config, dict.fromkeys(config.model_fields_set, CONFIG_ENV))
+        return Resolution(config, "those of the configuration given", sources).report()
+    return {"values": config.whole(), **origins}
+
+
+def _check(server_args: Any, config: DiffKVConfig) -> None:
+    choose_graphs(server_args)
+    compat.decline_hybrid_swa_pools(server_args)
+    choose_backend(server_args)
+    args = compat.resolved(server_args)
+    drafts = drafts_of(args)
+    reaches = stated_reaches(server_args) if drafts or judges_whole_heads(config) else ()
+    checks = [lambda: check_server_args(server_args, config), lambda: check_policy(config, reaches)]
+    if drafts:
+        checks.append(lambda: check_drafts(config, reaches, by_model=drafts_by_model(args)))
+    _refuse_at_once(checks)
+
+
+def _refuse_at_once(checks: Sequence[Callable[[], None]]) -> None:
+    """Raise UnsupportedError with what all checks say, a line each."""
+    said = []
+    for check in checks:
+        try:
+            check()
+        except UnsupportedError as error:
+            said.append(str(error))
+    if said:
+        raise UnsupportedError("\n".join(said))
+
+
+def configure_unless_done(server_args: Any) -> None:
+    """``configure`` for a launch that parsed no arguments: an ``Engine``. Where it has been done, SGLang may have
+    decided something since that is refused."""
+    launch = _left_there()
+    if launch is None or launch.model_path != str(server_args.model_path):
+        configure(server_args)
+    else:
+        _check(server_args, load_config())
+
+
+def ask_before_loading(server_args: Any) -> None:
+    """What every launch does before it starts processes: configure unless that is done, and refuse what the processes
+    would. Raises ConfigError or UnsupportedError; the command of a server ends with its message."""
+    try:
+        configure_unless_done(server_args)
+        preflight.ask(server_args, load_config())
+    except (ConfigError, UnsupportedError) as error:
+        launch = _left_there()
+        if launch is not None and launch.command:
+            sys.exit(f"sglang_diffkv: {error}")
+        raise
+
+
+def configure_from_cli(server_args: Any, given: str | None) -> None:
+    """``configure`` with the value of ``--diffkv-config``, None if there is none; a problem ends the process with its
+    message."""
+    if not is_selected(server_args):
+        if given is not None:
+            sys.exit(f"sglang_diffkv: --diffkv-config has no effect without --attention-backend {BACKEND}")
+        return
+    try:
+        configure(server_args, given, command=True)
+    except (ConfigError, UnsupportedError) as error:
+        sys.exit(f"sglang_diffkv: {error}")

@@ -1,0 +1,242 @@
+"""Eviction by pages: whole leaves of SGLang's radix tree, and of the last one only as much as is missing.
+
+A leaf's tokens are the end of its segment, so a long leaf is cut: SGLang's own split makes its end a leaf, which is
+evicted like any other, and the segment is trimmed to the rest. Short turns of a chat have a node each and share a
+segment once they are joined (``PathJoiner``). Such nodes go together, as far as they are next in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+from sglang_diffkv.layout.geometry import TABLE_BLOCK, Path
+from sglang_diffkv.layout.spans import whole_tokens
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.srt.tree.kept_states import KeptStates
+from sglang_diffkv.srt.tree.kv_events import ToldNodes
+
+WORTH_WAITING = 1024
+"""Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
+room lasts a full pool for many steps."""
+
+
+class EvictingTree(RadixCache):
+    """The part of ``DiffKVPrefixCache`` that gives pages back."""
+
+    ledger: PageLedger
+    manager: PageManager
+    states: KeptStates | None
+    told: ToldNodes | None
+    least_kept: int
+    """A leaf is cut only if this many of its tokens stay."""
+    least_kept_waiting: int
+    """The same for a compressed leaf, of which the device has to tell what its end returned."""
+    least_cut: int
+    """From such a leaf so many tokens are cut at least, as far as enough stay: a full pool would wait at every step for
+    the few it needs."""
+
+    def evictable_size(self) -> int:
+        return self.ledger.evictable()
+
+    def protected_size(self) -> int:
+        return self.ledger.protected()
+
+    def full_evictable_size(self) -> int:
+        return self.ledger.evictable()
+
+    def full_protected_size(self) -> int:
+        return self.ledger.protected()
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Evict leaves until ``params.num_tokens`` more high-tier tokens fit than now.
+
+        Should that not be enough, the host waits for the device's counts, which may know of more room than its bounds:
+        SGLang would retract a request next.
+        """
+        if self.disable:
+            return EvictResult()
+        start, before = time.perf_counter(), self.ledger.available()
+        goal = before + params.num_tokens
+        self._evict_while(lambda: self.ledger.pages_of_tokens(goal - self.ledger.available()))
+        if self.ledger.available() < goal:
+            self.manager.counts.settle()
+        gained = self.ledger.available() - before
+        self.update_eviction_metrics(gained, start)
+        return EvictResult(num_tokens_evicted=gained)
+
+    def evict_uncovered(self) -> None:
+        """Evict until free pages cover all promises and the next step."""
+        self.evict_pages(0)
+
+    def evict_pages(self, pages: int) -> None:
+        """Evict until ``pages`` are free that nobody is going to take."""
+        self._evict_while(lambda: pages - self.ledger.uncommitted_pages())
+
+    def make_room(self, pages: int) -> bool:
+        """Evict until ``pages`` are free that nobody is going to take; False if that is not possible."""
+        if self.ledger.uncommitted_pages() + self.ledger.evictable_pages < pages:
+            return False
+        self.evict_pages(pages)
+        return self.ledger.uncommitted_pages() >= pages
+
+    def evict_table_blocks(self, path: Path, new_tokens: int) -> None:
+        """Evict until the page table has room for a prompt after a matched path, which must be locked."""
+        self.make_table_blocks(self.ledger.blocks_for(path, new_tokens))
+
+    def make_table_blocks(self, blocks: int) -> bool:
+        """Evict until the page table has so many free blocks that nobody is going to take; False if that is not
+        possible."""
+        self._evict_while(lambda: math.inf if self.ledger.table_starved(blocks) else 0)
+        return not self.ledger.table_starved(blocks)
+
+    def evictable_tokens(self) -> int:
+        """KV slots that the tree could give back."""
+        return super().evictable_size()
+
+    def evict_kv_slots(self, count: int) -> None:
+        """Evict until ``count`` KV slots are free that nobody is going to take, if so many can be."""
+        if self.ledger.uncommitted_kv_slots() + self.evictable_tokens() < count:
+            return
+        self._evict_while(
+            lambda: math.inf if self.ledger.uncommitted_kv_slots() < count else 0,
+            lambda: count - self.ledger.uncommitted_kv_slots(),
+        )
+
+    def _evict_while(self, missing: Callable[[], float], tokens: Callable[[], int] | None = None) -> None:
+        """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves, of those that share a segment as
+        many as have ``tokens()``, or a table block's worth."""
+        block = TABLE_BLOCK * self.manager.fmt.high.tokens
+        heap: list[tuple[Any, Any]] | None = None
+        while (pages := missing()) > 0:
+            heap = self._order() if heap is None else heap
+            if not heap:
+                return
+            _, leaf = heapq.heappop(heap)
+            nodes = self._together(leaf, heap)
+            whole = math.isinf(pages)
+            parent = self.evict_nodes(
+                self._end(nodes, tokens() if tokens else block) if whole else self._cut(nodes, pages)
+            )
+            if not parent.children and parent.lock_ref == 0:
+                heapq.heappush(heap, (self._priority(parent), parent))
+
+    def _order(self) -> list[tuple[Any, Any]]:
+        """A heap of the leaves that may go, by priority."""
+        heap = [(self._priority(leaf), leaf) for leaf in self.evictable_leaves]
+        heapq.heapify(heap)
+        return heap
+
+    def _together(self, leaf: Any, others: list[tuple[Any, Any]]) -> list[Any]:
+        """A leaf and the nodes above it that go with it: of its segment, and next in order before the ``others`` (a
+        heap)."""
+        nodes = [leaf]
+        while self._is_end(parent := nodes[-1].parent, leaf.segment):
+            if others and self._priority(parent) > others[0][0]:
+                break
+            nodes.append(parent)
+        return nodes
+
+    def _is_end(self, node: Any, segment: Any) -> bool:
+        """Whether a node of the segment becomes a leaf once the one below it is gone, with nothing in it that is worth
+        more: no reader, and no state."""
+        if node is self.root_node or node.segment is not segment or node.lock_ref > 0 or len(node.children) > 1:
+            return False
+        return self.states is None or node not in self.states.of_nodes
+
+    def _end(self, nodes: list[Any], tokens: int) -> list[Any]:
+        """Of a leaf and nodes above it, so many that they have ``tokens``."""
+        count = 0
+        for node in nodes:
+            if tokens <= 0:
+                break
+            tokens, count = tokens - len(node.key), count + 1
+        return nodes[: max(count, 1)]
+
+    def _cut(self, nodes: list[Any], pages: float) -> list[Any]:
+        """Of a leaf and nodes above it, all of one segment, the end that returns at least ``pages``; all of them if too
+        little would stay. A node that is longer is split."""
+        segment = nodes[0].segment
+        if self.states is not None and nodes[0] in self.states.of_nodes:
+            return nodes  # no match would end in what stays
+        if segment.row in self.manager.counts.uncounted:
+            self.manager.counts.settle()
+        length = sum(len(node.key) for node in nodes)
+        tokens, least_kept = self.manager.segments.tokens_for(segment, pages), self.least_kept
+        if not segment.as_computed:
+            reaches = self.manager.geometry.reaches
+            if any(reaches) and segment.end > whole_tokens(reaches):
+                return nodes  # no match may end in what would stay: sliding layers hold its end only
+            least_kept = self.least_kept_waiting
+            tokens = max(tokens, min(self.least_cut, length - least_kept))
+        if length - tokens < max(least_kept, 1):
+            return nodes
+        end: list[Any] = []
+        for node in nodes:
+            kept = len(node.key) - int(tokens)
+            if kept >= len(node.key):
+                break
+            if kept > 0:
+                self._split_node(node.key, node, kept)
+            tokens -= len(node.key)
+            end.append(node)
+        return end
+
+    def _evict_leaf(self) -> bool:
+        if not self.evictable_leaves:
+            return False
+        heap = self._order()
+        _, leaf = heapq.heappop(heap)
+        self.evict_nodes(self._together(leaf, heap))
+        return True
+
+    def _priority(self, leaf: Any) -> Any:
+        """What SGLang's eviction policy says; where states are kept, leaves without one, of which no request can go on,
+        come first."""
+        priority = self.eviction_strategy.get_priority(leaf)
+        return priority if self.states is None else (leaf in self.states.of_nodes, priority)
+
+    def evict_path(self, key: Any, start: int = 0) -> None:
+        """Evict what the tree has of SGLang's RadixKey ``key`` from position ``start`` on, as far as nothing branches
+        off and nobody reads it."""
+        self.evict_branch(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node, start)
+
+    def evict_branch(self, node: Any, start: int = 0) -> None:
+        """Evict the path to ``node`` from its end to position ``start``, as far as nothing branches off and nobody
+        reads it."""
+        end, above = 0, node
+        while above is not self.root_node:
+            end, above = end + len(above.key), above.parent
+        while end > start and not node.children and node.lock_ref == 0:
+            nodes = [node]
+            end -= len(node.key)
+            while end > start and self._is_end(nodes[-1].parent, node.segment):
+                nodes.append(nodes[-1].parent)
+                end -= len(nodes[-1].key)
+            node = self.evict_nodes(nodes)
+
+    def evict_nodes(self, nodes: list[Any], *, wait: bool = True) -> Any:
+        """Evict a leaf and nodes above it, all of one segment; the node above them. ``wait``: for the device to count
+        the pages that are left of the segment."""
+        above, segment, tokens = nodes[-1].parent, nodes[0].segment, sum(len(node.key) for node in nodes)
+        for node in nodes:
+            self.token_to_kv_pool_allocator.free(node.value)
+            self._delete_leaf(node)
+            node.segment = None
+        self.give_up_end(segment, len(nodes), tokens, wait=wait)
+        if self.told is not None:
+            for node in nodes:
+                self.told.gone(node)
+            self.told.end_went(above)
+        return above
+
+    def give_up_end(self, segment: Any, nodes: int, tokens: int, *, wait: bool) -> None:
+        """So many nodes at the end of a segment, with so many tokens, are gone."""
+        raise NotImplementedError

@@ -1,0 +1,75 @@
+"""What SGLang's KV events tell of the prefix cache: the tokens that a request finds.
+
+SGLang tells of each node when it comes and when it goes. Here not every node is found by every request:
+
+- A private node is for one request. SGLang's hashes leave the namespace out, so a listener would take it for a prefix
+  that everybody finds, and its end for the end of that.
+- A match ends where sliding layers hold all that they see and, of a model with states, where one is kept. A node is
+  found if a match may end in it or behind it.
+
+A prompt that parts from others between two such ends finds less than a listener expects: blocks cannot say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_diffkv.srt.tree.private_space import is_private
+
+if TYPE_CHECKING:
+    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
+
+
+class ToldNodes:
+    """Nodes of a prefix cache that listeners know of.
+
+    Args:
+        store, remove: SGLang's ways to record that a node has come or gone.
+    """
+
+    def __init__(self, tree: DiffKVPrefixCache, store: Callable[[Any], None], remove: Callable[[Any], None]):
+        self.tree, self._store, self._remove = tree, store, remove
+
+    def end_came(self, node: Any) -> None:
+        """A node was inserted, or got a state. If a match may end there, tell of the path to it."""
+        if is_private(node) or not self.tree.may_end_match(node):
+            return
+        untold = []
+        while node is not self.tree.root_node and not is_told(node):
+            untold.append(node)
+            node = node.parent
+        for found in reversed(untold):
+            self._store(found)
+            found.told = True
+
+    def end_went(self, node: Any) -> None:
+        """A node lost its state or a child. Tell of the end of what is not found any more."""
+        while node is not self.tree.root_node and is_told(node) and not self._found(node):
+            self.gone(node)
+            node = node.parent
+
+    def ends_changed(self, node: Any) -> None:
+        """Of the node and those behind it, other ones than before may be found: none more, perhaps fewer."""
+        below, stack = [], [node]
+        while stack:
+            below.append(stack.pop())
+            stack.extend(below[-1].children.values())
+        for found in reversed(below):
+            if not self._found(found):
+                self.gone(found)
+        self.end_went(node.parent)
+
+    def gone(self, node: Any) -> None:
+        """A node has left the tree, or is not found any more."""
+        if is_told(node):
+            self._remove(node)
+            node.told = False
+
+    def _found(self, node: Any) -> bool:
+        return self.tree.may_end_match(node) or any(map(is_told, node.children.values()))
+
+
+def is_told(node: Any) -> bool:
+    """Whether listeners know of the node."""
+    return getattr(node, "told", False)

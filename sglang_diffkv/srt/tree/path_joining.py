@@ -1,0 +1,286 @@
+"""Small segments of a path become one segment: they waste less memory, and a row has room for them.
+
+Each segment ends in part-filled pages and takes table entries of its own. Short turns of a chat would fill the pool
+with nearly empty pages. Hundreds of turns, or branches that each read a little of a long segment, would take more
+entries than a row has. So the tokens of such segments are copied as they are to dense pages, and the nodes name those
+from then on. Rows that read the old pages keep them.
+
+- ``tidy`` saves pages. It looks at the path of each request that has ended, and joins segments that nobody reads. An
+  end of such a segment that the path leaves out is evicted first if it is shorter than a page.
+- ``join`` saves table entries. It looks at a path that a request is about to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sglang_diffkv.layout.geometry import Path, Segment
+from sglang_diffkv.mem_pool.segments import MOST_READS
+from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
+
+if TYPE_CHECKING:
+    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
+
+SEGMENT_ROWS = 2
+"""Rows that joining takes before it returns others: one for the copy, one for the rest of a segment that is cut."""
+
+DENSE_TOKENS = 512
+"""A part of at least this many tokens at an end of a path stays as it is, if it takes few more entries than it must."""
+
+
+WASTE = 1.25
+"""Neighbouring segments are joined where they hold more than this many times the pages that their tokens need. So the
+pages that a path wastes are bounded, and so is the work: each joining copies at most four times the pages that it
+returns."""
+
+KEPT_ENDS = 2
+"""Segments at the end of a path that stay as they are where layers slide: sliding layers hold the end of each segment,
+and a match can end there. These are the newest prompt and its reply. The first segment stays too, with which other
+prompts may begin, and so does every place where another path branches off."""
+
+MOST_PARTS = 64
+"""A path of more parts is joined where that costs nobody anything: each part takes launches of its own to be read."""
+
+
+class PathJoiner:
+    """Joins parts of paths of a prefix cache."""
+
+    def __init__(self, tree: DiffKVPrefixCache):
+        self.tree, self.manager = tree, tree.manager
+        self.joined = 0
+        """Paths joined so far."""
+        self.ended: list[Any] = []
+        """Nodes where requests ended whose paths were not looked at since."""
+
+    def look_at(self, node: Any) -> None:
+        """A request has ended, whose path in the tree goes to ``node``: ``tidy`` looks at it."""
+        if getattr(node, "segment", None) is not None:
+            self.ended.append(node)
+
+    def tidy(self) -> None:
+        """Join small segments in the paths of requests that have ended. Called between steps.
+
+        While requests run, a path is looked at when its pages are counted, so nothing waits for that. Making room waits
+        where a long leaf is cut for it.
+        """
+        counts = self.manager.counts
+        if not self.ended or counts.upcoming is not None:
+            return
+        if not self.manager.rows:
+            counts.settle()
+        elif self.manager.ranks.alone:
+            counts.refresh()
+        nodes, self.ended = dict.fromkeys(self.ended), []
+        for node in nodes:
+            if node.segment is not None and not self._tidy(node):
+                self.ended.append(node)
+
+    def _tidy(self, node: Any) -> bool:
+        """Join what wastes pages in the path to ``node``; False if some of it is not counted yet."""
+        path, slides = self.tree.path(node)[-MOST_PARTS:], any(self.manager.geometry.reaches)
+        if slides:
+            path = [part for part in path[:-KEPT_ENDS] if part[1]]
+        if any(segment.row in self.manager.counts.uncounted for segment, _, _ in path):
+            return False
+        nodes = self.tree.nodes(node)
+        forks = self._forks(nodes) if slides else set()
+        stubs = {segment: self._stub(nodes, segment, hi) for segment, _, hi in path if hi < segment.hi}
+        parts: Path = []
+        found: list[Path] = []
+        for part in [*path, None]:
+            joins = part is not None and self._unread(*part, stubs.get(part[0]))
+            if joins and part is not None:
+                parts.append(part)
+            if not joins or (part is not None and part[2] in forks):
+                found.extend(self._wasteful(parts))
+                parts = []
+        given_up = [stub for run in found for segment, _, _ in run if (stub := stubs.get(segment))]
+        for stub in given_up:
+            self.tree.evict_nodes(stub, wait=False)
+        if given_up:
+            return False
+        for run in found:
+            if self._make_room_to_tidy(run, node):
+                self._join(run, nodes)
+        return True
+
+    def _forks(self, nodes: list[Any]) -> set[int]:
+        """Positions where other paths branch off from that of ``nodes``."""
+        at, forks = 0, set()
+        for node in nodes:
+            at += len(node.key)
+            if len(node.children) > 1:
+                forks.add(at)
+        return forks
+
+    def _unread(self, segment: Segment, lo: int, hi: int, stub: list[Any] | None) -> bool:
+        """Whether nobody reads the segment, all of which is in the path but for a stub. Its pages return once it is
+        joined."""
+        whole = (lo, hi) == (segment.lo, segment.hi) or stub is not None
+        return whole and not self.tree.locked_nodes[segment]
+
+    def _stub(self, nodes: list[Any], segment: Segment, hi: int) -> list[Any] | None:
+        """The nodes of what a segment holds behind position ``hi``, where the path of ``nodes`` leaves it, from the
+        last one on: of a reply, for example, that the next prompt does not repeat. None if it is worth a page of its
+        own, or if anything depends on it."""
+        if segment.hi - hi >= self.manager.fmt.high.tokens:
+            return None
+        at = 0
+        for node in nodes:
+            at += len(node.key)
+            if at == hi:
+                break
+        stub: list[Any] = []
+        while at < segment.hi:
+            below = [child for child in node.children.values() if child.segment is segment]
+            if not below or (stub and len(node.children) > 1):
+                return None
+            node = below[0]
+            if node.lock_ref > 0 or (self.tree.states is not None and node in self.tree.states.of_nodes):
+                return None
+            stub.append(node)
+            at += len(node.key)
+        return None if node.children else stub[::-1]
+
+    def _wasteful(self, parts: Path) -> Iterator[Path]:
+        """The longest runs of ``parts`` that hold too many pages for their tokens."""
+        if len(parts) < 2:
+            return
+        counts = np.array([(segment.pages, *segment.held) for segment, _, _ in parts])
+        upto = np.concatenate([np.zeros_like(counts[:1]), counts]).cumsum(0).tolist()
+        first = 0
+        while first < len(parts) - 1:
+            for end in range(len(parts), first + 1, -1):
+                pages, *held = (after - before for after, before in zip(upto[end], upto[first], strict=True))
+                if self._gain(pages, held) > 0:
+                    yield parts[first:end]
+                    first = end - 1
+                    break
+            first += 1
+
+    def _gain(self, pages: int, held: Sequence[int]) -> float:
+        """Pages that joining is expected to return, of segments with so many pages and tokens of each tier; 0 if they
+        waste few."""
+        needed = self.manager.segments.needed_pages(held)
+        return pages - needed if pages > WASTE * needed else 0.0
+
+    def _make_room_to_tidy(self, parts: Path, node: Any) -> bool:
+        """Whether there is room for the copy. For that no more pages are evicted than joining returns, and nothing for
+        rows and table blocks while requests run."""
+        segments, ledger = self.manager.segments, self.tree.ledger
+        pages = segments.dense_pages(parts)
+        gain = self._gain(sum(segment.pages for segment, _, _ in parts), segments.held(parts))
+        if pages > ledger.uncommitted_pages() + gain:
+            return False
+        if self.manager.rows and not self._has_rows(parts):
+            return False
+        return self._make_room(parts, node, pages)
+
+    def join(self, node: Any, *, evict: bool) -> bool:
+        """Join the parts of the path to ``node`` that take more entries than their tokens need. False, changing
+        nothing in the path, if there are no pages, rows or table blocks for the copy.
+
+        Args:
+            evict: whether what nobody reads may be evicted to make room.
+        """
+        parts = self._loose(self.tree.path(node))
+        if len(parts) < 2 or not (evict or self._has_room(parts)):
+            return False
+        room = self._make_room(parts, node, self._needs(parts)[0])
+        if room:
+            self._join(parts, self.tree.nodes(node))
+        return room
+
+    def _loose(self, path: Path) -> Path:
+        """The path without long dense parts at either end."""
+        first, end = 0, len(path)
+        while first < end and self._dense(*path[first]):
+            first += 1
+        while first < end and self._dense(*path[end - 1]):
+            end -= 1
+        return path[first:end]
+
+    def _dense(self, segment: Segment, lo: int, hi: int) -> bool:
+        if hi - lo < DENSE_TOKENS:
+            return False
+        return (
+            sum(self.manager.space.part_entries(segment, lo, hi)) <= sum(self.manager.space.dense_entries(hi - lo)) + 2
+        )
+
+    def _needs(self, parts: Path) -> tuple[int, int]:
+        """Pages and table blocks, at most, that joining takes before it returns others: those of the copy, and those
+        of the rest of a segment that is cut."""
+        tokens = parts[-1][2] - parts[0][1]
+        rest = max((self.manager.space.bound(segment.row) for segment, _, _ in parts), key=sum)
+        blocks = blocks_of(self.manager.space.dense_entries(tokens)) + blocks_of(rest)
+        return self.manager.geometry.most_pages(tokens), blocks
+
+    def _has_room(self, parts: Path) -> bool:
+        return self._has_rows(parts) and self.tree.ledger.uncommitted_pages() >= self._needs(parts)[0]
+
+    def _has_rows(self, parts: Path) -> bool:
+        """Whether segment rows and table blocks are left."""
+        blocks = self._needs(parts)[1]
+        return self.manager.segments.rows_free >= SEGMENT_ROWS and not self.tree.ledger.table_starved(blocks)
+
+    def _make_room(self, parts: Path, node: Any, pages: int) -> bool:
+        """Whether there is room for a copy of so many ``pages``, once what nobody reads is evicted as far as need be.
+        The path to ``node`` stays."""
+        tree, blocks = self.tree, self._needs(parts)[1]
+        tree.inc_lock_ref(node)
+        room = tree.make_segment_rows(SEGMENT_ROWS) and tree.make_room(pages) and tree.make_table_blocks(blocks)
+        tree.dec_lock_ref(node)
+        return room
+
+    def _join(self, parts: Path, nodes: list[Any]) -> None:
+        tree, manager = self.tree, self.manager
+        lo, hi = parts[0][1], parts[-1][2]
+        if any(segment.row in manager.counts.uncounted for segment, _, _ in parts):
+            manager.counts.settle()
+        for segment, _, _ in parts:
+            tree.uncount(segment)
+        read = {segment for segment, _, _ in parts if tree.locked_nodes[segment]}
+        reads = self._reads(parts)
+        joined = manager.segments.join(parts)
+        joined.reads.update(reads)
+        tree.locked_nodes[joined] = 0
+        at, renamed = 0, []
+        for node in nodes:
+            if lo <= at < hi:
+                renamed.append(node)
+                self._rename(node, joined)
+            at += len(node.key)
+        for segment, _, end in parts:
+            if segment.nodes == 0:
+                del tree.locked_nodes[segment]
+                manager.segments.release(segment, exclusive=segment not in read)
+            else:
+                manager.segments.cut_front(segment, end)
+        self.joined += 1
+        if tree.told is not None and any(manager.geometry.reaches):
+            tree.told.ends_changed(renamed[0])
+
+    def _reads(self, parts: Path) -> dict[tuple[int, int], Entries]:
+        """Entries of the joined segment's starts. Parts are copied in order, so a start is dense: who branches off
+        early does not pay for what is behind it, nor more than for the parts as they were."""
+        space, reads, lo = self.manager.space, {}, parts[0][1]
+        so_far = space.dense_entries(0)
+        for segment, start, end in parts[:MOST_READS]:
+            more = space.part_entries(segment, start, end)
+            so_far = tuple(n + m for n, m in zip(so_far, more, strict=True))
+            reads[lo, end] = tuple(map(min, so_far, space.dense_entries(end - lo)))
+        return reads
+
+    def _rename(self, node: Any, joined: Segment) -> None:
+        """The node's tokens are those of ``joined`` from now on. Rows that have locked it keep the old pages, so these
+        stay locked with it."""
+        old = node.segment
+        old.nodes -= 1
+        joined.nodes += 1
+        node.segment = joined
+        if node.lock_ref > 0:
+            node.left_by_readers.append(old)
+            self.tree.locked_nodes[joined] += 1

@@ -1,0 +1,379 @@
+"""What SGLang retracts goes to host memory and comes back when it is admitted again, instead of being computed again.
+
+A retracted request is like one that has ended, whose tokens joined the prefix cache and were evicted, but to the host.
+When SGLang is about to admit it (``Req.init_next_round_input``), what the tree has lost of it meanwhile is restored as
+a segment of a node of its own, so that SGLang's match finds all but its last token, which it computes. With exact
+fidelity the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request
+looks into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
+
+What old weights computed is not brought back under new ones: a change of weights, and a pause that retracts all
+requests, drop all that is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+
+from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
+from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.tree.private_space import PrivateSpace, in_space
+from sglang_diffkv.srt.versions import compat
+
+if TYPE_CHECKING:
+    from sglang_diffkv.config import DiffKVConfig
+    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
+
+logger = logging.getLogger(__name__)
+
+
+def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
+    """Why a server computes retracted requests again; empty if it keeps what they hold. ``configurator``: SGLang's
+    KVCacheConfigurator."""
+    args = compat.resolved(configurator.server_args)
+    if config.host_gib == 0:
+        return '"host_gib" is 0'
+    if args.disable_radix_cache:
+        return "they come back through the prefix cache, which is off"
+    if envs.SGLANG_RADIX_FORCE_MISS.get():
+        return "SGLANG_RADIX_FORCE_MISS keeps requests from finding anything in the prefix cache"
+    if args.tp_size > 1:
+        return "with several ranks each would have to find room for its part"
+    if configurator.mambaish_config is not None:
+        return "states of layers that do not attend are not kept with them"
+    if drafts_of(args):
+        return "with drafts the host does not know how much of them is stored"
+    if getattr(args, "strip_thinking_cache", False):
+        return "--strip-thinking-cache keeps what they have generated out of the prefix cache"
+    if getattr(args, "kv_canary", "none") != "none":
+        return "--kv-canary would have to know their tokens again"
+    if config.build_policy().running is not None:
+        return "the policy compresses running requests in pages of their own"
+    return ""
+
+
+COUNTS = ("kept", "no_host_memory", "restored", "tokens_restored", "recomputed", "dropped")
+"""Of ``/server_info`` and the metrics, since the start: requests whose pages went to the host, and those for which it
+had no room; of the former those that came back, tokens that they brought, those that were computed again all the same,
+and those that were aborted or flushed meanwhile."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where restored pages are in the tree: what it has of ``key`` (SGLang's RadixKey) from position ``start`` on.
+
+    Attributes:
+        private: no other request finds them.
+    """
+
+    key: Any
+    start: int
+    private: bool
+
+
+@dataclass(eq=False)
+class Kept:
+    """A retracted request and what is kept of it.
+
+    Attributes:
+        space: the namespace of its node in the tree, None for that of its prompt. place: where its pages are, once
+            restored.
+        restored: tokens that the last restoration brought back. wanted: high-tier tokens for which it waits; None if it
+            was not refused.
+    """
+
+    req: Any
+    saved: SavedRow
+    space: PrivateSpace | None
+    place: Place | None = None
+    restored: int = 0
+    wanted: float | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether it was restored where no other request finds it."""
+        return self.place is not None and self.place.private
+
+
+class Retracted:
+    """Retracted requests whose pages are in host memory, over a prefix cache.
+
+    Requests are keys here, and not their ids: clients choose ids, so two requests may have the same.
+
+    Attributes:
+        expected: row and tokens that each running request is expected to generate yet.
+        places: of running requests that were restored, by row.
+        outdated: whether the tree or a row may hold what other weights computed.
+        counts: by ``COUNTS``.
+    """
+
+    def __init__(self, tree: DiffKVPrefixCache, saved: SavedRows):
+        self.tree, self.saved = tree, saved
+        self.manager, self.ledger = tree.manager, tree.ledger
+        self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
+        self.kept: dict[Any, Kept] = {}
+        self.places: dict[int, Place] = {}
+        self.outdated = False
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self._admitting: Kept | None = None
+        self._left: list[Place] | None = None
+
+    def of(self, req: Any) -> Kept | None:
+        """What is kept of a request."""
+        return self.kept.get(req)
+
+    # Retraction
+
+    def keep(self, req: Any) -> None:
+        """The request is about to be retracted. One in the middle of its prompt is computed again, and so is one whose
+        tokens the prefix cache could not find, or that other weights may have computed."""
+        row, known = compat.row_of(req), compat.tokens_of(req) - 1
+        if row is None or known <= 0 or self.outdated or not compat.findable(req):
+            return
+        rows = self.manager.rows
+        if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
+            return
+        self.forget(req)
+        try:
+            saved = self.saved.save(row, known)
+        except torch.OutOfMemoryError:
+            saved = None
+        if saved is None:
+            if not self.counts["no_host_memory"]:
+                logger.warning(
+                    "DiffKV: host memory for retracted requests is full (%d pages, \"host_gib\" in --diffkv-config); "
+                    "further ones are computed again.", self.saved.host.count,
+                )  # fmt: skip
+            self.counts["no_host_memory"] += 1
+            return
+        self.kept[req] = Kept(req, saved, None if self.tree.exact is None else PrivateSpace())
+        self.counts["kept"] += 1
+
+    # Admission
+
+    @contextmanager
+    def admitting(self, req: Any) -> Iterator[None]:
+        """Inside, SGLang matches the request that it admits next, if there is room."""
+        self._admitting = self.of(req)
+        try:
+            yield
+        finally:
+            self._admitting = None
+
+    def match(self, params: Any) -> Any:
+        """What the tree has of a key (SGLang's MatchPrefixParams), with what is restored of the request that is being
+        admitted."""
+        kept, self._admitting = self._admitting, None
+        if kept is None or len(params.key) != kept.saved.hi:
+            return self.tree.match(params)  # where it may not find all, its prompt's logprobs are asked for
+        kept.wanted = None
+        apart = kept.space
+        found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
+        if self.ledger.idle:
+            kept.wanted = None
+        return found or self.tree.match(params)
+
+    def _restored(self, kept: Kept, params: Any) -> Any:
+        """The match with all that was lost restored; None if there is no room for it."""
+        node = self.tree.find(params).last_device_node
+        at = self.tree.depth(node)
+        if at < kept.saved.hi and not self._restore(kept, params.key, node, at):
+            return None
+        return self.tree.match(params)
+
+    def _restored_apart(self, kept: Kept, params: Any, space: PrivateSpace) -> Any:
+        """The same where others must not find it, unless the tree's prompt, of which it takes a copy again, leaves
+        little to compute."""
+        apart = dataclasses.replace(params, key=in_space(params.key, space))
+        if self.tree.depth(self.tree.find(apart).last_device_node) < kept.saved.hi:
+            self._evict(kept.place)  # what eviction left of it
+            kept.place, usual = None, self.tree.match(params)
+            lost = kept.saved.hi + 1 - self.tree.depth(usual.last_device_node)
+            if kept.saved.pages_from(0) > self.ledger.prompt_pages(lost):
+                return usual
+            if not self._restore(kept, apart.key, self.tree.root_node, 0):
+                return None
+        return self.tree.match(apart)
+
+    def _restore(self, kept: Kept, key: Any, node: Any, at: int) -> bool:
+        """Restore what follows the path to ``node``, which ends at ``at``; False, changing nothing in the tree but by
+        eviction, if there is no room. Should the tree have another part of ``key`` by then, the request is computed
+        again."""
+        tree, tokens, pages = self.tree, kept.saved.hi - at, kept.saved.pages_from(at)
+        tree.inc_lock_ref(node)
+        room = self._expected_to_fit(kept, pages) and self._make_room(kept, at, tokens, pages)
+        if room and tree.depth(tree.find(MatchPrefixParams(key=key)).last_device_node) != at:
+            tree.dec_lock_ref(node)
+            self.give_up(kept.req)
+            return False
+        kv_slots = tree.token_to_kv_pool_allocator.alloc(tokens) if room else None
+        segment = self.saved.restore(kept.saved, at) if kv_slots is not None else None
+        if kv_slots is not None and segment is None:
+            tree.token_to_kv_pool_allocator.free(kv_slots)
+        if kv_slots is not None and segment is not None:
+            value = torch.cat([torch.zeros(at, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
+            with tree.restoring(segment):
+                tree.insert(InsertParams(key=key, value=value, priority=getattr(kept.req, "priority", None) or 0))
+            kept.restored = tokens
+            start = at if kept.place is None else min(at, kept.place.start)
+            kept.place = Place(key, start, private=kept.space is not None)
+        else:
+            kept.wanted = self._wanted(kept, pages)
+        tree.dec_lock_ref(node)
+        return segment is not None
+
+    def _wanted(self, kept: Kept, pages: int) -> float:
+        """High-tier tokens that a request takes with so many pages of it restored: also its last token, and what it is
+        expected to generate."""
+        geometry = self.manager.geometry
+        restored = pages * geometry.fmt.high.tokens / geometry.heads
+        return restored + compat.tokens_to_grow(kept.req, self.ledger.growth) + 2
+
+    def _expected_to_fit(self, kept: Kept, pages: int) -> bool:
+        """Whether the request would be admitted once so many pages of it are restored."""
+        if self.ledger.idle:
+            return True
+        growth = self.ledger.growth_of_all(self.expected())
+        return self.ledger.available() + self.ledger.evictable() - growth >= self._wanted(kept, pages)
+
+    def _make_room(self, kept: Kept, at: int, tokens: int, pages: int) -> bool:
+        tree, ledger = self.tree, self.ledger
+        blocks = self.saved.blocks_from(kept.saved, at) * 2 + ledger.next_blocks  # of the segment, and of the row
+        tree.evict_kv_slots(tokens + 1)
+        if ledger.uncommitted_kv_slots() < tokens + 1:
+            return False  # what follows frees some, and takes none
+        return (
+            tree.make_segment_rows(1)
+            and tree.make_room(pages + ledger.prompt_pages(1))
+            and tree.make_table_blocks(blocks)
+        )
+
+    def turn_away(self, req: Any) -> bool:
+        """Whether a request that SGLang is about to admit waits for room to be restored."""
+        kept = self.of(req)
+        if kept is None or kept.wanted is None:
+            return False
+        self.tree.requests.wait(req, kept.wanted)
+        return True
+
+    def give_up(self, req: Any) -> None:
+        """What is kept of the request is of no use: it is computed again. So it is where it does not fit with what was
+        restored of it though nothing runs: it would be restored and refused for ever."""
+        if (kept := self.of(req)) is not None:
+            self.counts["recomputed"] += 1
+            self._drop(kept)
+
+    def reads_alone(self, req: Any) -> bool:
+        """Whether the request has matched a restored prefix that no other finds."""
+        kept = self.of(req)
+        return kept is not None and kept.alone and compat.prefix_len(req) == kept.saved.hi
+
+    def started(self, req: Any) -> None:
+        """The pass that computes the request, or begins to, is planned: the host's copy is not needed any more."""
+        kept = self.of(req)
+        if kept is None:
+            return
+        found = compat.prefix_len(req) >= kept.saved.hi
+        self.counts["restored" if found else "recomputed"] += 1
+        self.counts["tokens_restored"] += kept.restored if found else 0
+        if kept.place is not None:
+            self.places[compat.allocated_row_of(req)], kept.place = kept.place, None
+        self._drop(kept)
+
+    # The end
+
+    def left(self, row: int) -> None:
+        """A request has given up its row and its lock on the tree: nobody else can find what was restored for it alone.
+        What was restored of other weights' computing goes too, as far as nobody reads it."""
+        place = self.places.pop(row, None)
+        if place is None:
+            return
+        if self._left is not None:
+            self._left.append(place)
+        elif place.private or self.outdated:
+            self._evict(place)
+
+    @contextmanager
+    def retracting_all(self) -> Iterator[None]:
+        """Inside, SGLang retracts all requests for a pause, with the promise that they are computed again when it ends,
+        by other weights perhaps. Nothing that is kept outlives it, on the host or restored to the tree."""
+        self._left = []
+        try:
+            yield
+        finally:
+            self.drop_all()
+            left, self._left = self._left, None
+            for place in left:
+                self._evict(place)
+
+    def weights_change(self) -> None:
+        """The weights are about to change. All that is kept is dropped. Unless nothing is left that these weights
+        computed, nothing is kept from now on until the tree is reset: requests that go on, and prefixes that stay in
+        the tree, are of both."""
+        self.drop_all()
+        outdated = bool(self.manager.rows) or bool(self.manager.segments.cached)
+        if outdated and not self.outdated:
+            logger.warning(
+                "DiffKV: weights change while requests run or prefixes are cached: retracted requests are computed "
+                "again until the cache is flushed."
+            )
+        self.outdated |= outdated
+
+    def drop_all(self) -> None:
+        """Drop what is kept of all requests, also what was restored of those that do not run yet."""
+        for kept in list(self.kept.values()):
+            place = kept.place
+            self.forget(kept.req)
+            self._evict(place)
+
+    def forget(self, req: Any) -> None:
+        """Drop what is kept of a request."""
+        if (kept := self.of(req)) is not None:
+            self.counts["dropped"] += 1
+            self._drop(kept)
+
+    def sweep(self, waiting: Iterable[Any]) -> None:
+        """Drop what is kept of requests that do not wait any more: they were aborted."""
+        if self.kept:
+            present = {id(req) for req in waiting}
+            for kept in list(self.kept.values()):
+                if id(kept.req) not in present:
+                    self.forget(kept.req)
+
+    def clear(self) -> None:
+        """The tree is reset: weights may have changed, and nothing computed so far counts."""
+        for kept in list(self.kept.values()):
+            kept.place = None
+            self.forget(kept.req)
+        self.places.clear()
+        self.outdated = self.outdated and bool(self.manager.rows)
+
+    def _drop(self, kept: Kept) -> None:
+        del self.kept[kept.req]
+        self.saved.drop(kept.saved)
+        if kept.alone:
+            self._evict(kept.place)
+
+    def _evict(self, place: Place | None) -> None:
+        if place is not None:
+            self.tree.evict_path(place.key, place.start)
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        host, size = self.saved.host, self.manager.fmt.page_bytes
+        held = {"host_bytes": host.used * size, "host_bytes_most": host.count * size}
+        return {**self.counts, "waiting": len(self.kept), **held}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each saved row is that of one request."""
+        saved = [kept.saved for kept in self.kept.values()]
+        assert len(saved) == len(self.saved.held), "a saved row has no request"
+        assert set(saved) == self.saved.held, "a request's saved row is gone"

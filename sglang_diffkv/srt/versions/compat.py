@@ -1,0 +1,493 @@
+"""Everything that depends on the SGLang version: tested versions, field names, tree method names."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from sglang_diffkv.config import UNTRIED_ENV
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.layout.ranks import Ranks
+
+TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")
+GPU_VERSIONS = ("0.5.17", "0.5.23")
+"""Those of the tested versions that were tested on a GPU."""
+
+
+CONTEXT_SLACK = 4
+"""Positions that SGLang adds to a model's context in its table of requests."""
+
+
+@cache
+def sglang_version() -> str:
+    return version("sglang")
+
+
+def require_tested_version() -> None:
+    """Raise UnsupportedError unless the installed SGLang is one that the plugin was tested with."""
+    found = sglang_version()
+    if found not in TESTED_VERSIONS:
+        raise UnsupportedError(
+            f"sglang_diffkv replaces parts of SGLang that change between releases and was not tested with "
+            f"SGLang {found}. Install one of: {', '.join(TESTED_VERSIONS)}."
+        )
+
+
+def untested_on_a_gpu() -> str:
+    """What is wrong with a GPU server on the installed SGLang if it is none of ``GPU_VERSIONS``, and what to do."""
+    return (
+        f"SGLang {sglang_version()} on a GPU, where it was not tested: install SGLang {', '.join(GPU_VERSIONS)}, or "
+        "serve with --device cpu"
+    )
+
+
+def untried_on_a_gpu(device: Any, what: str, instead: str) -> list[str]:
+    """What is wrong on a GPU with something that was seen to be right on a CPU only, and what to do; nothing to who
+    wants to try."""
+    if not str(device).startswith("cuda") or os.environ.get(UNTRIED_ENV):
+        return []
+    return [
+        f"{what} on a GPU, where it was not seen to be right in all ways: {instead}, or set {UNTRIED_ENV}=1 to try it"
+    ]
+
+
+@cache
+def release() -> tuple[int, ...]:
+    return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
+
+
+CANARY_ON_CPU = release() >= (0, 5, 18)
+"""Whether SGLang's KV canary has code for devices other than CUDA's."""
+
+BEAM_SEARCH = release() >= (0, 5, 18)
+"""Whether a request may ask for beam search."""
+
+
+MODEL_ADJUSTMENTS = (
+    (
+        "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
+        "sglang.srt.server_args.ServerArgs._resolved_attention_backends",
+    )
+    if release() < (0, 5, 21)
+    else (
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        "sglang.srt.arg_groups.model_override_base.attention_backends_of",
+    )
+)
+"""What judges arguments by the model's architecture, and what it asks for the backends of prefill and decode."""
+
+
+WEIGHT_CHANGES = tuple(
+    f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
+    for name in (
+        *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
+        "check_weights",
+        *(() if release() < (0, 5, 21) else ("begin_weight_update", "end_weight_update")),
+    )
+)
+"""What a scheduler changes the model's weights by. Between the last two another process may write them."""
+
+
+def kv_of(req: Any) -> Any:
+    """What holds the request's row and ``cache_protected_len``."""
+    return req if release() < (0, 5, 18) else req.kv
+
+
+def request_rows(configurator: Any, capacity: int) -> int:
+    """Rows of SGLang's table of requests for a pool of ``capacity`` tokens, the padding row included."""
+    with _unsaid(configurator):
+        return max(configurator.resolve_max_num_reqs(capacity), 1) + 1
+
+
+@contextmanager
+def _unsaid(configurator: Any) -> Iterator[None]:
+    """Inside, SGLang's module of the configurator logs nothing: that states allow fewer requests than asked for it says
+    each time that it is asked for their number, and once is enough."""
+    log = logging.getLogger(type(configurator).__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def planned_request_rows(max_running_requests: int | None, capacity: int, context: int) -> int:
+    """``request_rows`` by SGLang's rule, where there is no configurator yet: for a model of ``context`` tokens."""
+    usual = max(min(int(capacity / context * 512), 4096), 2048)
+    return max(min(max_running_requests or usual, capacity // 2), 1) + 1
+
+
+def row_of(req: Any) -> int | None:
+    """The request's row in ``req_to_token``, None while it has none."""
+    return kv_of(req).req_pool_idx
+
+
+def allocated_row_of(req: Any) -> int:
+    """The row of a request that must have one."""
+    row = row_of(req)
+    if row is None:
+        raise RuntimeError(f"diffkv: request {req.rid} has no row")
+    return row
+
+
+def prefix_len(req: Any) -> int:
+    """Tokens that the request's next extend pass does not compute."""
+    return req.prefix_len if release() >= (0, 5, 22) else len(req.prefix_indices)
+
+
+def committed_len(req: Any) -> int:
+    """Tokens of the request whose keys and values are stored, by the results that SGLang has seen."""
+    return int(kv_of(req).kv_committed_len)
+
+
+def kv_slots_wanted(req: Any, drafts: int) -> int:
+    """KV slots that SGLang takes for the request's next token; with drafts those of a pass and the one after it, beyond
+    what it holds."""
+    if not drafts:
+        return 1
+    return max(committed_len(req) + 2 * drafts - int(req.kv.kv_allocated_len), 0)
+
+
+def extend_end(req: Any) -> int:
+    """Position after the last token of the request's next extend pass."""
+    return req.extend_end if release() >= (0, 5, 22) else req.extend_range.end
+
+
+@contextmanager
+def filled_to(req: Any, end: int) -> Iterator[None]:
+    """Inside, the prefix cache is offered the request's first ``end`` tokens, and not all up to ``extend_end``: for
+    ``cache_unfinished_req``, which SGLang has up to 0.5.21."""
+    if end == extend_end(req):
+        yield
+        return
+    req.get_fill_ids = lambda: req.full_untruncated_fill_ids[:end]
+    try:
+        yield
+    finally:
+        del req.get_fill_ids
+
+
+def prompt_len(req: Any) -> int:
+    """Tokens that prefill has to reach, generated ones of a retracted request included."""
+    return len(req.full_untruncated_fill_ids)
+
+
+def tokens_of(req: Any) -> int:
+    """Tokens of the request's prompt and reply so far, of which SGLang's results tell."""
+    return len(req.origin_input_ids) + len(req.output_ids)
+
+
+def findable(req: Any) -> bool:
+    """Whether the request goes on later, and SGLang will look for all its tokens in the prefix cache then. It does not
+    where logprobs are asked for, of generated tokens too: it computes these again."""
+    if getattr(req, "return_logprob", False) and req.logprob_start_len >= 0:
+        return False
+    if req.finished() or getattr(req, "to_finish", None) is not None:
+        return False
+    if getattr(req, "input_embeds", None) is not None or getattr(req, "positional_embed_overrides", None) is not None:
+        return False
+    return not getattr(req, "skip_radix_cache_insert", False)
+
+
+def longest_len(req: Any) -> int:
+    """Tokens of the request's sequence when it ends, at most."""
+    return len(req.origin_input_ids) + req.sampling_params.max_new_tokens
+
+
+def protected_len(req: Any) -> int:
+    """Tokens of the request whose KV slots belong to the tree."""
+    return kv_of(req).cache_protected_len
+
+
+def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
+    """From position ``start`` on, where ``node`` ends, tokens get the request's own ``kv_slots`` instead of the tree's;
+    it holds the tree up to ``node`` only."""
+    rows, row = tree.req_to_token_pool, allocated_row_of(req)
+    pool = tree.token_to_kv_pool_allocator.get_kvcache()
+    if pool is not None:
+        pool.kv_slots_changed(rows.req_to_token[row, start : start + len(kv_slots)], kv_slots)
+    rows.write((row, slice(start, start + len(kv_slots))), kv_slots)
+    kv_of(req).cache_protected_len = start
+    if release() >= (0, 5, 22):
+        tree.unlock(req.lock)
+        req.lock = tree.lock(node)
+    else:
+        tree.dec_lock_ref(req.last_node)
+        tree.inc_lock_ref(node)
+        kv_slots = rows.req_to_token[row, : len(req.prefix_indices)]
+        req.prefix_indices = kv_slots.to(dtype=req.prefix_indices.dtype, copy=True)
+    req.last_node = node
+
+
+def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
+    """Hold a tree node while an admission is judged."""
+    return adder._lock_node(node)
+
+
+Growth = Callable[[int, int], float]
+"""What so many tokens more, behind a length, are expected to take, in high-tier tokens."""
+
+
+@contextmanager
+def estimated(req: Any, growth: Growth, *, budget: bool = False) -> Iterator[None]:
+    """Inside, the tokens that a request may still generate count for less, rounded up: what SGLang reserves for it.
+    Where there is a ``budget``, ``ignore_eos`` is off, too: without a prefix cache SGLang would reckon such requests,
+    and all that run, at their full length."""
+    params, made = req.sampling_params, len(req.output_ids)
+    before = {name: getattr(params, name) for name in ("max_new_tokens", "ignore_eos")}
+    more = max(params.max_new_tokens - made, 0)
+    params.max_new_tokens = made + math.ceil(growth(prompt_len(req), more))
+    params.ignore_eos = before["ignore_eos"] and not budget
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(params, name, value)
+
+
+def tokens_wanted(req: Any, growth: Growth) -> float:
+    """What admission asks for a request: its prompt, and the tokens it may generate, as ``estimated``."""
+    return prompt_len(req) - prefix_len(req) + tokens_to_grow(req, growth) + 1
+
+
+def tokens_to_grow(req: Any, growth: Growth) -> float:
+    """Of it, what its generated tokens are expected to take."""
+    return growth(prompt_len(req), min(reply_left(req), _most_expected()))
+
+
+def reply_left(req: Any) -> int:
+    """Tokens that the request may still generate."""
+    return max(req.sampling_params.max_new_tokens - len(req.output_ids), 0)
+
+
+def reply_expected(req: Any, ratio: float) -> int:
+    """Of these, those that SGLang expects if it expects ``ratio`` of all; each of them where their end is ignored."""
+    left = reply_left(req)
+    return left if req.sampling_params.ignore_eos else math.ceil(min(left, _most_expected()) * ratio)
+
+
+@cache
+def _most_expected() -> int:
+    """Tokens of a reply that SGLang looks at when it admits requests."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    return CLIP_MAX_NEW_TOKENS
+
+
+def expected_ratio(scheduler: Any) -> float:
+    """Of the tokens that running requests may still generate, those that SGLang expects."""
+    return scheduler.new_token_ratio_tracker.current
+
+
+def expected_tokens(scheduler: Any, running: Any = None) -> Iterator[tuple[int | None, float]]:
+    """Row of each running request, and the tokens that SGLang expects it to generate yet, as its admission does.
+    ``running``: SGLang's running batch, where it is not the scheduler's yet."""
+    ratio = expected_ratio(scheduler)
+    for req in (running or scheduler.running_batch).reqs:
+        rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), _most_expected())
+        whole = release() >= (0, 5, 22) and req.sampling_params.ignore_eos
+        yield row_of(req), rest * (1.0 if whole else ratio)
+
+
+def resolved(server_args: Any) -> Any:
+    """The arguments with what SGLang has decided so far. From 0.5.21 on the arguments themselves are as the user gave
+    them."""
+    if release() < (0, 5, 21):
+        return server_args
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    return resolving_view(server_args)
+
+
+def unread_mask(requests: int, drafts: int, device: Any) -> Any:
+    """SGLang's room for the mask of drafts of up to so many requests, for a backend that does not read it."""
+    from sglang.srt.layers.attention.verify_mask import maybe_create_verify_mask
+
+    sizes = {"max_bs": requests, "max_context_len": 0, "num_draft_tokens": drafts, "device": device}
+    return maybe_create_verify_mask(is_draft_runner=False, skip_prefill=False, is_read=False, **sizes)
+
+
+def prefill_graphs(server_args: Any) -> str:
+    """What holds CUDA graphs of passes over prompts: SGLang's name of it, ``disabled`` for nothing."""
+    config = getattr(resolved(server_args), "cuda_graph_config", None)
+    return "disabled" if config is None else str(config.prefill.backend)
+
+
+def asked_for_prefill_graphs(server_args: Any) -> bool:
+    """Whether the user said what holds them."""
+    return ("prefill", "backend") in getattr(server_args, "_cuda_graph_config_locked", ())
+
+
+def decline_prefill_graphs(server_args: Any) -> None:
+    """Switch graphs of passes over prompts off. Without effect before SGLang has chosen them and after its processes
+    have the arguments."""
+    config = resolved(server_args).cuda_graph_config
+    if release() < (0, 5, 21):
+        config.prefill.backend = "disabled"
+        return
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    decide(server_args, cuda_graph_config=with_phase(config, Phase.PREFILL, backend=Backend.DISABLED))
+
+
+def decline_hybrid_swa_pools(server_args: Any) -> bool:
+    """Switch SGLang's pools for models with sliding-window layers off, of which one is not the plugin's. Whether they
+    were on: then a model with such layers would get them."""
+    if resolved(server_args).disable_hybrid_swa_memory:
+        return False
+    decide(server_args, disable_hybrid_swa_memory=True)
+    return True
+
+
+def decide(server_args: Any, **fields: Any) -> None:
+    """Give arguments a value that their user did not ask for."""
+    if release() < (0, 5, 21):
+        server_args.override("sglang_diffkv", **fields)
+        return
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, "sglang_diffkv", **fields)
+
+
+def tensor_parallel_ranks() -> Ranks:
+    """The ranks of this process's tensor-parallel group, which exchange numbers over SGLang's CPU group and add tensors
+    over its device group."""
+    import torch
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+
+    def largest(numbers: np.ndarray) -> np.ndarray:
+        shared = torch.from_numpy(numbers.copy())
+        torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+        return shared.numpy()
+
+    def add(tensor: torch.Tensor) -> None:
+        torch.distributed.all_reduce(tensor, group=group.device_group)
+
+    return Ranks(group.world_size, group.rank_in_group, largest, add) if group.world_size > 1 else Ranks()
+
+
+def no_prefill(running_batch: Any) -> Any:
+    """What a scheduler that has nothing to prefill plans: to go on with what runs."""
+    from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+    return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+
+def queue_preempted(scheduler: Any, preempted: Sequence[Any]) -> None:
+    """Requests that were taken from the running batch wait again, after a pass that admitted nobody. SGLang queues them
+    itself from 0.5.22 on; before, only a pass that admits somebody did."""
+    if release() < (0, 5, 22):
+        for req in preempted:
+            scheduler._add_request_to_queue(req)
+
+
+def set_mixed_starts(batch: Any, running: Any) -> None:
+    """0.5.17 takes it for granted that each request which decodes in a pass over prompts was in the pass before, too:
+    of one that was not, the token would be one position too far."""
+    if release() < (0, 5, 18):
+        starts = [length - 1 for length in running.seq_lens_cpu.tolist()]
+        batch.prefix_lens[-len(starts) :] = starts
+
+
+def part_batch(batch: Any, indices: Sequence[int]) -> Any:
+    """Take the requests at ``indices``, not all, out of a batch that is about to decode. A batch of them, for
+    ``join_batch``; None, changing nothing, where SGLang accumulates penalties, which it has for a batch as a whole."""
+    if batch.sampling_info.penalizer_orchestrator.is_required:
+        return None
+    parted = copy.copy(batch)
+    parted.sampling_info = copy.copy(batch.sampling_info)
+    parted.filter_batch(keep_indices=list(indices))
+    batch.filter_batch(keep_indices=[index for index in range(len(batch.reqs)) if index not in indices])
+    return parted
+
+
+def join_batch(scheduler: Any, parted: Any) -> None:
+    """The requests that were taken out run with all others again."""
+    running = scheduler.running_batch
+    if running.is_empty():
+        parted.sampling_info.penalizer_orchestrator.batch = parted
+        parted.batch_is_full = running.batch_is_full
+        scheduler.running_batch = parted
+    else:
+        running.merge_batch(parted)
+
+
+def release_request(batch: Any, index: int) -> None:
+    """Take from a batch's request all that it holds, as a retraction does; the request may be queued again. One that
+    got no KV slots, or not even a row, before its batch failed holds its lock on the tree and perhaps the row."""
+    req = batch.reqs[index]
+    if _has_kv_slots(req):
+        more = {"server_args": _global_server_args()} if release() < (0, 5, 18) else {}
+        batch.release_req(index, 0, **more)
+        return
+    if release() >= (0, 5, 22):
+        batch.tree_cache.unlock(req.lock)
+    elif req.last_node is not None:
+        batch.tree_cache.dec_lock_ref(req.last_node)
+    free_state(batch.req_to_token_pool, req)
+    if row_of(req) is not None:
+        batch.req_to_token_pool.free(req)
+    req.reset_for_retract()
+
+
+def free_state(rows: Any, req: Any) -> None:
+    """Give back the state slot of a request, if it has one: of a model with layers that do not attend. ``rows``:
+    SGLang's table of requests."""
+    if getattr(kv_of(req), "mamba_pool_idx", None) is not None:
+        rows.free_mamba_cache(req)
+
+
+def _has_kv_slots(req: Any) -> bool:
+    """Whether SGLang has allocated KV slots for the request, which it does for all of a batch at once."""
+    kv = req.kv
+    return kv is not None and kv.kv_allocated_len > 0
+
+
+def _global_server_args() -> Any:
+    from sglang.srt.server_args import get_global_server_args
+
+    return get_global_server_args()
+
+
+def send_abort(scheduler: Any, req: Any) -> None:
+    """Tell the client of a request that was released why it ended: ``to_finish``."""
+    from sglang.srt.managers import scheduler as module
+
+    reason = req.to_finish.to_json()
+    if release() < (0, 5, 18):
+        answer = module.AbortReq(rid=req.rid, finished_reason=reason)
+    else:
+        answer = module._make_abort_req(req, finished_reason=reason)
+    send = getattr(scheduler, "send_abort_output", None) or scheduler.ipc_channels.send_to_tokenizer.send_output
+    send(answer, req)
+
+
+def has_finished_well(req: Any) -> bool:
+    """Whether the request has finished otherwise than by an abort."""
+    return req.finished() and (req.finished_reason.to_json() or {}).get("type") != "abort"
+
+
+def finish_with_error(req: Any, message: str) -> None:
+    """End a running request with an error that its client sees."""
+    from http import HTTPStatus
+
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+
+
+def disabled_prefix_cache_needs_tree() -> bool:
+    """0.5.22 and later have no chunk cache: a disabled radix cache is a tree object that holds nothing."""
+    return release() >= (0, 5, 22)

@@ -1,0 +1,66 @@
+"""What depends on the SGLang version of models whose layers have states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_diffkv.srt.versions.compat import decide, kv_of, release, resolved
+
+
+def planned_states(hybrid: Any, ranks: int) -> Any:
+    """``mamba2_cache_params`` of a model's configuration, on each of so many ranks, before there are ranks: ``layers``
+    that have states, and ``mamba_cache_per_req``, bytes of a request's."""
+    from sglang.srt.runtime_context import get_parallel
+
+    widths = {"attn_tp_size": ranks, **({} if release() < (0, 5, 22) else {"enable_cp_tp_group_sharing": False})}
+    with get_parallel().override(**widths):
+        return hybrid.mamba2_cache_params
+
+
+def model_has_states(server_args: Any) -> bool:
+    """Whether some of the model's layers have states, by its configuration."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    if release() < (0, 5, 21):
+        return mambaish_config(server_args.get_model_config()) is not None
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    return mambaish_config(model_config_of(server_args)) is not None
+
+
+def state_slot(req: Any) -> Any:
+    """Number of the request's state slot, an int64 tensor of no dimensions; None while it has none."""
+    return getattr(kv_of(req), "mamba_pool_idx", None)
+
+
+def give_state(req: Any, slot: Any, source: Any) -> None:
+    """The request has ``slot`` (int64 [1]), to which SGLang copies the state in ``source`` (int64 [1]) before the next
+    pass."""
+    kv = kv_of(req)
+    kv.mamba_pool_idx, kv.mamba_cow_src_index, kv.mamba_needs_clear = slot[0], source, False
+
+
+def take_state(req: Any) -> Any:
+    """The request's slot (int64 [1]), which is not its own any more."""
+    slot = state_slot(req).reshape(1)
+    kv_of(req).mamba_pool_idx = None
+    return slot
+
+
+SLOTS_A_REQUEST = 3
+"""State slots for each request that SGLang lets run where there is a prefix cache: two are for what that keeps."""
+
+WITHOUT_BUFFERS = (
+    "sglang.srt.server_args.ServerArgs._validate_mamba_no_buffer"
+    if release() < (0, 5, 21)
+    else "sglang.srt.arg_groups.mamba_hook.validate_mamba_no_buffer"
+)
+"""What refuses overlap scheduling where SGLang's own prefix cache keeps states without buffers of each request."""
+
+
+def keep_without_buffers(server_args: Any) -> None:
+    """Have SGLang give requests no buffers beside their state slots, by which its own prefix cache keeps states under
+    overlap scheduling, unless the user asked for some."""
+    args = resolved(server_args)
+    if not args.disable_radix_cache and args.mamba_radix_cache_strategy == "auto":
+        decide(server_args, mamba_radix_cache_strategy="no_buffer")
