@@ -13,7 +13,7 @@ from sglang_diffkv.key_means import read_key_means
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.layout.spans import keep_of
+from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
 from sglang_diffkv.mem_pool.footprint import MIB, Footprint
 from sglang_diffkv.mem_pool.host_pages import GIB
@@ -39,7 +39,7 @@ class MemoryPlan:
     q_heads: int
     gpu: bool
     ranks: int = 1
-    reaches: tuple[int, ...] = ()
+    attention_spans: tuple[int, ...] = ()
     draft_bytes: int = 0
     """Bytes that a draft model's keys and values take for each KV slot; 0 without one."""
     keeps_retracted: bool = False
@@ -54,11 +54,11 @@ class MemoryPlan:
         config: DiffKVConfig,
         num_layers: int,
         max_tokens: int,
-        reaches: tuple[int, ...] = (),
+        attention_spans: tuple[int, ...] = (),
         draft_bytes: int = 0,
     ) -> MemoryPlan:
         """Plan for the model of SGLang's KVCacheConfigurator. With more ranks than KV heads several have the same one.
-        ``max_tokens``, ``reaches``: as of ``Geometry``.
+        ``max_tokens``, ``attention_spans``: as of ``Geometry``.
 
         Raises ConfigError for unsupported head sizes, and for a method or key means that cannot serve this model.
         """
@@ -70,7 +70,8 @@ class MemoryPlan:
         on_gpu = torch.device(configurator.device).type == "cuda"
         heads = (model.get_num_kv_heads(ranks), model.num_attention_heads // ranks)
         return cls(
-            config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, reaches=reaches, draft_bytes=draft_bytes
+            config, fmt, num_layers, *heads, gpu=on_gpu, ranks=ranks, attention_spans=attention_spans,
+            draft_bytes=draft_bytes
         )  # fmt: skip
 
     @property
@@ -94,7 +95,7 @@ class MemoryPlan:
             num_rows=num_rows,
             num_segments=segments,
             max_tokens=max_tokens,
-            reaches=self.reaches,
+            attention_spans=self.attention_spans,
         )
 
     def host_pages(self, geometry: Geometry) -> int:
@@ -129,7 +130,7 @@ class MemoryPlan:
         ops.decisions.use_ranks(Ranks(self.ranks), state, policy, geometry.max_tokens)
         exact = self.config.prefix_fidelity == "exact"
         owning = self.draft_bytes > 0
-        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.reaches, owning=owning)
+        kv_slots = kv_slots_of(policy, capacity, self.fmt, geometry.max_tokens, self.attention_spans, owning=owning)
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
@@ -172,7 +173,7 @@ class MemoryPlan:
 
     def _windows(self) -> str:
         """Of layers with a sliding window, for the log."""
-        found = [keep_of(x) for x in self.reaches if x]
+        found = [retained_tokens(x) for x in self.attention_spans if x]
         if not found:
             return ""
         kept = " or ".join(f"{x}" for x in sorted(set(found)))

@@ -168,14 +168,14 @@ class Session:
         self.end_decode(rows, self.decode(rows, check=check))
 
     def end_prompt(self, row: int) -> None:
-        """Prompt-phase compaction; the manager may seal the row."""
+        """Prompt-phase compaction; the manager may freeze the row."""
         self.manager.prompts.end(row)
-        if (sealed := self.manager.rows.sealed(row)) is not None:
-            self.own_from[row] = sealed
+        if (frozen := self.manager.rows.frozen(row)) is not None:
+            self.own_from[row] = frozen
 
     def share(self, row: int, lo: int, hi: int) -> Segment | None:
         """Share and keep the dense form of the segment."""
-        sealed_there = self.manager.rows.sealed(row) == hi
+        sealed_there = self.manager.rows.frozen(row) == hi
         segment = self.manager.segments.share(row, lo, hi)
         if segment is not None:
             self.shared[segment] = self.dense[row].cut(lo, hi)

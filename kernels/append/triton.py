@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.append.triton_turned import turned_append_kernel
+from sglang_diffkv.kernels.append.triton_rotated import rotated_append_kernel
 from sglang_diffkv.kernels.device import launches_early
 from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.quantize.triton import store_vectors
@@ -74,7 +74,7 @@ def _constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int, few: b
 def _turned_constants(
     fmt: PageFormat, max_blocks: int, layers: int, heads: int, few: bool, rotation: Rotation, less_means: bool
 ) -> Mapping[str, Any]:
-    """The same of ``turned_append_kernel``."""
+    """The same of ``rotated_append_kernel``."""
     block, v_block = block_size(fmt.head_dim), block_size(fmt.v_head_dim)
     return MappingProxyType(
         {
@@ -163,7 +163,7 @@ def prepare_append(
         return lambda layer, key, value, key_means, query: query
     places = (rows, offset, position, num_valid)
     if rotation != NO_ROTATION or key_means is not None:
-        return _prepare_turned(state, key, value, places, rotation, key_means, query)
+        return _prepare_rotated(state, key, value, places, rotation, key_means, query)
     return _prepare(state, key, value, places)
 
 
@@ -190,7 +190,7 @@ def _prepare(
     return append_again
 
 
-def _prepare_turned(
+def _prepare_rotated(
     state: PageState,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -214,7 +214,7 @@ def _prepare_turned(
         fmt, state.row_blocks.shape[1], state.num_layers, heads, few, rotation, key_means is not None
     )  # fmt: skip
     launch = Launch(
-        turned_append_kernel,
+        rotated_append_kernel,
         (2 * tiles - (-vectors // size),),
         (
             None, None, asked.stride(0), asked.stride(1), asked.shape[1], vectors, tiles, None, None, key.stride(0),
@@ -227,9 +227,9 @@ def _prepare_turned(
     def append_again(
         layer: int, key: torch.Tensor, value: torch.Tensor, key_means: torch.Tensor | None, query: torch.Tensor | None
     ) -> torch.Tensor | None:
-        turned = query.new_empty(query.shape) if query is not None and turns else query
-        asked, target = (query, turned) if turns else (key, key)
+        rotated = query.new_empty(query.shape) if query is not None and turns else query
+        asked, target = (query, rotated) if turns else (key, key)
         launch(query=asked, query_out=target, key=key, value=value, means=key_means, layer=layer)
-        return turned
+        return rotated
 
     return append_again

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.attach.reference import keep, seal
+from sglang_diffkv.kernels.attach.reference import freeze, keep
 from sglang_diffkv.kernels.triton_table import (
     layout_constants,
     load_bound,
@@ -16,7 +16,7 @@ from sglang_diffkv.kernels.triton_table import (
 )
 from sglang_diffkv.layout.state import PageState
 
-__all__ = ["attach", "keep", "seal"]
+__all__ = ["attach", "freeze", "keep"]
 
 ENTRIES = 32
 """Table entries of an iteration: one a thread of the program's only warp, so that no atomic is repeated."""

@@ -108,7 +108,7 @@ class Arguments(ctypes.Structure):
             "q", "partial_out", "partial_lse", "logits", "tile_max", "offsets", "begun", "ranges", "pages",
             "page_table", "range_lo", "range_hi", "row_blocks", "entries", "own_entry", "rows", "seq_lens",
         )),
-        *((name, ctypes.c_int) for name in ("batch", "layer", "room", "reach", "every")),
+        *((name, ctypes.c_int) for name in ("batch", "layer", "room", "attention_span", "every")),
         *((name, ctypes.c_float) for name in ("sm_scale", "logit_cap")),
     ]  # fmt: skip
 
@@ -154,7 +154,7 @@ def table_pointers(state: PageState) -> dict[str, int]:
 def prepare_split(
     state: PageState, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
     workspace: DecodeWorkspace, constants: dict[str, Any],
-    *, logit_cap: float, reach: int, every: int, scored: bool, judge_low: bool, early: bool,
+    *, logit_cap: float, attention_span: int, every: int, scored: bool, judge_low: bool, early: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """What starts the pass for a ``layer`` and its ``q``, of the form of this one. Arguments as of
     :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which has checked them; ``constants`` of
@@ -169,15 +169,15 @@ def prepare_split(
         fmt, group, state.num_layers, state.num_heads, state.row_blocks.shape[1], workspace.offsets.shape[2],
         workspace.programs, constants["TURN"], constants["WEIGHTS"], constants["TILES"], config.copies,
         resident_of(fmt, config.copies, config.resident, shared_memory_of(state.device)),
-        (tiers if judge_low else 1) if scored else 0, logit_cap > 0, reach > 0, early, rows.dtype == torch.int64,
-        seq_lens.dtype == torch.int64, q.dtype == torch.bfloat16,
+        (tiers if judge_low else 1) if scored else 0, logit_cap > 0, attention_span > 0, early, rows.dtype ==
+        torch.int64, seq_lens.dtype == torch.int64, q.dtype == torch.bfloat16,
     )  # fmt: skip
     arguments = Arguments(
         rows=pointer(rows), seq_lens=pointer(seq_lens), **table_pointers(state),
         **{name: pointer(getattr(workspace, name)) for name in (
             "partial_out", "partial_lse", "logits", "tile_max", "offsets", "begun", "ranges",
         )},
-        batch=rows.shape[0], room=workspace.room, reach=reach, every=every,
+        batch=rows.shape[0], room=workspace.room, attention_span=attention_span, every=every,
         sm_scale=sm_scale, logit_cap=logit_cap,
     )  # fmt: skip
     launch = load(source, not q.is_cuda).prepare(workspace.programs, shared_bytes(fmt, config.copies), early)

@@ -105,7 +105,7 @@ def decode_attention(
     every: int = 1,
     logit_cap: float = 0.0,
     reduce: str = "max",
-    reach: int = 0,
+    attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
     known_lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,8 @@ def decode_attention(
             before the ``every``-th, the ``2 * every``-th and so on leave them as they are.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
         reduce: ``max`` or ``mean``: what a token's score takes of the attention from a KV head's query heads.
-        reach: newest tokens, the new one included, that are seen; 0 for all. Searches are for layers that see all.
+        attention_span: newest tokens, the new one included, that are seen; 0 for all. Searches are for layers that
+            see all.
         sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
             value.
         known_lse: [B, Hq] float32: attention is relative to this, and not to the log-sum-exp of what is stored.
@@ -132,7 +133,7 @@ def decode_attention(
         no token (a row that lost its only page) gives zeros and -inf.
     """
     batch, q_heads, dim = q.shape
-    assert not reach or scores is None, "nothing is searched for where tokens are out of reach"
+    assert not attention_span or scores is None, "nothing is searched for where tokens are out of its span"
     grouped = q.float().view(batch, state.num_heads, -1, dim) * sm_scale
     tables = [
         layer_table(state, rows, tier, layer, max_entries(state, rows, tier, layer)) for tier in range(len(state.tiers))
@@ -142,8 +143,8 @@ def decode_attention(
     for view, (page, lo, hi) in zip(gathered, tables, strict=True):
         position = view.positions[:].reshape(*page.shape, view.layout.tokens)  # [B, H, E, tokens]
         valid = ((position >= lo.unsqueeze(3)) & (position < hi.unsqueeze(3))).flatten(2)
-        if reach:
-            valid &= position.flatten(2) >= (seq_lens - reach).view(-1, 1, 1)
+        if attention_span:
+            valid &= position.flatten(2) >= (seq_lens - attention_span).view(-1, 1, 1)
         tier_logits = _logits(grouped, view)
         if logit_cap:
             tier_logits = logit_cap * torch.tanh(tier_logits / logit_cap)

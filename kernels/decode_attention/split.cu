@@ -48,7 +48,7 @@ struct Arguments {
     const int* own_entry;
     const row_t* rows;         // [B]
     const length_t* seq_lens;  // [B]
-    int batch, layer, room, reach, every;
+    int batch, layer, room, attention_span, every;
     float sm_scale, logit_cap;
 };
 
@@ -564,7 +564,7 @@ KERNEL void __launch_bounds__(32, RESIDENT) split_kernel(const Arguments arg) {
                 });
             }
             int lo = place.x;
-            if (SLIDES) lo = max(lo, (int)arg.seq_lens[unit / (TIERS * HEADS)] - arg.reach);
+            if (SLIDES) lo = max(lo, (int)arg.seq_lens[unit / (TIERS * HEADS)] - arg.attention_span);
             wait_bytes(&barriers[stage], parity);
             for_tier(unit % TIERS, [&](auto tier) {
                 attend<decltype(tier)::value>(arg, memory + stage * STRIDE, lo, place.y, place.z, operand, soft, acc, kept);

@@ -143,7 +143,7 @@ def decode_attention(
     every: int = 1,
     logit_cap: float = 0.0,
     reduce: str = "max",
-    reach: int = 0,
+    attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from each request's newest token (already appended, at position ``seq_lens - 1``).
@@ -155,8 +155,8 @@ def decode_attention(
         out: [B, Hq, v_head_dim] in q's dtype. lse: [B, Hq] float32.
         found: where given, own tokens' scores are updated and the searches are filled in, as far as it says, by as many
             programs a head as it has room for, at most.
-        window, sinks: newest and first tokens that the searches pass over. horizon, every, reduce, reach: as for
-            the reference.
+        window, sinks: newest and first tokens that the searches pass over. horizon, every, reduce, attention_span: as
+            for the reference.
         sink_logits: [Hq] of any float type, contiguous.
 
     Returns:
@@ -168,7 +168,8 @@ def decode_attention(
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     prepare_decode(
         state, q, rows, seq_lens, sm_scale, workspace, num_valid, found=found, window=window, sinks=sinks,
-        horizon=horizon, every=every, logit_cap=logit_cap, reduce=reduce, reach=reach, sink_logits=sink_logits,
+        horizon=horizon, every=every, logit_cap=logit_cap, reduce=reduce, attention_span=attention_span,
+        sink_logits=sink_logits,
     )(layer, q, out, lse, sink_logits)  # fmt: skip
     return out, lse
 
@@ -184,7 +185,7 @@ class PreparedDecode(Protocol):
 def prepare_decode(
     state: PageState, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
     workspace: DecodeWorkspace, num_valid: torch.Tensor, *, found: FoundTokens | None, window: int, sinks: int,
-    horizon: int, every: int, logit_cap: float, reduce: str, reach: int, sink_logits: torch.Tensor | None,
+    horizon: int, every: int, logit_cap: float, reduce: str, attention_span: int, sink_logits: torch.Tensor | None,
 ) -> PreparedDecode:  # fmt: skip
     """What the layers of a step have in common. Arguments as of ``decode_attention``; ``q`` and ``sink_logits`` for
     their form."""
@@ -197,7 +198,9 @@ def prepare_decode(
     assert seq_lens.shape == rows.shape == (batch,) and workspace.partial_lse.shape[1] * heads == q_heads
     assert workspace.partial_lse.shape[0] >= result_slots(state, batch, workspace.programs, workspace.config)
     assert workspace.planned == batch, "plan comes first"
-    assert every >= 1 and (not reach or found is None), "nothing is searched for where tokens are out of reach"
+    assert every >= 1 and (not attention_span or found is None), (
+        "nothing is searched for where tokens are out of its span"
+    )
     assert sink_logits is None or (sink_logits.shape == (q_heads,) and sink_logits.is_contiguous())
     check_rows(rows, num_valid, state)
     config, group = workspace.config, q_heads // heads
@@ -222,7 +225,8 @@ def prepare_decode(
     if config.cuda:
         split = prepare_split(
             state, q, rows, seq_lens, sm_scale, workspace, constants,
-            logit_cap=logit_cap, reach=reach, every=every, scored=scored, judge_low=judge_low, early=early,
+            logit_cap=logit_cap, attention_span=attention_span, every=every, scored=scored, judge_low=judge_low,
+            early=early,
         )  # fmt: skip
     else:
         split = Launch(
@@ -232,12 +236,13 @@ def prepare_decode(
                 None, workspace.partial_out, workspace.partial_lse, workspace.logits, workspace.tile_max,
                 workspace.offsets, workspace.begun, workspace.ranges, state.pages, state.page_table, state.range_lo,
                 state.range_hi, state.row_blocks, state.entries, state.own_entry, rows, None, sm_scale, logit_cap,
-                workspace.room, seq_lens, reach, every,
+                workspace.room, seq_lens, attention_span, every,
             ),
             dict(
                 **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
                 AHEAD=config.ahead, HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED,
-                EARLY=early, SLIDES=reach > 0, num_warps=config.warps, num_stages=config.stages, **limit, **overlap,
+                EARLY=early, SLIDES=attention_span > 0, num_warps=config.warps, num_stages=config.stages, **limit,
+                **overlap,
             ),
         )  # fmt: skip
     kept = {k: v for k, v in constants.items() if k in finish_kernel.arg_names}

@@ -54,7 +54,7 @@ def extend_attention(
     observe_from: torch.Tensor | None = None,
     observe_every: int = 0,
     reduce: str = "max",
-    reach: int = 0,
+    attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -74,7 +74,8 @@ def extend_attention(
             the means so far; None for all. observe_every: of those before, each so-manieth counts, as so many
             (``Observers``); 0: none.
         reduce: ``max`` or ``mean``.
-        reach: newest tokens, its own included, that a query sees; 0 for all. Scores are for layers that see all.
+        attention_span: newest tokens, its own included, that a query sees; 0 for all. Scores are for layers that see
+            all.
         sink_logits: [Hq] of any float type: of each query head, the logit of a sink that joins the softmax and has no
             value.
         lse: [tokens, Hq] float32, where given: gets the log-sum-exp of each query's logits, base 2.
@@ -82,7 +83,7 @@ def extend_attention(
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
     """
-    assert not reach or not update_scores, "no scores are kept where tokens are out of reach"
+    assert not attention_span or not update_scores, "no scores are kept where tokens are out of its span"
     outs, start = [], 0
     since = [0] * len(rows) if observe_from is None else observe_from.tolist()
     watch = [Observers(first, observe_every) for first in since]
@@ -101,7 +102,7 @@ def extend_attention(
             logit_cap,
             observers,
             reduce,
-            reach,
+            attention_span,
             sink_logits,
         )
         outs.append(out)
@@ -127,7 +128,7 @@ def _attend(
     logit_cap: float,
     observers: Observers,
     reduce: str,
-    reach: int,
+    attention_span: int,
     sink_logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """One request: out [n, Hq, v_dim]; lse [n, Hq]; received attention of [each tier's page slots..., new tokens], each
@@ -166,8 +167,8 @@ def _attend(
             logits = logit_cap * torch.tanh(logits / logit_cap)
         causal = column <= query.unsqueeze(1)  # [n', n]
         stored = paged.unsqueeze(1).expand(-1, len(query), -1)  # [H, n', M - n]
-        if reach:
-            oldest = query.unsqueeze(1) - reach + 1
+        if attention_span:
+            oldest = query.unsqueeze(1) - attention_span + 1
             causal &= column >= oldest
             stored = stored & (paged_position.unsqueeze(1) >= prefix + oldest)
         shown = torch.cat([stored, causal.expand(paged.shape[0], -1, -1)], 2)

@@ -86,7 +86,7 @@ def extend_attention(
     observe_from: torch.Tensor | None = None,
     observe_every: int = 0,
     reduce: str = "max",
-    reach: int = 0,
+    attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
     stored: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,8 +103,8 @@ def extend_attention(
         new_part: output [tokens, Hq, v_head_dim] and lse [tokens, Hq] float32, base 2, of the new tokens' causal
             attention among themselves, where another kernel computed it. Without a prefix they are the result.
         judged: as for the reference; tensors [L, H, n] float32, contiguous.
-        observe_from, observe_every, reduce, reach: as for the reference; ``new_part`` is of queries that see all new
-            tokens before them. sink_logits: [Hq] of any float type.
+        observe_from, observe_every, reduce, attention_span: as for the reference; ``new_part`` is of queries that see
+            all new tokens before them. sink_logits: [Hq] of any float type.
         stored: False if the new tokens are not appended.
 
     Returns:
@@ -120,12 +120,12 @@ def extend_attention(
     assert q.dtype in (torch.bfloat16, torch.float16)
     assert not fmt.high.tier.is_raw or q.dtype == state.dtype, "the raw tier holds the dtype of q"
     assert starts.shape == extend_lens.shape == prefix_lens.shape == (batch,)
-    assert not reach or (new_part is None and not update_scores)
+    assert not attention_span or (new_part is None and not update_scores)
     assert fmt.scored or not update_scores, "the high tier has no scores to update"
     assert sink_logits is None or sink_logits.shape == (q_heads,)
     assert stored or (new_part is None and not update_scores)
     group = q_heads // heads
-    common = {"G": group, "HAS_CAP": logit_cap > 0, "SLIDES": reach > 0}
+    common = {"G": group, "HAS_CAP": logit_cap > 0, "SLIDES": attention_span > 0}
     grid = (triton.cdiv(max_extend * group, PAGED_ROWS), heads, batch)
     splits = 1 if stored else _splits(grid, q.device)
     if new_part is not None:
@@ -142,7 +142,7 @@ def extend_attention(
     if new_part is None:
         ragged_kernel[(batch * heads * triton.cdiv(max_extend * group, ROWS),)](
             q, key, value, key.stride(0), key.stride(1), value.stride(0), value.stride(1), out, lse, starts,
-            extend_lens, batch, sm_scale, logit_cap, reach, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS,
+            extend_lens, batch, sm_scale, logit_cap, attention_span, D=dim, DV=fmt.v_head_dim, H=heads, M=ROWS,
             N=32 if dim > 128 else 64, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2,
         )  # fmt: skip
     if max_prefix:
@@ -150,7 +150,18 @@ def extend_attention(
             state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
             state.write_slot,
         )  # fmt: skip
-        given = (starts, extend_lens, prefix_lens, rows, state.pages, *tables, layer, sm_scale, logit_cap, reach)
+        given = (
+            starts,
+            extend_lens,
+            prefix_lens,
+            rows,
+            state.pages,
+            *tables,
+            layer,
+            sm_scale,
+            logit_cap,
+            attention_span,
+        )
         common.update(DV=fmt.v_head_dim, M=PAGED_ROWS, STORED=stored, num_warps=1, num_stages=2)
         kind = q.dtype if sink_logits is None else torch.float32
         if stored:

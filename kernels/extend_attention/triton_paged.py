@@ -50,12 +50,12 @@ def largest_of(q, vector, live, D: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["layer", "reach", "splits", "part"],
+    do_not_specialize=["layer", "attention_span", "splits", "part"],
     do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "rows", "before_lse"],
 )
 def paged_kernel(
     q, out, lse, before, before_lse, starts, extend_lens, prefix_lens, rows, pages, page_table, range_lo, range_hi,
-    row_blocks, entries, own_entry, write_slot, layer, sm_scale, logit_cap, reach, splits, part,
+    row_blocks, entries, own_entry, write_slot, layer, sm_scale, logit_cap, attention_span, splits, part,
     TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
@@ -64,10 +64,10 @@ def paged_kernel(
     SLIDES: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(longest extend * G / M), H, B); one tier. Writes out [tokens, Hq, DV], lse [tokens, Hq] base 2. With
-    ``SLIDES`` a query sees the newest ``reach`` tokens, its own included. ``STORED``: new tokens are in the pages, and
-    what is written is joined with ``before`` and ``before_lse``, the attention to others, which may be out and lse. If
-    not, the grid is (.., H * splits, B): so many programs share a head's pages, and each writes a part of out [splits,
-    tokens, Hq, DV] and lse, whose parts are ``part`` vectors long."""
+    ``SLIDES`` a query sees the newest ``attention_span`` tokens, its own included. ``STORED``: new tokens are in the
+    pages, and what is written is joined with ``before`` and ``before_lse``, the attention to others, which may be out
+    and lse. If not, the grid is (.., H * splits, B): so many programs share a head's pages, and each writes a part of
+    out [splits, tokens, Hq, DV] and lse, whose parts are ``part`` vectors long."""
     b = tl.program_id(2)
     head = tl.program_id(1)
     split = 0
@@ -163,7 +163,7 @@ def paged_kernel(
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
         seen = valid[None, :]
         if SLIDES:
-            seen = seen & (position[None, :] > (prefix + query - reach)[:, None])
+            seen = seen & (position[None, :] > (prefix + query - attention_span)[:, None])
         s = tl.where(seen, s, float("-inf"))
         top = thread_tops(s)
         if not RAW:
@@ -220,15 +220,15 @@ def paged_kernel(
         tl.store(out + where, o.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "reach"], do_not_specialize_on_alignment=["starts", "extend_lens"])
+@triton.jit(do_not_specialize=["batch", "attention_span"], do_not_specialize_on_alignment=["starts", "extend_lens"])
 def ragged_kernel(
     q, key, value, key_stride, key_head, value_stride, value_head, out, lse, starts, extend_lens, batch, sm_scale,
-    logit_cap, reach,
+    logit_cap, attention_span,
     D: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr, SLIDES: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H * ceil(longest extend * G / M)): causal attention among new tokens, with ``SLIDES`` the newest
-    ``reach`` of them. Strides are in elements."""
+    ``attention_span`` of them. Strides are in elements."""
     b, head, tile, tiles = request_head_tile(batch, H)
     first = (tiles - 1 - tile) * M  # the longest first
     extend = tl.load(extend_lens + b).to(tl.int32)
@@ -250,7 +250,7 @@ def ragged_kernel(
     acc = tl.zeros([M, DVP], tl.float32)
     begin_at = 0
     if SLIDES:
-        begin_at = tl.maximum(first // G - reach + 1, 0) // N * N
+        begin_at = tl.maximum(first // G - attention_span + 1, 0) // N * N
     for begin in range(begin_at, tl.minimum((first + M - 1) // G + 1, extend), N):
         column = begin + tl.arange(0, N)
         live = column < extend
@@ -264,7 +264,7 @@ def ragged_kernel(
             s = (logit_cap * LOG2E) * (2.0 / (1.0 + tl.exp2(s * (-2.0 / logit_cap))) - 1.0)
         seen = column[None, :] <= query[:, None]
         if SLIDES:
-            seen = seen & (column[None, :] > (query - reach)[:, None])
+            seen = seen & (column[None, :] > (query - attention_span)[:, None])
         s = tl.where(seen, s, float("-inf"))
         top = tl.max(s, 1)
         if dot_type == tl.float16:

@@ -33,11 +33,11 @@ def _gather(state: PageState, layer: int, row: int, length: int) -> tuple[torch.
     return found[0], found[1]
 
 
-def _in_reach(queries: int, first: int, length: int, reach: int, device: torch.device) -> torch.Tensor:
+def _in_span(queries: int, first: int, length: int, attention_span: int, device: torch.device) -> torch.Tensor:
     """[queries, length] bool: what queries from position ``first`` on see of the sequence."""
     query = torch.arange(first, first + queries, device=device).unsqueeze(1)
     position = torch.arange(length, device=device).unsqueeze(0)
-    return (position <= query) & (position > query - reach)
+    return (position <= query) & (position > query - attention_span)
 
 
 def raw_attention(
@@ -48,13 +48,13 @@ def raw_attention(
     extend_lens: torch.Tensor,
     prefix_lens: torch.Tensor,
     sm_scale: float,
-    reach: int = 0,
+    attention_span: int = 0,
 ) -> torch.Tensor:
     """Causal attention of new tokens, already appended, to all tokens of their row.
 
     Args:
         q: [tokens, Hq, head_dim], requests one after the other. rows, extend_lens, prefix_lens: [B] int64.
-        reach: newest tokens, its own included, that a query sees; 0 for all.
+        attention_span: newest tokens, its own included, that a query sees; 0 for all.
 
     Returns:
         [tokens, Hq, v_head_dim] in q's dtype.
@@ -68,9 +68,9 @@ def raw_attention(
             padded[:, prefix:] = query
             query = padded
         mask = None
-        if reach:
+        if attention_span:
             queries = query.shape[1]
-            mask = _in_reach(queries, prefix + count - queries, prefix + count, reach, q.device)
+            mask = _in_span(queries, prefix + count - queries, prefix + count, attention_span, q.device)
         out = scaled_dot_product_attention(
             query.unsqueeze(0),
             key.unsqueeze(0),
@@ -95,7 +95,7 @@ def raw_verification(
     extend_lens: torch.Tensor,
     prefix_lens: torch.Tensor,
     sm_scale: float,
-    reach: int = 0,
+    attention_span: int = 0,
 ) -> torch.Tensor:
     """Causal attention of new tokens that are not appended: of each as its own decode step would compute it.
 
@@ -117,7 +117,7 @@ def raw_verification(
                 q[start + number].view(1, q.shape[1], 1, -1),
                 keys[:, :, :length].contiguous(),
                 values[:, :, :length].contiguous(),
-                attn_mask=_in_reach(1, length - 1, length, reach, q.device) if reach else None,
+                attn_mask=_in_span(1, length - 1, length, attention_span, q.device) if attention_span else None,
                 enable_gqa=q.shape[1] != key.shape[1],
                 scale=sm_scale,
             )

@@ -42,7 +42,7 @@ def read_back(
             before them.
         into: [B] integers: place of a request's first token in the outputs.
         key_out: [all tokens, H, head_dim]. value_out: [all tokens, H, v_head_dim]. Both in the state's dtype.
-        rotation: what was rotated before it was stored, and is turned back. key_means: [H, head_dim] float32, then
+        rotation: what was rotated before it was stored, and is rotated back. key_means: [H, head_dim] float32, then
             added to keys.
     """
     lens = zip(*(x.tolist() for x in (rows, starts, extend_lens, prefix_lens, into)), strict=True)

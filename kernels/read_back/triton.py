@@ -1,6 +1,6 @@
 """``reference.py`` on the GPU: one launch for all requests and tiers of a layer.
 
-A code is an integer below 256, which the tensor cores hold exactly: rotated tokens are turned back as codes, and scale
+A code is an integer below 256, which the tensor cores hold exactly: rotated tokens are rotated back as codes, and scale
 and zero point follow, so that nothing is rounded but the result.
 """
 
@@ -53,7 +53,7 @@ def read_vectors(
     DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr, TURN: tl.constexpr,
     B: tl.constexpr, NORM: tl.constexpr, ADD_MEANS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Vectors of the chosen of slots [T] of a page, turned back if ``TURN``, with ``means`` [DIM] added, to ``target``
+    """Vectors of the chosen of slots [T] of a page, rotated back if ``TURN``, with ``means`` [DIM] added, to ``target``
     [T], where their elements go. ``raw`` is the raw tier's type."""
     DP: tl.constexpr = dot_padded(DIM)
     C: tl.constexpr = min(DP, 64) if TURN else DP

@@ -197,7 +197,7 @@ class VerifyWrapper(Wrapper):
         """Layers that follow one another, see all tokens and have the same scaling."""
         state = self.state
         for (slides, scaling), layers in groupby(
-            range(state.num_layers), lambda layer: (state.reach(layer) > 0, room.scalings[layer])
+            range(state.num_layers), lambda layer: (state.attention_span(layer) > 0, room.scalings[layer])
         ):
             found = list(layers)
             if not slides:

@@ -127,12 +127,12 @@ class DecodeWrapper(Wrapper):
         self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
         sink_logits: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        turned = self._append(step, layer, key, value, q)
-        assert turned is not None
+        rotated = self._append(step, layer, key, value, q)
+        assert rotated is not None
         if self.queries is not None:
-            self.ops.store_queries(self.queries, layer, turned, step)
+            self.ops.store_queries(self.queries, layer, rotated, step)
         scale, cap = scaling
-        out = self.ops.decode(self.state, layer, turned, step, scale, self.policy, cap, sink_logits)
+        out = self.ops.decode(self.state, layer, rotated, step, scale, self.policy, cap, sink_logits)
         return self._turned_back(step, out)
 
     def end(self) -> None:

@@ -103,7 +103,8 @@ class Geometry:
 
     Attributes:
         max_tokens: longest sequence of a request; the page format holds positions of one so long.
-        reaches: of each layer, how many tokens a query may see, itself included, 0 for all; empty if all see all.
+        attention_spans: of each layer, how many tokens a query may see, itself included, 0 for all; empty if all see
+            all.
         num_rows: rows of requests, row 0 (padding) included.
         num_segments: rows of tree segments.
         num_pages: pages in the ring.
@@ -116,7 +117,7 @@ class Geometry:
     num_rows: int
     num_segments: int
     max_tokens: int
-    reaches: tuple[int, ...] = ()
+    attention_spans: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.max_tokens <= self.fmt.max_tokens, (

@@ -22,7 +22,7 @@ import torch
 
 from sglang_diffkv.layout.geometry import TABLE_BLOCK, Geometry
 from sglang_diffkv.layout.page_format import EMPTY, PageFormat, TierLayout
-from sglang_diffkv.layout.spans import keep_of
+from sglang_diffkv.layout.spans import retained_tokens
 
 NO_LIMIT = 2**31 - 1
 """Upper end of the position range of a page that its owner wrote itself. Its lower 16 bits, all ones, are above every
@@ -128,7 +128,7 @@ class PageState:
     write_slot: torch.Tensor  # [R, L, H] int32, own high slot of the step's first new token
     fault: torch.Tensor  # [R] int32, non-zero once the ring was empty for this row
     sliding: torch.Tensor  # [S, 2] int32: layers with a sliding window, and how many newest tokens they keep
-    reaches: tuple[int, ...] = ()  # as of ``Geometry``
+    attention_spans: tuple[int, ...] = ()  # as of ``Geometry``
 
     @classmethod
     def create(
@@ -143,10 +143,16 @@ class PageState:
         num_blocks: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-        reaches: tuple[int, ...] = (),
+        attention_spans: tuple[int, ...] = (),
     ) -> PageState:
-        assert not reaches or len(reaches) == num_layers, f"reaches of {len(reaches)} layers for {num_layers}"
-        sliding = [(layer, keep_of(reach)) for layer, reach in enumerate(reaches) if reach]
+        assert not attention_spans or len(attention_spans) == num_layers, (
+            f"attention spans of {len(attention_spans)} layers for {num_layers}"
+        )
+        sliding = [
+            (layer, retained_tokens(attention_span))
+            for layer, attention_span in enumerate(attention_spans)
+            if attention_span
+        ]
 
         def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
@@ -172,7 +178,7 @@ class PageState:
             write_slot=ints(*heads),
             fault=ints(num_rows),
             sliding=torch.tensor(sliding, dtype=torch.int32, device=device).view(-1, 2),
-            reaches=reaches,
+            attention_spans=attention_spans,
         )
 
     @classmethod
@@ -190,17 +196,17 @@ class PageState:
             num_blocks=geometry.num_blocks,
             dtype=dtype,
             device=device,
-            reaches=geometry.reaches,
+            attention_spans=geometry.attention_spans,
         )
 
-    def reach(self, layer: int) -> int:
+    def attention_span(self, layer: int) -> int:
         """Tokens that a query of the layer may see, itself included; 0 for all."""
-        return self.reaches[layer] if self.reaches else 0
+        return self.attention_spans[layer] if self.attention_spans else 0
 
     @property
     def slides(self) -> bool:
         """Whether any layer has a sliding window."""
-        return any(self.reaches)
+        return any(self.attention_spans)
 
     @cached_property
     def tiers(self) -> tuple[TierView, ...]:
@@ -232,7 +238,7 @@ class PageState:
         and what has numbers for each layer is a view. The state itself where ``stride`` is None or not below its
         layers.
 
-        Ops that judge and compact by a policy's prompt rule take a group for a state, ``hand_over`` does too.
+        Ops that judge and compact by a policy's prompt rule take a group for a state, ``transfer_pages`` does too.
         """
         if stride is None or stride >= self.num_layers:
             yield slice(None), self

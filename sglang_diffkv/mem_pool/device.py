@@ -101,11 +101,11 @@ class PageDevice:
         with self.launching():
             self.ops.attach(self.state, target, source, lo, hi, kept_only=kept_only)
 
-    def hand_over(self, layers: PageState, row: int, target: int) -> None:
+    def transfer_pages(self, layers: PageState, row: int, target: int) -> None:
         """In a group of layers the pages that a row may not write go to another one, which has room for them:
-        ``kernels/hand_over``."""
+        ``kernels/transfer_pages``."""
         with self.launching():
-            self.ops.hand_over(layers, row, target)
+            self.ops.transfer_pages(layers, row, target)
 
     def copy(
         self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None = None
@@ -114,17 +114,17 @@ class PageDevice:
         with self.launching():
             self.ops.copy_compact(self.state, target, parts, seq_len, policy, judged)
 
-    def seal(self, rows: Mapping[int, int]) -> None:
+    def freeze(self, rows: Mapping[int, int]) -> None:
         """The next token of each row starts a page of its own: after its tail, so many of its last tokens, which are in
         pages of their own and stay writable (``kernels/attach``)."""
         with self.launching():
             if any(rows.values()):
                 at, tails = self.to_device([[*rows], [*rows.values()]])
-                self.ops.seal(self.state, at, tails)
+                self.ops.freeze(self.state, at, tails)
             else:
-                self.ops.seal(self.state, next(iter(rows)) if len(rows) == 1 else self.to_device([*rows]))
+                self.ops.freeze(self.state, next(iter(rows)) if len(rows) == 1 else self.to_device([*rows]))
         for row in rows:
-            self.space.seal(row)
+            self.space.freeze(row)
 
     def keep(self, row: int) -> None:
         """A segment holds all of a row's entries before those that it may write."""

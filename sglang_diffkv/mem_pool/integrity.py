@@ -150,7 +150,7 @@ def _row_blocks(of_tiers: Sequence[list[int]], width: int) -> list[int]:
 
 
 def decision_digest(requests: Any) -> int:
-    """A number of all that schedulers decide on (their ``Requests``), which has to be equal on all ranks."""
+    """A number of all that schedulers decide on (their ``RequestLifecycle``), which has to be equal on all ranks."""
     ledger, exact = requests.ledger, requests.exact
     manager = ledger.manager
     counts, space = manager.counts, manager.space

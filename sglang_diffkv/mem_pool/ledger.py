@@ -65,8 +65,8 @@ class PageLedger:
     def __init__(self, manager: PageManager, capacity: int, *, owning: bool = False):
         self.manager = manager
         self.capacity = capacity
-        longest, reaches = manager.geometry.max_tokens, manager.geometry.reaches
-        self.kv_slots = kv_slots_of(manager.policy, capacity, manager.fmt, longest, reaches, owning=owning)
+        longest, attention_spans = manager.geometry.max_tokens, manager.geometry.attention_spans
+        self.kv_slots = kv_slots_of(manager.policy, capacity, manager.fmt, longest, attention_spans, owning=owning)
         """Tokens that SGLang may hold at once."""
         self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
         """Of these, those that are free; the allocator says so."""
@@ -132,7 +132,7 @@ class PageLedger:
 
     def _within_windows(self, length: float) -> float:
         """Of a sequence of ``length`` tokens, those that layers hold on average as far as their windows go."""
-        return length * kept_in_layers(self.manager.geometry.reaches, length) if length else 0.0
+        return length * kept_in_layers(self.manager.geometry.attention_spans, length) if length else 0.0
 
     def growth(self, length: int, more: int) -> float:
         """High-tier tokens that ``more`` generated ones are expected to take behind ``length``, by the growth
@@ -178,7 +178,7 @@ class PageLedger:
     def growth_of_all(self, expected: Iterable[tuple[int | None, float]]) -> float:
         """The sum of ``growth_of`` over running requests, given as (row, tokens)."""
         manager = self.manager
-        if manager.running is not None or any(manager.geometry.reaches):
+        if manager.running is not None or any(manager.geometry.attention_spans):
             return sum(self.growth_of(row, tokens) for row, tokens in expected)
         others, judged = 0.0, []
         for row, tokens in expected:

@@ -7,7 +7,7 @@ and each writes its own fields only:
 - ``PageCounts``: bounds of the device's page counts;
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
 - ``SavedRows``: rows of retracted requests in host memory; None where there is none for them;
-- ``RunningBudgets``: where requests hold a budget while they run; None where the policy has none.
+- ``RunningCompression``: where requests hold a budget while they run; None where the policy has none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
 from sglang_diffkv.mem_pool.pressure import Pressure
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.rows import RequestRows
-from sglang_diffkv.mem_pool.running import RunningBudgets, query_cache
+from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
@@ -82,13 +82,13 @@ class PageManager:
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
             self.pressure = Pressure(self.device, self.rows, self.counts, rule)
 
-    def _running_budgets(self, q_heads: int) -> RunningBudgets | None:
+    def _running_budgets(self, q_heads: int) -> RunningCompression | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}
         cache = query_cache(self.policy, self.geometry, q_heads, **where)
         if cache is None:
             return None
         parts = (self.device, self.rows, self.counts, self.segments, self.prompts)
-        return RunningBudgets(*parts, self.policy, cache, usual_scaling(self.fmt.head_dim))
+        return RunningCompression(*parts, self.policy, cache, usual_scaling(self.fmt.head_dim))
 
     @property
     def state(self) -> PageState:

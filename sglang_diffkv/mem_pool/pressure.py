@@ -47,7 +47,7 @@ class Pressure:
     def _is_due(self, row: int) -> bool:
         if row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
             return False
-        begun = max(self.rows.shared(row), self.rows.sealed(row) or 0, self._done_at.get(row, 0))
+        begun = max(self.rows.shared(row), self.rows.frozen(row) or 0, self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth
 
     def _fitting(self) -> int:

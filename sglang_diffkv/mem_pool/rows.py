@@ -13,7 +13,7 @@ class RequestRow:
     Attributes:
         length: tokens of its sequence that are stored or pruned. shared: of these, the first that segments hold for it.
         unverified: tokens that it takes beside them at most, of verifications whose results the host has yet to see.
-        sealed: of these, the first that lie in pages which it may not write any more, where it was sealed.
+        frozen: of these, the first that lie in pages which it may not write any more, where it was frozen.
         in_prompt: its prompt may still be compacted. as_computed: every token is there in all heads, since nothing
             was compacted.
     """
@@ -21,7 +21,7 @@ class RequestRow:
     length: int = 0
     unverified: int = 0
     shared: int = 0
-    sealed: int | None = None
+    frozen: int | None = None
     in_prompt: bool = False
     as_computed: bool = False
 
@@ -53,9 +53,9 @@ class RequestRows:
         """Tokens that segments hold for a row."""
         return self._rows[row].shared if row in self._rows else 0
 
-    def sealed(self, row: int) -> int | None:
-        """Where a row was sealed last; None if it was not."""
-        return self._rows[row].sealed if row in self._rows else None
+    def frozen(self, row: int) -> int | None:
+        """Where a row was frozen last; None if it was not."""
+        return self._rows[row].frozen if row in self._rows else None
 
     def in_prompt(self, row: int) -> bool:
         """Whether a row's prompt may still be compacted."""
@@ -97,13 +97,13 @@ class RequestRows:
         """Segments hold the row's first ``end`` tokens."""
         self._rows[row].shared = end
 
-    def seal(self, row: int, tail: int = 0) -> None:
+    def freeze(self, row: int, tail: int = 0) -> None:
         """All but the row's last ``tail`` tokens lie in pages that it may not write any more."""
-        self._rows[row].sealed = self._rows[row].length - tail
+        self._rows[row].frozen = self._rows[row].length - tail
 
     def unseal(self, row: int) -> None:
         """The row's tokens are in pages of its own, which it may write."""
-        self._rows[row].sealed = None
+        self._rows[row].frozen = None
 
     def compacted(self, row: int) -> None:
         """The row's prompt so far is compacted."""
@@ -119,4 +119,4 @@ class RequestRows:
 
     def digest(self) -> list[tuple[int, int, int, int | None]]:
         """All that ranks have to agree on."""
-        return [(row, x.length, x.shared, x.sealed) for row, x in self._rows.items()]
+        return [(row, x.length, x.shared, x.frozen) for row, x in self._rows.items()]

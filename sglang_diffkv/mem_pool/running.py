@@ -77,7 +77,7 @@ class Budgeted:
     since: int = 0
 
 
-class RunningBudgets:
+class RunningCompression:
     """Rows of running requests, each with its budget.
 
     Attributes:
@@ -162,7 +162,7 @@ class RunningBudgets:
         if self.alone(row):
             return 0
         known, writable = self._rows[row], self.rows.length(row) - self._rows[row].at + more
-        if self.rows.sealed(row) is None:
+        if self.rows.frozen(row) is None:
             writable += known.own
         return max(self._kept - self._pages_of(writable), 0)
 
@@ -177,7 +177,7 @@ class RunningBudgets:
         due = max(self.rule.limit - known.held - grown, 0)
         published = row_of.shared >= known.at  # the tree has all of the prompt
         pages = 0 if published else self._pages_of(known.own)
-        free = -known.own % page if self._one_tier and row_of.sealed is None else 0
+        free = -known.own % page if self._one_tier and row_of.frozen is None else 0
         if grown > free:
             pages -= (free - grown) // page
         free = (free - grown) % page if self._one_tier else 0
@@ -192,9 +192,9 @@ class RunningBudgets:
         """A prompt of ``own`` tokens behind ``shared`` ones that is still to run; the rest as for ``outlook``."""
         keep, page, least = self.rule.keep, self._page, self.prompts.share_min_tokens
         kept, due = min(own, keep), max(self.rule.limit - shared - min(own, keep), 0)
-        sealed, full, copy = least is not None and own >= least, self._kept, self.saw.copy
-        if self._one_tier and (shared or sealed):
-            copy = max(full - self._pages_of(due if sealed else kept + due), 0)
+        frozen, full, copy = least is not None and own >= least, self._kept, self.saw.copy
+        if self._one_tier and (shared or frozen):
+            copy = max(full - self._pages_of(due if frozen else kept + due), 0)
         pages, behind = -(-own // page) + shared_pages, self._pages_of(kept) + shared_pages
         return Outlook(pages, behind, 0, full, due, left, min(expected, left), copy)
 
@@ -219,8 +219,8 @@ class RunningBudgets:
 
     def alone(self, row: int) -> bool:
         """Whether a row may be compressed where it is: it has its pages to itself, all of one tier."""
-        sealed = self.rows.sealed(row) is not None
-        return len(self.device.fmt.tiers) == 1 and not self.rows.shared(row) and not sealed
+        frozen = self.rows.frozen(row) is not None
+        return len(self.device.fmt.tiers) == 1 and not self.rows.shared(row) and not frozen
 
     @property
     def least_capacity(self) -> int:
@@ -347,7 +347,7 @@ class RunningBudgets:
             with device.launching():
                 device.ops.compact_judged(layers, row, length, judgement)
             if old is not None:
-                device.hand_over(layers, row, old)
+                device.transfer_pages(layers, row, old)
                 with device.launching():
                     device.ops.copy_judged(layers, row, [(old, 0, length)], length, judgement)
         if old is None:
@@ -423,5 +423,5 @@ class RunningBudgets:
         assert self._judged or not self._positions, "memory of judgements is lost"
         tokens = self.device.state.own_tokens
         for row in self._rows:
-            if not self.rows.shared(row) and self.rows.sealed(row) is None:
+            if not self.rows.shared(row) and self.rows.frozen(row) is None:
                 assert int(tokens[row].sum(2).max()) <= self.held(row), f"row {row} holds more than its budget says"

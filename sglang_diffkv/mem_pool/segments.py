@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sglang_diffkv.layout.geometry import Path, Segment, rows_of
-from sglang_diffkv.layout.spans import joined_end, longest_reach
+from sglang_diffkv.layout.spans import joined_end, longest_span
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
 from sglang_diffkv.mem_pool.rows import RequestRows
@@ -68,7 +68,7 @@ class SegmentStore:
     def share(self, row: int, lo: int, hi: int, *, as_computed: bool = False) -> Segment | None:
         """Make the pages that no segment holds yet a segment for positions [lo, hi), immutable from now on.
 
-        A running row is shared up to where it was sealed; a row that ends, up to any position. ``as_computed``: the
+        A running row is shared up to where it was frozen; a row that ends, up to any position. ``as_computed``: the
         row's prompt was left as it is.
         Returns None, changing nothing, if no segment row or table block is left.
         """
@@ -77,10 +77,10 @@ class SegmentStore:
         if segment_row is None:
             return None
         device.share(segment_row, row, lo, hi, kept_only=True)
-        ends, first = self.rows.sealed(row) != hi, self.rows.shared(row)
+        ends, first = self.rows.frozen(row) != hi, self.rows.shared(row)
         if ends:
-            device.seal({row: 0})
-            self.rows.seal(row)
+            device.freeze({row: 0})
+            self.rows.freeze(row)
         device.keep(row)
         self.rows.share(row, hi)
         self.counts.touch(row, decoded=True)
@@ -157,7 +157,7 @@ class SegmentStore:
     def _copy(self, row: int, parts: Path) -> None:
         """Fill an empty segment row with the tokens of ``parts`` as they are."""
         self.device.copy(row, rows_of(parts), parts[-1][2], KEEP)
-        self.device.seal({row: 0})
+        self.device.freeze({row: 0})
         self.device.keep(row)
         self.counts.record(-self.dense_pages(parts))
 
@@ -169,7 +169,7 @@ class SegmentStore:
         assert row is not None, "no room to join segments"
         self._copy(row, parts)
         as_computed = all(segment.as_computed for segment, _, _ in parts)
-        end = joined_end(parts, longest_reach(self.device.geometry.reaches))
+        end = joined_end(parts, longest_span(self.device.geometry.attention_spans))
         joined = Segment(row, lo, hi, nodes=0, as_computed=as_computed, first=lo, end=end)
         self.add(joined)
         return joined

@@ -11,7 +11,7 @@ from sglang_diffkv.layout.state import TABLE_BLOCK, PageState
 from sglang_diffkv.layout.transfer import to_device
 
 PART_FILLED = 2
-"""Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was sealed."""
+"""Entries of a tier that a row may have beyond those its tokens fill: a page ends where a prompt was frozen."""
 
 
 Entries = tuple[int, ...]
@@ -179,7 +179,7 @@ class TableSpace:
             return False
         return True
 
-    def seal(self, row: int) -> None:
+    def freeze(self, row: int) -> None:
         """The row's next token starts a page of its own: count what it has now as entries."""
         self.base[row] = self.bound(row)
         self.counted[row] = self.total[row]

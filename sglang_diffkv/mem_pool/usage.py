@@ -122,7 +122,9 @@ class UsageMeter:
     def __init__(self, manager: PageManager):
         self.manager = manager
         shape, device = self.ended_shape(manager.geometry), manager.state.device
-        self.sliding = [layer for layer, reach in enumerate(manager.geometry.reaches) if reach]
+        self.sliding = [
+            layer for layer, attention_span in enumerate(manager.geometry.attention_spans) if attention_span
+        ]
         """Layers with a sliding window. They drop what has left it and nothing else."""
         self._sliding = {x: torch.tensor(self.sliding, device=x) for x in ("cpu", torch.device(device).type)}
         self.ended_counts = torch.zeros(shape, dtype=torch.int64, device=device)

@@ -154,7 +154,7 @@ class Step:
 class Ops(Protocol):
     """Kernels over a ``PageState``. The references in ``kernels/<op>/reference.py`` are their specification.
 
-    ``judge_running``, ``compact_judged``, ``hand_over`` and ``copy_judged`` take a group of layers
+    ``judge_running``, ``compact_judged``, ``transfer_pages`` and ``copy_judged`` take a group of layers
     (``PageState.groups``) for a state, with the queries of these layers. One group's judgement is in the memory of the
     next one's.
     """
@@ -329,9 +329,9 @@ class Ops(Protocol):
         self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False
     ) -> None: ...
 
-    def hand_over(self, state: PageState, row: int, target: int) -> None: ...
+    def transfer_pages(self, state: PageState, row: int, target: int) -> None: ...
 
-    def seal(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None: ...
+    def freeze(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None: ...
 
     def keep(self, state: PageState, row: int) -> None: ...
 

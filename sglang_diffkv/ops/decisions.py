@@ -18,7 +18,7 @@ from sglang_diffkv.kernels.redundancy import reference as redundancy_reference
 from sglang_diffkv.kernels.select import reference as select_reference
 from sglang_diffkv.kernels.window_scores import reference as window_scores_reference
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.layout.spans import keep_of
+from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.layout.state import NO_LIMIT, PageState
 from sglang_diffkv.policies.base import (
     Across,
@@ -51,7 +51,7 @@ def compacts(state: PageState, policy: Policy) -> bool:
 
 def untouched_tokens(state: PageState, policy: Policy) -> int:
     """The longest prompt in which nothing is to be decided."""
-    limits = [keep_of(reach) for reach in state.reaches if reach]
+    limits = [retained_tokens(attention_span) for attention_span in state.attention_spans if attention_span]
     return min(limits + [policy.window] * policy.compresses, default=NO_LIMIT)
 
 
@@ -120,7 +120,9 @@ class Decisions:
     between: dict[object, torch.Tensor] = field(default_factory=dict)  # (rule, shape) -> [T - 2, L, H] float32
     budgets: dict[object, StepBudget] = field(default_factory=dict)
     limits: dict[object, Limits] = field(default_factory=dict)  # of budgets that differ between heads
-    lasting: dict[object, torch.Tensor] = field(default_factory=dict)  # (window, sinks, reaches) -> [L, 2] int32
+    lasting: dict[object, torch.Tensor] = field(
+        default_factory=dict
+    )  # (window, sinks, attention spans) -> [L, 2] int32
 
     @classmethod
     def of(cls, kernels: WholeHeadKernels, state: PageState, policy: Policy, max_tokens: int) -> Decisions:
@@ -211,15 +213,18 @@ class Decisions:
         limits = (policy.window, policy.sinks)
         if not state.slides or policy is KEEP:
             return Cuts(*self._thresholds(rule, state), *limits, between=self._between(rule, state))
-        slide = state.reaches
+        slide = state.attention_spans
         between = self._between(rule, state, slide)
         lasting = self._lasting_of(limits, state)
         return Cuts(*self._thresholds(rule, state, slide), *limits, between=between, lasting=lasting)
 
     def _lasting_of(self, limits: tuple[int, int], state: PageState) -> torch.Tensor:
-        key = (limits, state.reaches)
+        key = (limits, state.attention_spans)
         if key not in self.lasting:
-            each = [(keep_of(reach), 0) if reach else limits for reach in state.reaches]
+            each = [
+                (retained_tokens(attention_span), 0) if attention_span else limits
+                for attention_span in state.attention_spans
+            ]
             self.lasting[key] = torch.tensor(each, dtype=torch.int32, device=state.device)
         return self.lasting[key]
 

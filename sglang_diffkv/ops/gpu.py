@@ -35,7 +35,7 @@ def build_ops(
         mixed_chunks: whether requests decode in passes over prompts too, whose memory FlashInfer then cannot use.
     """
     fmt, heads = state.fmt, state.num_heads
-    ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, (), state.reaches)
+    ragged = prefill != "triton" and not prefill_obstacle(fmt, prefill, (), state.attention_spans)
     least = 0
     if ragged:
         backend = backend_of(fmt.head_dim, fmt.v_head_dim, state.dtype, state.device)
@@ -62,11 +62,14 @@ def decode_obstacle(fmt: PageFormat, group: int, decode: str) -> str:
     return obstacle
 
 
-def prefill_obstacle(fmt: PageFormat, prefill: str, scalings: Sequence[Scaling], reaches: Sequence[int] = ()) -> str:
-    """Why FlashInfer cannot compute the attention of new tokens for layers of these ``scalings`` and ``reaches`` (as of
-    ``Geometry``); empty if it can. Raises UnsupportedError if it is asked for nevertheless."""
+def prefill_obstacle(
+    fmt: PageFormat, prefill: str, scalings: Sequence[Scaling], attention_spans: Sequence[int] = ()
+) -> str:
+    """Why FlashInfer cannot compute the attention of new tokens for layers of these ``scalings`` and
+    ``attention_spans`` (as of ``Geometry``); empty if it can. Raises UnsupportedError if it is asked for
+    nevertheless."""
     obstacle = RaggedPrefill.obstacle(fmt.head_dim, fmt.v_head_dim, scalings)
-    if reaches and all(reaches):
+    if attention_spans and all(attention_spans):
         obstacle = obstacle or "all layers have a sliding window"
     if prefill == "flashinfer" and obstacle:
         raise UnsupportedError(f'"prefill": "flashinfer": {obstacle}; set "prefill" to "triton" or "auto"')
@@ -78,7 +81,7 @@ def choose_prefill(
 ) -> None:
     """Let FlashInfer compute the attention of new tokens if it can for layers of these ``scalings``. ``sinks``: whether
     any layers have attention sinks. Raises UnsupportedError as ``build_ops`` does."""
-    obstacle = prefill_obstacle(state.fmt, prefill, scalings, state.reaches)
+    obstacle = prefill_obstacle(state.fmt, prefill, scalings, state.attention_spans)
     ragged = prefill != "triton" and not obstacle
     ops.prefill_bytes = ops.prefill_bytes if ragged else 0
     if ragged:

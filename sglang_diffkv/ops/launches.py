@@ -37,5 +37,5 @@ class Launches:
 def rotate_again(launches: Launches, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """``rotate`` of a pass's tensors."""
     what = ("rotate", *(x.shape for x in tensors))
-    turned: tuple[torch.Tensor, ...] = launches.prepared(what, lambda: prepare_rotate(*tensors), *tensors)(*tensors)
-    return turned
+    rotated: tuple[torch.Tensor, ...] = launches.prepared(what, lambda: prepare_rotate(*tensors), *tensors)(*tensors)
+    return rotated

@@ -10,7 +10,7 @@ import torch
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.kernels.allocate.reference import reserve
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.kernels.attach.reference import attach, keep, seal
+from sglang_diffkv.kernels.attach.reference import attach, freeze, keep
 from sglang_diffkv.kernels.compact_prompt.reference import compact_prompt
 from sglang_diffkv.kernels.compact_step.reference import compact_step, step_moves
 from sglang_diffkv.kernels.copy_compact.reference import copy_compact
@@ -19,7 +19,6 @@ from sglang_diffkv.kernels.count_rows.reference import count_rows
 from sglang_diffkv.kernels.cuts import StepCuts
 from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_attention
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
-from sglang_diffkv.kernels.hand_over.reference import hand_over
 from sglang_diffkv.kernels.measure.reference import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.reference import put_scores
@@ -30,6 +29,7 @@ from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotate
 from sglang_diffkv.kernels.slide.reference import slide
 from sglang_diffkv.kernels.step_scores.reference import step_scores
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores
+from sglang_diffkv.kernels.transfer_pages.reference import transfer_pages
 from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step
@@ -88,12 +88,13 @@ class ReferenceOps:
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        reach = state.reach(layer)
+        attention_span = state.attention_span(layer)
         if self.lossless and not cap and sink_logits is None:
-            return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale, reach)
+            return raw_attention(state, layer, q, step.rows, step.extend_lens, step.prefix_lens, scale, attention_span)
         out, _ = decode_attention(
-            state, layer, q, step.rows, step.seq_lens, scale, scores=None if reach else step.found, logit_cap=cap,
-            reach=reach, sink_logits=sink_logits, **policy.search_rule,
+            state, layer, q, step.rows, step.seq_lens, scale, scores=None if attention_span else step.found,
+            logit_cap=cap,
+            attention_span=attention_span, sink_logits=sink_logits, **policy.search_rule,
         )  # fmt: skip
         return out
 
@@ -110,14 +111,14 @@ class ReferenceOps:
         cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        lens, reach = (step.rows, step.extend_lens, step.prefix_lens), state.reach(layer)
+        lens, attention_span = (step.rows, step.extend_lens, step.prefix_lens), state.attention_span(layer)
         if self.lossless and not cap and sink_logits is None:
-            return raw_attention(state, layer, q, *lens, scale, reach)
+            return raw_attention(state, layer, q, *lens, scale, attention_span)
         scored = policy.scored_tiers(len(state.fmt.tiers)) > 0
         return extend_attention(
-            state, layer, q, key, value, *lens, scale, update_scores=scored and not reach, logit_cap=cap,
+            state, layer, q, key, value, *lens, scale, update_scores=scored and not attention_span, logit_cap=cap,
             judged=step.judged, observe_from=step.observe_from, observe_every=policy.observation.every,
-            reduce=policy.observation.reduce, reach=reach, sink_logits=sink_logits,
+            reduce=policy.observation.reduce, attention_span=attention_span, sink_logits=sink_logits,
         )  # fmt: skip
 
     def extend_unpacked(self, *step: Any, **form: Any) -> None:
@@ -127,12 +128,22 @@ class ReferenceOps:
         self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
         scale: float, cap: float, sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        lens, reach = (step.rows, step.extend_lens, step.prefix_lens), state.reach(layer)
+        lens, attention_span = (step.rows, step.extend_lens, step.prefix_lens), state.attention_span(layer)
         if self.lossless and not cap and sink_logits is None:
             assert lse is None, "nothing is scored"
-            return raw_verification(state, layer, q, key, value, *lens, scale, reach)
+            return raw_verification(state, layer, q, key, value, *lens, scale, attention_span)
         return extend_attention(
-            state, layer, q, key, value, *lens, scale, logit_cap=cap, reach=reach, sink_logits=sink_logits, lse=lse
+            state,
+            layer,
+            q,
+            key,
+            value,
+            *lens,
+            scale,
+            logit_cap=cap,
+            attention_span=attention_span,
+            sink_logits=sink_logits,
+            lse=lse,
         )
 
     def score_step(
@@ -225,11 +236,11 @@ class ReferenceOps:
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
 
-    def hand_over(self, state: PageState, row: int, target: int) -> None:
-        hand_over(state, row, target)
+    def transfer_pages(self, state: PageState, row: int, target: int) -> None:
+        transfer_pages(state, row, target)
 
-    def seal(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
-        seal(state, rows, tails)
+    def freeze(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+        freeze(state, rows, tails)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

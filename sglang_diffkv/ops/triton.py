@@ -10,7 +10,7 @@ import torch
 
 from sglang_diffkv.kernels.allocate.triton import reserve
 from sglang_diffkv.kernels.append.triton import PreparedAppend, prepare_append
-from sglang_diffkv.kernels.attach.triton import attach, keep, seal
+from sglang_diffkv.kernels.attach.triton import attach, freeze, keep
 from sglang_diffkv.kernels.compact_prompt.triton import PROMPTS, PromptWorkspace, compact_prompts
 from sglang_diffkv.kernels.compact_step.triton import compact_step
 from sglang_diffkv.kernels.copy_compact.triton import copy_compact
@@ -26,7 +26,6 @@ from sglang_diffkv.kernels.decode_attention.triton import (
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
-from sglang_diffkv.kernels.hand_over.triton import hand_over
 from sglang_diffkv.kernels.importance.triton import importance
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.parts import Part
@@ -40,6 +39,7 @@ from sglang_diffkv.kernels.select.triton import count_above, select_count, selec
 from sglang_diffkv.kernels.slide.triton import slide
 from sglang_diffkv.kernels.step_scores.triton import step_scores
 from sglang_diffkv.kernels.sum_scores.triton import sum_scores
+from sglang_diffkv.kernels.transfer_pages.triton import transfer_pages
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.window_scores.triton import window_scores
 from sglang_diffkv.layout.query_cache import QueryCache
@@ -219,27 +219,28 @@ class TritonOps:
         self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        q, reach = q.contiguous(), state.reach(layer)
+        q, attention_span = q.contiguous(), state.attention_span(layer)
         out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
         for number, workspace in enumerate(step.scratch[1]):
             part, _ = self._slice(step, number)
             some, result = (q, out) if len(step.scratch[1]) == 1 else (q[part], out[part])
-            what = (state, number, some, step, scale, policy, cap, workspace, reach, sink_logits)
+            what = (state, number, some, step, scale, policy, cap, workspace, attention_span, sink_logits)
             again = step.launches.prepared(
-                ("decode", number, scale, cap, reach), partial(self._prepare_decode, *what), some, result, sink_logits
+                ("decode", number, scale, cap, attention_span), partial(self._prepare_decode, *what), some, result,
+                sink_logits
             )  # fmt: skip
             again(layer, some, result, sink_logits)
         return out
 
     def _prepare_decode(
         self, state: PageState, number: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
-        workspace: DecodeWorkspace, reach: int, sink_logits: torch.Tensor | None,
+        workspace: DecodeWorkspace, attention_span: int, sink_logits: torch.Tensor | None,
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]:  # fmt: skip
         part, valid = self._slice(step, number)
-        found = None if reach or step.found is None else step.found.of_requests(part)
+        found = None if attention_span or step.found is None else step.found.of_requests(part)
         run = prepare_decode(
             state, q, step.rows[part], step.seq_lens[part], scale, workspace, valid,
-            found=found, logit_cap=cap, reach=reach, sink_logits=sink_logits, **policy.search_rule,
+            found=found, logit_cap=cap, attention_span=attention_span, sink_logits=sink_logits, **policy.search_rule,
         )  # fmt: skip
 
         def decode_again(
@@ -264,11 +265,11 @@ class TritonOps:
         cap: float,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        reach = state.reach(layer)
-        ragged = None if reach or step.whole is not None else self._ragged(scale, cap)
+        attention_span = state.attention_span(layer)
+        ragged = None if attention_span or step.whole is not None else self._ragged(scale, cap)
         if ragged is None or step.max_prefix:  # FlashInfer and the scores of new tokens take a slice of a projection
             q = q.contiguous()
-        scored = prompts_scored(state, step, policy) and not reach
+        scored = prompts_scored(state, step, policy) and not attention_span
         new_part = None if ragged is None else ragged.run(q, key, value)
         if new_part is not None and not step.max_prefix and sink_logits is None:  # that is all there is
             if scored:
@@ -291,7 +292,7 @@ class TritonOps:
             logit_cap=cap,
             new_part=new_part,
             judged=step.judged,
-            reach=reach,
+            attention_span=attention_span,
             sink_logits=sink_logits,
             **step.observers(policy.observation),
         )[0]
@@ -310,7 +311,7 @@ class TritonOps:
         scaling: Scaling, policy: Policy, *, rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        if step.whole is None or state.reach(layer) or sink_logits is not None:
+        if step.whole is None or state.attention_span(layer) or sink_logits is not None:
             return None
         ragged = self._ragged(*scaling)
         if ragged is None:
@@ -326,7 +327,7 @@ class TritonOps:
         lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens, step.max_extend, step.max_prefix)
         out, norm = extend_attention(
             state, layer, q.contiguous(), key, value, *lens, scale,
-            logit_cap=cap, reach=state.reach(layer), sink_logits=sink_logits, stored=False,
+            logit_cap=cap, attention_span=state.attention_span(layer), sink_logits=sink_logits, stored=False,
         )  # fmt: skip
         if lse is not None:
             lse.copy_(norm)
@@ -442,11 +443,11 @@ class TritonOps:
     def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         attach(state, target, source, lo, hi, kept_only=kept_only)
 
-    def hand_over(self, state: PageState, row: int, target: int) -> None:
-        hand_over(state, row, target)
+    def transfer_pages(self, state: PageState, row: int, target: int) -> None:
+        transfer_pages(state, row, target)
 
-    def seal(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
-        seal(state, rows, tails)
+    def freeze(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+        freeze(state, rows, tails)
 
     def keep(self, state: PageState, row: int) -> None:
         keep(state, row)

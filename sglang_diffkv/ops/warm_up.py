@@ -144,7 +144,7 @@ def _kinds_of_layers(
     ops: TritonOps, state: PageState, scalings: Sequence[Scaling], sinks: torch.dtype | None
 ) -> Iterator[tuple[int, Scaling, torch.Tensor | None]]:
     """A layer of each kind, with each scaling, without and with sinks where there are any."""
-    layers = {bool(state.reach(layer)): layer for layer in range(state.num_layers)}
+    layers = {bool(state.attention_span(layer)): layer for layer in range(state.num_layers)}
     every: list[torch.Tensor | None] = [None]
     if sinks is not None:
         every.append(torch.zeros(ops.q_heads, dtype=sinks, device=state.device))
@@ -165,7 +165,7 @@ def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: 
         judgement = ops.judge_running(layers, 1, window, policy, asked, scaling, first=first, most=window)
         if len(state.fmt.tiers) == 1:
             ops.compact_judged(layers, 1, window, judgement)
-            ops.hand_over(layers, 1, 2)
+            ops.transfer_pages(layers, 1, 2)
         ops.copy_judged(layers, 2, [(1, 0, window)], window, judgement)
 
 

@@ -67,8 +67,8 @@ class Pointwise:
 
     def scored_tiers(self, tiers: int) -> int:
         """Of so many tiers, the first ones whose tokens' scores could change a decision. A token of a tier is compared
-        with the thresholds from its own tier's on, and none of 0, which any score reaches, or beyond ``NEVER`` asks
-        for the score."""
+        with the thresholds from its own tier's on, and none of 0, which any score reaches, or beyond
+        ``NEVER`` asks for the score."""
         least = min(_each(self.scale or 1.0))
 
         def asks(threshold: float | HeadValues) -> bool:
@@ -335,11 +335,17 @@ def prunes(policy: Policy, tiers: int) -> bool:
 
 
 def kv_slots_of(
-    policy: Policy, capacity: int, fmt: PageFormat, longest: int, reaches: Sequence[int] = (), *, owning: bool = False
+    policy: Policy,
+    capacity: int,
+    fmt: PageFormat,
+    longest: int,
+    attention_spans: Sequence[int] = (),
+    *,
+    owning: bool = False,
 ) -> int:
     """KV slots of a pool of ``capacity`` high-tier tokens whose longest sequence has ``longest``, for layers of these
-    ``reaches`` (see ``Geometry``). ``owning``: as for ``kv_slots_for``."""
+    ``attention_spans`` (see ``Geometry``). ``owning``: as for ``kv_slots_for``."""
     dropped = prunes(policy, len(fmt.tiers))
     share = kept_share(policy, longest)
-    layers = kept_in_layers(reaches, longest)
+    layers = kept_in_layers(attention_spans, longest)
     return kv_slots_for(capacity, fmt, prunes=dropped, kept_share=share, in_layers=layers, owning=owning)

@@ -18,7 +18,7 @@ from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
-from sglang_diffkv.srt.models.scaling import configured_reaches
+from sglang_diffkv.srt.models.scaling import configured_spans
 from sglang_diffkv.srt.models.speculation import draft_room
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.preflight import configurator_of, model_reads_window, planned
@@ -200,7 +200,7 @@ def _model(findings: Findings, args: Any) -> Any:
     shape = f"{model.num_hidden_layers} layers, {model.num_attention_heads} query and {model.get_total_num_kv_heads()} "
     shape += f"KV heads of {model.head_dim}, {str(model.dtype).removeprefix('torch.')}"
     findings.add("model", f"can be served, as far as its config.json says: {shape}")
-    configurator.reaches = _window(findings, model)
+    configurator.attention_spans = _window(findings, model)
     if configurator.mambaish_config is not None:
         configurator.states = _states(findings, configurator)
     return configurator
@@ -221,9 +221,9 @@ def _states(findings: Findings, configurator: Any) -> Any:
 
 
 def _window(findings: Findings, model: Any) -> tuple[int, ...]:
-    """What the server's layers will see, as ``layer_reaches`` says once they are loaded; empty if that is all, or not
+    """What the server's layers will see, as ``layer_spans`` says once they are loaded; empty if that is all, or not
     known."""
-    stated = configured_reaches(model.hf_text_config)
+    stated = configured_spans(model.hf_text_config)
     if not any(stated):
         return ()
     found = [x for x in stated if x]
@@ -286,7 +286,7 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     if not tokens:
         findings.refuse(f"tokens in {where}", f"--kv-gib {gib:g} has no room for one token of this model: give more")
         return
-    text = _tokens_that_fit(tokens, fmt, plan.reaches, context)
+    text = _tokens_that_fit(tokens, fmt, plan.attention_spans, context)
     beside = " and the draft model's cache; bf16 with that cache alone" if draft_bytes else "; bf16 without either"
     text += f", with tables and scratch{beside}: {budget // (stock + draft_bytes):,}"
     findings.add(f"tokens in {where}", text, tokens, key="memory.tokens")
@@ -294,16 +294,16 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     _retraction(findings, plan, tokens, context, obstacle)
 
 
-def _tokens_that_fit(tokens: int, fmt: PageFormat, reaches: Sequence[int], context: int) -> str:
+def _tokens_that_fit(tokens: int, fmt: PageFormat, attention_spans: Sequence[int], context: int) -> str:
     """``tokens`` of the high tier in all layers, and those of the lowest tier in the same pages. In layers with a
     sliding window a sequence of ``context`` tokens holds its newest ones only, in the high tier whatever the policy."""
     high, low, several = fmt.high, fmt.low, len(fmt.layouts) > 1
     text = f"{tokens:,} if all are {high.tier.name}"
-    if not any(reaches):
+    if not any(attention_spans):
         return text + (f", up to {tokens * low.tokens // high.tokens:,} if all are {low.tier.name}" if several else "")
-    sliding = [x for x in reaches if x]
-    windows = kept_in_layers(sliding, context) * len(sliding) / len(reaches)
-    full = 1 - len(sliding) / len(reaches)
+    sliding = [x for x in attention_spans if x]
+    windows = kept_in_layers(sliding, context) * len(sliding) / len(attention_spans)
+    full = 1 - len(sliding) / len(attention_spans)
     text += f"; of sequences of {context:,}, whose windows stay in {high.tier.name}, {tokens / (full + windows):,.0f}"
     if several:
         lowest = full * high.tokens / low.tokens + windows

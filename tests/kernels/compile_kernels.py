@@ -97,7 +97,7 @@ class Planned:
 
 def start(
     tiers: str, head_dim: int, group: int, scalings: Sequence[Scaling], method: str = "",
-    reaches: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096, heads: int = 8, *,
+    attention_spans: tuple[int, ...] = (), sinks: torch.dtype | None = None, longest: int = 4096, heads: int = 8, *,
     key_means: bool = True,
 ) -> tuple[PageManager, TritonOps, dict[str, Any]]:  # fmt: skip
     """What a server calls at its start, before it captures graphs. The last: in which form tokens are stored."""
@@ -108,8 +108,10 @@ def start(
         policy = config.build_policy()
     scored, position_bytes = policy.scored_tiers(len(parsed)), position_bytes_for(longest)
     fmt = PageFormat(head_dim, head_dim, parsed, scored=scored, position_bytes=position_bytes)
-    compresses = policy.compresses or any(reaches)
-    geometry = Geometry(fmt, 2, heads, 400, num_rows=8, num_segments=8, max_tokens=4096, reaches=reaches)
+    compresses = policy.compresses or any(attention_spans)
+    geometry = Geometry(
+        fmt, 2, heads, 400, num_rows=8, num_segments=8, max_tokens=4096, attention_spans=attention_spans
+    )
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=heads * group)
     state, ops = manager.state, TritonOps(manager.state, policy, heads * group, 4096)
     ops.prepare_graphs(state, 64)
@@ -117,7 +119,7 @@ def start(
     queries = None if manager.running is None else manager.running.cache
     less = key_means and rotation.keys and queries is None and sinks is None
     means = torch.zeros(2, heads, head_dim) if less else None
-    planned: Any = Planned(scalings[0]) if len(scalings) == 1 and not all(reaches or (0,)) else None
+    planned: Any = Planned(scalings[0]) if len(scalings) == 1 and not all(attention_spans or (0,)) else None
     for ragged in (None, planned):
         ops.ragged, ops.has_sinks = ragged, sinks is not None
         warm_up(
@@ -216,7 +218,7 @@ def call_again(
             ops.copy_judged(layers, number + 1, [(number, number, 2 * number)], length, judgement)
             if len(state.fmt.tiers) == 1:
                 ops.compact_judged(layers, number, length, judgement)
-                ops.hand_over(layers, number, number + 1)
+                ops.transfer_pages(layers, number, number + 1)
 
 
 def report(config: str, found: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -84,11 +84,11 @@ def test_rules_are_the_reference_s(rule, group):
 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
-@pytest.mark.parametrize("reach", [1, 20, 61])
-def test_what_is_out_of_reach_is_not_seen(tiers, reach):
+@pytest.mark.parametrize("attention_span", [1, 20, 61])
+def test_what_is_out_of_reach_is_not_seen(tiers, attention_span):
     """A head whose tokens are all out of one program's reach has no weight there."""
     manager = make_manager(make_format(tiers, page_tokens=8), window=WINDOW)
-    results, *_ = run_both(manager, tiers, 4, 13, 0, cuda=True, scores=False, reach=reach)
+    results, *_ = run_both(manager, tiers, 4, 13, 0, cuda=True, scores=False, attention_span=attention_span)
     for (out, lse), (ref_out, ref_lse) in results:
         for b in (0, 2):
             assert close(out[b], ref_out[b]) < 6e-3 and (lse[b] - ref_lse[b]).abs().max() < 5e-3

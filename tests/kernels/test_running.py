@@ -1,4 +1,4 @@
-"""What judges a running request: its newest queries kept and turned into scores, keys that repeat others, scores
+"""What judges a running request: its newest queries kept and rotated into scores, keys that repeat others, scores
 written back. References against loops over the papers' formulas, Triton against the references."""
 
 from __future__ import annotations

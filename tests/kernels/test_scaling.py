@@ -62,14 +62,21 @@ class Planned:
         self.made.append({"scale": shape[6], "cap": shape[7]})
 
 
-def build(monkeypatch, prefill, scalings, *, installed=True, dim=64, reaches=()):
+def build(monkeypatch, prefill, scalings, *, installed=True, dim=64, attention_spans=()):
     real = importlib.util.find_spec
     spec = SimpleNamespace() if installed else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: spec if name == "flashinfer" else real(name, *a))
     monkeypatch.setattr(Planned, "made", [])
     monkeypatch.setattr(triton_ops, "RaggedPrefill", Planned)
     geometry = Geometry(
-        make_format("K8V4 K4V2", dim), 1, 2, 40, num_rows=4, num_segments=1, max_tokens=64, reaches=reaches
+        make_format("K8V4 K4V2", dim),
+        1,
+        2,
+        40,
+        num_rows=4,
+        num_segments=1,
+        max_tokens=64,
+        attention_spans=attention_spans,
     )
     state = PageState.of(geometry, device="cpu", dtype=torch.bfloat16)
     ops = build_ops(state, DiffKVPolicy(1.0, 0.0, 16), geometry, 4, prefill)
@@ -115,7 +122,7 @@ OBSTACLES = [
     ({"scalings": [PLAIN, CAPPED]}, "this model's differ"),
     ({"scalings": [PLAIN], "installed": False}, "not installed"),
     ({"scalings": [PLAIN], "dim": 96}, "no kernel for head_dim 96"),
-    ({"scalings": [PLAIN], "reaches": (5,)}, "all layers have a sliding window"),
+    ({"scalings": [PLAIN], "attention_spans": (5,)}, "all layers have a sliding window"),
 ]
 
 

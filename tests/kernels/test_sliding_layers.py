@@ -10,7 +10,7 @@ import torch
 from sglang_diffkv.attention.wrappers import DecodeWrapper, ExtendWrapper
 from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.layout.geometry import Geometry
-from sglang_diffkv.layout.spans import SLACK, keep_of
+from sglang_diffkv.layout.spans import SLACK, retained_tokens
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import ReferenceOps, Scaling
@@ -27,9 +27,9 @@ CHUNKS = [(33, 5), (20, 9)]
 STEPS = 3
 
 
-def make(ops: str, tiers: str, policy, reaches: tuple[int, ...]) -> PageManager:
+def make(ops: str, tiers: str, policy, attention_spans: tuple[int, ...]) -> PageManager:
     """A manager with poisoned memory."""
-    geometry = Geometry(make_format(tiers), len(reaches), 1, 300, 8, 8, 300, reaches)
+    geometry = Geometry(make_format(tiers), len(attention_spans), 1, 300, 8, 8, 300, attention_spans)
     lossless = tiers == "BF16"
 
     def make_ops(state):
@@ -43,14 +43,14 @@ def make(ops: str, tiers: str, policy, reaches: tuple[int, ...]) -> PageManager:
     return manager
 
 
-def dense(q, key, value, first: int, reach: int, scaling: Scaling, sink):
+def dense(q, key, value, first: int, attention_span: int, scaling: Scaling, sink):
     """q [n, G, D] from position ``first`` on, key and value [m, D]: [n, G, D] in float64."""
     logits = torch.einsum("ngd,md->ngm", q.double(), key.double()) * scaling.scale
     if scaling.cap:
         logits = scaling.cap * torch.tanh(logits / scaling.cap)
     at = torch.arange(first, first + len(q)).view(-1, 1, 1)
     position = torch.arange(len(key)).view(1, 1, -1)
-    seen = (position <= at) & (position > at - (reach or 10**6))
+    seen = (position <= at) & (position > at - (attention_span or 10**6))
     logits = logits.masked_fill(~seen, float("-inf"))
     if sink is not None:
         logits = torch.cat([logits, sink.cpu().double().view(1, -1, 1).expand(len(q), -1, 1)], 2)
@@ -91,7 +91,7 @@ def run(manager: PageManager, scaling: Scaling, sink, *, compact_chunks: bool, *
                 here = slice(start, start + count)
                 past[layer, row].append((key[here, 0], value[here, 0]))
                 keys, values = (torch.cat(x) for x in zip(*past[layer, row], strict=True))
-                expected.append(dense(q[here], keys, values, prefix, state.reach(layer), scaling, sink))
+                expected.append(dense(q[here], keys, values, prefix, state.attention_span(layer), scaling, sink))
                 outs.append(out[here].cpu().double())
                 start += count
         if wrapper is decode:
@@ -108,27 +108,29 @@ REACHES = [(3, 0), (20, 500), (64, 1)]
 SINK = torch.tensor([2.0, -1.0, 5.0])
 
 
-@pytest.mark.parametrize("reaches", REACHES)
+@pytest.mark.parametrize("attention_spans", REACHES)
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("sink", [None, SINK], ids=["", "sinks"])
 @pytest.mark.parametrize("ops", ["raw", "reference", "triton"])
 @pytest.mark.cover(2)
-def test_lossless_layers_see_what_is_in_reach(ops, sink, cap, reaches):
+def test_lossless_layers_see_what_is_in_reach(ops, sink, cap, attention_spans):
     """Though all else is dropped, behind each chunk and in each step."""
-    manager = make(ops, "BF16", UniformPolicy(), reaches)
+    manager = make(ops, "BF16", UniformPolicy(), attention_spans)
     sink = None if sink is None else sink.to(DEVICE)
     outs, expected = run(manager, Scaling(0.2, cap), sink, compact_chunks=True)
     for got, want in zip(outs, expected, strict=True):
         assert close(got, want) < 8e-3
     length = sum(count[0] for count in CHUNKS) + STEPS
     seen = visible(manager.state, ROWS[0])
-    for layer, reach in enumerate(reaches):
+    for layer, attention_span in enumerate(attention_spans):
         held = sorted(seen.at(layer, 0).position.tolist())
-        least = max(length - keep_of(reach), 0) if reach else 0
+        least = max(length - retained_tokens(attention_span), 0) if attention_span else 0
         assert held == list(range(least, length)), "a layer holds something else than its window and the slack"
     pages = manager.state.entries[ROWS[0], :, 0, 0].tolist()
-    for layer, reach in enumerate(reaches):
-        most = -(-(min(keep_of(reach) + 1, length) if reach else length) // manager.fmt.high.tokens)
+    for layer, attention_span in enumerate(attention_spans):
+        most = -(
+            -(min(retained_tokens(attention_span) + 1, length) if attention_span else length) // manager.fmt.high.tokens
+        )
         assert pages[layer] <= most, "the pages of a sliding layer grow"
 
 
@@ -147,7 +149,7 @@ def test_triton_is_the_reference_with_tiers(tiers):
         seen = visible(manager.state, ROWS[0])
         length = sum(count[0] for count in CHUNKS) + STEPS
         sliding, full = seen.at(0, 0), seen.at(1, 0)
-        assert sorted(sliding.position.tolist()) == list(range(length - keep_of(9), length))
+        assert sorted(sliding.position.tolist()) == list(range(length - retained_tokens(9), length))
         assert not sliding.tier.any() and full.tier.any() and len(full.position) == length
 
 
@@ -157,7 +159,7 @@ def test_heads_that_stream_stream_in_full_layers_only(ops):
     manager = make(ops, "BF16", DuoPolicy(((True,), (False,), (True,), (False,)), 6, 2, False), (20, 20, 0, 0))
     run(manager, Scaling(0.2), None, compact_chunks=False)
     length, seen = sum(count[0] for count in CHUNKS) + STEPS, visible(manager.state, ROWS[0])
-    window = list(range(length - keep_of(20), length))
+    window = list(range(length - retained_tokens(20), length))
     streamed = [0, 1, *range(length - 6, length)]
     held = [sorted(seen.at(layer, 0).position.tolist()) for layer in range(4)]
     assert held == [window, window, streamed, list(range(length))]
@@ -173,7 +175,7 @@ def test_rotated_and_less_key_means_layers_see_the_same(ops):
     for got, want in zip(outs, expected, strict=True):
         assert close(got, want) < 2e-2
     held = visible(manager.state, ROWS[0]).at(0, 0).position
-    assert len(held) == keep_of(20), "the sliding layer holds more than its window and the slack"
+    assert len(held) == retained_tokens(20), "the sliding layer holds more than its window and the slack"
 
 
 def test_copies_slide_and_copies_as_they_are_do_not():
@@ -207,11 +209,11 @@ def test_a_shared_token_stays():
         state = manager.state
         run(manager, Scaling(0.1), None, compact_chunks=False)
         row = ROWS[0]
-        manager.device.seal({row: 0})
+        manager.device.freeze({row: 0})
         held = visible(state, row).position.tolist()
         rows = torch.tensor([row], device=DEVICE)
         for position in held:
-            manager.ops.slide(state, rows, torch.tensor([position + keep_of(5) + 1], device=DEVICE))
+            manager.ops.slide(state, rows, torch.tensor([position + retained_tokens(5) + 1], device=DEVICE))
         assert visible(state, row).position.tolist() == held and int(state.hole[row].max()) == -1
 
 
@@ -224,6 +226,6 @@ def test_a_step_that_found_no_page_slides_past_the_scratch_page():
         state.tiers[0].positions[state.scratch_page] = 7
         state.page_table[state.row_blocks[ROWS[0], 0], 0, 0, 0] = state.scratch_page
         before = state.hole.clone()
-        at = torch.tensor([7 + keep_of(5) + 1], device=DEVICE)
+        at = torch.tensor([7 + retained_tokens(5) + 1], device=DEVICE)
         manager.ops.slide(state, torch.tensor(ROWS[:1], device=DEVICE), at)
         assert (state.tiers[0].positions[state.scratch_page] == 7).all() and torch.equal(state.hole, before)

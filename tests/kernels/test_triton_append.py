@@ -99,10 +99,10 @@ def test_turned_on_the_way_as_the_reference(tiers, dim, v_dim, dtype, rotation, 
     )
     rows, index, valid = owners(count)
     twin, form = clone_state(state), {"rotation": rotation, "key_means": key_means}
-    turned = append(state, 1, key, value, rows, index, 5 + index, valid, **form, query=query)
+    rotated = append(state, 1, key, value, rows, index, 5 + index, valid, **form, query=query)
     reference(twin, 1, key[:count], value[:count], rows[:count], index[:count], 5 + index[:count], **form)
     expected = rotate(query)[0] if rotation.keys else query
-    assert turned.dtype == dtype and close(turned[:count], expected[:count]) < 8e-3
+    assert rotated.dtype == dtype and close(rotated[:count], expected[:count]) < 8e-3
     assert append(state, 1, key, value, rows, index, 5 + index, valid, **form) is None
     slot = 5 + torch.arange(count, device=DEVICE).view(1, 1, 1, -1).expand(1, 2, 2, -1)
     page, at = (x[:, 1] for x in own_slot_location(state, rows[:1], 0, slot))
@@ -152,8 +152,8 @@ def test_a_rotation_of_pages_attends_as_no_rotation() -> None:
     query = torch.randn(9, 6, 128, generator=generator).to(DEVICE, BF16)
     rows, index = torch.full((9,), 4, device=DEVICE), torch.arange(9, device=DEVICE)
     valid = torch.tensor([9], dtype=torch.int32, device=DEVICE)
-    turned = append(state, 0, key, value, rows, index, index, valid, rotation=Rotation(keys=True), query=query)
+    rotated = append(state, 0, key, value, rows, index, index, valid, rotation=Rotation(keys=True), query=query)
     page, at = own_slot_location(state, rows[:1], 0, index.view(1, 1, 1, -1).expand(1, 2, 2, -1))
     stored = read_tokens(state.tiers[0], page[0, 0], at[0, 0])[0]  # [H, tokens, dim]
-    products = torch.einsum("thd,hnd->htn", turned[:, :2].float(), stored)
+    products = torch.einsum("thd,hnd->htn", rotated[:, :2].float(), stored)
     assert close(products, torch.einsum("thd,nhd->htn", query[:, :2].float(), key.float())) < 2e-2

@@ -120,8 +120,8 @@ TAILED = st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(0, 3))
     seed=st.integers(0, 99),
 )
 def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, seed):
-    """Rows behind a prefix of ``before`` tokens that is sealed, the first of them compacted after a chunk of ``first``:
-    the tail is what it was, the tokens before it as without one, and a seal parts them."""
+    """Rows behind a prefix of ``before`` tokens that is frozen, the first of them compacted after a chunk of ``first``:
+    the tail is what it was, the tokens before it as without one, and a freeze parts them."""
     page_tokens, window = 4, max(window for _, window, _ in prompts)
     policy = with_between(DiffKVPolicy(*alphas, window=window), len(tiers.split()))
     manager = make_manager(make_format(tiers, page_tokens=page_tokens), pages=900, window=window)
@@ -133,7 +133,7 @@ def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, 
         held = 0
         if before:
             add_prompt(manager, row, before, generator, compact=False)
-            manager.device.seal({row: 0})
+            manager.device.freeze({row: 0})
             held = before
         if row == 4 and first:
             add_prompt(manager, row, first, generator, compact=False)
@@ -166,7 +166,7 @@ def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, 
                 assert torch.equal(got[0], expected[0]) and torch.equal(got[3], expected[3])
                 for a, b in zip(got[1:3], expected[1:3], strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=5e-3)
-    manager.device.seal({row: tail for (row, _), tail in zip(ends, tails, strict=True)})
+    manager.device.freeze({row: tail for (row, _), tail in zip(ends, tails, strict=True)})
     for (row, end), tail in zip(ends, tails, strict=True):
         assert (state.own_tokens[row, ..., 0] == tail).all() and not state.own_tokens[row, ..., 1:].any()
         for positions in stored_in_order(state, row):
@@ -269,7 +269,7 @@ def test_rows_together_share_few_spare_pages():
 
 
 def test_without_a_spare_page_a_tail_begins_where_the_rest_ends():
-    """No token and no page is lost, and a seal then takes all."""
+    """No token and no page is lost, and a freeze then takes all."""
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=100, layers=2, heads=2)
     generator, state = torch.Generator().manual_seed(3), manager.state
     for row in (1, 2):
@@ -282,6 +282,6 @@ def test_without_a_spare_page_a_tail_begins_where_the_rest_ends():
     # four spare pages in all: the low tier of the first row has them
     assert state.own_tokens[2].unique().tolist() == [5, 43]
     assert (state.own_tokens[1, ..., 0] == 48).all()
-    manager.device.seal({1: 5, 2: 5})
+    manager.device.freeze({1: 5, 2: 5})
     assert (state.own_tokens[2, ..., 0] == 5).all() and not state.own_tokens[1].any()
     check_integrity(manager)

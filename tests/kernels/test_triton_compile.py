@@ -46,7 +46,7 @@ def test_kernels_compile_for_hopper(config: str) -> None:
     names = {str(x["kernel"]).split()[0] for x in kernels}
     method = json.loads(METHODS.get(config, "null"))
     rotated = DiffKVConfig(tiers=tuple(CONFIGS[config][0].split()), policy=method).rotate != "none"
-    assert names >= {*ALWAYS, "turned_append_kernel" if rotated else "append_kernel"}
+    assert names >= {*ALWAYS, "rotated_append_kernel" if rotated else "append_kernel"}
     if config in ("llama3-8b", "lossless", "window alone"):
         assert "read_back_kernel" in names
     if config in ("llama3-8b", "wide", "three tiers", "four tiers"):
@@ -56,7 +56,7 @@ def test_kernels_compile_for_hopper(config: str) -> None:
     if config.startswith("xkv"):
         assert names >= ACROSS_LAYERS
     if config.startswith("zipage"):
-        assert names >= RUNNING and ("hand_over_kernel" in names) == (config == "zipage")
+        assert names >= RUNNING and ("transfer_pages_kernel" in names) == (config == "zipage")
     assert [x["kernel"] for x in kernels if x["late"]] == [], "compiled while requests wait"
     for kernel in kernels:
         if str(kernel["kernel"]).split()[0] in UNPACKING:

@@ -59,7 +59,7 @@ def decode_step(manager: PageManager, rows: list[int], generator: torch.Generato
 
 
 def busy_manager(tiers: str) -> PageManager:
-    """Rows of every kind: shared, with one and two attached parts, sealed, with holes, of one token, empty."""
+    """Rows of every kind: shared, with one and two attached parts, frozen, with holes, of one token, empty."""
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=700, layers=3, heads=3, window=4)
     generator = torch.Generator().manual_seed(7)
     manager.state.counters += 611  # the ring wraps
@@ -80,7 +80,7 @@ def busy_manager(tiers: str) -> PageManager:
         decode_step(manager, [5, 2, 3], generator)
     check_integrity(manager)
     assert (manager.state.hole[2] >= 0).any() and (manager.state.hole[2] < 0).any()
-    assert manager.rows.sealed(7) == 31 and not manager.state.own_tokens[7].any()
+    assert manager.rows.frozen(7) == 31 and not manager.state.own_tokens[7].any()
     return manager
 
 

@@ -45,7 +45,7 @@ def test_long_prompts(monkeypatch, dim, group, prefix):
         state, 0, q, key, value, one, one, one, one, tokens, prefix, 0.1, update_scores=True,
         judged={0: torch.empty(2, heads, 1, device="meta")},
     )  # fmt: skip
-    assert {"rotate_kernel", "append_kernel", "turned_append_kernel", "ragged_kernel", "new_scores_kernel"} <= set(
+    assert {"rotate_kernel", "append_kernel", "rotated_append_kernel", "ragged_kernel", "new_scores_kernel"} <= set(
         grids
     )
     assert ({"paged_kernel", "page_scores_kernel"} <= set(grids)) == (prefix > 0)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from sglang_diffkv.kernels.attach import reference as attach_reference
-from sglang_diffkv.kernels.attach.triton import attach, seal
-from sglang_diffkv.kernels.hand_over import reference as hand_over_reference
-from sglang_diffkv.kernels.hand_over.triton import hand_over
+from sglang_diffkv.kernels.attach.triton import attach, freeze
 from sglang_diffkv.kernels.release import reference as release_reference
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.table import max_entries, row_table
+from sglang_diffkv.kernels.transfer_pages import reference as transfer_pages_reference
+from sglang_diffkv.kernels.transfer_pages.triton import transfer_pages
 from sglang_diffkv.kernels.triton_ring import Spans
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager
 
@@ -53,7 +53,7 @@ def test_rows_share_and_return_pages(tiers, position_bytes):
         for one, run in ((state, op), (twin, ref)):
             run(one, 9, 1, 0, 50, kept_only=True)
             run(one, 10, 1, 50, 83)
-            seal(one, 1)
+            freeze(one, 1)
             run(one, 3, 9, 0, 37)
     assert_same(state, twin)
     for row, end in ((9, 20), (10, 50)):
@@ -70,7 +70,7 @@ def test_rows_share_and_return_pages(tiers, position_bytes):
 @pytest.mark.parametrize("shared", [0, 5, 29, 290])
 @pytest.mark.parametrize(("tiers", "position_bytes"), [("K8V4 K4V2", 2), ("K8V4", 4)])
 def test_a_row_hands_over_what_it_may_not_write(tiers, position_bytes, shared):
-    """Pages of segments and sealed ones go, in order, with their ranges and the references that they had; what the row
+    """Pages of segments and frozen ones go, in order, with their ranges and the references that they had; what the row
     may write comes first then, and grows on."""
     manager = make_manager(
         make_format(tiers, page_tokens=4, position_bytes=position_bytes), pages=1800, layers=2, heads=2
@@ -88,7 +88,7 @@ def test_a_row_hands_over_what_it_may_not_write(tiers, position_bytes, shared):
     twin = clone_state(state)
     before = row_table(state, torch.tensor([1], device=DEVICE), 0, max_entries(state, torch.tensor([1]), 0))
     own, entries = state.own_entry[1].clone(), state.entries[1].clone()
-    for run, one in ((hand_over, state), (hand_over_reference.hand_over, twin)):
+    for run, one in ((transfer_pages, state), (transfer_pages_reference.transfer_pages, twin)):
         run(one, 1, 9)
     assert_same(state, twin)
     assert torch.equal(state.entries[9], own) and torch.equal(state.entries[1], entries - own)

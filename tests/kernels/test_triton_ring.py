@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 from sglang_diffkv.kernels import triton_ring
 from sglang_diffkv.kernels.allocate import triton as allocate
 from sglang_diffkv.kernels.append.reference import append
-from sglang_diffkv.kernels.attach.reference import seal
+from sglang_diffkv.kernels.attach.reference import freeze
 from sglang_diffkv.kernels.compact_step import triton as compact_step
 from sglang_diffkv.kernels.copy_compact import triton as copy_compact
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
@@ -235,9 +235,9 @@ class Twins:
         row, segment = self.chance.choice(rows), free[0]
         self.segments[segment] = self.lengths[row]
         self.attach(segment, row, self.lengths[row])
-        seal(self.state, row)
-        seal(self.twin, row)
-        self.manager.space.seal(row)
+        freeze(self.state, row)
+        freeze(self.twin, row)
+        self.manager.space.freeze(row)
         fresh = [row for row in ROWS if row not in self.lengths]
         if fresh:
             self.lengths[fresh[0]] = self.chance.randint(1, self.segments[segment])

@@ -56,9 +56,9 @@ def test_no_tokens():
 @pytest.mark.parametrize("dim", DIMS)
 def test_products_are_kept(dim):
     q, key = draw(5, 2, dim, torch.float32, 4), draw(5, 2, dim, torch.float32, 5)
-    for turned in (reference(q, key), rotate(q, key)):
-        assert close((turned[0] * turned[1]).sum(2), (q * key).sum(2)) < 1e-5
-        assert close(turned[1].norm(dim=2), key.norm(dim=2)) < 1e-5
+    for rotated in (reference(q, key), rotate(q, key)):
+        assert close((rotated[0] * rotated[1]).sum(2), (q * key).sum(2)) < 1e-5
+        assert close(rotated[1].norm(dim=2), key.norm(dim=2)) < 1e-5
     matrix = hadamard(block_size(dim), torch.device("cpu"))
     assert torch.allclose(matrix @ matrix, torch.eye(block_size(dim)), atol=1e-6)
 

@@ -45,10 +45,10 @@ def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:
     policy = policy or manager.policy
     queries = None if manager.running is None else manager.running.cache
     ops = TritonOps(state, policy, 4 if queries is None else 2, 400)
-    turned = len(state.fmt.tiers) > 1
-    means = torch.zeros(2, 2, 64, device=state.device) if turned and queries is None else None
+    rotated = len(state.fmt.tiers) > 1
+    means = torch.zeros(2, 2, 64, device=state.device) if rotated and queries is None else None
     warm_up(
-        ops, state, policy, dtype=BF16, rotation=Rotation(turned, turned), copies=policy.compresses, queries=queries,
+        ops, state, policy, dtype=BF16, rotation=Rotation(rotated, rotated), copies=policy.compresses, queries=queries,
         key_means=means, drafts=3 if queries is None else 0,
     )  # fmt: skip
     for name in COUNTS:

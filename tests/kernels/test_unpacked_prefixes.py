@@ -121,14 +121,14 @@ def ops_of(policy: Policy, made: list[TritonOps], scaling: Scaling = SCALING) ->
 
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("means", [False, True], ids=["", "means"])
-@pytest.mark.parametrize("turned", ["none", "both", "keys"])
+@pytest.mark.parametrize("rotated", ["none", "both", "keys"])
 @pytest.mark.parametrize(
     ("tiers", "policy"),
     [("K8V4 K4V2", WINDOW), ("K8V4 K4V2", SCORED), ("K8V4 K4V2", SAMPLED), ("BF16", UniformPolicy())],
     ids=["window", "scored", "sampled", "raw"],
 )
-def test_passes_give_what_the_references_give(tiers: str, policy: Policy, turned: str, means: bool) -> None:
-    rotation = Rotation.named(turned)
+def test_passes_give_what_the_references_give(tiers: str, policy: Policy, rotated: str, means: bool) -> None:
+    rotation = Rotation.named(rotated)
     common = torch.randn(LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(7)) * 2 if means else None
     made: list[TritonOps] = []
     mine = run(ops_of(policy, made), tiers, policy, rotation, common)

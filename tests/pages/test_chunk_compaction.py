@@ -18,11 +18,11 @@ CHUNKS = [37, 64, 5, 40]
 
 
 @pytest.mark.parametrize("alpha_high", [1.0, 50.0])
-@pytest.mark.parametrize("seal", [None, 20])
-def test_a_prompt_in_compacted_chunks(alpha_high: float, seal: int | None) -> None:
+@pytest.mark.parametrize("freeze", [None, 20])
+def test_a_prompt_in_compacted_chunks(alpha_high: float, freeze: int | None) -> None:
     """Each pass attends to what is stored, as the dense oracle checks; what went down stays down."""
     manager = make_manager(policy=DiffKVPolicy(alpha_high, 0.0, window=8))
-    manager.prompts.share_min_tokens = seal
+    manager.prompts.share_min_tokens = freeze
     session = Session(manager, spread=2.0)
     length, low = 0, np.zeros(0)
     for count in CHUNKS:

@@ -18,7 +18,7 @@ from sglang_diffkv.mem_pool.saved_rows import staging_pages
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.startup import build
 from tests.kernels.triton_helpers import DEVICE
 
@@ -60,11 +60,13 @@ def plan_of(
 SLIDING = [(CONFIGS[0], 1, (5, 0)), ('{"tiers": ["BF16"]}', 1, (5, 0))]
 
 
-@pytest.mark.parametrize(("text", "ranks", "reaches"), [*((text, 1, ()) for text in CONFIGS), (XKV, 2, ()), *SLIDING])
-def test_the_plan_is_what_the_objects_hold(text: str, ranks: int, reaches: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("text", "ranks", "attention_spans"), [*((text, 1, ()) for text in CONFIGS), (XKV, 2, ()), *SLIDING]
+)
+def test_the_plan_is_what_the_objects_hold(text: str, ranks: int, attention_spans: tuple[int, ...]) -> None:
     from sglang_diffkv.ops.gpu import build_ops
 
-    plan = replace(plan_of(text), ranks=ranks, reaches=reaches)
+    plan = replace(plan_of(text), ranks=ranks, attention_spans=attention_spans)
     capacity = 3000
     geometry = plan.geometry(capacity, num_rows=9, max_tokens=1000)
     policy = plan.policy()
@@ -76,7 +78,7 @@ def test_the_plan_is_what_the_objects_hold(text: str, ranks: int, reaches: tuple
         make_ops=lambda state: build_ops(state, policy, geometry, plan.q_heads, "triton"),
     )
     allocator = DiffKVAllocator(
-        Requests(PageLedger(manager, capacity)),
+        RequestLifecycle(PageLedger(manager, capacity)),
         dtype=torch.bfloat16, device=DEVICE, kvcache=SimpleNamespace(), need_sort=False,
     )  # fmt: skip
     exact = plan.config.prefix_fidelity == "exact"

@@ -16,7 +16,7 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool.counts import LOOKAHEAD
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.running import RunningBudgets
+from sglang_diffkv.mem_pool.running import RunningCompression
 from sglang_diffkv.ops import ReferenceOps
 from sglang_diffkv.ops.decisions import ALIGNED
 from sglang_diffkv.ops.triton import TritonOps
@@ -53,7 +53,7 @@ def manager_of(tiers: str, chosen: ZipagePolicy, kernels: str = "reference") -> 
     return manager
 
 
-def running_of(manager: PageManager) -> RunningBudgets:
+def running_of(manager: PageManager) -> RunningCompression:
     assert manager.running is not None
     return manager.running
 

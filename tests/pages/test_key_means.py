@@ -28,32 +28,36 @@ def queries_and_values(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return q, torch.randn(count, HEADS, DIM, generator=generator).bfloat16()
 
 
-def dense(key: torch.Tensor, reach: int = 0) -> torch.Tensor:
+def dense(key: torch.Tensor, attention_span: int = 0) -> torch.Tensor:
     """What attention over ``key`` gives, in float32."""
     q, value = (x.float() for x in queries_and_values(key.shape[0]))
     k, v = (x.float().repeat_interleave(GROUP, 1) for x in (key, value))
     logits = torch.einsum("qhd,khd->hqk", q, k) * SCALING.scale
     unseen = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
-    if reach:
-        unseen |= torch.ones_like(unseen).tril(-reach)
+    if attention_span:
+        unseen |= torch.ones_like(unseen).tril(-attention_span)
     return torch.einsum("hqk,khd->qhd", logits.masked_fill(unseen, float("-inf")).softmax(2), v)
 
 
-def error(tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, reach: int = 0) -> float:
+def error(
+    tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0
+) -> float:
     """Of attention over pages, relative."""
-    exact = dense(key, reach)
-    return float((outputs(tiers, means, rotation, key, reach).float() - exact).norm() / exact.norm())
+    exact = dense(key, attention_span)
+    return float((outputs(tiers, means, rotation, key, attention_span).float() - exact).norm() / exact.norm())
 
 
 def outputs(
-    tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, reach: int = 0
+    tiers: str, means: torch.Tensor | None, rotation: Rotation, key: torch.Tensor, attention_span: int = 0
 ) -> torch.Tensor:
     """[tokens, Hq, DIM] of a prompt in two chunks and three decode steps, in the second layer, whose reach it is. With
     one the prompt is compacted behind each chunk."""
     fmt = PageFormat(DIM, DIM, tuple(Tier.parse(x) for x in tiers.split()), 8)
     policy = DiffKVPolicy(1e9, 0.0, 8) if len(fmt.tiers) > 1 else UniformPolicy()
-    reaches = (0, reach) if reach else ()
-    geometry = Geometry(fmt, LAYERS, HEADS, 400, num_rows=3, num_segments=2, max_tokens=200, reaches=reaches)
+    attention_spans = (0, attention_span) if attention_span else ()
+    geometry = Geometry(
+        fmt, LAYERS, HEADS, 400, num_rows=3, num_segments=2, max_tokens=200, attention_spans=attention_spans
+    )
     manager = PageManager(geometry, policy, dtype=torch.bfloat16)
     core = (manager.state, manager.ops, policy)
     extend, decode = (kind(*core, rotation=rotation, key_means=means) for kind in (ExtendWrapper, DecodeWrapper))
@@ -75,7 +79,7 @@ def outputs(
             out = wrapper.run(layer, q[part], key[part], value[part], SCALING)
         outs.append(out.clone())
         start += new
-        if new > 1 and (reach or start == count - 3):
+        if new > 1 and (attention_span or start == count - 3):
             extend.end_prompt(1, start)
         elif new == 1:
             decode.end()
@@ -98,13 +102,13 @@ def test_attention_stays_and_keys_lose_less(rotation: Rotation) -> None:
     assert error("K8V4 K4V2", common, rotation, key) < 0.9 * error("K8V4 K4V2", None, rotation, key)
 
 
-@pytest.mark.parametrize("reach", [5, 24])
+@pytest.mark.parametrize("attention_span", [5, 24])
 @pytest.mark.parametrize("rotation", [NO_ROTATION, Rotation(keys=True), Rotation(True, True)])
-def test_sliding_layers_too(rotation: Rotation, reach: int) -> None:
+def test_sliding_layers_too(rotation: Rotation, attention_span: int) -> None:
     """Though most of the prompt has been dropped, behind its first chunk and at its end."""
     key, common = keys_with_much_in_common()
-    assert error("BF16", common, rotation, key, reach) < 2e-2
-    plain, without = (error("K8V8", means, rotation, key, reach) for means in (None, common))
+    assert error("BF16", common, rotation, key, attention_span) < 2e-2
+    plain, without = (error("K8V8", means, rotation, key, attention_span) for means in (None, common))
     assert without < 0.8 * plain < 1e-2
 
 

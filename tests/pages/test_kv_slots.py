@@ -14,7 +14,7 @@ from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from tests.helpers import make_format
 from tests.tree.tree_world import World
 
@@ -85,13 +85,13 @@ def test_kv_slots_of_admitted_prompts_are_set_aside():
     world.leave(running)
 
 
-def requests_of(drafts: int, free: int, tree: Any) -> Requests:
+def requests_of(drafts: int, free: int, tree: Any) -> RequestLifecycle:
     """A manager's stub, in whose table everybody has room, with ``free`` KV slots."""
     space = SimpleNamespace(refused=lambda rows, step_tokens: {})
     counts = SimpleNamespace(step_tokens=drafts or 1)
     manager = SimpleNamespace(drafts=drafts, space=space, counts=counts, running=None)
     ledger = SimpleNamespace(manager=manager, kv_slots_free=lambda: free, uncommitted_kv_slots=lambda: free)
-    requests = Requests(ledger)  # type: ignore[arg-type]
+    requests = RequestLifecycle(ledger)  # type: ignore[arg-type]
     requests.tree = tree
     return requests
 

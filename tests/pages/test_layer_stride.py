@@ -20,7 +20,7 @@ from sglang_diffkv.layout.geometry import Geometry, Path
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.mem_pool.running import RunningBudgets
+from sglang_diffkv.mem_pool.running import RunningCompression
 from sglang_diffkv.ops import ReferenceOps
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.ops.triton import WHOLE_HEADS, TritonOps
@@ -53,7 +53,7 @@ def manager_of(
     return manager
 
 
-def running_of(manager: PageManager) -> RunningBudgets:
+def running_of(manager: PageManager) -> RunningCompression:
     assert manager.running is not None
     return manager.running
 
@@ -84,7 +84,7 @@ def all_same(found: list[list[Any]]) -> bool:
     return one[-2:] == other[-2:] and len(one) == len(other) and all(map(same, one[:-2], other[:-2]))
 
 
-def compressed(manager: PageManager, prefix: int, own: int, rounds: int, *, sealed: bool = False) -> list[Any]:
+def compressed(manager: PageManager, prefix: int, own: int, rounds: int, *, frozen: bool = False) -> list[Any]:
     """What rows hold: a prompt that is longer than what is kept, one behind a prefix of it, and this one after each of
     so many compressions; and pages that are free then."""
     running, generator = running_of(manager), torch.Generator().manual_seed(2)
@@ -99,9 +99,9 @@ def compressed(manager: PageManager, prefix: int, own: int, rounds: int, *, seal
     add_prompt(manager, ROW, own, generator)
     found.append(held(manager.state, ROW))
     running.began(ROW)
-    if sealed:
-        manager.device.seal({ROW: 0})
-        manager.rows.seal(ROW)
+    if frozen:
+        manager.device.freeze({ROW: 0})
+        manager.rows.freeze(ROW)
     rows = torch.tensor([ROW], device=DEVICE)
     while running.compressions < rounds:
         length = manager.rows.length(ROW)
@@ -137,14 +137,14 @@ def test_a_group_is_its_layers(stride):
 
 
 @pytest.mark.parametrize(
-    ("tiers", "prefix", "sealed"),
+    ("tiers", "prefix", "frozen"),
     [("BF16", 0, False), ("BF16", 0, True), ("BF16", 13, False), ("K8V4 K4V2", 0, False), ("K8V4 K4V2", 13, False)],
 )
 @pytest.mark.parametrize("stride", STRIDES)
-def test_what_stays_is_what_stays_of_all_layers_together(tiers, prefix, sealed, stride):
+def test_what_stays_is_what_stays_of_all_layers_together(tiers, prefix, frozen, stride):
     """A prompt's end, the first compression and two more, with what others hold for the row and without."""
     found = [
-        compressed(manager_of(tiers, policy(x, tiers)), prefix, 9, 3, sealed=sealed) for x in (None, stride)
+        compressed(manager_of(tiers, policy(x, tiers)), prefix, 9, 3, frozen=frozen) for x in (None, stride)
     ]  # fmt: skip
     assert all_same(found)
     assert len(found[0][2]) == LAYERS * 2 * KEEP, "a row was not compressed"

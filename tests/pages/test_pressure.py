@@ -29,22 +29,22 @@ def check(manager: PageManager) -> None:
 
 
 @pytest.mark.parametrize("alpha_high", [50.0, 1.0])
-@pytest.mark.parametrize("sealed", [None, 20])
-def test_what_is_theirs_alone_goes_down(alpha_high: float, sealed: int | None) -> None:
+@pytest.mark.parametrize("frozen", [None, 20])
+def test_what_is_theirs_alone_goes_down(alpha_high: float, frozen: int | None) -> None:
     """All that the smaller window does not hold is judged again; what is shared stays, and attention is that over what
     is stored, as the dense oracle checks in every step."""
     policy = DiffKVPolicy(alpha_high, 0.0, window=WINDOW, sinks=2, pressure_window=SMALLER)
     manager = make_manager(policy=policy, pages=900)
-    manager.prompts.share_min_tokens = sealed
+    manager.prompts.share_min_tokens = frozen
     session = Session(manager, spread=2.0)
     session.extend({1: 30, 2: 50})
     for row in (1, 2):
         session.end_prompt(row)
-    segments = [session.share(row, 0, manager.rows.length(row)) for row in (1, 2)] if sealed else []
+    segments = [session.share(row, 0, manager.rows.length(row)) for row in (1, 2)] if frozen else []
     for _ in range(SMALLER + LEAST_GROWTH - 1):
         session.step([1, 2])
     pressure = pressure_of(manager)
-    grown = [] if sealed else [1, 2]
+    grown = [] if frozen else [1, 2]
     assert pressure.relieve([1, 2, 5]) == grown, "too little has grown since their prompts"
     session.step([1, 2])
     length = {row: manager.rows.length(row) for row in (1, 2)}

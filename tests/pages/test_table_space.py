@@ -141,13 +141,13 @@ def test_a_prompt_is_sealed_from_the_given_length(min_tokens):
     session.manager.prompts.share_min_tokens = min_tokens
     session.extend({1: 30})
     session.end_prompt(1)
-    sealed = min_tokens is not None and min_tokens <= 30
-    assert session.manager.rows.sealed(1) == (30 if sealed else None)
+    frozen = min_tokens is not None and min_tokens <= 30
+    assert session.manager.rows.frozen(1) == (30 if frozen else None)
     prompt = tier_map(session.state, 1, 30)
     for _ in range(8):
         session.step([1])
         check_integrity(session.manager)
-    assert np.array_equal(prompt, tier_map(session.state, 1, 38)[..., :30]) or not sealed
+    assert np.array_equal(prompt, tier_map(session.state, 1, 38)[..., :30]) or not frozen
     check_row(session, 1)
 
 

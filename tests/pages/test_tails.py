@@ -1,4 +1,4 @@
-"""The end of a sealed prompt that stays its request's own."""
+"""The end of a frozen prompt that stays its request's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOW = 9
 
 
 def begun(tokens: int, *, tail: bool = True, alphas: tuple[float, float] = (1e9, 0.0), pages: int = 600) -> Session:
-    """A prompt of row 1 that has ended, and was sealed if it has at least 16 tokens."""
+    """A prompt of row 1 that has ended, and was frozen if it has at least 16 tokens."""
     policy = DiffKVPolicy(*alphas, WINDOW, sinks=2)
     manager = make_manager(make_format(page_tokens=4), policy=policy, pages=pages)
     manager.prompts.share_min_tokens, manager.prompts.tail = 16, WINDOW if tail else 0
@@ -35,11 +35,11 @@ def begun(tokens: int, *, tail: bool = True, alphas: tuple[float, float] = (1e9,
 
 @pytest.mark.parametrize("alphas", [(1e9, 0.0), (1.0, 0.0), (1.5, 0.4)])
 def test_it_goes_down_as_others_follow(alphas: tuple[float, float]) -> None:
-    """The sealed part stays as it is; the oracle checks attention and scores in every step."""
+    """The frozen part stays as it is; the oracle checks attention and scores in every step."""
     session = begun(41, alphas=alphas)
     state, manager = session.state, session.manager
-    assert manager.rows.sealed(1) == 41 - WINDOW and (tier_map(state, 1, 41)[..., -WINDOW:] == 0).all()
-    sealed = tier_map(state, 1, 41)[..., : 41 - WINDOW]
+    assert manager.rows.frozen(1) == 41 - WINDOW and (tier_map(state, 1, 41)[..., -WINDOW:] == 0).all()
+    frozen = tier_map(state, 1, 41)[..., : 41 - WINDOW]
     first = session.share(1, 0, 41 - WINDOW)
     assert first is not None
     for _ in range(2 * WINDOW):
@@ -47,7 +47,7 @@ def test_it_goes_down_as_others_follow(alphas: tuple[float, float]) -> None:
         check_integrity(manager)
     check_row(session, 1)
     now = tier_map(state, 1, 41 + 2 * WINDOW)
-    assert np.array_equal(now[..., : 41 - WINDOW], sealed) and (now[..., -WINDOW:] == 0).all()
+    assert np.array_equal(now[..., : 41 - WINDOW], frozen) and (now[..., -WINDOW:] == 0).all()
     if alphas[0] > 1e6:
         assert (now[..., 41 - WINDOW : -WINDOW] == 1).all()
     second = session.share(1, 41 - WINDOW, 41 + 2 * WINDOW)
@@ -67,11 +67,11 @@ def test_it_goes_down_as_others_follow(alphas: tuple[float, float]) -> None:
 
 
 def test_a_request_holds_fewer_pages() -> None:
-    """Once its reply is as long as the window: the sealed tail would have stayed in the high tier."""
+    """Once its reply is as long as the window: the frozen tail would have stayed in the high tier."""
     held = {}
     for tail in (False, True):
         session = begun(41, tail=tail)
-        assert session.manager.rows.sealed(1) == (41 - WINDOW if tail else 41)
+        assert session.manager.rows.frozen(1) == (41 - WINDOW if tail else 41)
         for _ in range(WINDOW + 3):
             session.step([1])
         held[tail] = session.manager.device.pages_of(1)
@@ -80,8 +80,8 @@ def test_a_request_holds_fewer_pages() -> None:
 
 def test_a_prompt_that_would_leave_too_little_is_sealed_whole() -> None:
     for tokens in (15, 16 + WINDOW - 1, 16 + WINDOW):
-        sealed = {15: None, 24: 24, 25: 16}[tokens]
-        assert begun(tokens).manager.rows.sealed(1) == sealed
+        frozen = {15: None, 24: 24, 25: 16}[tokens]
+        assert begun(tokens).manager.rows.frozen(1) == frozen
 
 
 @pytest.mark.parametrize("short", ["pages", "table"])
@@ -102,7 +102,7 @@ def test_without_room_it_is_sealed_whole(short: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(manager.space, "extend", full)
     session.end_prompt(1)
     monkeypatch.undo()
-    assert manager.rows.sealed(1) == 41 and not session.state.own_tokens[1].any()
+    assert manager.rows.frozen(1) == 41 and not session.state.own_tokens[1].any()
     session.step([1])
     check_integrity(manager)
 
@@ -113,5 +113,5 @@ def test_only_what_goes_down_step_by_step_has_one() -> None:
     assert tail_tokens(state, DiffKVPolicy(1.0, 0.0, 7)) == 7
     assert [tail_tokens(state, policy) for policy in (UniformPolicy(), zipage)] == [0, 0]
     assert tail_tokens(state, SnapKVPolicyConfig(budget=64, window=5).build()) == 0
-    sliding = PageManager(replace(make_manager().geometry, reaches=(6, 0)), DiffKVPolicy(1.0, 0.0, 256))
+    sliding = PageManager(replace(make_manager().geometry, attention_spans=(6, 0)), DiffKVPolicy(1.0, 0.0, 256))
     assert tail_tokens(sliding.state, DiffKVPolicy(1.0, 0.0, 7)) == 0

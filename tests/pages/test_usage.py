@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.layout.geometry import Geometry, Segment
-from sglang_diffkv.layout.spans import keep_of
+from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.mem_pool import segment_counts, usage
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
@@ -219,8 +219,8 @@ def test_an_idle_pool_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_windows_let_go_is_told_from_what_is_pruned(alpha_low: float) -> None:
     """Of two layers one sees 10 tokens. Without scores the other drops all but its newest 8 where it prunes."""
     policy = DiffKVPolicy(1.0, alpha_low, window=8)
-    manager = PageManager(Geometry(make_format(), 2, 2, 400, 8, 8, 200, reaches=(0, 10)), policy)
-    meter, length, kept = UsageMeter(manager), 100, keep_of(10)
+    manager = PageManager(Geometry(make_format(), 2, 2, 400, 8, 8, 200, attention_spans=(0, 10)), policy)
+    meter, length, kept = UsageMeter(manager), 100, retained_tokens(10)
     prompt(manager, 1, length)
     left, gone = 2 * (length - kept), 2 * (length - 8) if alpha_low else 0
     live = meter.read().live

@@ -332,8 +332,8 @@ def test_pages_for_a_copy_are_set_aside_while_one_is_near():
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("sealed", [False, True])
-def test_what_others_hold_for_a_row_joins_its_own_pages(sealed):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_others_hold_for_a_row_joins_its_own_pages(frozen):
     """One tier: what stays is what a copy of all would have, in as many pages; on the way no more are taken than said.
     Triton does what the reference does."""
     chosen = policy(redundancy=None)
@@ -345,8 +345,8 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(sealed):
     manager.ops.attach(state, 2, 1, 0, LENGTH - own)
     manager.rows.grow(2, LENGTH - own, in_prompt=False)
     add_prompt(manager, 2, own, generator, compact=False)
-    if sealed:
-        manager.device.seal({2: 0})
+    if frozen:
+        manager.device.freeze({2: 0})
     whole, twin = clone_state(state), clone_state(state)
     results = []
     for ops, here in ((ReferenceOps(), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
@@ -354,7 +354,7 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(sealed):
         before, free = here.entries[2].clone(), int(here.counters[1] - here.counters[0])
         writable = before - here.own_entry[2]
         ops.compact_judged(here, 2, LENGTH, judgement)
-        ops.hand_over(here, 2, 5)
+        ops.transfer_pages(here, 2, 5)
         assert torch.equal(here.entries[5], before - writable)
         ops.copy_judged(here, 2, [(5, 0, LENGTH)], LENGTH, judgement)
         held = here.entries[2, :, :, 0]

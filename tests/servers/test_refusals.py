@@ -417,7 +417,7 @@ def test_a_launch_asks_what_the_doctor_asks(
 def test_a_window_and_a_policy_that_cannot_have_it_are_refused_before_loading(
     nano_args: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "configured_reaches", lambda config: (64, 0) * 3)
+    monkeypatch.setattr(preflight, "configured_spans", lambda config: (64, 0) * 3)
     monkeypatch.setattr(preflight, "model_reads_window", lambda model: True)
     preflight.ask(nano_args, DiffKVConfig())
     with pytest.raises(UnsupportedError, match="policy h2o judges the heads"):

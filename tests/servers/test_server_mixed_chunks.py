@@ -24,7 +24,7 @@ from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.srt.hooks.table import mix_with_running
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.scheduling.mixed_chunks import MixedChunks
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, check_idle, stats_of
@@ -216,7 +216,7 @@ def test_budgets_see_those_that_decode_beside_prompts() -> None:
     budgets = SimpleNamespace(compress_judged=lambda: None, follow=followed.extend)
     prompt, runs, ended, joined = (SimpleNamespace(finished=lambda ends=ends: ends) for ends in (0, 0, 1, 0))
     requests: Any = SimpleNamespace(budgets=budgets, exact=None, mixed=SimpleNamespace(decoding=[runs, joined]))
-    Requests.after_step(requests, [prompt, ended], [runs])
+    RequestLifecycle.after_step(requests, [prompt, ended], [runs])
     assert followed == [prompt, runs, joined]
 
 

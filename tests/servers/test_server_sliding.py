@@ -21,7 +21,7 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.client import Record
 from sglang_diffkv.evaluate.server import Server, stock_backend
 from sglang_diffkv.key_means import write_key_means
-from sglang_diffkv.layout.spans import SLACK, keep_of
+from sglang_diffkv.layout.spans import SLACK, retained_tokens
 from tests.servers.identity import check_tokens
 from tests.servers.shared import STRICT, SharedServer, check_idle, stats_of, tokens
 
@@ -73,7 +73,7 @@ def test_lossless_gives_stock_tokens(
     held = stats_of(server)["by_head"]["high"]
     if fidelity == "compressed":
         assert all(max(layer) < min(held[-1]) for layer in held[:-1]), "sliding layers hold as much as the other"
-        most = keep_of(WINDOW) + 1 + SLACK
+        most = retained_tokens(WINDOW) + 1 + SLACK
         assert all(max(layer) <= 2 * most * len(PROMPTS) for layer in held[:-1]), "sliding layers hold too much"
     again = _ask(server, 3)
     check_tokens([x.output_ids for x in again], stock, "in batches, over prefix hits")

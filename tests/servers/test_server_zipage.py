@@ -33,7 +33,7 @@ def test_requests_hold_their_budget(
     ranks: int, asynchronous: bool, flags: list[str], server_of: Callable[..., Server]
 ) -> None:
     """Ten requests of 360 tokens run together where 1,200 fit: the server's own checks see that none holds more than
-    its budget for long (``RunningBudgets.check_integrity``)."""
+    its budget for long (``RunningCompression.check_integrity``)."""
     args = ["--max-total-tokens", str(POOL), "--decode-log-interval", "1", "--tp-size", str(ranks), *flags]
     env = {**STRICT, "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks)} if ranks > 1 else STRICT
     config = {**CONFIG, "policy": {**POLICY, "asynchronous": asynchronous}}

@@ -68,4 +68,4 @@ class Listener:
         """As ``match`` of the tree, which may join segments, and counts a look as a use."""
         tree = self.tree
         stated = tree.states is None or tree.states.last(node) is node
-        return stated and served_end(tree.path(node), tree.manager.geometry.reaches) == length
+        return stated and served_end(tree.path(node), tree.manager.geometry.attention_spans) == length

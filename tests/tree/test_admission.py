@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.layout.geometry import Geometry
-from sglang_diffkv.layout.spans import keep_of
+from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
@@ -22,7 +22,7 @@ from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks import table as hooks
 from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.versions import compat
 from tests.dense import Session
 from tests.helpers import make_format, make_manager
@@ -152,8 +152,10 @@ def test_what_grows_in_layers_with_a_window_ends_with_it() -> None:
     """One of two layers sees 40 tokens back, so a long request grows in the other only, and a short one in both: what
     running requests hold says how much of their windows' tokens, not of all, a generated token takes."""
     sizes = {"num_rows": 8, "num_segments": 8, "max_tokens": 1000}
-    manager = PageManager(Geometry(make_format(("K8V4",)), 2, 2, 1200, **sizes, reaches=(0, 40)), UniformPolicy())
-    window = keep_of(40)
+    manager = PageManager(
+        Geometry(make_format(("K8V4",)), 2, 2, 1200, **sizes, attention_spans=(0, 40)), UniformPolicy()
+    )
+    window = retained_tokens(40)
     session, ledger = Session(manager), PageLedger(manager, 2000)
     session.extend({1: 500, 2: 20}, scores=False, check=False)
     for row in (1, 2):
@@ -174,7 +176,7 @@ class Adder(SimpleNamespace):
 
 def chunked(ledger: PageLedger, running: int) -> tuple[Adder, Fields]:
     allocator = DiffKVAllocator.__new__(DiffKVAllocator)
-    allocator.requests = Requests(ledger)
+    allocator.requests = RequestLifecycle(ledger)
     adder = Adder(
         token_to_kv_pool_allocator=allocator,
         rem_chunk_tokens=100,
@@ -220,7 +222,7 @@ def test_what_a_compacted_prompt_is_expected_to_take() -> None:
 
 
 def allocator_of(ledger: PageLedger) -> DiffKVAllocator:
-    return DiffKVAllocator(Requests(ledger), dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
+    return DiffKVAllocator(RequestLifecycle(ledger), dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False)
 
 
 def test_where_nothing_runs_the_batch_is_not_full() -> None:

@@ -33,7 +33,7 @@ from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
 from tests.helpers import begin_step, end_decode, faults, new_scores
 from tests.pages.usage_oracle import check_reading
@@ -57,17 +57,17 @@ class TreeMachine(RuleBasedStateMachine):
     exact = False
     tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2))
     policy: Policy = DiffKVPolicy(1.0, 0.0, WINDOW)
-    reaches: tuple[int, ...] = ()
+    attention_spans: tuple[int, ...] = ()
     host_pages = 0
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
         fmt = PageFormat(DIM, DIM, self.tiers, 8, self.policy.scored_tiers(len(self.tiers)), position_bytes_for(300))
         pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
-        geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.reaches)
+        geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.attention_spans)
         self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, host_pages=self.host_pages)
         self.pool = self.make_pool()
-        self.requests = Requests(PageLedger(self.manager, CAPACITY))
+        self.requests = RequestLifecycle(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
@@ -206,7 +206,7 @@ class TreeMachine(RuleBasedStateMachine):
                 q = torch.randn(len(rows), 2 * HEADS, DIM, generator=self.scores) * 0.01
                 if self.manager.running is not None:
                     store_queries(self.manager.running.cache, layer, q, index, lens)
-                if not self.manager.state.reach(layer):
+                if not self.manager.state.attention_span(layer):
                     decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
             end_decode(self.manager, index, lens, scores)
             self.manager.ops.slide(self.manager.state, index, lens)

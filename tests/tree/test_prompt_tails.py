@@ -49,7 +49,7 @@ def test_two_of_one_prompt_at_once(longer: int) -> None:
     tokens = world.tokens(60)
     reqs = [world.prompt(tokens), world.prompt(tokens)]
     assert world.manager.rows.shared(reqs[1].kv.req_pool_idx) == 60 - WINDOW
-    assert world.manager.rows.sealed(reqs[1].kv.req_pool_idx) is None, "too short to be shared by itself"
+    assert world.manager.rows.frozen(reqs[1].kv.req_pool_idx) is None, "too short to be shared by itself"
     for step in range(10):
         world.decode(reqs[longer])
         if step < 5:

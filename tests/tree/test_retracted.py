@@ -527,7 +527,7 @@ class ExactRetractedMachine(RetractedMachine):
 
 
 class SlidingRetractedMachine(RetractedMachine):
-    reaches = (12, 0)
+    attention_spans = (12, 0)
     tiers = (Tier(8, 4), Tier(4, 2))
 
     def check_stored(self, req: Any, times: Any) -> None:

@@ -197,7 +197,7 @@ def test_no_more_is_evicted_than_joining_returns() -> None:
 
 def test_newest_turns_of_sliding_models_stay_ends_of_matches() -> None:
     """A sliding layer holds the end of each segment, so a prompt that is asked again is found there."""
-    world = World(600, longest=400, exact=False, segments=60, share_min=4, reaches=(6,))
+    world = World(600, longest=400, exact=False, segments=60, share_min=4, attention_spans=(6,))
     history: list[int] = []
     for _ in range(20):
         asked = list(history) + world.tokens(6)
@@ -222,7 +222,7 @@ def _run(world: World, req: Any) -> None:
 
 def test_siblings_in_sliding_models_are_found_as_before() -> None:
     """Where a path branches off, and behind the first prompt, a match ends as it did before the other chat's turns."""
-    world = World(900, longest=400, exact=False, segments=90, share_min=4, reaches=(20,))
+    world = World(900, longest=400, exact=False, segments=90, share_min=4, attention_spans=(20,))
     system = world.tokens(60)
     first = list(system)
     end(world, world.prompt(list(first)))

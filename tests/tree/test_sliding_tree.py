@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_diffkv.layout import spans as reach
+from sglang_diffkv.layout import spans as attention_span
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.layout.spans import joined_end, keep_of, served_end
+from sglang_diffkv.layout.spans import joined_end, retained_tokens, served_end
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.helpers import visible
@@ -25,14 +25,14 @@ REACH, SLACK = 6, 5
 class SlidingTreeMachine(TreeMachine):
     """With compressed fidelity. The slack is small, so that much is dropped."""
 
-    reaches = (REACH, 0)
+    attention_spans = (REACH, 0)
 
     def __init__(self, ranks: Ranks | None = None) -> None:
-        self.usual, reach.SLACK = reach.SLACK, SLACK
+        self.usual, attention_span.SLACK = attention_span.SLACK, SLACK
         super().__init__(ranks)
 
     def teardown(self) -> None:
-        reach.SLACK = self.usual
+        attention_span.SLACK = self.usual
 
     def check_stored(self, req: Any, times: torch.Tensor) -> None:
         assert (times <= 1).all() and (times[1] == 1).all(), "a token is missing or stored twice"
@@ -44,7 +44,9 @@ class SlidingTreeMachine(TreeMachine):
             row = req.kv.req_pool_idx
             if row not in self.manager.prompts.untouched:
                 seen = visible(self.manager.state, row).at(0, 0)
-                assert seen.own.sum() <= keep_of(REACH), "a sliding layer holds more than its window and the slack"
+                assert seen.own.sum() <= retained_tokens(REACH), (
+                    "a sliding layer holds more than its window and the slack"
+                )
 
 
 class ExactSlidingTreeMachine(SlidingTreeMachine):
@@ -88,7 +90,7 @@ def test_a_match_ends_where_the_windows_are_whole(path: list[Any], served: int) 
 def test_a_joined_segment_serves_where_its_parts_do() -> None:
     parts = [segment(0, 60, 200), segment(60, 90, 95), segment(90, 99, 99, as_computed=True)]
     end = joined_end(parts, 12)
-    assert end == max(99, 60 + 11 + reach.SLACK, 95)
+    assert end == max(99, 60 + 11 + attention_span.SLACK, 95)
     assert joined_end(parts[2:], 12) == 99
 
 

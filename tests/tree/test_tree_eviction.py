@@ -73,7 +73,7 @@ def test_what_no_match_may_end_in_is_not_kept() -> None:
     """A sliding layer holds the end of a compressed leaf alone, so the leaf goes as a whole; one that is as short as
     its window is cut like others."""
     for length, left in ((403, 0), (30, 14)):
-        world = World(1200, exact=False, longest=420, reaches=(6,))
+        world = World(1200, exact=False, longest=420, attention_spans=(6,))
         tokens = world.tokens(length)
         world.leave(world.prompt(tokens), insert=False)
         world.manager.counts.settle()

@@ -19,7 +19,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
 from sglang_diffkv.srt.versions.compat import prefix_len
 from tests.helpers import begin_step
@@ -42,7 +42,7 @@ class World:
         rows: int = 8,
         segments: int = 40,
         share_min: int = 24,
-        reaches: tuple[int, ...] = (),
+        attention_spans: tuple[int, ...] = (),
         pool: ReqToTokenPool | None = None,
         policy: Policy | None = None,
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
@@ -51,11 +51,13 @@ class World:
         policy = policy or DiffKVPolicy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
         fmt = PageFormat(64, 64, tiers, page_tokens, scored, position_bytes)
-        geometry = Geometry(fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, reaches)
+        geometry = Geometry(
+            fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, attention_spans
+        )
         self.manager = PageManager(geometry, policy, host_pages=host_pages)
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
-        self.requests = Requests(ledger)
+        self.requests = RequestLifecycle(ledger)
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from sglang_diffkv.mem_pool.usage import Reading, Usage
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.tree.retracted import COUNTS
 
 logger = logging.getLogger(__name__)
@@ -73,23 +73,23 @@ FAMILIES = (
 )
 
 
-def prompt_outcomes(requests: Requests) -> dict[str, int]:
+def prompt_outcomes(requests: RequestLifecycle) -> dict[str, int]:
     """Prompts so far, by what was done with them when their last chunk had run."""
     exact = requests.exact
     return requests.manager.prompts.outcomes if exact is None else exact.outcomes
 
 
-def retracted_counts(requests: Requests) -> dict[str, int]:
+def retracted_counts(requests: RequestLifecycle) -> dict[str, int]:
     """Retracted requests so far, by what became of them, and the bytes that the host has of them."""
     return dict.fromkeys((*COUNTS, "host_bytes"), 0) if requests.retracted is None else requests.retracted.report()
 
 
-def values_of(requests: Requests, reading: Reading, finished: Usage) -> dict[str, Value]:
+def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> dict[str, Value]:
     """The value of each family, or its values by label. Starts no exchange with other ranks and changes nothing that a
     scheduler decides on."""
     ledger, manager = requests.ledger, requests.manager
     live, heads = reading.live.summary(), manager.geometry.heads
-    windows = ("out_of_window",) if any(manager.geometry.reaches) else ()
+    windows = ("out_of_window",) if any(manager.geometry.attention_spans) else ()
     tiers, retracted = ("high", "low", "pruned", *windows), retracted_counts(requests)
     return {
         "diffkv_ratio": live["ratio_pages"],

@@ -12,7 +12,7 @@ from sglang_diffkv.srt.hooks import metrics
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.admission import ADMISSION_HOOKS
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of
-from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, Requests
+from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
 from sglang_diffkv.srt.startup import build, draft_model, launch
 from sglang_diffkv.srt.startup.draft_model import DRAFT_HOOKS
@@ -334,7 +334,7 @@ _STEPS = itertools.count(1)
 """Steps with results, which are the same on all ranks."""
 
 
-def _check_sometimes(requests: Requests) -> None:
+def _check_sometimes(requests: RequestLifecycle) -> None:
     every = os.environ.get(CHECK_ENV, "")
     if not every.isdecimal() or not int(every) or next(_STEPS) % int(every):
         return

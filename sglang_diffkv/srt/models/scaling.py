@@ -32,8 +32,8 @@ def sinks_of(model: Any) -> torch.dtype | None:
     return next((x.dtype for x in found if isinstance(x, torch.Tensor)), None)
 
 
-def configured_reaches(config: Any) -> tuple[int, ...]:
-    """``layer_reaches`` as far as a model's ``config.json`` tells, for a model of which SGLang reads it
+def configured_spans(config: Any) -> tuple[int, ...]:
+    """``layer_spans`` as far as a model's ``config.json`` tells, for a model of which SGLang reads it
     (``reads_window``)."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
     return tuple(window if x == "sliding_attention" else 0 for x in kinds) if window else ()
@@ -51,15 +51,15 @@ def reads_window(model_class: type) -> bool | None:
     return None if any("sliding_window_size" in inspect.getsource(x) for x in modules) else False
 
 
-def stated_reaches(server_args: Any) -> tuple[int, ...]:
-    """``layer_reaches`` of the model that SGLang's arguments name, before it is loaded: empty also where only loaded
+def stated_spans(server_args: Any) -> tuple[int, ...]:
+    """``layer_spans`` of the model that SGLang's arguments name, before it is loaded: empty also where only loaded
     layers tell."""
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.models.registry import ModelRegistry
 
     try:
         model = ModelConfig.from_server_args(server_args)
-        stated = configured_reaches(model.hf_text_config)
+        stated = configured_spans(model.hf_text_config)
         read = any(stated) and reads_window(ModelRegistry.resolve_model_cls(model.hf_config.architectures)[0])
     except Exception as error:
         logger.info("DiffKV: the model's layers are judged once they are loaded, since SGLang says: %s", error)
@@ -67,15 +67,15 @@ def stated_reaches(server_args: Any) -> tuple[int, ...]:
     return stated if read else ()
 
 
-def layer_reaches(model: Any, layers: Sequence[int]) -> tuple[int, ...]:
+def layer_spans(model: Any, layers: Sequence[int]) -> tuple[int, ...]:
     """Of the attention layers with these ids, in SGLang's loaded ``model``, how many tokens a query may see, itself
     included, 0 for all; empty if all see all. SGLang's window is without the query itself."""
-    reaches = dict.fromkeys(layers, 0)
+    attention_spans = dict.fromkeys(layers, 0)
     for layer in attention_layers(model):
         window = getattr(layer, "sliding_window_size", None)
-        if window is not None and window > -1 and layer.layer_id in reaches:
-            reaches[layer.layer_id] = window + 1
-    return tuple(reaches.values()) if any(reaches.values()) else ()
+        if window is not None and window > -1 and layer.layer_id in attention_spans:
+            attention_spans[layer.layer_id] = window + 1
+    return tuple(attention_spans.values()) if any(attention_spans.values()) else ()
 
 
 def attention_layers(model: Any) -> Iterator[Any]:

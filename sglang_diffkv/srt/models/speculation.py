@@ -61,15 +61,15 @@ def longest_row(context: int, args: Any) -> int:
     return context + compat.CONTEXT_SLACK + drafts_of(args) + draft_room(args)
 
 
-def check_drafts(config: DiffKVConfig, reaches: Sequence[int] = (), *, by_model: bool = False) -> None:
+def check_drafts(config: DiffKVConfig, attention_spans: Sequence[int] = (), *, by_model: bool = False) -> None:
     """Refuse what is not served with drafts, all of it at once: of a configuration, or a model with layers of these
-    ``reaches``. ``by_model``: a model makes the drafts."""
-    problems = list(_unlike_chains(config, reaches, by_model))
+    ``attention_spans``. ``by_model``: a model makes the drafts."""
+    problems = list(_unlike_chains(config, attention_spans, by_model))
     if problems:
         raise UnsupportedError("--attention-backend diffkv does not work with " + "; and not with ".join(problems))
 
 
-def _unlike_chains(config: DiffKVConfig, reaches: Sequence[int], by_model: bool) -> Iterator[str]:
+def _unlike_chains(config: DiffKVConfig, attention_spans: Sequence[int], by_model: bool) -> Iterator[str]:
     if config.prefix_fidelity == "exact":
         yield '"prefix_fidelity": "exact" with speculative decoding: use "compressed"'
     if config.build_policy().running is not None:
@@ -79,7 +79,7 @@ def _unlike_chains(config: DiffKVConfig, reaches: Sequence[int], by_model: bool)
             "a policy that drops tokens with a draft model, in whose cache each of them keeps a place: use another "
             "policy (diffkv with alpha_low 0 drops none), or --speculative-algorithm NGRAM"
         )
-    if any(reaches):
+    if any(attention_spans):
         yield "layers with a sliding window with speculative decoding: drop --speculative-algorithm"
 
 

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 
 from sglang_diffkv.mem_pool.ledger import PageLedger
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 
 
 class DiffKVAllocator(TokenToKVPoolAllocator):
@@ -16,7 +16,7 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
     is what the free pages can hold in high-tier tokens, and no more than there are KV slots for while requests run. It
     is what SGLang's scheduler, batches and prefix cache share, so it carries the ``requests``."""
 
-    def __init__(self, requests: Requests, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
+    def __init__(self, requests: RequestLifecycle, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
         self.requests = requests
         super().__init__(requests.ledger.capacity, dtype, device, kvcache, need_sort)
         requests.ledger.kv_slots_free = self.kv_slots_free
@@ -49,7 +49,7 @@ SERVED: dict[str, DiffKVAllocator] = {}
 the decode log line, metrics and the canary."""
 
 
-def requests_of(owner: Any) -> Requests | None:
+def requests_of(owner: Any) -> RequestLifecycle | None:
     """The requests of SGLang's scheduler, batch or admission; None if another backend serves."""
     allocator = owner.token_to_kv_pool_allocator
     return allocator.requests if isinstance(allocator, DiffKVAllocator) else None

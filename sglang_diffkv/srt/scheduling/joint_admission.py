@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv.mem_pool.joint_growth import Outlook, peak_growth
-from sglang_diffkv.mem_pool.running import RunningBudgets
+from sglang_diffkv.mem_pool.running import RunningCompression
 from sglang_diffkv.srt.versions import compat
 
 if TYPE_CHECKING:
-    from sglang_diffkv.srt.scheduling.lifecycle import Requests
+    from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 
 
 STEPS = 4
@@ -30,7 +30,7 @@ class JointAdmission:
         refused: prompt tokens and outlook of the last refused request, while it waits for room.
     """
 
-    def __init__(self, requests: Requests, budgets: RunningBudgets):
+    def __init__(self, requests: RequestLifecycle, budgets: RunningCompression):
         self.requests, self.manager, self.budgets = requests, requests.manager, budgets
         self.refused: tuple[int, Outlook] | None = None
         self._asked = self._running = 0

@@ -36,7 +36,7 @@ from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.srt.scheduling.joint_admission import JointAdmission
 from sglang_diffkv.srt.scheduling.mixed_chunks import MixedChunks
-from sglang_diffkv.srt.scheduling.running_compression import HeldBudgets
+from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
 from sglang_diffkv.srt.versions import compat
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Admission:
     saved: int
 
 
-class Requests:
+class RequestLifecycle:
     """What becomes of requests, over a ledger of pages. ``tree`` is set when SGLang has made its prefix cache."""
 
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None):
@@ -95,7 +95,7 @@ class Requests:
         self.preempted: list[Any] = []
         """Requests that made room for more urgent ones in the pass that is being scheduled."""
         running = self.manager.running
-        self.budgets = None if running is None else HeldBudgets(self, running)
+        self.budgets = None if running is None else CompressionScheduler(self, running)
         self.joint = None if running is None else JointAdmission(self, running)
         self.mixed = MixedChunks(self.manager.counts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, Requests
+from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def undo_prefill(scheduler: Any, refused: BatchRefused) -> None:
     scheduler.waiting_queue = [*again, *scheduler.waiting_queue]
 
 
-def refuse_in_decode(batch: Any, requests: Requests) -> None:
+def refuse_in_decode(batch: Any, requests: RequestLifecycle) -> None:
     """Take the requests out of a batch whose next token has no table block or no KV slot."""
     found = requests.without_room(batch.reqs)
     if not found:
@@ -44,7 +44,7 @@ def refuse_in_decode(batch: Any, requests: Requests) -> None:
     batch.filter_batch(keep_indices=kept)
 
 
-def _refuse(batch: Any, index: int, requests: Requests, reason: str) -> None:
+def _refuse(batch: Any, index: int, requests: RequestLifecycle, reason: str) -> None:
     req = batch.reqs[index]
     message = f"DiffKV: request {req.rid} has no room in its batch: {reason}. Retry it, or give the server more memory."
     logger.error("%s", message)
@@ -53,7 +53,7 @@ def _refuse(batch: Any, index: int, requests: Requests, reason: str) -> None:
     requests.refused.append(req)
 
 
-def tell_refused(scheduler: Any, requests: Requests) -> None:
+def tell_refused(scheduler: Any, requests: RequestLifecycle) -> None:
     """The clients of requests that were taken out of a batch hear of it."""
     while requests.refused:
         compat.send_abort(scheduler, requests.refused.pop())

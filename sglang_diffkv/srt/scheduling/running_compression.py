@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang_diffkv.layout.geometry import Path, path_end, split_path
-from sglang_diffkv.mem_pool.running import RunningBudgets
+from sglang_diffkv.mem_pool.running import RunningCompression
 from sglang_diffkv.srt.versions import compat
 
 if TYPE_CHECKING:
-    from sglang_diffkv.srt.scheduling.lifecycle import Requests
+    from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 
 
-class HeldBudgets:
+class CompressionScheduler:
     """When running requests are compressed.
 
     Attributes:
         judged: row -> request that is judged beside the pass that comes next, or was launched last.
     """
 
-    def __init__(self, requests: Requests, budgets: RunningBudgets):
+    def __init__(self, requests: RequestLifecycle, budgets: RunningCompression):
         self.requests, self.budgets = requests, budgets
         self.judged: dict[int, Any] = {}
         self._parked: Any = None  # SGLang's batch of those that were left out of the step launched last

@@ -24,11 +24,11 @@ from sglang_diffkv.policies.base import AcrossLayers
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.models.hybrids import check_paged_layers, describe_layers, has_states, paged_layers
-from sglang_diffkv.srt.models.scaling import attention_layers, layer_reaches, layer_scalings, sinks_of
+from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, layer_spans, sinks_of
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.kv_canary import register_canary
 from sglang_diffkv.srt.startup.validation import PAGE_DTYPES, check_layers, check_model, check_policy, check_server_args
@@ -62,11 +62,11 @@ def keep_computed_dtype(runner: Any) -> None:
 def memory_plan(configurator: Any) -> MemoryPlan:
     """For the loaded model of SGLang's KVCacheConfigurator."""
     config, layers = load_config(), paged_layers(configurator)
-    reaches = layer_reaches(configurator.model, layers)
-    check_policy(config, reaches)
+    attention_spans = layer_spans(configurator.model, layers)
+    check_policy(config, attention_spans)
     longest = longest_row(configurator.model_config.context_len, compat.resolved(configurator.server_args))
     draft_bytes = bytes_of_slot(configurator.server_args)
-    plan = MemoryPlan.of(configurator, config, len(layers), longest, reaches, draft_bytes)
+    plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
     return replace(plan, keeps_retracted=not why_recomputed(configurator, config), mixed_chunks=mixed_chunks)
 
@@ -118,7 +118,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     plan = memory_plan(configurator)
     drafts = drafts_of(compat.resolved(configurator.server_args))
     if drafts:
-        check_drafts(plan.config, plan.reaches, by_model=plan.draft_bytes > 0)
+        check_drafts(plan.config, plan.attention_spans, by_model=plan.draft_bytes > 0)
     geometry = plan.geometry(
         pool.size,
         rows.req_to_token.shape[0],
@@ -152,7 +152,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     ledger = PageLedger(manager, pool.size, owning=plan.draft_bytes > 0)
     pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size), plan.draft_bytes)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
-        Requests(ledger, pool.usage),
+        RequestLifecycle(ledger, pool.usage),
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         kvcache=pool,
@@ -167,7 +167,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         logger.info("DiffKV: %s", hint)
     if configurator.mambaish_config is not None:
         logger.info("DiffKV: %s", describe_layers(configurator, configurator.mambaish_config.mamba2_cache_params))
-    if any(geometry.reaches):
+    if any(geometry.attention_spans):
         found = "wherever another branches off" if plan.config.prefix_fidelity == "exact" else "at their ends only"
         logger.info(
             "DiffKV: layers with a sliding window hold it in pages like all others; SGLang's pools for them are off. "

@@ -16,7 +16,7 @@ import torch
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
 from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError, UnsupportedError
-from sglang_diffkv.srt.models.scaling import stated_reaches
+from sglang_diffkv.srt.models.scaling import stated_spans
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, drafts_of
 from sglang_diffkv.srt.startup import preflight
 from sglang_diffkv.srt.startup.draft_model import choose_backend
@@ -112,10 +112,10 @@ def _check(server_args: Any, config: DiffKVConfig) -> None:
     choose_backend(server_args)
     args = compat.resolved(server_args)
     drafts = drafts_of(args)
-    reaches = stated_reaches(server_args) if drafts or judges_whole_heads(config) else ()
-    checks = [lambda: check_server_args(server_args, config), lambda: check_policy(config, reaches)]
+    attention_spans = stated_spans(server_args) if drafts or judges_whole_heads(config) else ()
+    checks = [lambda: check_server_args(server_args, config), lambda: check_policy(config, attention_spans)]
     if drafts:
-        checks.append(lambda: check_drafts(config, reaches, by_model=drafts_by_model(args)))
+        checks.append(lambda: check_drafts(config, attention_spans, by_model=drafts_by_model(args)))
     _refuse_at_once(checks)
 
 

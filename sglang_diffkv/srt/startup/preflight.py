@@ -15,7 +15,7 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.plan import MemoryPlan
 from sglang_diffkv.srt.models.hybrids import paged_layers
-from sglang_diffkv.srt.models.scaling import configured_reaches, reads_window
+from sglang_diffkv.srt.models.scaling import configured_spans, reads_window
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_of, longest_row
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.validation import check_model, check_policy
@@ -46,7 +46,7 @@ def configurator_of(args: Any) -> SimpleNamespace:
         mambaish_config=mambaish_config(model),
         layer_info=SimpleNamespace(start_layer=0, num_effective_layers=model.num_hidden_layers),
         states=None,
-        reaches=(),
+        attention_spans=(),
         kv_cache_dtype=model.dtype,
     )
 
@@ -63,8 +63,8 @@ def ask(args: Any, config: DiffKVConfig) -> None:
     itself does not take is left to it."""
     try:
         configurator = configurator_of(args)
-        stated = configured_reaches(configurator.model_config.hf_text_config)
-        configurator.reaches = stated if any(stated) and model_reads_window(configurator.model_config) else ()
+        stated = configured_spans(configurator.model_config.hf_text_config)
+        configurator.attention_spans = stated if any(stated) and model_reads_window(configurator.model_config) else ()
         draft_bytes = bytes_of_slot(args)
     except Exception as error:
         logger.info("DiffKV: the model is judged once it is loaded, since SGLang said before: %s", error)
@@ -75,12 +75,12 @@ def ask(args: Any, config: DiffKVConfig) -> None:
 
 def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> MemoryPlan:
     """The plan of a server. Raises ConfigError or UnsupportedError where there would be none."""
-    model, view, reaches = configurator.model_config, configurator.server_args, configurator.reaches
-    check_policy(config, reaches)
+    model, view, attention_spans = configurator.model_config, configurator.server_args, configurator.attention_spans
+    check_policy(config, attention_spans)
     if drafts_of(view):
-        check_drafts(config, reaches, by_model=draft_bytes > 0)
+        check_drafts(config, attention_spans, by_model=draft_bytes > 0)
     layers, longest = len(paged_layers(configurator)), longest_row(model.context_len, view)
-    plan = MemoryPlan.of(configurator, config, layers, longest, reaches, draft_bytes)
+    plan = MemoryPlan.of(configurator, config, layers, longest, attention_spans, draft_bytes)
     check_kernels(config, plan, on_gpu=plan.gpu)
     obstacle = why_recomputed(configurator, config)
     if not obstacle:
@@ -120,12 +120,14 @@ def kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: boo
         return "plain PyTorch (gpu_ops)"
     from sglang_diffkv.ops.gpu import decode_obstacle, prefill_obstacle
 
-    fmt, reaches = (plan.fmt, plan.reaches) if plan is not None else (config.page_format(128, 128, 0), ())
+    fmt, attention_spans = (
+        (plan.fmt, plan.attention_spans) if plan is not None else (config.page_format(128, 128, 0), ())
+    )
     group = plan.q_heads // plan.num_heads if plan is not None else 1
     unable = decode_obstacle(fmt, group, config.decode)
     why = f" ({unable})" if unable and config.decode == "auto" else ""
     decode = f"; decode steps attend by {'Triton' if unable or config.decode == 'triton' else 'CUDA C++'}{why}"
-    obstacle = prefill_obstacle(fmt, config.prefill, (), reaches)
+    obstacle = prefill_obstacle(fmt, config.prefill, (), attention_spans)
     if config.prefill == "triton" or obstacle:
         reason = f" ({obstacle})" if config.prefill == "auto" else ""
         return f"Triton; new tokens attend by Triton{reason}{decode}"

@@ -115,9 +115,9 @@ def judges_whole_heads(config: DiffKVConfig) -> bool:
     return policy.running is not None or not all(rule is None or isinstance(rule, Pointwise) for rule in rules)
 
 
-def check_policy(config: DiffKVConfig, reaches: Sequence[int]) -> None:
-    """Refuse a method that judges whole heads for layers with a sliding window. ``reaches``: as of ``Geometry``."""
-    if any(reaches) and judges_whole_heads(config):
+def check_policy(config: DiffKVConfig, attention_spans: Sequence[int]) -> None:
+    """Refuse a method that scores whole heads for layers with a sliding window. ``attention_spans``: see ``Geometry``."""
+    if any(attention_spans) and judges_whole_heads(config):
         name = config.policy.name if config.policy else ""
         raise UnsupportedError(
             f"--attention-backend diffkv: policy {name} judges the heads of all layers as a whole, and this model has "

@@ -171,8 +171,8 @@ class EvictingTree(RadixCache):
         length = sum(len(node.key) for node in nodes)
         tokens, least_kept = self.manager.segments.tokens_for(segment, pages), self.least_kept
         if not segment.as_computed:
-            reaches = self.manager.geometry.reaches
-            if any(reaches) and segment.end > whole_tokens(reaches):
+            attention_spans = self.manager.geometry.attention_spans
+            if any(attention_spans) and segment.end > whole_tokens(attention_spans):
                 return nodes  # no match may end in what would stay: sliding layers hold its end only
             least_kept = self.least_kept_waiting
             tokens = max(tokens, min(self.least_cut, length - least_kept))

@@ -80,7 +80,7 @@ class PathJoiner:
 
     def _tidy(self, node: Any) -> bool:
         """Join what wastes pages in the path to ``node``; False if some of it is not counted yet."""
-        path, slides = self.tree.path(node)[-MOST_PARTS:], any(self.manager.geometry.reaches)
+        path, slides = self.tree.path(node)[-MOST_PARTS:], any(self.manager.geometry.attention_spans)
         if slides:
             path = [part for part in path[:-KEPT_ENDS] if part[1]]
         if any(segment.row in self.manager.counts.uncounted for segment, _, _ in path):
@@ -260,7 +260,7 @@ class PathJoiner:
             else:
                 manager.segments.cut_front(segment, end)
         self.joined += 1
-        if tree.told is not None and any(manager.geometry.reaches):
+        if tree.told is not None and any(manager.geometry.attention_spans):
             tree.told.ends_changed(renamed[0])
 
     def _reads(self, parts: Path) -> dict[tuple[int, int], Entries]:

@@ -23,7 +23,7 @@ from sglang_diffkv.layout.geometry import Path, Segment
 from sglang_diffkv.layout.spans import served_end
 from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.srt.models.hybrids import has_states
-from sglang_diffkv.srt.scheduling.lifecycle import Requests
+from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.tree.eviction import WORTH_WAITING, EvictingTree
 from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.tree.kept_states import KeptStates
@@ -46,7 +46,7 @@ class DiffKVPrefixCache(EvictingTree):
     """Nodes that listeners to SGLang's KV events know of; None without these events."""
 
     def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
-        self.requests: Requests = params.token_to_kv_pool_allocator.requests
+        self.requests: RequestLifecycle = params.token_to_kv_pool_allocator.requests
         self.ledger, self.manager = self.requests.ledger, self.requests.manager
         self.inserting_row = self._restored = None
         self.locked_nodes: dict[Segment, int] = {}
@@ -215,8 +215,8 @@ class DiffKVPrefixCache(EvictingTree):
         is kept."""
         if self.states is not None and node not in self.states.of_nodes:
             return False
-        reaches = self.manager.geometry.reaches
-        return not any(reaches) or served_end(self.path(node), reaches) == self.depth(node)
+        attention_spans = self.manager.geometry.attention_spans
+        return not any(attention_spans) or served_end(self.path(node), attention_spans) == self.depth(node)
 
     def told_nodes(self) -> ToldNodes | None:
         """What follows the KV events of the installed SGLang, if they are on."""
@@ -226,7 +226,7 @@ class DiffKVPrefixCache(EvictingTree):
         """Position up to which a row may read the path to ``node``: it has room for that, and sliding layers find all
         that they see."""
         fitting = self._made_to_fit(node)
-        return served_end(self.path(node) if fitting is None else fitting, self.manager.geometry.reaches)
+        return served_end(self.path(node) if fitting is None else fitting, self.manager.geometry.attention_spans)
 
     def _made_to_fit(self, node: Any) -> Path | None:
         """None if a row has room for the path to ``node``, at the latest when its pages are counted, or small parts of

@@ -89,7 +89,7 @@ def turned_vectors(
 
 
 @triton.jit
-def store_turned(
+def store_rotated(
     x_ptr, means, head, page_ptr, slot, keep,
     DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr, TURN: tl.constexpr,
     B: tl.constexpr, NORM: tl.constexpr, LESS_MEANS: tl.constexpr, ASM: tl.constexpr,
@@ -118,7 +118,7 @@ def store_turned(
     do_not_specialize=["layer", "tiles", "query_vectors", "query_heads"],
     do_not_specialize_on_alignment=["rows", "offset", "position"],
 )
-def turned_append_kernel(
+def rotated_append_kernel(
     query, query_out, query_stride, query_head, query_heads, query_vectors, tiles,
     key, value, key_stride, key_head, value_stride, value_head, means, pages, page_table, row_blocks, own_entry,
     write_slot, rows, offset, position, num_valid, layer,
@@ -155,14 +155,14 @@ def turned_append_kernel(
     )  # fmt: skip
     wide = token.to(tl.int64)
     if program % 2 == 0:
-        store_turned(
+        store_rotated(
             key + wide * key_stride + head * key_head, means, head, page_ptr, slot, keep,
             D, KB, KEYS, KMETA, TURN_KEYS, B, NORM, LESS_MEANS, ASM,
         )  # fmt: skip
         at = tl.load(position + token, mask=keep, other=0).to(tl.int32)
         store_numbers(page_ptr, slot, keep, tl.zeros([R], tl.int32), at, SCORES, POSITIONS)
     else:
-        store_turned(
+        store_rotated(
             value + wide * value_stride + head * value_head, None, head, page_ptr, slot, keep,
             DV, VB, VALUES, VMETA, TURN_VALUES, BV, NORM_V, False, ASM,
         )  # fmt: skip

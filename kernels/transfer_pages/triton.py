@@ -15,7 +15,7 @@ from sglang_diffkv.layout.state import PageState
     do_not_specialize=["row", "target"],
     do_not_specialize_on_alignment=["entries", "kept_entry", "own_entry", "own_tokens"],
 )
-def hand_over_kernel(
+def transfer_pages_kernel(
     row, target, page_table, range_lo, range_hi, row_blocks, entries, kept_entry, own_entry, own_tokens,
     TIERS: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -52,10 +52,10 @@ def hand_over_kernel(
         tl.store(own_tokens + target_at, 0)
 
 
-def hand_over(state: PageState, row: int, target: int) -> None:
-    """``reference.hand_over``; ``target`` must differ from ``row``."""
+def transfer_pages(state: PageState, row: int, target: int) -> None:
+    """``reference.transfer_pages``; ``target`` must differ from ``row``."""
     assert target != row
-    hand_over_kernel[(state.num_layers * state.num_heads,)](
+    transfer_pages_kernel[(state.num_layers * state.num_heads,)](
         row, target, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
         state.kept_entry, state.own_entry, state.own_tokens,
         TIERS=len(state.fmt.tiers), MAX_BLOCKS=state.row_blocks.shape[1], L=state.row_layers, H=state.num_heads,

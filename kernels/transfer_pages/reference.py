@@ -8,7 +8,7 @@ from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, tab
 from sglang_diffkv.layout.state import PageState
 
 
-def hand_over(state: PageState, row: int, target: int) -> None:
+def transfer_pages(state: PageState, row: int, target: int) -> None:
     """Move the entries of ``row`` before those whose pages it may write to the table of ``target``, which is empty, in
     order and with their ranges; the row's own close ranks. No byte of a page moves.
 
