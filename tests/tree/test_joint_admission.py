@@ -63,7 +63,7 @@ def test_what_the_tree_holds_for_one_request_alone() -> None:
 
 def test_a_prompt_fits_beside_what_all_hold_together() -> None:
     this = world(400)
-    joint = this.requests.rule
+    joint = this.requests.admission_rule
     assert isinstance(joint, JointAdmission)
     first = running(this, 30)
     growth, fits = joint.judge(asking(this, 60), 60, [], 1.0)
@@ -78,7 +78,7 @@ def test_a_prompt_fits_beside_what_all_hold_together() -> None:
 
 def test_a_refused_prompt_is_asked_again_when_there_is_room() -> None:
     this = world(400)
-    joint = this.requests.rule
+    joint = this.requests.admission_rule
     assert isinstance(joint, JointAdmission)
     others = [running(this, 30) for _ in range(3)]
     assert not joint.room_for_refused(others, 1.0), "nobody was refused"
@@ -94,7 +94,7 @@ def test_a_refused_prompt_is_asked_again_when_there_is_room() -> None:
 
 def test_one_that_was_let_in_too_early_is_not_asked_at_each_step() -> None:
     this = world(400)
-    joint = this.requests.rule
+    joint = this.requests.admission_rule
     assert isinstance(joint, JointAdmission)
     others = [running(this, 30)]
     found, waits = [], asking(this, 60)
@@ -109,7 +109,7 @@ def test_one_that_was_let_in_too_early_is_not_asked_at_each_step() -> None:
 def test_judging_ends_where_it_began() -> None:
     """SGLang adds up what is free behind the judgement of a prompt, which looks at it too."""
     this = world(600)
-    joint, ledger = this.requests.rule, this.requests.ledger
+    joint, ledger = this.requests.admission_rule, this.requests.ledger
     assert isinstance(joint, JointAdmission)
     others = [running(this, 30) for _ in range(3)]
     with ledger.judging():
@@ -121,7 +121,7 @@ def test_judging_ends_where_it_began() -> None:
 
 def test_no_more_run_than_have_query_slots_where_scheduling_is_constrained() -> None:
     this = world(1000, constrained=True)
-    joint, budgets = this.requests.rule, this.manager.running
+    joint, budgets = this.requests.admission_rule, this.manager.running
     assert isinstance(joint, JointAdmission) and budgets is not None
     slots = budgets.cache.slots
     others = [running(this, 30, reply=2) for _ in range(3)]
@@ -135,7 +135,7 @@ def test_no_more_run_than_have_query_slots_where_scheduling_is_constrained() -> 
 @pytest.mark.parametrize("prompt", [40, 120])
 def test_parts_of_what_all_hold_add_up(prompt: int) -> None:
     this = world(900)
-    joint = this.requests.rule
+    joint = this.requests.admission_rule
     assert isinstance(joint, JointAdmission)
     others = [running(this, prompt) for _ in range(4)]
     alone = joint.share(others[:1], 1.0)

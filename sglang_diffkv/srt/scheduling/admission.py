@@ -31,7 +31,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
             return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
         with (
-            compat.estimated(req, admission.growth, budget=requests.rule.budget),
+            compat.estimated(req, admission.growth, budget=requests.admission_rule.budget),
             _ending_within(self, cut),
         ):
             if admission.fits:
@@ -43,7 +43,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     if _added(self, req):
         requests.admit(req, admission, compacted=compacted)
         result = self.budget_state() if cut is not None else result
-        if result == AddReqResult.NO_TOKEN and requests.rule.budget:
+        if result == AddReqResult.NO_TOKEN and requests.admission_rule.budget:
             return AddReqResult.OTHER  # no other is refused yet: SGLang would ask none until a request ends
     elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
         return AddReqResult.OTHER
@@ -93,7 +93,7 @@ def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -
     """What a running request is expected to take yet, by the growth estimate; its part of what all take together where
     they hold budgets."""
     offset, requests = original(self, req), requests_of(self)
-    return offset if requests is None else requests.rule.taken_by(req, offset, self)
+    return offset if requests is None else requests.admission_rule.taken_by(req, offset, self)
 
 
 def preempt_to_schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

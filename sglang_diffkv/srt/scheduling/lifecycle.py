@@ -84,8 +84,8 @@ class RequestLifecycle:
     """What becomes of requests, over a ledger of pages. Until ``connect`` there is no tree and no optional part.
 
     Attributes:
-        tree: the prefix cache. rule: by which prompts are admitted. compression, states, exact, retracted: optional
-            parts, see ``Parts``.
+        tree: the prefix cache. admission_rule: by which prompts are admitted.
+        compression, states, exact, retracted: optional parts, see ``Parts``.
     """
 
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None):
@@ -99,7 +99,7 @@ class RequestLifecycle:
 
     def connect(self, tree: PrefixTree, parts: Parts, rule: AdmissionRule) -> None:
         """The tree and the parts that requests meet from now on. Nothing runs."""
-        self.tree, self.rule, self.compression = tree, rule, parts.compression
+        self.tree, self.admission_rule, self.compression = tree, rule, parts.compression
         self.states, self.exact, self.retracted = parts.states, parts.exact, parts.retracted
         self.listeners: Sequence[RequestListener] = parts.listeners
 
@@ -121,7 +121,7 @@ class RequestLifecycle:
         needed = compat.prompt_len(req) - compat.prefix_len(req)
         path, fits_pages = self.tree.room_for(req.last_node, needed)
         compacts = chunk < needed and self._may_compact(path, needed, running)
-        growth, fits = self.rule.judge(req, needed, running, ratio)
+        growth, fits = self.admission_rule.judge(req, needed, running, ratio)
         return Admission(
             path,
             needed,
@@ -158,7 +158,7 @@ class RequestLifecycle:
         ledger, tree = self.ledger, self.tree
         refused = compat.tokens_wanted(req, admission.growth) - admission.saved
         self.wait(req, refused)
-        self.rule.refuse(req, admission.needed)
+        self.admission_rule.refuse(req, admission.needed)
         if not admission.path or not ledger.idle:
             return False
         for part in self.listeners:
@@ -190,11 +190,11 @@ class RequestLifecycle:
 
     def _forget_refused(self) -> None:
         self.ledger.forget_refused()
-        self.rule.forget_refused()
+        self.admission_rule.forget_refused()
 
     def room_for_refused(self, scheduler: Any) -> bool:
         """Whether the last refused request would fit by now."""
-        return self.rule.has_room(scheduler)
+        return self.admission_rule.has_room(scheduler)
 
     def next_chunk_fits(self, req: Any, chunk: int) -> bool:
         """Whether an admitted prompt's next chunk has room. Always where all of its pages are promised; one that is
@@ -398,7 +398,7 @@ class RequestLifecycle:
 
     def digest(self) -> list[Any]:
         """What ranks have to agree on, beside what the ledger and the page manager hold."""
-        return [self.rule.refused, *(part.digest() for part in self.listeners)]
+        return [self.admission_rule.refused, *(part.digest() for part in self.listeners)]
 
     # Errors
 

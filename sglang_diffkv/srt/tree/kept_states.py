@@ -79,10 +79,12 @@ class KeptStates(NodeStates):
         return node in self.of_nodes
 
     def matched(self, req: Any, node: Any, end: int, found: int, most: int) -> None:
-        """A request (None: nobody's) goes on from ``node``, where ``end`` tokens end, and the tree has ``found`` tokens
-        of its prompt: if that is enough more, others part there too, so the request's prefill is to stop at that place
-        once and leave a state there. One that generates nothing is there to be gone on from, so it stops at ``most``,
-        how far another of the same prompt may match."""
+        """A request goes on from ``node``, where ``end`` tokens end. The tree has ``found`` tokens of its prompt.
+
+        Where that is enough more, others part there too. So the request's prefill is to stop there once and leave a
+        state. One that generates nothing is there to be gone on from, so it stops at ``most``, as far as another of the
+        same prompt may match. ``req`` is None if the match is for none.
+        """
         if node in self.of_nodes:
             self.of_nodes.move_to_end(node)
         if req is not None:

@@ -29,9 +29,10 @@ class NodeStates(RequestListener):
     of_nodes: Mapping[Any, torch.Tensor] = {}
 
     def match_end(self, req: Any, node: Any, most: int, served: Callable[[Any], int]) -> int:
-        """Position where the match of a request (None: of nobody's key) ends, which has ``most`` tokens.
+        """Position where a match ends whose key has ``most`` tokens.
 
         Args:
+            req: SGLang's request; None if the match is for none.
             node: where its longest prefix in the tree ends.
             served: up to which position a row may read the path to a node.
         """
