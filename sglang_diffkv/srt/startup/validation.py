@@ -116,7 +116,10 @@ def judges_whole_heads(config: DiffKVConfig) -> bool:
 
 
 def check_policy(config: DiffKVConfig, attention_spans: Sequence[int]) -> None:
-    """Refuse a method that scores whole heads for layers with a sliding window. ``attention_spans``: in ``Geometry``."""
+    """Refuse a method that scores whole heads for layers with a sliding window.
+
+    ``attention_spans``: as of ``Geometry``.
+    """
     if any(attention_spans) and judges_whole_heads(config):
         name = config.policy.name if config.policy else ""
         raise UnsupportedError(
