@@ -16,7 +16,8 @@ STAMP := $(VENV)/.installed
 PLACEHOLDER := third_party/sgl_kernel_placeholder
 SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
 	$(PLACEHOLDER)/pyproject.toml $(wildcard $(PLACEHOLDER)/sgl_kernel/*.py)
-OTHER_SGLANG := 0.5.17 0.5.22 0.5.23
+OTHER_SGLANG := $(filter-out $(shell sed -n 's/^sglang==//p' requirements/cpu.txt),$(shell $(PYTHON) -c \
+	'from sglang_diffkv.releases import TESTED_VERSIONS; print(*TESTED_VERSIONS)'))
 # Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer, and one with states;
 # and where SGLang chooses the cache's dtype.
 VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_metrics.py \

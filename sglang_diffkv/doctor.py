@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import sglang_diffkv
-from sglang_diffkv import pins
+from sglang_diffkv import releases
 from sglang_diffkv.findings import Findings
 
 GROUP, NAME = "sglang.srt.plugins", "diffkv"
@@ -93,9 +93,9 @@ def _look_at_machine(findings: Findings) -> bool:
     findings.add("sglang_diffkv", f"{version} ({here})", version, key="versions.sglang_diffkv")
     findings.add("Python", f"{python} ({sys.executable})", python, key="versions.python")
     stack: dict[str, str | None] = {}
-    for name, distributions in pins.DISTRIBUTIONS.items():
+    for name, distributions in releases.DISTRIBUTIONS.items():
         found = stack[name] = next(filter(None, map(version_of, distributions)), None)
-        findings.add(pins.TITLES[name], found or "not installed", found, key=f"versions.{name}")
+        findings.add(releases.TITLES[name], found or "not installed", found, key=f"versions.{name}")
     sglang = version_of("sglang")
     findings.note("versions.sglang", sglang)
     if sglang is None:
@@ -113,8 +113,8 @@ def _look_at_machine(findings: Findings) -> bool:
         findings.refuse("torch", f"torch cannot be imported: {error}. Install SGLang's requirements")
         return False
     gpu = torch.cuda.is_available()
-    for name, text in pins.untested(sglang, stack, gpu=gpu).items():
-        findings.warn(pins.TITLES[name], f"{text} (docs/install.md)")
+    for name, text in releases.untested(sglang, stack, gpu=gpu).items():
+        findings.warn(releases.TITLES[name], f"{text} (docs/install.md)")
     findings.note("gpus", [])
     if not gpu:
         text = "none that torch can use; what follows is for a server on the CPU (--device cpu)"

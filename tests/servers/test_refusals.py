@@ -33,7 +33,7 @@ from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.speculation import check_drafts
 from sglang_diffkv.srt.startup import launch, preflight
 from sglang_diffkv.srt.startup.validation import check_layers, check_model, check_policy, check_server_args
-from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, release
+from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, installed
 
 
 @pytest.mark.parametrize(
@@ -590,7 +590,7 @@ def test_a_start_that_died_without_a_word_says_why() -> None:
         "--is-embedding: ",
         "--kv-canary-real-data all: use",
     ]
-    if release() >= (0, 5, 18):
+    if installed().abort_from_request:
         options.append("--enable-unified-cache-external-linker")
         reasons.append(
             "an external KV store, which moves K and V by KV slot: drop --enable-unified-cache-external-linker"

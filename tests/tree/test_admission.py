@@ -187,7 +187,7 @@ def chunked(ledger: PageLedger, running: int) -> tuple[Adder, Fields]:
     return adder, req
 
 
-@pytest.mark.skipif(compat.release() >= (0, 5, 22), reason="the stand-in for a request has the fields of SGLang 0.5.21")
+@pytest.mark.skipif(compat.installed().request_extents, reason="the stand-in is a request of SGLang 0.5.21")
 def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     taken: list[int] = []

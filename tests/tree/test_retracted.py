@@ -298,15 +298,15 @@ def test_nothing_that_other_weights_computed_is_kept(world: World) -> None:
 
 def test_every_way_to_change_weights_is_hooked() -> None:
     """A method of SGLang's that is in neither list is new: does it change weights?"""
-    module, manager = compat.WEIGHT_CHANGES[0].rsplit(".", 2)[:2]
+    module, manager = compat.installed().target("change_weights")[0].rsplit(".", 2)[:2]
     known = {
         "flush_cache_after_weight_update", "init_weights_update_group", "destroy_weights_update_group",
         "get_weights_by_name", "record_weight_version_after_update",
     }  # fmt: skip
     found = {name for name in dir(getattr(import_module(module), manager)) if "weight" in name and name[0] != "_"}
-    hooked = {name.rsplit(".", 1)[1] for name in compat.WEIGHT_CHANGES}
+    hooked = {name.rsplit(".", 1)[1] for name in compat.installed().target("change_weights")}
     assert hooked <= found <= hooked | known
-    assert set(compat.WEIGHT_CHANGES) <= HOOKS.keys()
+    assert set(compat.installed().target("change_weights")) <= HOOKS.keys()
 
 
 @pytest.mark.parametrize(("action", "drops"), [(None, True), ("reset_tensors", True), ("checksum", False)])
@@ -317,7 +317,7 @@ def test_a_change_of_weights_drops_what_is_kept(
     monkeypatch.setitem(SERVED, BACKEND, world.allocator)
     retract(world, world.prompt(world.tokens(60)))
     asked = SimpleNamespace(**({} if action is None else {"action": action}))
-    answer = HOOKS[compat.WEIGHT_CHANGES[0]](lambda self, request: request, None, asked)
+    answer = HOOKS[compat.installed().target("change_weights")[0]](lambda self, request: request, None, asked)
     assert answer is asked and bool(retracted_of(world).kept) != drops
 
 

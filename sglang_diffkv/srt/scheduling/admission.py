@@ -110,12 +110,4 @@ def preempt_to_schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     return original(self, *args, **kwargs)
 
 
-ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
-
-ADMISSION_HOOKS = {
-    ADDER + "add_one_req": add_one_req,
-    ADDER + "add_chunked_req": add_chunked_req,
-    ADDER + "preempt_to_schedule": preempt_to_schedule,
-    ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
-}
-"""Target in SGLang -> AROUND hook."""
+HOOKS = (add_one_req, add_chunked_req, preempt_to_schedule, get_running_request_total_token_offset)
