@@ -69,12 +69,12 @@ def attend_tier(
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
     ``q_ptr`` points at the group's [G, D], which a power of two brings into fp16.
-    The softmax is relative to a running maximum of logits and value scales together, so that the largest weight, a
-    probability times its value scale, is about 2^15 and small ones stay in fp16's normal range.
-    ``KEEP`` stores each token's logits, relative to that maximum at its tile, for the score pass, to stay in the L2
-    cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for ``room``
-    tiles. The pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address. With ``SLIDES``
-    positions below ``oldest`` are out of reach.
+    The softmax is relative to a running maximum of logits and value scales together. So the largest weight, a
+    probability times its value scale, is about 2^15, and small ones stay in fp16's normal range. ``KEEP`` stores each
+    token's logits for the score pass, relative to that maximum at its tile. They stay in the L2 cache if they can.
+    There is room for ``room`` tiles; the first ``shared`` tiles are not scored, so their logits are not stored. The
+    pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address. With ``SLIDES`` positions
+    below ``oldest`` are out of reach.
     """
     KB: tl.constexpr = LAYOUT[I_KB]
     VB: tl.constexpr = LAYOUT[I_VB]

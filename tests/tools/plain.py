@@ -18,7 +18,8 @@ _HTML = re.compile(r"<!--.*?-->|</?[A-Za-z][^>]*>|https?://\S+", re.DOTALL)
 _ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.)\s+")
 _ENTRY = re.compile(r"^\s*[\w`*., ()]{1,60}: ")
 _SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Raises|Yields):\s*$")
-_END = re.compile(r"[.!?][)\"'*_]*\s+(?=[\"'(*_\[]*[A-Z`\d])")
+_END = re.compile(r"[.!?][)\"'*_]*\s+(?=[\"'(*_\[]*[A-Z`\d]|[a-z_]+: )")
+"""What ends a sentence; a name with a colon begins one, as in docstrings that describe arguments in a line."""
 _HELP = ("help", "description", "epilog")
 
 
@@ -38,6 +39,10 @@ def long_sentences(blocks: Iterator[str]) -> list[str]:
     return [x for block in blocks for x in sentences(block) if words(x) > MOST_WORDS]
 
 
+def _cells(row: str) -> list[str]:
+    return re.split(r"(?<!\\)\|", _CODE.sub("`code`", row))
+
+
 def blocks_of_page(text: str) -> Iterator[str]:
     """Paragraphs, list items and the cells of tables; headings and blocks of code are left out."""
     lines: list[str] = []
@@ -48,7 +53,7 @@ def blocks_of_page(text: str) -> Iterator[str]:
             yield "\n".join(lines)
             lines = []
         if stripped.startswith("|"):
-            yield from re.split(r"(?<!\\)\|", _CODE.sub("`code`", stripped))
+            yield from _cells(stripped)
         elif stripped and not stripped.startswith("#"):
             lines.append(_ITEM.sub("", line))
 
@@ -62,10 +67,13 @@ def blocks_of_docstring(text: str) -> Iterator[str]:
         begins = not line.strip() or _ITEM.match(line) or (lines and indent < depth)
         if _SECTION.match(line):
             begins, in_section = True, True
-        if (begins or (in_section and _ENTRY.match(line))) and lines:
+        cells = line.strip().startswith("|")
+        if (begins or cells or (in_section and _ENTRY.match(line))) and lines:
             yield "\n".join(lines)
             lines = []
-        if line.strip():
+        if cells:
+            yield from _cells(line)
+        elif line.strip():
             depth = indent
             lines.append(_ITEM.sub("", line))
 
