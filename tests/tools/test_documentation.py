@@ -14,7 +14,7 @@ from benchmarks.paths import REPOSITORY
 from sglang_diffkv import __version__
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.policies.registry import PolicyConfig
-from tests.tools.plain import blocks_of_page, long_sentences, sentences
+from tests.tools.plain import blocks_of_code, blocks_of_page, long_sentences, sentences
 
 WORDS = {
     "README.md": 700,
@@ -140,3 +140,35 @@ def test_a_sentence_ends_where_the_next_one_begins() -> None:
     assert sentences("One (a. b). `Two` has 0.5. 3 is next! *Four*? \"Five.\" Zhang et al. say so.") == [
         "One (a. b)", "`code` has 0.5", "3 is next", "*Four*", '"Five', "Zhang et al. say so.",
     ]  # fmt: skip
+
+
+def _sources() -> list[Path]:
+    return sorted(page for part in ("sglang_diffkv", "kernels") for page in (REPOSITORY / part).rglob("*.py"))
+
+
+def test_sentences_of_docstrings_and_help_are_short() -> None:
+    """Of the package and of the kernels."""
+    sources = [x for x in _sources() if REPOSITORY / "sglang_diffkv" / "kernels" not in x.parents]
+    found = {str(x.relative_to(REPOSITORY)): long_sentences(blocks_of_code(x)) for x in sources}
+    assert len(found) > 100
+    assert {path: long for path, long in found.items() if long} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "long"),
+    [
+        (f'"""{LONG}."""', 1),
+        (f'def f():\n    """One.\n\n    Args:\n        a: {LONG[:80]}.\n        b: {LONG[80:]}.\n    """', 0),
+        (f'def f():\n    """One.\n\n    Args:\n        a: {LONG[:80]}\n            {LONG[80:]}.\n    """', 1),
+        (f'class A:\n    b = 1\n    """{LONG}."""', 1),
+        (f'p.add_argument("--a", help="{LONG[:80]} " f"{{b}} {LONG[80:]}")', 1),
+        (f'a = Field(description="{LONG[:80]}" + "{LONG[80:]}")', 1),
+        (f'a = "{LONG}"', 0),
+        (f'"""One:\n\n| a | b |\n|---|---|\n| {LONG[:80]} | {LONG[80:]} |\n"""', 0),
+        (f'"""{LONG[:80]}\n\n- {LONG[80:]}"""', 0),
+    ],
+)
+def test_what_counts_as_a_sentence_of_code(tmp_path: Path, source: str, long: int) -> None:
+    path = tmp_path / "code.py"
+    path.write_text(source, encoding="utf-8")
+    assert len(long_sentences(blocks_of_code(path))) == long
