@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
-from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.mem_pool.state import PageState
 
 
 def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
@@ -47,13 +47,13 @@ def keep(state: PageState, row: int) -> None:
     state.kept_entry[row] = state.own_entry[row]
 
 
-def freeze(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+def seal(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
     """Make the present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
     own.
 
     Args:
         tails: [n] int64, tokens at the end of the high tier that stay the row's own, where they begin a page of their
-            own (``kernels/compact_prompt``); heads in which they do not are frozen as a whole.
+            own (``kernels/compact_prompt``). Heads in which they do not are frozen as a whole.
     """
     own_entry, own_tokens = state.entries[rows].clone(), torch.zeros_like(state.own_tokens[rows])
     if tails is not None:

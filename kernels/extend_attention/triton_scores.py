@@ -1,7 +1,7 @@
 """Significance of prompt tokens: column sums of the attention matrix from q, k and lse, never materialised.
 
-Each program owns some keys of one request and KV head, walks over the queries, and keeps one sum a key for one
-query head at a time; the maximum over the group's heads, or their mean, is what counts.
+Each program owns some keys of one request and KV head. It walks over the queries, with one sum a key for one query head
+at a time. The maximum over the group's heads, or their mean, is what counts.
 """
 
 import triton

@@ -1,12 +1,12 @@
 """Per-vector asymmetric quantisation with bit packing (DiffKV, section 4; LeanKV, section 4).
 
 ``Q = round((x - z) / s)`` with ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, both kept in
-fp16 and used in their rounded form on both sides. At 1 and 2 bits, unlike the papers, codes are chosen as if the
-outermost ones stood for numbers inside the extremes (``COVERED``), and what lies beyond is clipped: with few codes a
-smaller step gains more than the extremes lose. That alone would make every vector shorter. Attention sums over many
-tokens: errors of which each token has its own average out there, one that all have in common does not. So codes then
-get a wider step, by the *gain* after which a vector and what is stored of it, both taken from the middle of the
-vector's range, are equally long in the vector's direction: ``sum u w = sum u u``.
+fp16 and used in their rounded form on both sides. At 1 and 2 bits, unlike in the papers, the outermost codes stand for
+numbers inside the extremes (``COVERED``), and what lies beyond is clipped. With few codes a smaller step gains more
+than the extremes lose. That alone would make every vector shorter. Attention sums over many tokens: errors that differ
+from token to token average out there, an error that all have in common does not. So the step is then made wider by a
+*gain*. With it a vector and its stored form are equally long in the vector's direction, both taken from the middle of
+the vector's range: ``sum u w = sum u u``.
 
 Packing is by planes: with ``b`` bits and ``d`` elements a vector takes ``d * b / 8`` bytes, and byte ``j``
 holds element ``p * (d * b / 8) + j`` in its bits ``[p * b, (p + 1) * b)``. A plane is then a contiguous run of

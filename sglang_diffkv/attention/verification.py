@@ -70,9 +70,9 @@ class VerifyWrapper(Wrapper):
     not quantised yet; so they need no values, and all layers take one launch. Where the policy looks for nothing in
     decode steps, only keys and values are stored.
 
-    ``begin`` and ``run`` launch kernels only, so that a CUDA graph can hold them after ``prepare_graphs``; replays read
-    the tensors that were given to ``plan`` when it was captured, and ``replayed`` says that there was one. ``record``
-    makes a graph of the commit.
+    ``begin`` and ``run`` launch kernels only, so that a CUDA graph can hold them after ``prepare_graphs``. Replays read
+    the tensors that were given to ``plan`` when it was captured. ``replayed`` says that there was one. ``record`` makes
+    a graph of the commit.
 
     Args:
         q_heads: query heads.

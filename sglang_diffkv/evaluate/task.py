@@ -43,8 +43,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a question: ``right`` for accuracy; ``score`` from 0 to 1 for a score; for perplexity ``nll`` (nats,
-    summed over ``scored_tokens``) and ``tops``, the likeliest tokens at their positions, packed
+    """What came of a question: ``right`` for accuracy, ``score`` from 0 to 1 for a score. For perplexity it is ``nll``
+    (nats, summed over ``scored_tokens``) and ``tops``, the likeliest tokens at their positions, packed
     (``evaluate/distribution``; empty if not asked for). The first of them has ``scored_after`` tokens before it.
 
     ``error`` is set if the server ended the request; it then counts as wrong and is asked again by a later run.

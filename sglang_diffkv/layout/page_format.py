@@ -1,9 +1,8 @@
 """The one description of what a page holds: every offset, size and capacity comes from here.
 
-A page is ``page_bytes`` of one uint8 buffer and stores tokens of one tier, one KV head, one
-layer and one owner, in up to six fields: quantised keys, key metadata, quantised values, value
-metadata, scores, positions (DiffKV, section 5.2, "unified pages"). Token order inside a page is
-free; an empty slot has position -1.
+A page is ``page_bytes`` of one uint8 buffer and stores tokens of one tier, one KV head, one layer and one owner. It has
+up to six fields: quantised keys, key metadata, quantised values, value metadata, scores, positions (DiffKV, section
+5.2, "unified pages"). Token order inside a page is free; an empty slot has position -1.
 
 A page holds what somebody reads. Tiers whose scores no decision of the policy asks for have none
 (``Policy.scored_tiers``), the raw tier has no metadata, and positions take 16 bits where the longest

@@ -5,10 +5,10 @@ A *row* is one owner: a request (its index is SGLang's ``req_pool_idx``) or a ra
 
 Bidirectional page table (DiffKV, section 5.2): a row has ``width = max_blocks * TABLE_BLOCK``
 columns for each (layer, head). Entry ``i`` of tier 0 is column ``i``, entry ``i`` of tier 1 is column
-``width - 1 - i``. With more tiers the columns are two such tables (section 5.3), a half each: tier 2 grows from the
+``width - 1 - i``. With more tiers the columns are two such tables (section 5.3), a half each. Tier 2 grows from the
 right end of the first half towards tier 0, tier 3 from the left end of the second half towards tier 1
-(``table_column``). Columns are backed by blocks of ``TABLE_BLOCK`` columns that the host
-hands out as a row grows, so table memory follows need and not ``max_requests x max_length``.
+(``table_column``). Columns are backed by blocks of ``TABLE_BLOCK`` columns that the host hands out as a row grows, so
+table memory follows need and not ``max_requests x max_length``.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def spare_pages(tiers: int) -> int:
-    """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
-    reach it: a part-filled page of each of two tiers or more and the page a step takes before it returns another."""
+    """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always reach it.
+    These are a part-filled page of each of two tiers or more and the page a step takes before it returns another."""
     return max(tiers, 2) + 1
 
 

@@ -1,16 +1,15 @@
-"""What happens behind a pass that ends a prompt, or a chunk of one: compaction, copies, and freezes for the prefix
-cache.
+"""What happens behind a pass that ends a prompt, or a chunk of one: compaction, copies, and seals for the prefix cache.
 
 With exact prefix fidelity the tree keeps a prompt as it was computed, and the request runs on a compressed copy of its
 own. When a prompt's last chunk has run, its new pages become a *pending* segment, immutable, which the prefix cache
 takes over when SGLang inserts the prompt. The row drops all references but those to the part of its prefix that it
-shares with other running requests (the *kept* path), and the rest, from the tree's pages and the new ones, is copied
-into pages of the row's own, compressed by the policy. All of it is launched behind the prompt's pass and before the
-next token is written.
+shares with other running requests (the *kept* path). The rest, from the tree's pages and the new ones, is copied into
+pages of the row's own, compressed by the policy. All of it is launched behind the prompt's pass and before the next
+token is written.
 
-With compressed fidelity a prompt's pages are *frozen* at its end for the tree to take, all but those of its *tail*: the
-newest tokens, which are in the high tier only because they are new. They stay the request's own and go down as others
-follow, which they could not in the tree's pages, and join the tree with the reply.
+With compressed fidelity a prompt's pages are *frozen* at its end for the tree to take, all but those of its *tail*. The
+tail has the newest tokens, which are in the high tier only because they are new. They stay the request's own and go
+down as others follow, which they could not in the tree's pages. They join the tree with the reply.
 
 A copy is judged by its own request: while the prompt runs, the attention that shared tokens receive is folded into
 scores of the row (``judged``), never into pages that others read.
@@ -23,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_diffkv.layout.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
@@ -71,7 +70,7 @@ class Prompts:
     """Prompts of running requests, from their last chunk on.
 
     Attributes:
-        share_min_tokens: a prompt with this many own tokens is frozen at its end, ready for the prefix cache; None:
+        share_min_tokens: a prompt with this many own tokens is sealed at its end, ready for the prefix cache; None:
             never. tail: of these, the last that are not, where as many are left before them.
         plans: row -> copy, carried out at the end of the pass that is planned. pending: row -> its prompt's new pages.
         untouched: rows whose prompt stays as it is, for a request that ends with it.
@@ -104,8 +103,8 @@ class Prompts:
     def end(self, *rows: int) -> None:
         """Compaction of rows whose last chunk has run.
 
-        With overlap scheduling the next step's token is written before the prefix cache asks for the prompt,
-        so a prompt that is worth sharing is frozen here and that token starts a page of its own.
+        With overlap scheduling the next step's token is written before the prefix cache asks for the prompt. So a
+        prompt that is worth sharing is frozen here, and that token starts a page of its own.
         """
         left = [row for row in rows if row not in self.plans and row not in self.untouched]
         compressed = self._compact(left, tailed=True)
@@ -114,10 +113,10 @@ class Prompts:
         for row in rows:
             if row in self.plans:
                 self._carry_out(row)
-        if frozen := {row: compressed.get(row, 0) for row in rows if self._worth_sharing(row)}:
-            self.device.freeze(frozen)
-        for row, tail in frozen.items():
-            self.rows.freeze(row, tail)
+        if sealed := {row: compressed.get(row, 0) for row in rows if self._worth_sharing(row)}:
+            self.device.seal(sealed)
+        for row, tail in sealed.items():
+            self.rows.seal(row, tail)
         for row in rows:
             self.judged.pop(row, None)
             self.counts.touch(row)
@@ -131,7 +130,7 @@ class Prompts:
         return self.rows.length(row) - self.rows.shared(row)
 
     def _tail(self, row: int) -> int:
-        """Tokens at the end of the prompt that stay the row's own when it is frozen."""
+        """Tokens at the end of the prompt that stay the row's own when it is sealed."""
         least, tail = self.share_min_tokens, self.tail
         if not tail or least is None or self._own(row) < least + tail:
             return 0
@@ -253,7 +252,7 @@ class Prompts:
     def publishable_to(self, row: int) -> int | None:
         """Position up to which a running row's tokens may join the prefix cache now."""
         pending = self.pending.get(row)
-        return pending.hi if pending else self.rows.frozen(row)
+        return pending.hi if pending else self.rows.sealed(row)
 
     def can_publish(self, row: int) -> bool:
         """Whether a segment row and table blocks are left to make a segment of the row's own pages, or of a part of its

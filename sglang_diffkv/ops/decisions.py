@@ -103,12 +103,11 @@ class Judgement:
 class Decisions:
     """Cuts of policies on one device.
 
-    ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed, judged by layer
-    or lowered, a third where running requests are judged; of as many layers as are judged at a time
-    (``PageState.groups``); None to take it from PyTorch each time. ``second``: as much for running requests that are
-    judged beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may
-    hold them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they
-    exchange.
+    ``memory``: [k, cells] float32 for the values of whole heads, None to take it from PyTorch each time. There are two
+    where they are smoothed, scored by layer or lowered, and a third where running requests are scored. They are of as
+    many layers as are scored at a time (``PageState.groups``). ``second``: as much for running requests that are scored
+    beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may hold
+    them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they exchange.
     """
 
     kernels: WholeHeadKernels = REFERENCE

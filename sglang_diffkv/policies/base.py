@@ -134,8 +134,8 @@ class TopCount(_Ranked):
 
 @dataclass(frozen=True)
 class TopMass(_Ranked):
-    """The fewest tokens stay whose values sum to ``share`` (0 to 1) of those of all tokens outside window and sinks;
-    with two tiers those that sum to ``high`` in the high one, all by default."""
+    """The fewest tokens stay whose values sum to ``share`` (0 to 1) of those of all tokens outside window and sinks.
+    With two tiers, those that sum to ``high`` stay in the high one, all by default."""
 
     share: float
     high: float | None = None
@@ -143,9 +143,9 @@ class TopMass(_Ranked):
 
 @dataclass(frozen=True)
 class LeastMass(_Ranked):
-    """The most tokens of the smallest values go whose values sum to less than ``out`` (0 to 1) of those of all the
-    sequence's tokens; with two tiers the most that sum to less than ``low`` leave the high one. Window and sinks count
-    in the sum."""
+    """Of the tokens with the smallest values, the most go whose values sum to less than ``out`` (0 to 1) of those of
+    all the sequence's tokens. With two tiers the most that sum to less than ``low`` leave the high one. Window and
+    sinks count in the sum."""
 
     out: float
     low: float

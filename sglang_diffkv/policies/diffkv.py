@@ -9,18 +9,19 @@ Beyond the paper:
 - the first tokens can be kept high: models put much attention on them whatever they say, and are lost without them
   (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024);
 - scores can forget: past ``horizon`` later tokens the mean in the generation phase is an exponential one, of weight
-  ``1 / horizon`` for the newest token's attention, as with the forgetting factor of sums in Jo and Shin, "A2SF:
-  Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder", 2024. The prompt
-  phase stays a mean over all later prompt tokens, which then counts as that of ``horizon - 1`` tokens at most;
-- all thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose
-  (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
-  give heads budgets of their own; here a head's share follows from its thresholds, as in the paper);
-- of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled: each ``observe_every``-th then stands for
-  as many in the mean, and a prompt's scores cost that much less; of generated tokens each ``generated_every``-th;
+  ``1 / horizon`` for the newest token's attention. Jo and Shin, "A2SF: Accumulative Attention Scoring with Forgetting
+  Factor for Token Pruning in Transformer Decoder", 2024, do so with sums. The prompt phase stays a mean over all later
+  prompt tokens, which then counts as that of ``horizon - 1`` tokens at most;
+- all thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose.
+  Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
+  give heads budgets of their own. Here a head's share follows from its thresholds, as in the paper;
+- of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled. Every ``observe_every``-th then counts for
+  as many in the mean, and a prompt's scores cost that much less. Of generated tokens every ``generated_every``-th can
+  be taken;
 - there may be three or four tiers, for which the paper has page tables (section 5.3) and no algorithm. A prompt's token
-  goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier,
-  the candidate or, if that stays, the high tier's least significant token, goes to the tier that its own score names,
-  where the candidate takes the place of the tier's least significant token if that is below the last threshold. Tokens
+  goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier
+  goes to the tier of its own score. It is the candidate or, if that stays, the high tier's least significant token.
+  There the candidate takes the place of the tier's least significant token if that is below the last threshold. Tokens
   of the tiers between stay there: at most one token of a head moves in a step.
 """
 

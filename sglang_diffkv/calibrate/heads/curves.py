@@ -1,19 +1,19 @@
 """What a factor of a head's thresholds costs in error and takes in bytes, on one sequence of a prompt and a reply.
 
-Every token is judged once. Those that are outside the window when the prompt ends are judged by the prompt, as
-the prompt phase does: their significance is the mean attention from later prompt tokens, maximum over the query heads
-of the KV head, and ``cuts.prompt_tiers`` sorts them into tiers. The others are judged when they leave the
-window, by the attention of the ``window`` tokens behind them, as the generation phase first does; that it judges them
-again later is left out. A text without a reply is all prompt.
+Every token is scored once. Those that are outside the window when the prompt ends are scored by the prompt, as in the
+prompt phase. Their score is the mean attention from later prompt tokens, maximum over the query heads of the KV head,
+and ``cuts.prompt_tiers`` sorts them into tiers. The others are scored when they leave the window, by the attention of
+the ``window`` tokens behind them, as the generation phase first does. That it scores them again later is left out. A
+text without a reply is all prompt.
 
 The reply's queries (all queries, where there is no reply) see tokens outside their window as the tiers keep them, and
 newer ones in the high tier. A prompt's own queries see nothing compressed, so they do not count.
 
 The error is what reaches the residual stream: the head's change of the attention output, through its columns of the
 output projection, squared, over the squared norm of the residual stream at that token. Raw attention outputs of heads
-are not comparable, since the projection may amplify one and ignore another, and the norm that comes next makes only
-the change relative to the stream count, which grows from layer to layer. Errors of heads are added: their products,
-which may have either sign, are left out.
+are not comparable, since the projection may amplify one and ignore another. After the norm that comes next, only the
+change relative to the stream counts, and the stream grows from layer to layer. Errors of heads are added: their
+products, which may have either sign, are left out.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Before anything is scheduled, ranks exchange what their devices have counted. Where nothing runs the batch is not
-    full, though SGLang marked it so for a request that was refused beside one that was about to end: nothing else would
+    full, though SGLang marked it so for a request that was refused beside one that was about to end. Nothing else would
     make it look at its queue again."""
     requests = requests_of(self)
     if requests is None:

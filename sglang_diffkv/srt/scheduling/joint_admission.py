@@ -1,4 +1,4 @@
-"""Admission where running requests hold a budget: a prompt fits if all that run, and it, never hold more together than
+"""Admission where running requests hold a budget. A prompt fits if all that run, and it, never hold more together than
 there is room for, by their lengths and by what they may generate yet (``mem_pool/joint_growth.py``).
 
 SGLang's admission adds up what each request is expected to take. So each running request gives a part of what all take

@@ -348,9 +348,9 @@ class RequestLifecycle:
     def after_step(self, reqs: list[Any], others: Sequence[Any] = ()) -> None:
         """The results of a pass are out: see what the requests that left make possible for the others.
 
-        Budgets look at ``others`` too, running requests that may not have been in it: behind a pass over prompts the
-        next decode step has been launched already, and behind its own results the one after it, so a request that is
-        compressed at its limit, whatever runs beside it, has to be seen behind each pass.
+        Budgets look at ``others`` too, running requests that may not have been in it. Behind a pass over prompts the
+        next decode step has been launched already, and behind its own results the one after it. A request is compressed
+        at its limit, whatever runs beside it, so it has to be seen behind each pass.
         """
         running = [req for req in reqs if not req.finished()]
         if self.budgets is not None:

@@ -1,8 +1,8 @@
 """Requests that hold a budget are compressed when they have reached their limit: behind the step that brings them
 there, or, where the policy is asynchronous, *judged* beside the next pass and compressed behind that.
 
-A request that is judged is *parked* where the next pass is a decode step: it is left out of SGLang's batch while that
-step is prepared and launched, and is in it again when results are processed. So whatever looks at running requests
+A request that is being scored is *parked* where the next pass is a decode step. It is left out of SGLang's batch while
+that step is prepared and launched, and is in it again when results are processed. So whatever looks at running requests
 otherwise (admission, retraction, aborts, a pause) finds it among them. It misses one step, not as many as the device
 takes: ranks agree without asking one another, and the step after that comes behind the judgement on the device.
 """

@@ -70,10 +70,10 @@ class KeptStates:
         return node
 
     def matched(self, req: Any, node: Any, end: int, found: int, most: int) -> None:
-        """A request (None: nobody's) goes on from ``node``, where ``end`` tokens end, and the tree has ``found`` tokens
-        of its prompt: if that is enough more, others part there too, so the request's prefill is to stop at that place
-        once and leave a state there. One that generates nothing is there to be gone on from, so it stops at ``most``,
-        how far another of the same prompt may match."""
+        """A request (None: no request's) goes on from ``node``, where ``end`` tokens end, and the tree has ``found``
+        tokens of its prompt. If that is enough more, others part there too. The request's prefill is then to stop at
+        that place once and leave a state there. One that generates nothing is there to be gone on from, so it stops at
+        ``most``, how far another of the same prompt may match."""
         if node in self.of_nodes:
             self.of_nodes.move_to_end(node)
         if req is not None:
@@ -98,9 +98,9 @@ class KeptStates:
                 compat_states.give_state(req, self.rows.mamba_allocator.alloc(1), self.of_nodes[req.last_node])
 
     def plan(self, req: Any, row: int, end: int, *, shared: int) -> None:
-        """The planned pass computes the row's tokens up to ``end``: copy the state behind it, if a slot is free or the
-        tree's to give and enough tokens have made it: between chunks a quarter of all, or one long
-        prompt would have all slots. ``shared``: tokens that the row found in the prefix cache."""
+        """The planned pass computes the row's tokens up to ``end``. Copy the state behind it, if a slot is free or the
+        tree's to give and enough tokens have made it. Between chunks that is a quarter of all, or one long prompt would
+        have all slots. ``shared``: tokens that the row found in the prefix cache."""
         taken, least = self.snapshots.get(row, []), self.least_apart
         if end not in (compat.prompt_len(req), getattr(req, "diffkv_branch", 0)):
             least = max(least, end // CHUNKS_APART)
