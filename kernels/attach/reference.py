@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_diffkv.kernels.table import max_entries, put_entries, row_table, table_index
-from sglang_diffkv.mem_pool.state import PageState
+from sglang_diffkv.layout.state import PageState
 
 
 def attach(state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
@@ -47,7 +47,7 @@ def keep(state: PageState, row: int) -> None:
     state.kept_entry[row] = state.own_entry[row]
 
 
-def seal(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+def freeze(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
     """Make the present pages of a row, or of [n] int64 rows, immutable for it: its next token starts a page of its
     own.
 

@@ -210,19 +210,19 @@ def attend_tier(
         tl.store(out_ptr + g[None, :] * DV + at[:, None], o, mask=inside)
 
 
-@triton.jit(do_not_specialize=["layer", "reach", "every"], do_not_specialize_on_alignment=["rows", "seq_lens"])
+@triton.jit(do_not_specialize=["layer", "attention_span", "every"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def split_kernel(
     q, partial_out, partial_lse, logits, tile_max, offsets, begun, ranges, pages, page_table, range_lo, range_hi,
-    row_blocks, entries, own_entry, rows, layer, sm_scale, logit_cap, room, seq_lens, reach, every,
+    row_blocks, entries, own_entry, rows, layer, sm_scale, logit_cap, room, seq_lens, attention_span, every,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, TILES: tl.constexpr, WEIGHTS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
     HAS_CAP: tl.constexpr, KEEP: tl.constexpr, KEEP_LOW: tl.constexpr, ASM: tl.constexpr, ROOM_FOR: tl.constexpr,
     TURN: tl.constexpr, PROGRAMS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, SLIDES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs): a range of the layer's work each, of those that have one. With ``SLIDES`` the newest ``reach``
-    tokens are seen; all others are kernels without a word of it. Logits are kept of each ``every``-th step of a
-    request, in which its newest token observes the others.
+    """Grid (programs): a range of the layer's work each, of those that have one. With ``SLIDES`` the newest
+    ``attention_span`` tokens are seen; all others are kernels without a word of it. Logits are kept of each
+    ``every``-th step of a request, in which its newest token observes the others.
     ``EARLY``: the launch may begin while the one before it ends, for which all programs wait; then so may the second
     pass, which thus finds all but this pass's results in memory."""
     if EARLY:  # in this order: the second pass, once begun, reads what was written before this one
@@ -251,7 +251,7 @@ def split_kernel(
         slot = (program + unit).to(tl.int64)
         oldest = 0
         if SLIDES:
-            oldest = tl.load(seq_lens + b).to(tl.int32) - reach
+            oldest = tl.load(seq_lens + b).to(tl.int32) - attention_span
         keeps = 1
         if KEEP:
             keeps = observes(tl.load(seq_lens + b).to(tl.int32) - 1, every).to(tl.int32)

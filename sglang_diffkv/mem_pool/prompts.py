@@ -1,4 +1,5 @@
-"""What happens behind a pass that ends a prompt, or a chunk of one: compaction, copies, and seals for the prefix cache.
+"""What happens behind a pass that ends a prompt, or a chunk of one: compaction, copies, and freezes for the prefix
+cache.
 
 With exact prefix fidelity the tree keeps a prompt as it was computed, and the request runs on a compressed copy of its
 own. When a prompt's last chunk has run, its new pages become a *pending* segment, immutable, which the prefix cache
@@ -22,9 +23,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_diffkv.layout.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
@@ -70,7 +71,7 @@ class Prompts:
     """Prompts of running requests, from their last chunk on.
 
     Attributes:
-        share_min_tokens: a prompt with this many own tokens is sealed at its end, ready for the prefix cache; None:
+        share_min_tokens: a prompt with this many own tokens is frozen at its end, ready for the prefix cache; None:
             never. tail: of these, the last that are not, where as many are left before them.
         plans: row -> copy, carried out at the end of the pass that is planned. pending: row -> its prompt's new pages.
         untouched: rows whose prompt stays as it is, for a request that ends with it.
@@ -113,10 +114,10 @@ class Prompts:
         for row in rows:
             if row in self.plans:
                 self._carry_out(row)
-        if sealed := {row: compressed.get(row, 0) for row in rows if self._worth_sharing(row)}:
-            self.device.seal(sealed)
-        for row, tail in sealed.items():
-            self.rows.seal(row, tail)
+        if frozen := {row: compressed.get(row, 0) for row in rows if self._worth_sharing(row)}:
+            self.device.freeze(frozen)
+        for row, tail in frozen.items():
+            self.rows.freeze(row, tail)
         for row in rows:
             self.judged.pop(row, None)
             self.counts.touch(row)
@@ -130,7 +131,7 @@ class Prompts:
         return self.rows.length(row) - self.rows.shared(row)
 
     def _tail(self, row: int) -> int:
-        """Tokens at the end of the prompt that stay the row's own when it is sealed."""
+        """Tokens at the end of the prompt that stay the row's own when it is frozen."""
         least, tail = self.share_min_tokens, self.tail
         if not tail or least is None or self._own(row) < least + tail:
             return 0
@@ -252,7 +253,7 @@ class Prompts:
     def publishable_to(self, row: int) -> int | None:
         """Position up to which a running row's tokens may join the prefix cache now."""
         pending = self.pending.get(row)
-        return pending.hi if pending else self.rows.sealed(row)
+        return pending.hi if pending else self.rows.frozen(row)
 
     def can_publish(self, row: int) -> bool:
         """Whether a segment row and table blocks are left to make a segment of the row's own pages, or of a part of its
