@@ -103,7 +103,7 @@ def test_a_page_keeps_to_its_number_of_words(name: str) -> None:
 
 
 def test_all_pages_together_keep_to_their_number_of_words() -> None:
-    assert sum(len(_page(name).split()) for name in _pages() if name != "CONTRIBUTING.md") <= WORDS_IN_ALL
+    assert sum(len(_page(name).split()) for name in _pages() if name.startswith(("README", "docs/"))) <= WORDS_IN_ALL
 
 
 def test_each_page_has_its_number_of_words() -> None:
