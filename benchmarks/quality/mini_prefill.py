@@ -43,7 +43,7 @@ from tqdm import tqdm
 from benchmarks import splits
 from benchmarks.provenance import headline, provenance
 from benchmarks.quality import whole_prompts
-from benchmarks.quality.prompt_passes import Outcome, Reader, scored_at_end, mini_prefill
+from benchmarks.quality.prompt_passes import Outcome, Reader, mini_prefill, scored_at_end
 from sglang_diffkv.calibrate.layers.measure import Rule
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.evaluate.cli import positive
