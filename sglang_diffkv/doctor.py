@@ -1,7 +1,7 @@
 """Say what a server would run on, and what it would refuse, before anything is loaded.
 
-Without a model it judges the installation; with one also whether the model can be served, with which thresholds and
-tiers, and how many tokens fit. Options that it does not know are a server's, and are judged too. Example:
+Without a model it checks the installation; with one also whether the model can be served, with which thresholds and
+tiers, and how many tokens fit. Options that it does not know are a server's, and are checked too. Example:
 
     python -m sglang_diffkv.doctor --model-path DIR --kv-gib 20 --tp-size 2
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from sglang_diffkv.srt import doctor
 
             what = (args.model_path, args.diffkv_config, args.kv_gib, server_args)
-            doctor.judge(findings, *what, gpu=gpu, found=found)
+            doctor.check(findings, *what, gpu=gpu, found=found)
     print(json.dumps(findings.report(), indent=2) if args.json else findings.describe())
     return 1 if findings.refusals else 0
 

@@ -365,6 +365,6 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(frozen):
         results.append(tier_map(here, 2, LENGTH))
     assert DEVICE != "cpu" or (results[0] == results[1]).all()
     reference = ReferenceOps()
-    judgement = reference.judge_running(whole, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
+    judgement = reference.grade_running(whole, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
     reference.copy_judged(whole, 6, [(2, 0, LENGTH)], LENGTH, judgement)
     assert (tier_map(whole, 6, LENGTH) == results[0]).all()

@@ -54,7 +54,7 @@ def test_questions_behind_one_prompt(
     high, pruned = (after[name] - before[name] for name in ("high", "pruned"))
     assert least < pruned / (high + pruned) < most, "the first prompt, which nobody shared yet, was cut otherwise"
     others = client.run(server.url, ids[1:], 160, concurrency=3)
-    right = sum(reference.judge(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
+    right = sum(reference.grade(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
     assert right >= 5
     assert all(record.cached_tokens >= 1190 for record in others), "the shared part was not found"
     parameters = {"temperature": 0, "max_new_tokens": 30, "n": 3}

@@ -55,7 +55,7 @@ def test_shared_prefix_is_attached_not_computed(server: Server) -> None:
     assert after is not None
     assert first.cached_tokens == 0
     assert second.cached_tokens == shared
-    assert all(reference.judge(r.text, x.answers) for r, x in zip((first, second), group, strict=True))
+    assert all(reference.grade(r.text, x.answers) for r, x in zip((first, second), group, strict=True))
     private = after["pages_used"] - before["pages_used"]
     assert private < before["pages_used"] / 2, "the second question took pages for the shared prefix"
 
@@ -193,6 +193,6 @@ def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(
     server = server_of("diffkv", ["--chunked-prefill-size", "64"], config=config)
     for _ in range(2):
         replies = client.run(server.url, prompts, 400, concurrency=6)
-        assert sum(reference.judge(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 7
+        assert sum(reference.grade(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 7
     assert all(r.cached_tokens for r in replies)
     assert f"rotation keys; key means {path}" in server.log_text()

@@ -218,7 +218,7 @@ def whole_text(args: argparse.Namespace) -> PerplexityTask | ForcedTask:
 
 
 def run(args: argparse.Namespace, store: Store) -> int:
-    """Measure, choose, judge the choice on the held-out part, write it; 1 if nothing keeps the budget."""
+    """Measure, choose, grade the choice on the held-out part, write it; 1 if nothing keeps the budget."""
     budget, tokenizer = budget_of(args), load_tokenizer(args.tokenizer or args.model)
     choosing, held_out = parts(whole_text(args), args.held_out, args.n, tokenizer)
     measured = Measurements(args, store, [choosing, held_out])
