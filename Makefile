@@ -14,7 +14,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PLACEHOLDER := third_party/sgl_kernel_placeholder
-SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
+SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml setup.py \
 	$(PLACEHOLDER)/pyproject.toml $(wildcard $(PLACEHOLDER)/sgl_kernel/*.py)
 OTHER_SGLANG := $(filter-out $(shell sed -n 's/^sglang==//p' requirements/cpu.txt),$(shell $(PYTHON) -c \
 	'from sglang_diffkv.releases import TESTED_VERSIONS; print(*TESTED_VERSIONS)'))
@@ -128,9 +128,9 @@ dist: venv ## build the sdist and the wheel in dist/ and check what a package pa
 lint: venv ## check style, format, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -rL sglang_diffkv pyproject.toml "$$copy" && \
-		touch "$$copy/sglang_diffkv/kernels/__init__.py" && cd "$$copy" && $(abspath $(BIN))/lint-imports --no-cache
+	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -r sglang_diffkv benchmarks examples pyproject.toml "$$copy" && \
+		cp -r kernels "$$copy/sglang_diffkv/" && cd "$$copy" && $(abspath $(BIN))/mypy && \
+		touch sglang_diffkv/kernels/__init__.py && $(abspath $(BIN))/lint-imports --no-cache
 
 format: venv ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
