@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -17,9 +17,6 @@ from sglang_diffkv.kernels.cuda.source import CudaSource, defined
 from sglang_diffkv.kernels.device import shared_memory_of
 from sglang_diffkv.layout.page_format import PageFormat, TierLayout
 from sglang_diffkv.layout.state import PageState, range_dtype
-
-if TYPE_CHECKING:
-    from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeWorkspace
 
 SOURCE = Path(__file__).parent / "split.cu"
 STAGE_ALIGN = 128
@@ -153,12 +150,12 @@ def table_pointers(state: PageState) -> dict[str, int]:
 
 def prepare_split(
     state: PageState, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
-    workspace: DecodeWorkspace, constants: dict[str, Any],
+    workspace: Any, constants: dict[str, Any],
     *, logit_cap: float, attention_span: int, every: int, scored: bool, judge_low: bool, early: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """What starts the pass for a ``layer`` and its ``q``, of the form of this one. Arguments as of
-    :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which has checked them; ``constants`` of
-    ``tile_constants``."""
+    :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which has checked them; ``workspace`` is a
+    ``DecodeWorkspace``, ``constants`` are of ``tile_constants``."""
     fmt, config = state.fmt, workspace.config
     group = q.shape[1] // state.num_heads
     assert (why := unsupported(fmt, group)) is None, why

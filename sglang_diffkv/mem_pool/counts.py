@@ -149,11 +149,19 @@ class PageCounts:
         self.steps = 0  # planned so far
         self.counted_step = 0  # all steps up to this one are known
         self.on_counted: Callable[[Segment], None] = lambda segment: None
-        """Called when the pages of a segment become known."""
+        """Called when the pages of a segment become known; ``tell_counted`` sets it."""
         self._snapshots: deque[Snapshot] = deque()
         self._unreported: deque[int] = deque()  # planned steps whose results were not processed yet
         self._settled = -1
         self._snapshot_rows: tuple[np.ndarray, torch.Tensor] = (np.array([-1]), torch.empty(0))
+
+    def tell_counted(self, told: Callable[[Segment], None]) -> None:
+        """Call ``told`` from now on when the pages of a segment become known."""
+        self.on_counted = told
+
+    def wait_for_device(self, waits: bool) -> None:
+        """Whether reading a bound may wait for the device from now on."""
+        self.waits = waits
 
     # Operations of the host
 

@@ -149,9 +149,9 @@ def _row_blocks(of_tiers: Sequence[list[int]], width: int) -> list[int]:
     return found
 
 
-def decision_digest(requests: Any) -> int:
-    """A number of all that schedulers decide on (their ``RequestLifecycle``), which has to be equal on all ranks."""
-    ledger, exact = requests.ledger, requests.exact
+def decision_digest(ledger: Any, more: Sequence[Any] = ()) -> int:
+    """A number of all that schedulers decide on, which has to be equal on all ranks: what the ``ledger`` and its
+    page manager hold, and ``more``."""
     manager = ledger.manager
     counts, space = manager.counts, manager.space
     parts = (
@@ -161,9 +161,7 @@ def decision_digest(requests: Any) -> int:
         counts.free(), counts.demand.tolist(), counts.private.tolist(), counts.pages.tolist(), sorted(counts.faulted),
         space.free_blocks, space.base.tolist(), space.total.tolist(), space.counted.tolist(),
         ledger.tree_pages, ledger.evictable_pages, [*ledger.promised.values()], ledger.refused,
-        requests.joint and requests.joint.refused, ledger.available(), ledger.kv_slots_free(),
-        manager.prompts.plans.keys(), manager.prompts.pending.keys(),
-        exact and (exact.outcomes, exact.ends.keys(), exact.detaching),
-        requests.states and requests.states.digest(),
+        ledger.available(), ledger.kv_slots_free(),
+        manager.prompts.plans.keys(), manager.prompts.pending.keys(), more,
     )  # fmt: skip
     return zlib.crc32(repr(parts).encode())

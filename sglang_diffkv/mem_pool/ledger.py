@@ -58,8 +58,11 @@ class Promise(NamedTuple):
 class PageLedger:
     """Free, promised and shared pages of a manager, in tokens.
 
-    ``tree_pages`` and ``evictable_pages`` are kept by the prefix cache. ``owning``: a draft model has a cache by KV
-    slot.
+    Args:
+        owning: whether a draft model has a cache by KV slot.
+
+    Attributes:
+        tree_pages: pages that the prefix cache holds. evictable_pages: those of them that no request has locked.
     """
 
     def __init__(self, manager: PageManager, capacity: int, *, owning: bool = False):
@@ -69,7 +72,7 @@ class PageLedger:
         self.kv_slots = kv_slots_of(manager.policy, capacity, manager.fmt, longest, attention_spans, owning=owning)
         """Tokens that SGLang may hold at once."""
         self.kv_slots_free: Callable[[], int] = lambda: self.kv_slots
-        """Of these, those that are free; the allocator says so."""
+        """Of these, those that are free; ``ask_for_kv_slots`` says who knows."""
         self.tree_pages = 0
         self.evictable_pages = 0
         self.promised: dict[Hashable, Promise] = {}
@@ -90,9 +93,57 @@ class PageLedger:
         """Tokens that the last refused request needed, while it waits for them."""
 
     def reset(self) -> None:
-        self.tree_pages = self.evictable_pages = 0
+        """Nothing is held, and nothing is promised."""
+        self.release_all()
         self.promised.clear()
         self.chunks.clear()
+
+    def ask_for_kv_slots(self, free: Callable[[], int]) -> None:
+        """Ask ``free`` from now on how many KV slots are free."""
+        self.kv_slots_free = free
+
+    # Pages of the prefix cache
+
+    def hold(self, pages: int, *, locked: bool) -> None:
+        """The prefix cache holds so many more pages. ``locked``: a request reads them, so they cannot be evicted."""
+        self.tree_pages += pages
+        if not locked:
+            self.evictable_pages += pages
+
+    def release(self, pages: int, *, locked: bool) -> None:
+        """It holds so many fewer. ``locked``: a request still reads them."""
+        self.tree_pages -= pages
+        if not locked:
+            self.evictable_pages -= pages
+
+    def lock(self, pages: int) -> None:
+        """A request reads pages that nobody read before."""
+        self.evictable_pages -= pages
+
+    def unlock(self, pages: int) -> None:
+        """The last request that read so many pages has let go of them."""
+        self.evictable_pages += pages
+
+    def release_all(self) -> None:
+        """The prefix cache holds nothing."""
+        self.tree_pages = self.evictable_pages = 0
+
+    # Requests that wait
+
+    def refuse(self, tokens: float, *, first: bool) -> None:
+        """A request waits until so many tokens are free. ``first``: it did not wait before."""
+        self.refused = tokens
+        self.waited += first
+
+    def forget_refused(self) -> None:
+        """The last refused request waits no longer, or is looked at again."""
+        self.refused = None
+
+    def start_over(self) -> None:
+        """A request that did not fit alone behind its prefix is computed as a whole."""
+        self.started_over += 1
+
+    # Estimates
 
     def prompt_pages(self, tokens: int) -> int:
         """Most pages that a prompt of ``tokens`` new tokens holds at any moment: one more in each head than its tokens
@@ -367,6 +418,15 @@ class PageLedger:
     def blocks_for(self, path: Path, new_tokens: int) -> int:
         """Table blocks of an admitted prompt until its first decode step."""
         return self.manager.space.blocks_for(path, new_tokens) + self.next_blocks
+
+    def compact_between_chunks(self, request: Hashable, chunk: int) -> None:
+        """The request is admitted, and its prompt is compacted after each chunk of so many tokens."""
+        self.chunks[request] = chunk
+        self.compacted += 1
+
+    def allow_chunk(self, request: Hashable, chunk: int) -> None:
+        """A chunk of such a request may have so many tokens."""
+        self.chunks[request] = max(self.chunks[request], chunk)
 
     def promise(self, request: Hashable, path: Path, new_tokens: int) -> None:
         """Set aside pages, table blocks and KV slots for ``new_tokens`` prompt tokens that are still to be computed,

@@ -205,6 +205,12 @@ class PageManager:
         self.counts.plan(step)
         return step
 
+    def know_committed(self, row: int, length: int) -> None:
+        """Of a row past its prompt at least ``length`` tokens are accepted, by results that SGLang has seen. Nothing
+        beside the passes reads the row any more."""
+        if self.drafts and row in self.rows and not self.rows.in_prompt(row):
+            self.rows.accepted(row, max(self.rows.length(row), length))
+
     def cancel_step(self) -> None:
         """The planned step, if there is one, is not going to run; its rows are released next."""
         if self.counts.upcoming is not None:

@@ -92,6 +92,14 @@ class Prompts:
         self.judged: dict[int, torch.Tensor] = {}
         self.outcomes = {"compressed": 0, "as computed": 0}
 
+    def freeze_from(self, share_min_tokens: int, tail: int) -> None:
+        """Freeze prompts from now on: those with so many own tokens, but for a ``tail``."""
+        self.share_min_tokens, self.tail = share_min_tokens, tail
+
+    def leave_as_computed(self, row: int) -> None:
+        """The row's prompt stays as it is."""
+        self.untouched.add(row)
+
     # Behind a pass
 
     def end_chunk(self, *rows: int) -> None:

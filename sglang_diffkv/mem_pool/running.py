@@ -121,6 +121,15 @@ class RunningCompression:
         self._judged: dict[int, tuple[int, Beside[Judgement]]] = {}  # row -> its length, and what was judged
         self._positions = 0  # of the memory for these, in use
 
+    def share_prefixes(self, *, exact: bool) -> None:
+        """A prefix cache shares what rows hold, so that these may have to move. ``exact``: it keeps all of a prompt's
+        tokens."""
+        self.copies, self.exact_prefixes = True, exact
+
+    def wait(self) -> None:
+        """A row at its limit waits a step."""
+        self.waited += 1
+
     # What rows hold
 
     def began(self, row: int) -> None:

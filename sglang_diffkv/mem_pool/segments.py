@@ -38,6 +38,11 @@ class SegmentStore:
         geometry = device.geometry
         self._free_rows = list(range(geometry.num_rows + geometry.num_segments - 1, geometry.num_rows - 1, -1))
 
+    def take_fragmented(self) -> list[Segment]:
+        """The fragmented replies, of which the caller takes care from now on."""
+        found, self.fragmented = self.fragmented, []
+        return found
+
     # Rows
 
     @property
@@ -97,6 +102,11 @@ class SegmentStore:
         self.counts_of.changed(segment)
         self.counts.count_later(segment)
 
+    def count_again(self, segment: Segment) -> None:
+        """The segment's pages are not known until the next snapshot counts them."""
+        segment.pages = 0
+        self.counts.count_later(segment)
+
     # Release
 
     def _empty(self, row: int, *, private: int | None = None) -> None:
@@ -131,8 +141,7 @@ class SegmentStore:
             self.counts.record(before - segment.pages)
             self.counts.on_counted(segment)
         else:
-            segment.pages = 0
-            self.counts.count_later(segment)
+            self.count_again(segment)
             if wait:
                 self.counts.settle()
 

@@ -14,7 +14,9 @@ from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
+from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
+from sglang_diffkv.srt.tree.parts import Parts
 from tests.helpers import make_format
 from tests.tree.tree_world import World
 
@@ -59,7 +61,7 @@ def test_a_step_without_kv_slots_evicts_or_retracts():
     assert ledger.uncommitted_kv_slots() == 3, "KV slots were given back without need"
     assert allocator.check_decode_capacity(num_tokens=6, tree_cache=world.tree)
     assert ledger.available() >= 6, "the cached prompt gave KV slots back"
-    world.tree.evict_kv_slots(100)
+    world.tree.make_kv_slots(100)
     more = allocator.alloc(allocator.kv_slots_free() - 3)
     assert ledger.available() == 3
     assert not allocator.check_decode_capacity(num_tokens=6, tree_cache=world.tree), "SGLang would not retract"
@@ -92,7 +94,8 @@ def requests_of(drafts: int, free: int, tree: Any) -> RequestLifecycle:
     manager = SimpleNamespace(drafts=drafts, space=space, counts=counts, running=None)
     ledger = SimpleNamespace(manager=manager, kv_slots_free=lambda: free, uncommitted_kv_slots=lambda: free)
     requests = RequestLifecycle(ledger)  # type: ignore[arg-type]
-    requests.tree = tree
+    if tree is not None:
+        requests.connect(tree, Parts(), AdmissionRule(requests.ledger))
     return requests
 
 
@@ -111,7 +114,7 @@ def test_drafts_take_the_kv_slots_that_a_request_lacks() -> None:
 
 def test_the_tree_gives_what_it_has_before_requests_end() -> None:
     asked: list[int] = []
-    tree = SimpleNamespace(evictable_tokens=lambda: 20, evict_kv_slots=asked.append)
+    tree = SimpleNamespace(evictable_tokens=lambda: 20, make_kv_slots=asked.append)
     reqs = [drafting(row, 102, 108) for row in range(1, 33)]
     assert requests_of(4, 44, tree).without_room(reqs) == {} and asked == [64]
     assert requests_of(4, 40, tree).without_room(reqs) == dict.fromkeys([30, 31], "no KV slot is free")

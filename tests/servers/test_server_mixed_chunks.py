@@ -213,9 +213,9 @@ def test_a_token_is_where_its_sequence_ends(known: int) -> None:
 def test_budgets_see_those_that_decode_beside_prompts() -> None:
     """Each once, behind the results of the pass before: SGLang's running batch does not have them then."""
     followed: list[Any] = []
-    budgets = SimpleNamespace(compress_judged=lambda: None, follow=followed.extend)
+    budgets = SimpleNamespace(results_out=lambda reqs: None, runs_on=followed.extend)
     prompt, runs, ended, joined = (SimpleNamespace(finished=lambda ends=ends: ends) for ends in (0, 0, 1, 0))
-    requests: Any = SimpleNamespace(budgets=budgets, exact=None, mixed=SimpleNamespace(decoding=[runs, joined]))
+    requests: Any = SimpleNamespace(listeners=[budgets], mixed=SimpleNamespace(decoding=[runs, joined]))
     RequestLifecycle.after_step(requests, [prompt, ended], [runs])
     assert followed == [prompt, runs, joined]
 

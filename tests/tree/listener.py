@@ -67,5 +67,5 @@ class Listener:
     def _ends_match(self, node: Any, length: int) -> bool:
         """As ``match`` of the tree, which may join segments, and counts a look as a use."""
         tree = self.tree
-        stated = tree.states is None or tree.states.last(node) is node
+        stated = tree.states.may_end(node)
         return stated and served_end(tree.path(node), tree.manager.geometry.attention_spans) == length

@@ -230,7 +230,7 @@ def test_where_nothing_runs_the_batch_is_not_full() -> None:
     session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
     allocator = allocator_of(ledger)
     running = SimpleNamespace(batch_is_full=True, reqs=[], is_empty=lambda: not running.reqs)
-    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, running_batch=running)
+    scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, running_batch=running, waiting_queue=[])
     session.extend({1: 16})
     hooks.get_next_batch_to_run(lambda self: None, scheduler)
     assert running.batch_is_full, "the row of a request that ended is still held"

@@ -36,7 +36,7 @@ def test_room_for_a_copy_is_judged_with_the_prompt_counted() -> None:
     world.leave(world.prompt(world.tokens(60)), insert=False)
     req = world.start(world.tokens(120))
     world.allocator.ledger.promise(req.rid, [], 120)
-    world.tree.evict_uncovered()
+    world.tree.make_pages(0, partly=True)
     world.allocator.ledger.promise(req.rid, [], 0)
     world.plan(req)
     world.launch(req)
@@ -63,7 +63,7 @@ def test_of_two_equal_prompts_both_replies_join() -> None:
         world.launch(req)
     for req in both:
         offer(world.tree, req)
-    assert [world.tree.exact.joins(req.kv.req_pool_idx) for req in both] == [True, True]
+    assert [world.requests.exact.joins(req.kv.req_pool_idx) for req in both] == [True, True]
     for req in both:
         world.decode(req)
         world.leave(req)
@@ -120,8 +120,8 @@ def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
     world.plan(req)
     world.launch(req)
     assert not world.manager.prompts.judged
-    assert world.tree.exact.outcomes["no room"] == 1
-    assert not world.tree.exact.joins(req.kv.req_pool_idx)
+    assert world.requests.exact.outcomes["no room"] == 1
+    assert not world.requests.exact.joins(req.kv.req_pool_idx)
 
 
 def test_scores_of_a_long_prefix_are_not_kept() -> None:
@@ -133,7 +133,7 @@ def test_scores_of_a_long_prefix_are_not_kept() -> None:
     assert not world.manager.prompts.judged
     world.plan(req)
     world.launch(req)
-    assert world.tree.exact.outcomes["copied"] == 2, "the copy goes by what is known of the prefix"
+    assert world.requests.exact.outcomes["copied"] == 2, "the copy goes by what is known of the prefix"
 
 
 def test_a_reply_leaves_the_pages_of_its_prompt_s_copy() -> None:
@@ -176,11 +176,11 @@ def test_the_last_reader_copies_what_it_shared() -> None:
     assert world.manager.rows.shared(row) == 104
     for _ in range(5):
         world.decode(stays)
-    world.tree.exact.copy_alone([stays])
-    assert world.tree.exact.outcomes["copied later"] == 0
+    world.requests.exact.copy_alone([stays])
+    assert world.requests.exact.outcomes["copied later"] == 0
     world.leave(goes)
-    world.tree.exact.copy_alone([stays])
-    assert world.tree.exact.outcomes["copied later"] == 1
+    world.requests.exact.copy_alone([stays])
+    assert world.requests.exact.outcomes["copied later"] == 1
     assert not world.manager.rows.shared(row) and stays.kv.cache_protected_len == 0
     world.manager.counts.settle()
     assert world.allocator.ledger.protected() == 0
@@ -200,8 +200,8 @@ def test_a_last_reader_without_room_reads_on() -> None:
     stays, goes = two_readers(world, prefix, 30)
     world.leave(goes, insert=False)
     world.allocator.ledger.promise("other", [], 150)
-    world.tree.exact.copy_alone([stays])
-    assert world.tree.exact.outcomes["copied later"] == 0
+    world.requests.exact.copy_alone([stays])
+    assert world.requests.exact.outcomes["copied later"] == 0
     assert world.manager.rows.shared(stays.kv.req_pool_idx) == 104
     world.allocator.ledger.promise("other", [], 0)
     world.leave(stays)

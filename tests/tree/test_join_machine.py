@@ -56,7 +56,7 @@ class JoiningMachine(TreeMachine):
     @rule()
     def tidy(self) -> None:
         """The scheduler comes round: paths of requests that have ended are looked at."""
-        self.requests.tidy()
+        self.requests.scheduling_begins([])
 
     @invariant()
     def reads_are_bounds(self) -> None:

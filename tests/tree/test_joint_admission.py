@@ -9,7 +9,7 @@ import pytest
 
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.policies.zipage import ZipagePolicy
-from sglang_diffkv.srt.scheduling.joint_admission import STEPS
+from sglang_diffkv.srt.scheduling.joint_admission import STEPS, JointAdmission
 from tests.tree.stand_in import Fields
 from tests.tree.tree_world import World
 
@@ -63,8 +63,8 @@ def test_what_the_tree_holds_for_one_request_alone() -> None:
 
 def test_a_prompt_fits_beside_what_all_hold_together() -> None:
     this = world(400)
-    joint = this.requests.joint
-    assert joint is not None
+    joint = this.requests.rule
+    assert isinstance(joint, JointAdmission)
     first = running(this, 30)
     growth, fits = joint.judge(asking(this, 60), 60, [], 1.0)
     assert fits and growth(60, 250) == LIMIT - 60, "alone, up to its limit"
@@ -78,8 +78,8 @@ def test_a_prompt_fits_beside_what_all_hold_together() -> None:
 
 def test_a_refused_prompt_is_asked_again_when_there_is_room() -> None:
     this = world(400)
-    joint = this.requests.joint
-    assert joint is not None
+    joint = this.requests.rule
+    assert isinstance(joint, JointAdmission)
     others = [running(this, 30) for _ in range(3)]
     assert not joint.room_for_refused(others, 1.0), "nobody was refused"
     joint.refuse(asking(this, 60), 60)
@@ -94,8 +94,8 @@ def test_a_refused_prompt_is_asked_again_when_there_is_room() -> None:
 
 def test_one_that_was_let_in_too_early_is_not_asked_at_each_step() -> None:
     this = world(400)
-    joint = this.requests.joint
-    assert joint is not None
+    joint = this.requests.rule
+    assert isinstance(joint, JointAdmission)
     others = [running(this, 30)]
     found, waits = [], asking(this, 60)
     for _ in range(2 * STEPS):
@@ -109,8 +109,8 @@ def test_one_that_was_let_in_too_early_is_not_asked_at_each_step() -> None:
 def test_judging_ends_where_it_began() -> None:
     """SGLang adds up what is free behind the judgement of a prompt, which looks at it too."""
     this = world(600)
-    joint, ledger = this.requests.joint, this.requests.ledger
-    assert joint is not None
+    joint, ledger = this.requests.rule, this.requests.ledger
+    assert isinstance(joint, JointAdmission)
     others = [running(this, 30) for _ in range(3)]
     with ledger.judging():
         before = ledger.available()
@@ -121,8 +121,8 @@ def test_judging_ends_where_it_began() -> None:
 
 def test_no_more_run_than_have_query_slots_where_scheduling_is_constrained() -> None:
     this = world(1000, constrained=True)
-    joint, budgets = this.requests.joint, this.manager.running
-    assert joint is not None and budgets is not None
+    joint, budgets = this.requests.rule, this.manager.running
+    assert isinstance(joint, JointAdmission) and budgets is not None
     slots = budgets.cache.slots
     others = [running(this, 30, reply=2) for _ in range(3)]
     assert slots > 3 and joint.judge(asking(this, 30, 2), 30, others, 1.0)[1]
@@ -135,8 +135,8 @@ def test_no_more_run_than_have_query_slots_where_scheduling_is_constrained() -> 
 @pytest.mark.parametrize("prompt", [40, 120])
 def test_parts_of_what_all_hold_add_up(prompt: int) -> None:
     this = world(900)
-    joint = this.requests.joint
-    assert joint is not None
+    joint = this.requests.rule
+    assert isinstance(joint, JointAdmission)
     others = [running(this, prompt) for _ in range(4)]
     alone = joint.share(others[:1], 1.0)
     assert alone + PAGE >= (LIMIT - min(prompt, KEEP)) and joint.share(others, 1.0) <= alone

@@ -33,8 +33,7 @@ from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
-from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
+from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from tests.helpers import begin_step, end_decode, faults, new_scores
 from tests.pages.usage_oracle import check_reading
 from tests.tree.listener import Listener
@@ -67,12 +66,12 @@ class TreeMachine(RuleBasedStateMachine):
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.attention_spans)
         self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, host_pages=self.host_pages)
         self.pool = self.make_pool()
-        self.requests = RequestLifecycle(PageLedger(self.manager, CAPACITY))
+        self.requests = build_lifecycle(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
         params = CacheInitParams(False, self.pool, self.allocator, 1, enable_kv_cache_events=True)
-        self.tree = prefix_cache_class()(params, SHARE_MIN, exact=self.exact)
+        self.tree = build_prefix_cache(params, SHARE_MIN, exact=self.exact)
         self.listener = Listener(self.tree)
         self.running: list[Any] = []
         self.random = random.Random(0)

@@ -37,7 +37,7 @@ def test_a_running_prompt_is_shared_up_to_its_tail() -> None:
         world.check()
     world.leave(first)
     assert found(world, first.tokens) == 72
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert not world.segments() and world.manager.device.free_pages() == world.manager.geometry.num_pages
     assert world.allocator.available_size() == world.allocator.ledger.capacity
 
@@ -60,7 +60,7 @@ def test_two_of_one_prompt_at_once(longer: int) -> None:
     assert found(world, reqs[longer].tokens) == 70
     ends = sorted(segment.hi for segment in world.segments())
     assert ends[-1] == 70 and sum(s.hi - s.lo for s in world.segments()) == 70
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert world.allocator.available_size() == world.allocator.ledger.capacity
 
 

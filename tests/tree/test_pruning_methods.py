@@ -19,6 +19,7 @@ from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
 from sglang_diffkv.policies.zipage import ZipagePolicy
+from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
 from tests.late import run_late
 from tests.tree.test_prefix_cache import WINDOW, TreeMachine, machine_settings
 
@@ -46,8 +47,8 @@ class PruningMachine(TreeMachine):
 
     def decoding(self) -> list[Any]:
         """Those that are judged are parked, unless nobody else would run."""
-        batch, budgets = super().decoding(), self.requests.budgets
-        if budgets is None:
+        batch, budgets = super().decoding(), self.requests.compression
+        if not isinstance(budgets, CompressionScheduler):
             return batch
         rest = [r for r in batch if r.kv.req_pool_idx not in budgets.judged]
         if not rest:

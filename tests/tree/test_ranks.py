@@ -77,7 +77,7 @@ class RanksMachine(RuleBasedStateMachine):
             machine.structures_are_consistent()
             machine.every_row_reads_its_own_tokens()
             machine.exact_segments_hold_every_token_high()
-            return decision_digest(machine.requests)
+            return decision_digest(machine.requests.ledger, machine.requests.digest())
 
         digests = self.pair.each(run)
         assert digests[0] == digests[1], "ranks decide on different numbers"

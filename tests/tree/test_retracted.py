@@ -36,7 +36,7 @@ def retract(world: World, req: Any) -> None:
 
 
 def retracted_of(world: World) -> Retracted:
-    assert world.requests.retracted is not None
+    assert isinstance(world.requests.retracted, Retracted)
     return world.requests.retracted
 
 
@@ -76,7 +76,7 @@ def test_what_was_evicted_comes_back(world: World) -> None:
     retract(world, req)
     retracted = retracted_of(world)
     assert retracted.report()["waiting"] == 1 and retracted.report()["host_bytes"] > 0
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert not world.manager.segments.cached
     look = Match(world.tree, req.tokens)
     assert len(look) == 0, "restored for a look at the queue"
@@ -91,7 +91,7 @@ def test_what_was_evicted_comes_back(world: World) -> None:
     world.decode(req)
     world.leave(req)
     other = Match(world.tree, array("q", [*req.tokens[:60], 1]))
-    assert len(other) == (0 if world.tree.exact else 60)
+    assert len(other) == (0 if world.requests.exact.keeps_prompts else 60)
     other.unlock(world.tree)
 
 
@@ -119,19 +119,19 @@ def test_a_compressed_prompt_is_for_its_request_alone() -> None:
     req, prompt = world.prompt(world.tokens(80)), []
     prompt[:] = req.tokens
     retract(world, req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert readmit(world, req) == 80
     other = world.prompt([*prompt, 1])
     assert all(x.as_computed for x in world.manager.held_segments if x.hi == 81)
     world.leave(other)
     run(world, req)
     row = req.kv.req_pool_idx
-    assert row in world.tree.exact.restored and retracted_of(world).places[row].private
+    assert row in world.requests.exact.restored and retracted_of(world).places[row].private
     world.leave(req)
     assert all(x.key.extra_key is None for x in world.tree.root_node.children.values())
     again = world.prompt(world.tokens(80))
     retract(world, again)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert readmit(world, again) == 80 and world.manager.segments.cached
     retracted_of(world).sweep([])
     assert not world.manager.segments.cached and not world.manager.saved.host.used
@@ -145,7 +145,7 @@ def test_no_event_tells_of_a_private_node() -> None:
     req = world.prompt(world.tokens(80))
     prompt = list(req.tokens)
     retract(world, req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert readmit(world, req) == 80
     world.listener.check()
     assert not world.listener.blocks
@@ -168,7 +168,7 @@ def test_no_client_can_name_a_private_namespace() -> None:
     world = World(900, exact=True, host_pages=200)
     req = world.prompt(world.tokens(80), rid="mine")
     retract(world, req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     for name in names_of(retracted_of(world).of(req).space, "mine"):
         world.leave(world.prompt([*req.tokens[:60], *world.tokens(20)], extra_key=name))
     assert readmit(world, req) == 80
@@ -187,7 +187,7 @@ def test_requests_of_one_name_are_kept_apart(world: World) -> None:
     both = [world.prompt(world.tokens(40), rid="one", extra_key="one") for _ in range(2)]
     for req in both:
         retract(world, req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert retracted_of(world).counts["kept"] == 2 and not retracted_of(world).counts["dropped"]
     for req in both:
         assert readmit(world, req) == 40
@@ -214,7 +214,7 @@ def test_what_the_tree_has_gained_meanwhile_is_computed_again(world: World, monk
     """Nothing that a request's tokens are found beside ends the scheduler: what does not fit is not restored."""
     req = world.prompt(world.tokens(60))
     retract(world, req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     retracted, stock = retracted_of(world), Retracted._make_room
 
     def filled(self: Retracted, kept: Kept, at: int, tokens: int, pages: int) -> bool:
@@ -227,7 +227,7 @@ def test_what_the_tree_has_gained_meanwhile_is_computed_again(world: World, monk
         return room
 
     monkeypatch.setattr(Retracted, "_make_room", filled)
-    assert readmit(world, req) == (0 if world.tree.exact else 60)
+    assert readmit(world, req) == (0 if world.requests.exact.keeps_prompts else 60)
     assert retracted.of(req) is None and retracted.counts["recomputed"] == 1
     assert not world.manager.saved.host.used
     world.check()
@@ -241,7 +241,7 @@ def generating(world: World, count: int) -> list[Any]:
         req.sampling_params.max_new_tokens = 20
         for _ in range(9):
             world.decode(req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     return reqs
 
 
@@ -256,7 +256,7 @@ def test_nothing_that_is_kept_outlives_a_pause(world: World) -> None:
     reqs = generating(world, 3)
     for req in reqs:
         retract(world, req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     _, restored, runs = reqs
     assert readmit(world, runs) == 49
     run(world, runs)
@@ -276,7 +276,7 @@ def test_nothing_that_other_weights_computed_is_kept(world: World) -> None:
     again, and so are those that may have begun on a prefix that stayed in the tree."""
     first, second = reqs = generating(world, 2)
     retract(world, first)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert readmit(world, first) == 49
     run(world, first)
     retracted = retracted_of(world)
@@ -324,17 +324,17 @@ def test_a_change_of_weights_drops_what_is_kept(
 def test_it_waits_for_room_while_others_run(world: World) -> None:
     req = world.prompt(world.tokens(90))
     retract(world, req)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     others = [world.prompt(world.tokens(100)) for _ in range(2)]
     retracted, ledger = retracted_of(world), world.requests.ledger
-    retracted.expected = lambda: [(x.kv.req_pool_idx, 60.0) for x in others]
+    retracted.expect(lambda: [(x.kv.req_pool_idx, 60.0) for x in others])
     assert readmit(world, req) == 0
-    assert retracted.turn_away(req) and ledger.refused is not None and ledger.waited == 1
+    assert world.requests.waits_to_be_restored(req) and ledger.refused is not None and ledger.waited == 1
     assert retracted.of(req) is not None
     for other in others:
         world.leave(other, insert=False)
-    retracted.expected = lambda: []
-    assert readmit(world, req) == 90 and not retracted.turn_away(req)
+    retracted.expect(lambda: [])
+    assert readmit(world, req) == 90 and not world.requests.waits_to_be_restored(req)
     run(world, req)
     world.leave(req)
 
@@ -350,11 +350,11 @@ def test_it_waits_for_room_for_what_the_tree_has_lost() -> None:
     req.sampling_params.max_new_tokens = len(req.output_ids) + 4
     retract(world, req)
     retracted, ledger = retracted_of(world), world.requests.ledger
-    retracted.expected = lambda: [(first.kv.req_pool_idx, 400.0)]
-    assert readmit(world, req) == 120 and retracted.turn_away(req)
-    retracted.expected = lambda: []
+    retracted.expect(lambda: [(first.kv.req_pool_idx, 400.0)])
+    assert readmit(world, req) == 120 and world.requests.waits_to_be_restored(req)
+    retracted.expect(lambda: [])
     assert ledger.room_for_refused([]), "it would not be asked again while the other runs"
-    assert readmit(world, req) == 145 and not retracted.turn_away(req)
+    assert readmit(world, req) == 145 and not world.requests.waits_to_be_restored(req)
     run(world, req)
     world.leave(req)
     world.leave(first)
@@ -371,7 +371,7 @@ def test_one_that_does_not_fit_as_it_was_is_computed_again() -> None:
     req = world.prompt([*prompt, *world.tokens(25)])
     retract(world, req)
     retracted, ledger = retracted_of(world), world.requests.ledger
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     req.sampling_params.max_new_tokens = 298 - len(req.tokens)
     for found in (150, 0):
         with retracted.admitting(req):
@@ -453,7 +453,7 @@ class RetractedMachine(TreeMachine):
 
     @property
     def retracted(self) -> Retracted:
-        assert self.requests.retracted is not None
+        assert isinstance(self.requests.retracted, Retracted)
         return self.requests.retracted
 
     def named(self) -> tuple[str, str | None]:
@@ -482,7 +482,7 @@ class RetractedMachine(TreeMachine):
         before, kept = dict(self.retracted.counts), self.retracted.of(req)
         with self.retracted.admitting(req):
             match = Match(self.tree, req.tokens, extra_key=req.extra_key)
-        if self.retracted.turn_away(req):
+        if self.requests.waits_to_be_restored(req):
             assert self.running, "a request waits with nothing running"
             match.unlock(self.tree)
             return

@@ -29,7 +29,7 @@ def turn(world: World, history: list[int], new: int = 1, reply: int = 1) -> Any:
 def end(world: World, req: Any) -> None:
     """The request ends, and the scheduler comes round."""
     world.leave(req)
-    world.requests.tidy()
+    world.requests.scheduling_begins([])
     world.check()
 
 
@@ -75,7 +75,7 @@ def test_replies_that_the_next_turn_leaves_out(world: World) -> None:
         req = turn(world, history)
         history[-1:] = []
         end(world, req)
-        world.requests.tidy()
+        world.requests.scheduling_begins([])
         report = world.tree.report()
         assert report["pages"] <= MOST_WASTE * report["pages_needed"] + 2, (number, report)
     assert len(history) == 60
@@ -190,7 +190,7 @@ def test_no_more_is_evicted_than_joining_returns() -> None:
         end(world, turn(world, history))
         world.manager.counts.settle()
         before = world.allocator.ledger.available()
-        world.requests.tidy()
+        world.requests.scheduling_begins([])
         world.manager.counts.settle()
         assert world.allocator.ledger.available() >= before
 
@@ -252,7 +252,7 @@ def test_of_a_joined_chat_no_more_is_evicted_than_is_needed(world: World, slots:
     _run(world, node)
     ledger = world.tree.ledger
     if slots:
-        world.tree.evict_kv_slots(ledger.uncommitted_kv_slots() + 1)
+        world.tree.make_kv_slots(ledger.uncommitted_kv_slots() + 1)
     else:
         for segment in world.segments():
             world.tree.uncount(segment)

@@ -107,7 +107,7 @@ def test_a_join_keeps_the_tokens_of_running_requests():
         world.decode(reader)
     world.leave(reader)
     world.leave(again)
-    world.tree.evict_pages(world.manager.geometry.num_pages)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
     assert world.manager.device.free_pages() == world.manager.geometry.num_pages, "a page is lost"
 
 
@@ -133,7 +133,7 @@ def test_a_join_makes_no_other_prefix_dearer():
 
 def test_without_pages_for_a_copy_a_path_is_found_in_part(monkeypatch):
     world = World(20_000, longest=200, exact=False, page_tokens=16, segments=600, share_min=1)
-    monkeypatch.setattr(type(world.tree), "make_room", lambda self, pages: False)
+    monkeypatch.setattr(type(world.tree), "make_pages", lambda self, pages, **how: False)
     chat = world.tokens(5)
     for _ in range(150):
         chat = chat + world.tokens(1)

@@ -19,8 +19,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
-from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
+from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from sglang_diffkv.srt.versions.compat import prefix_len
 from tests.helpers import begin_step
 from tests.tree.listener import Listener
@@ -57,14 +56,14 @@ class World:
         self.manager = PageManager(geometry, policy, host_pages=host_pages)
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
-        self.requests = RequestLifecycle(ledger)
+        self.requests = build_lifecycle(ledger)
         self.allocator = DiffKVAllocator(
             self.requests, dtype=torch.bfloat16, device="cpu", kvcache=None, need_sort=False
         )
         params = CacheInitParams(
             False, self.pool, self.allocator, 1, eviction_policy=eviction, enable_kv_cache_events=True
         )
-        self.tree: Any = prefix_cache_class()(params, share_min, exact=exact)
+        self.tree: Any = build_prefix_cache(params, share_min, exact=exact)
         self.listener = Listener(self.tree)
         self.random = random.Random(1)
 

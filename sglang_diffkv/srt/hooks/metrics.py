@@ -73,15 +73,14 @@ FAMILIES = (
 )
 
 
-def prompt_outcomes(requests: RequestLifecycle) -> dict[str, int]:
+def prompt_outcomes(requests: RequestLifecycle) -> Mapping[str, int]:
     """Prompts so far, by what was done with them when their last chunk had run."""
-    exact = requests.exact
-    return requests.manager.prompts.outcomes if exact is None else exact.outcomes
+    return requests.exact.outcomes or requests.manager.prompts.outcomes
 
 
 def retracted_counts(requests: RequestLifecycle) -> dict[str, int]:
     """Retracted requests so far, by what became of them, and the bytes that the host has of them."""
-    return dict.fromkeys((*COUNTS, "host_bytes"), 0) if requests.retracted is None else requests.retracted.report()
+    return {**dict.fromkeys((*COUNTS, "host_bytes"), 0), **requests.retracted.report()}
 
 
 def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> dict[str, Value]:

@@ -164,8 +164,7 @@ def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     requests = requests_of(self)
     if requests is None:
         return original(self, *args, **kwargs)
-    if requests.budgets is not None:
-        requests.budgets.leave_out(self)
+    requests.decode_begins(self)
     refuse_in_decode(self, requests)
     if self.is_empty():
         return None
@@ -224,16 +223,16 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
 def release_req(original: Any, *args: Any, **kwargs: Any) -> Any:
     """A request is retracted: what its row holds goes to host memory first, unless SGLang says that it is to be
     computed again."""
-    requests = getattr(kwargs.get("tree_cache"), "requests", None)
-    if requests is not None and requests.retracted is not None and kwargs.get("offload_kv", True):
-        requests.retracted.keep(kwargs["req"])
+    requests = requests_of(kwargs.get("tree_cache"))
+    if requests is not None and kwargs.get("offload_kv", True):
+        requests.retracting(kwargs["req"])
     return original(*args, **kwargs)
 
 
 def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> Any:
     """A request is matched to be admitted, and not only to be put in order."""
-    requests = getattr(tree_cache, "requests", None)
-    if requests is None or requests.retracted is None:
+    requests = requests_of(tree_cache)
+    if requests is None:
         return original(self, tree_cache, *args, **kwargs)
     with requests.retracted.admitting(self):
         return original(self, tree_cache, *args, **kwargs)
@@ -242,7 +241,7 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
 def pause_generation(original: Any, self: Any, recv_req: Any) -> Any:
     """A pause that retracts all requests promises that they are computed again: nothing kept of any is brought back."""
     requests = requests_of(self)
-    if requests is None or requests.retracted is None or recv_req.mode != "retract":
+    if requests is None or recv_req.mode != "retract":
         return original(self, recv_req)
     with requests.retracted.retracting_all():
         return original(self, recv_req)
@@ -251,9 +250,8 @@ def pause_generation(original: Any, self: Any, recv_req: Any) -> Any:
 def change_weights(original: Any, self: Any, recv_req: Any) -> Any:
     """Weights are updated, with a flush or without one. Of SGLang's checks of weights, which come here too, one
     overwrites them."""
-    retracted = SERVED[BACKEND].requests.retracted if BACKEND in SERVED else None
-    if retracted is not None and getattr(recv_req, "action", "reset_tensors") == "reset_tensors":
-        retracted.weights_change()
+    if BACKEND in SERVED and getattr(recv_req, "action", "reset_tensors") == "reset_tensors":
+        SERVED[BACKEND].requests.weights_change()
     return original(self, recv_req)
 
 
@@ -266,9 +264,8 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
     requests = requests_of(self)
     if requests is None:
         return original(self, running_batch)
-    if requests.retracted is not None:
-        requests.retracted.expected = lambda: compat.expected_tokens(self, running_batch)
-    requests.preempted = []
+    requests.retracted.expect(lambda: compat.expected_tokens(self, running_batch))
+    requests.preempting([])
     try:
         with requests.mixed.scheduling(self, running_batch):
             plan = original(self, running_batch)
@@ -294,9 +291,7 @@ def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -
     running = kwargs.get("running_batch", self.running_batch)
     if not manager.rows and running.is_empty():
         running.batch_is_full = False
-    if requests.retracted is not None:
-        requests.retracted.sweep(self.waiting_queue)
-    requests.tidy()
+    requests.scheduling_begins(self.waiting_queue)
     plan = original(self, *args, **kwargs)
     tell_refused(self, requests)
     return plan
@@ -320,8 +315,7 @@ def process_batch_result(original: Any, self: Any, batch: Any, *args: Any, **kwa
     if requests.manager.drafts and batch.forward_mode.is_decode():
         requests.verified(batch.reqs)
     requests.after_step(batch.reqs, self.running_batch.reqs)
-    if requests.budgets is not None:
-        requests.budgets.rejoin(self)
+    requests.results_processed(self)
     # SGLang by itself looks at its queue again only when a request ends.
     if self.running_batch.batch_is_full and requests.room_for_refused(self):
         self.running_batch.batch_is_full = False
@@ -339,11 +333,8 @@ def _check_sometimes(requests: RequestLifecycle) -> None:
     manager = requests.manager
     check_bounds(manager)
     check_integrity(manager)
-    manager.ranks.require_equal("what they decide on", [decision_digest(requests)])
-    if requests.tree is not None:
-        requests.tree.check_integrity()
-    if requests.retracted is not None:
-        requests.retracted.check_integrity()
+    manager.ranks.require_equal("what they decide on", [decision_digest(requests.ledger, requests.digest())])
+    requests.check_integrity()
 
 
 def validate_beams(original: Any, self: Any, req: Any, recv_req: Any) -> Any:
@@ -373,14 +364,13 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
         report["prompts"] = metrics.prompt_outcomes(requests)
-        if requests.tree is not None and not requests.tree.disable:
-            report["prefix_cache"] = requests.tree.report()
-        if self.is_mixed_chunk:
-            report["mixed_chunks"] = requests.mixed.report()
-        if requests.states is not None:
-            report["states"] = requests.states.report()
-        if requests.retracted is not None:
-            report["retracted"] = requests.retracted.report()
+        parts = {
+            "prefix_cache": requests.tree.report(),
+            "mixed_chunks": requests.mixed.report() if self.is_mixed_chunk else {},
+            "states": requests.states.report(),
+            "retracted": requests.retracted.report(),
+        }
+        report.update({name: found for name, found in parts.items() if found})
         result.internal_state["diffkv"] = report
     return result
 

@@ -18,7 +18,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         return original(self, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    if requests.retracted is not None and requests.retracted.turn_away(req):
+    if requests.waits_to_be_restored(req):
         return AddReqResult.NO_TOKEN
     ledger = requests.ledger
     running = [] if self.running_batch is None else self.running_batch.reqs
@@ -31,7 +31,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
             return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
         with (
-            compat.estimated(req, admission.growth, budget=requests.joint is not None),
+            compat.estimated(req, admission.growth, budget=requests.rule.budget),
             _ending_within(self, cut),
         ):
             if admission.fits:
@@ -43,7 +43,7 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     if _added(self, req):
         requests.admit(req, admission, compacted=compacted)
         result = self.budget_state() if cut is not None else result
-        if result == AddReqResult.NO_TOKEN and requests.joint is not None:
+        if result == AddReqResult.NO_TOKEN and requests.rule.budget:
             return AddReqResult.OTHER  # no other is refused yet: SGLang would ask none until a request ends
     elif result == AddReqResult.NO_TOKEN and requests.turn_away(req, admission):
         return AddReqResult.OTHER
@@ -93,20 +93,14 @@ def get_running_request_total_token_offset(original: Any, self: Any, req: Any) -
     """What a running request is expected to take yet, by the growth estimate; its part of what all take together where
     they hold budgets."""
     offset, requests = original(self, req), requests_of(self)
-    if requests is None:
-        return offset
-    if requests.joint is None:
-        return requests.ledger.growth_of(compat.row_of(req), offset)
-    if not hasattr(self, "diffkv_share"):
-        self.diffkv_share = requests.joint.share(self.running_batch.reqs, self.new_token_ratio)
-    return self.diffkv_share
+    return offset if requests is None else requests.rule.taken_by(req, offset, self)
 
 
 def preempt_to_schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Running requests make room for a more urgent one, if it is admitted."""
     requests = requests_of(self)
     if requests is not None:
-        requests.preempted = self.preempt_list
+        requests.preempting(self.preempt_list)
     return original(self, *args, **kwargs)
 
 

@@ -19,7 +19,7 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
     def __init__(self, requests: RequestLifecycle, *, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool):
         self.requests = requests
         super().__init__(requests.ledger.capacity, dtype, device, kvcache, need_sort)
-        requests.ledger.kv_slots_free = self.kv_slots_free
+        requests.ledger.ask_for_kv_slots(self.kv_slots_free)
 
     @property
     def ledger(self) -> PageLedger:
@@ -39,8 +39,8 @@ class DiffKVAllocator(TokenToKVPoolAllocator):
         return self.ledger.available()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        if need_size > self.kv_slots_free() and self.requests.tree is not None:
-            self.requests.tree.evict_kv_slots(need_size)
+        if need_size > self.kv_slots_free():
+            self.requests.tree.make_kv_slots(need_size)
         return super().alloc(need_size)
 
 
@@ -50,6 +50,6 @@ the decode log line, metrics and the canary."""
 
 
 def requests_of(owner: Any) -> RequestLifecycle | None:
-    """The requests of SGLang's scheduler, batch or admission; None if another backend serves."""
-    allocator = owner.token_to_kv_pool_allocator
+    """The requests of SGLang's scheduler, batch, admission or prefix cache; None if another backend serves."""
+    allocator = getattr(owner, "token_to_kv_pool_allocator", None)
     return allocator.requests if isinstance(allocator, DiffKVAllocator) else None

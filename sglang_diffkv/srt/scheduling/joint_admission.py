@@ -9,32 +9,69 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_diffkv.mem_pool.joint_growth import Outlook, peak_growth
+from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.running import RunningCompression
+from sglang_diffkv.srt.tree.interface import PrefixTree
 from sglang_diffkv.srt.versions import compat
-
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
-
 
 STEPS = 4
 """Steps after which a request that waits for room is looked at again."""
 
 
-class JointAdmission:
-    """Admission by the growth that requests with a budget have together.
+class AdmissionRule:
+    """Admission by what each request is expected to take by itself.
 
     Attributes:
-        refused: prompt tokens and outlook of the last refused request, while it waits for room.
+        budget: whether requests hold one. refused: prompt tokens and outlook of the last refused request, while it
+            waits for room; None where the ledger knows what it needs.
     """
 
-    def __init__(self, requests: RequestLifecycle, budgets: RunningCompression):
-        self.requests, self.manager, self.budgets = requests, requests.manager, budgets
-        self.refused: tuple[int, Outlook] | None = None
+    budget = False
+    refused: tuple[int, Outlook] | None = None
+
+    def __init__(self, ledger: PageLedger):
+        self.ledger = ledger
+
+    def taken_by(self, req: Any, tokens: float, adder: Any) -> float:
+        """High-tier tokens that a running request is expected to take, if SGLang expects so many ``tokens`` of it.
+        ``adder``: SGLang's, of this pass."""
+        return self.ledger.growth_of(compat.row_of(req), tokens)
+
+    def judge(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
+        """What a request's generated tokens take beside those of ``others``, which run or are admitted, and whether
+        there is room for it. Its prompt computes ``needed`` tokens."""
+        return self.ledger.growth, True
+
+    def refuse(self, req: Any, needed: int) -> None:
+        """The request waits for room; its prompt computes ``needed`` tokens."""
+
+    def forget_refused(self) -> None:
+        """The last refused request waits no longer, or is looked at again."""
+
+    def has_room(self, scheduler: Any) -> bool:
+        """Whether the last refused request would fit by now beside what SGLang's ``scheduler`` runs."""
+        return self.ledger.room_for_refused(compat.expected_tokens(scheduler))
+
+
+class JointAdmission(AdmissionRule):
+    """Admission by the growth that requests with a budget have together."""
+
+    budget = True
+
+    def __init__(self, ledger: PageLedger, tree: PrefixTree, budgets: RunningCompression):
+        super().__init__(ledger)
+        self.tree, self.manager, self.budgets = tree, ledger.manager, budgets
         self._asked = self._running = 0
         self._waits: weakref.ref[Any] | None = None  # the last refused request
+
+    def taken_by(self, req: Any, tokens: float, adder: Any) -> float:
+        """A part of what all take together."""
+        if not hasattr(adder, "diffkv_share"):
+            adder.diffkv_share = self.share(adder.running_batch.reqs, adder.new_token_ratio)
+        return adder.diffkv_share
 
     def share(self, running: Sequence[Any], ratio: float) -> float:
         """High-tier tokens that running requests take together, by request. ``ratio``: of the tokens that a request may
@@ -42,23 +79,27 @@ class JointAdmission:
         return self._tokens(self._outlooks(running, ratio)) / max(len(running), 1)
 
     def judge(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
-        """What a request's generated tokens take beside those of ``others``, which run or are admitted, and whether
-        there is room for it. Its prompt computes ``needed`` tokens. Where there are no others SGLang decides alone."""
+        """Where there are no others SGLang decides alone."""
         found = self._outlooks(others, ratio)
         if not found:
-            return self.requests.ledger.growth, True
+            return self.ledger.growth, True
         if self._constrained(found):
-            return self.requests.ledger.growth, False
+            return self.ledger.growth, False
         together = self._tokens([*found, self._of_prompt(req)])
         growth = max(together - self._tokens(found), 0.0)
         return lambda length, more: growth, self._room_beyond(needed) > together
 
     def refuse(self, req: Any, needed: int) -> None:
-        """The request waits for room; its prompt computes ``needed`` tokens."""
         self.refused = needed, self._of_prompt(req)
         if self._waits is None or self._waits() is not req:
             self._waits, self._asked, self._running = weakref.ref(req), 0, 0
         # else it was let in too early, and is looked at as seldom as before
+
+    def forget_refused(self) -> None:
+        self.refused = None
+
+    def has_room(self, scheduler: Any) -> bool:
+        return self.room_for_refused(scheduler.running_batch.reqs, compat.expected_ratio(scheduler))
 
     def room_for_refused(self, running: Sequence[Any], ratio: float) -> bool:
         """Whether the last refused request would fit beside what runs by now; looked at when others run than before,
@@ -82,7 +123,7 @@ class JointAdmission:
 
     def _room_beyond(self, needed: int) -> int:
         """High-tier tokens that a prompt of ``needed`` tokens and the one behind it leave."""
-        ledger = self.requests.ledger
+        ledger = self.ledger
         with ledger.judging():
             return ledger.available() + ledger.evictable() - needed - 1
 
@@ -112,5 +153,4 @@ class JointAdmission:
 
     def _pages_alone(self, req: Any) -> int:
         """Pages of each head that the prefix cache holds for this request alone."""
-        tree = self.requests.tree
-        return 0 if tree is None else tree.pages_read_alone(req.last_node) // self.manager.geometry.heads
+        return self.tree.pages_read_alone(req.last_node) // self.manager.geometry.heads

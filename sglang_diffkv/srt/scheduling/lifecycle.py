@@ -10,7 +10,10 @@ SGLang's hooks call this, and tests drive it without a server. A page has one ow
 - a *segment of the prefix cache*: what was inserted, until it is evicted. Rows that matched it hold references, and the
   page returns to the ring with the last of these. Nobody writes it.
 
-Of a retracted request the *host* has copies of its pages, until it runs again (``Retracted``).
+Of a retracted request the *host* has copies of its pages, until it runs again (``tree/retracted.py``).
+
+Optional parts listen to these events (``tree/events.py``, which gives their order), and the tree is known by
+``tree/interface.py`` alone.
 
 Pages that an admitted prompt may still take are *promised*: they are in the ring, and the ledger counts them as used.
 Locks on the tree are SGLang's; the one of a request is moved only where it lets go of what it has copied.
@@ -23,10 +26,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_diffkv.layout.geometry import Path, path_end
 from sglang_diffkv.mem_pool.ledger import PageLedger
@@ -34,16 +36,12 @@ from sglang_diffkv.mem_pool.steps import PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts
-from sglang_diffkv.srt.scheduling.joint_admission import JointAdmission
+from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.scheduling.mixed_chunks import MixedChunks
-from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
+from sglang_diffkv.srt.tree.events import RequestListener, let_go
+from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
+from sglang_diffkv.srt.tree.parts import Parts
 from sglang_diffkv.srt.versions import compat
-
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
-    from sglang_diffkv.srt.tree.kept_states import KeptStates
-    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
-    from sglang_diffkv.srt.tree.retracted import Retracted
 
 logger = logging.getLogger(__name__)
 
@@ -83,35 +81,31 @@ class Admission:
 
 
 class RequestLifecycle:
-    """What becomes of requests, over a ledger of pages. ``tree`` is set when SGLang has made its prefix cache."""
+    """What becomes of requests, over a ledger of pages. Until ``connect`` there is no tree and no optional part.
+
+    Attributes:
+        tree: the prefix cache. rule: by which prompts are admitted. compression, states, exact, retracted: optional
+            parts, see ``Parts``.
+    """
 
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None):
         self.ledger, self.manager, self.usage = ledger, ledger.manager, usage
-        self.tree: DiffKVPrefixCache | None = None
-        self.retracted: Retracted | None = None
-        """Who keeps retracted requests in host memory; None where they are computed again."""
+        self.connect(NoTree(ledger), Parts(), AdmissionRule(ledger))
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
         self.preempted: list[Any] = []
         """Requests that made room for more urgent ones in the pass that is being scheduled."""
-        running = self.manager.running
-        self.budgets = None if running is None else CompressionScheduler(self, running)
-        self.joint = None if running is None else JointAdmission(self, running)
         self.mixed = MixedChunks(self.manager.counts)
 
-    @property
-    def states(self) -> KeptStates | None:
-        """States that the prefix cache keeps; None of a model without, or with the prefix cache off."""
-        return None if self.tree is None else self.tree.states
-
-    @property
-    def exact(self) -> ExactPrompts | None:
-        """Who decides on prompts that the prefix cache keeps exactly; None if it keeps none so."""
-        return None if self.tree is None else self.tree.exact
+    def connect(self, tree: PrefixTree, parts: Parts, rule: AdmissionRule) -> None:
+        """The tree and the parts that requests meet from now on. Nothing runs."""
+        self.tree, self.rule, self.compression = tree, rule, parts.compression
+        self.states, self.exact, self.retracted = parts.states, parts.exact, parts.retracted
+        self.listeners: Sequence[RequestListener] = parts.listeners
 
     def path(self, req: Any) -> Path:
         """What the request has matched in the prefix cache."""
-        return [] if self.tree is None else self.tree.path(req.last_node)
+        return self.tree.path(req.last_node)
 
     # Admission
 
@@ -122,14 +116,13 @@ class RequestLifecycle:
             chunk: tokens of a chunk that a pass has to itself. running: requests that run or are admitted already.
             ratio: of the tokens that running requests may still generate, those that SGLang expects.
         """
-        ledger, path, joint = self.ledger, self.path(req), self.joint
+        ledger, path = self.ledger, self.path(req)
         self._forget_refused()
         needed = compat.prompt_len(req) - compat.prefix_len(req)
-        if self.tree is not None:
-            self.tree.evict_table_blocks(path, needed)
-            self.tree.evict_kv_slots(needed)
+        self.tree.make_table_blocks(ledger.blocks_for(path, needed))
+        self.tree.make_kv_slots(needed)
         compacts = chunk < needed and self._may_compact(path, needed, running)
-        growth, fits = (ledger.growth, True) if joint is None else joint.judge(req, needed, running, ratio)
+        growth, fits = self.rule.judge(req, needed, running, ratio)
         return Admission(
             path,
             needed,
@@ -144,7 +137,7 @@ class RequestLifecycle:
         """Whether a prompt may be compacted between chunks. Not where its exact form is wanted, nor where tokens would
         be pruned for good before all of the prompt has seen them."""
         ledger, policy = self.ledger, self.manager.policy
-        if not compacts(self.manager.state, policy) or policy.prunes or self.exact is not None:
+        if not compacts(self.manager.state, policy) or policy.prunes or self.exact.keeps_prompts:
             return False
         most = 0
         for req in running:
@@ -157,11 +150,9 @@ class RequestLifecycle:
     def admit(self, req: Any, admission: Admission, *, compacted: bool = False) -> None:
         """The request runs: set aside what its prompt may take. ``compacted``: it is compacted between chunks."""
         if compacted:
-            self.ledger.chunks[req] = admission.chunk
-            self.ledger.compacted += 1
+            self.ledger.compact_between_chunks(req, admission.chunk)
         self.ledger.promise(req, admission.path, admission.needed)
-        if self.tree is not None:
-            self.tree.evict_uncovered()
+        self.tree.make_pages(0, partly=True)
 
     def turn_away(self, req: Any, admission: Admission) -> bool:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its
@@ -169,37 +160,43 @@ class RequestLifecycle:
         ledger, tree = self.ledger, self.tree
         refused = compat.tokens_wanted(req, admission.growth) - admission.saved
         self.wait(req, refused)
-        if self.joint is not None:
-            self.joint.refuse(req, admission.needed)
-        if tree is None or not admission.path or not ledger.idle:
+        self.rule.refuse(req, admission.needed)
+        if not admission.path or not ledger.idle:
             return False
-        if self.retracted is not None:
-            self.retracted.give_up(req)
+        for part in self.listeners:
+            part.does_not_fit_alone(req)
         prompt = compat.prompt_len(req)
         wanted = math.ceil(refused) + compat.prefix_len(req) + self.manager.fmt.high.tokens
-        tree.evict(EvictParams(num_tokens=max(wanted - ledger.available(), 0)))
-        tree.evict_pages(ledger.prompt_pages(prompt))
-        tree.evict_table_blocks([], prompt)
-        tree.evict_kv_slots(prompt)
+        tree.make_tokens(max(wanted - ledger.available(), 0))
+        tree.make_pages(ledger.prompt_pages(prompt), partly=True)
+        tree.make_table_blocks(ledger.blocks_for([], prompt))
+        tree.make_kv_slots(prompt)
+        return True
+
+    def waits_to_be_restored(self, req: Any) -> bool:
+        """Whether a retracted request that SGLang is about to admit waits for room to be restored."""
+        tokens = self.retracted.waits_for(req)
+        if tokens is None:
+            return False
+        self.wait(req, tokens)
         return True
 
     def wait(self, req: Any, tokens: float) -> None:
         """The request waits until so many tokens are free."""
-        self.ledger.refused = tokens
-        if not getattr(req, "diffkv_waited", False):
-            req.diffkv_waited = True
-            self.ledger.waited += 1
+        self.ledger.refuse(tokens, first=not getattr(req, "diffkv_waited", False))
+        req.diffkv_waited = True
+
+    def preempting(self, preempted: list[Any]) -> None:
+        """SGLang lists in ``preempted`` the requests that make room for a more urgent one."""
+        self.preempted = preempted
 
     def _forget_refused(self) -> None:
-        self.ledger.refused = None
-        if self.joint is not None:
-            self.joint.refused = None
+        self.ledger.forget_refused()
+        self.rule.forget_refused()
 
     def room_for_refused(self, scheduler: Any) -> bool:
         """Whether the last refused request would fit by now."""
-        if self.joint is None:
-            return self.ledger.room_for_refused(compat.expected_tokens(scheduler))
-        return self.joint.room_for_refused(scheduler.running_batch.reqs, compat.expected_ratio(scheduler))
+        return self.rule.has_room(scheduler)
 
     def next_chunk_fits(self, req: Any, chunk: int) -> bool:
         """Whether an admitted prompt's next chunk has room. Always where all of its pages are promised; one that is
@@ -207,12 +204,11 @@ class RequestLifecycle:
         ledger = self.ledger
         if req not in ledger.chunks:
             return True
-        ledger.chunks[req] = max(ledger.chunks[req], chunk)
+        ledger.allow_chunk(req, chunk)
         ledger.promise(req, [], compat.prompt_len(req) - compat.prefix_len(req))
         if ledger.uncommitted_pages() < 0:
             self.manager.counts.settle()  # the last chunk's compaction may have made room
-            if self.tree is not None:
-                self.tree.evict_uncovered()
+            self.tree.make_pages(0, partly=True)
         return ledger.uncommitted_pages() >= 0
 
     def tokens_to_branch(self, req: Any) -> int | None:
@@ -224,14 +220,14 @@ class RequestLifecycle:
     # Steps
 
     def begin_states(self, reqs: list[Any]) -> None:
-        """A prefill of ``reqs`` is about to be prepared: those that go on from a prefix get its state."""
-        if self.states is not None:
-            self.states.begin(reqs)
+        """A prefill of ``reqs`` is about to be prepared."""
+        for part in self.listeners:
+            part.prefill_begins(reqs)
 
     def pass_launched(self) -> None:
         """The planned pass is on the stream, and no other behind it."""
-        if self.states is not None:
-            self.states.copy_due()
+        for part in self.listeners:
+            part.pass_launched()
 
     def plan_prefill(self, reqs: list[Any]) -> PlannedStep:
         """The next pass computes the requests' next chunks: attach the prefixes they have matched, and make room.
@@ -256,30 +252,20 @@ class RequestLifecycle:
             prompts.append(prompt)
         with self.refusing(reqs):
             step = self.manager.plan_step(rows, counts, starts, prompts=prompts, ending=ending, compacting=compacting)
-        if self.states is not None:
-            for row, req in zip(rows, reqs, strict=True):
-                self.states.plan(req, row, compat.extend_end(req), shared=self.manager.rows.shared(row))
-        if self.exact is not None:
-            for row, req in zip(rows, reqs, strict=True):
-                if row in step.ending:
-                    insertable = not (getattr(req, "skip_radix_cache_insert", False) or self._reads_alone(req))
-                    with self.refusing(reqs, req):
-                        self.exact.plan(row, req.last_node, brief=brief_reply(req), insertable=insertable)
-        if self.retracted is not None:
-            for req in reqs:
-                self.retracted.started(req)
+        alone = [self.retracted.reads_alone(req) for req in reqs]
+        for part in self.listeners:
+            for req, row, alone_, count, start in zip(reqs, rows, alone, counts, starts, strict=True):
+                with self.refusing(reqs, req):
+                    part.chunk_planned(req, row, start + count, ends=row in step.ending, alone=alone_)
         return step
 
     def begin_prompt(self, req: Any) -> None:
         """The request's row refers to the pages of its matched prefix from now on. Raises TableFull."""
         row = compat.allocated_row_of(req)
         self.manager.attach_prefix(row, self.path(req))
-        if self.exact is not None:
-            self.exact.attached(row, req.last_node, restored=self._reads_alone(req))
-
-    def _reads_alone(self, req: Any) -> bool:
-        """Whether the request's prefix was restored for it alone."""
-        return self.retracted is not None and self.retracted.reads_alone(req)
+        alone = self.retracted.reads_alone(req)
+        for part in self.listeners:
+            part.prompt_begun(req, row, alone=alone)
 
     def without_room(self, reqs: list[Any]) -> dict[int, str]:
         """Indices of the requests whose next token has no table block or KV slot, and why."""
@@ -288,12 +274,12 @@ class RequestLifecycle:
         drafts, tree = self.manager.drafts, self.tree
         wanted = {row: compat.kv_slots_wanted(reqs[rows[row]], drafts) for row in rows if row not in found}
         room = self.ledger.kv_slots_free()
-        if tree is not None and sum(wanted.values()) > room:
+        if sum(wanted.values()) > room:
             room = max(room, self.ledger.uncommitted_kv_slots() + tree.evictable_tokens())
         while wanted and sum(wanted.values()) > room:
             found[wanted.popitem()[0]] = "no KV slot is free"
-        if tree is not None and sum(wanted.values()) > self.ledger.kv_slots_free():
-            tree.evict_kv_slots(sum(wanted.values()))
+        if sum(wanted.values()) > self.ledger.kv_slots_free():
+            tree.make_kv_slots(sum(wanted.values()))
         return {rows[row]: reason for row, reason in found.items()}
 
     def relieve(self, reqs: list[Any]) -> bool:
@@ -310,6 +296,11 @@ class RequestLifecycle:
                 'is retracted ("pressure_window")', pressure.rule.window,
             )  # fmt: skip
         return relieved
+
+    def decode_begins(self, batch: Any) -> None:
+        """SGLang is about to prepare a decode step of its ``batch``."""
+        for part in self.listeners:
+            part.decode_begins(batch)
 
     def plan_decode(self, reqs: list[Any], starts: list[int]) -> PlannedStep:
         """The next pass computes one token of each request, at positions ``starts``, beside the prompts that are
@@ -336,77 +327,27 @@ class RequestLifecycle:
                 continue  # it has left, and perhaps come back
             rows.accepted(row, compat.committed_len(req), self.manager.drafts)
 
-    def _follow(self, req: Any, row: int) -> None:
-        """What the host knows of a row that is about to be shared or given up: of a verification whose results are just
-        being looked at, too. Nothing beside the passes reads it any more."""
-        if self.budgets is not None:
-            self.budgets.let_go(row)
-        rows = self.manager.rows
-        if self.manager.drafts and row in rows and not rows.in_prompt(row):
-            rows.accepted(row, max(rows.length(row), compat.committed_len(req)))
-
     def after_step(self, reqs: list[Any], others: Sequence[Any] = ()) -> None:
-        """The results of a pass are out: see what the requests that left make possible for the others.
-
-        Budgets look at ``others`` too, running requests that may not have been in it. Behind a pass over prompts the
-        next decode step has been launched already, and behind its own results the one after it. A request is compressed
-        at its limit, whatever runs beside it, so it has to be seen behind each pass.
-        """
+        """The results of a pass are out. ``others``: running requests that may not have been in it."""
         running = [req for req in reqs if not req.finished()]
-        if self.budgets is not None:
-            self.budgets.compress_judged()
-        if self.exact is not None:
-            self.exact.copy_alone(running)
-        if self.budgets is not None:
-            found = {id(req): req for req in (*running, *others, *self.mixed.decoding)}
-            self.budgets.follow([req for req in found.values() if not req.finished()])
+        for part in self.listeners:
+            part.results_out(running)
+        every = {id(req): req for req in (*running, *others, *self.mixed.decoding)}
+        unfinished = [req for req in every.values() if not req.finished()]
+        for part in self.listeners:
+            part.runs_on(unfinished)
 
-    def tidy(self) -> None:
-        """Before anything is scheduled: join what requests that have ended left in small segments."""
-        if self.tree is not None:
-            self.tree.joiner.tidy()
+    def results_processed(self, scheduler: Any) -> None:
+        """SGLang's ``scheduler`` has done all that follows from the results."""
+        for part in self.listeners:
+            part.results_processed(scheduler)
 
-    # Publication
-
-    def publishable_to(self, req: Any) -> int:
-        """Position up to which a running request's prompt may join the prefix cache now; 0 if it may not."""
-        row = compat.row_of(req)
-        end = None if row is None else self.manager.prompts.publishable_to(row)
-        return 0 if end is None or end > compat.extend_end(req) else end
-
-    def publish(self, req: Any, insertion: Any, *, running: bool) -> bool:
-        """Run SGLang's ``insertion`` of a request's tokens into the prefix cache, with pages of its row: of a running
-        one those up to ``publishable_to``. False, running nothing, where they do not join now: a prompt too short to be
-        shared alone, no room, a row with a fault."""
-        tree, row = self.tree, compat.row_of(req)
-        assert tree is not None
-        if row is None or (running and not self.publishable_to(req)):
-            return False
-        if not running:
-            self._follow(req, row)
-        if row in self.manager.counts.faulted or not self._joins(row, running):
-            return False
-        if not tree.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
-            return False
-        tree.inserting_row, tree.inserted = row, (0, tree.root_node)
-        try:
-            insertion()
-        finally:
-            tree.inserting_row = None
-        length, leaf = tree.inserted
-        if self.states is not None and length:
-            self.states.inserted(req, row, leaf, length, ended=not running)
-        if not running:
-            tree.joiner.look_at(leaf)
-        return True
-
-    def _joins(self, row: int, running: bool) -> bool:
-        return running or self.exact is None or self.exact.joins(row)
-
-    def prompt_published(self, req: Any) -> None:
-        """SGLang has had its chance to insert the prompt: the request lets go of what it has copied."""
-        if self.exact is not None:
-            self.exact.prompt_ended(req)
+    def scheduling_begins(self, waiting: Iterable[Any]) -> None:
+        """SGLang is about to choose the next pass, while the requests of ``waiting`` wait."""
+        for part in self.listeners:
+            part.queue_seen(waiting)
+        for part in self.listeners:
+            part.scheduling_begins()
 
     # The end
 
@@ -417,20 +358,20 @@ class RequestLifecycle:
             counted: whether it counts among the requests served.
         """
         self.ledger.forget(req)
-        self._follow(req, row)
+        let_go(self.listeners, self.manager, req, row)
         if row in self.manager.rows:
             if counted and self.usage is not None:
                 self.usage.finish(row)
             self.manager.release(row)
-            if self.tree is not None:
-                self.tree.pack_replies()
-        if self.exact is not None:
-            self.exact.forget(row)
-        if self.tree is not None:
-            self.tree.give_up_states(req, row)
-            self.tree.joiner.look_at(req.last_node)
-        if self.retracted is not None:
-            self.retracted.left(row)
+            for part in self.listeners:
+                part.row_released()
+        for part in self.listeners:
+            part.left(req, row)
+
+    def retracting(self, req: Any) -> None:
+        """SGLang is about to retract the request, which still has its row."""
+        for part in self.listeners:
+            part.retracting(req)
 
     def starts_over(self, req: Any, node: Any) -> bool:
         """Whether a request that does not fit alone, and has given up its row, may try once more.
@@ -438,14 +379,28 @@ class RequestLifecycle:
         Its tokens may lie in small segments: those that other requests read while theirs ended were not joined. So its
         path in the tree, up to ``node``, is evicted, and it computes all of its tokens in dense pages.
         """
-        tree = self.tree
-        if tree is None or node in (None, tree.root_node) or getattr(req, "diffkv_started_over", False):
+        if getattr(req, "diffkv_started_over", False) or not self.tree.evict_branch(node):
             return False
-        if node.segment is not None:
-            tree.evict_branch(node)
         req.diffkv_started_over = True
-        self.ledger.started_over += 1
+        self.ledger.start_over()
         return True
+
+    def weights_change(self) -> None:
+        """The model's weights are about to change."""
+        for part in self.listeners:
+            part.weights_change()
+
+    # Checks
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the tree and all parts agree."""
+        self.tree.check_integrity()
+        for part in self.listeners:
+            part.check_integrity()
+
+    def digest(self) -> list[Any]:
+        """What ranks have to agree on, beside what the ledger and the page manager hold."""
+        return [self.rule.refused, *(part.digest() for part in self.listeners)]
 
     # Errors
 
@@ -468,8 +423,3 @@ class RequestLifecycle:
             if req is None and isinstance(error, TableFull):
                 causes = [x for x in reqs if compat.row_of(x) == error.row] or causes
             raise BatchRefused(causes, str(error)) from error
-
-
-def brief_reply(req: Any) -> bool:
-    """Whether the request ends with its first token."""
-    return req.sampling_params.max_new_tokens <= 1

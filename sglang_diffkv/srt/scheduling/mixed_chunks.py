@@ -47,7 +47,7 @@ class MixedChunks:
             yield
         finally:
             scheduler.is_mixed_chunk = mixes
-            self.counts.waits = True
+            self.counts.wait_for_device(True)
             self._scheduler = self._running = None
 
     def prompts_planned(self) -> None:
@@ -56,7 +56,7 @@ class MixedChunks:
         running = self._running
         if running is None or not self._scheduler.is_mixed_chunk or running.is_empty():
             return
-        self.counts.waits = False
+        self.counts.wait_for_device(False)
         if not running.check_decode_mem():
             self._scheduler.is_mixed_chunk = False
             self.left_out += 1

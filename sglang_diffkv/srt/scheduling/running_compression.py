@@ -10,29 +10,40 @@ takes: ranks agree without asking one another, and the step after that comes beh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_diffkv.layout.geometry import Path, path_end, split_path
+from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.running import RunningCompression
+from sglang_diffkv.srt.tree.events import RequestListener
+from sglang_diffkv.srt.tree.interface import PrefixTree
+from sglang_diffkv.srt.tree.parts import ExactRule
 from sglang_diffkv.srt.versions import compat
 
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 
-
-class CompressionScheduler:
+class CompressionScheduler(RequestListener):
     """When running requests are compressed.
 
     Attributes:
         judged: row -> request that is judged beside the pass that comes next, or was launched last.
     """
 
-    def __init__(self, requests: RequestLifecycle, budgets: RunningCompression):
-        self.requests, self.budgets = requests, budgets
+    def __init__(self, ledger: PageLedger, tree: PrefixTree, exact: ExactRule, budgets: RunningCompression):
+        self.ledger, self.manager, self.tree, self.exact, self.budgets = ledger, ledger.manager, tree, exact, budgets
         self.judged: dict[int, Any] = {}
         self._parked: Any = None  # SGLang's batch of those that were left out of the step launched last
 
     # Behind a pass
+
+    def results_out(self, reqs: Sequence[Any]) -> None:
+        """As ``compress_judged``."""
+        self.compress_judged()
+
+    def runs_on(self, reqs: Sequence[Any]) -> None:
+        """As ``follow``: behind a pass over prompts the next decode step has been launched already, and behind its own
+        results the one after it. A request that is compressed at its limit, whatever runs beside it, has to be seen
+        behind each pass."""
+        self.follow(reqs)
 
     def compress_judged(self) -> None:
         """Compress what was judged. One that finds no pages or blocks for it goes on, and is judged again."""
@@ -48,7 +59,7 @@ class CompressionScheduler:
         no pages goes on and is looked at again behind the next step."""
         for req in reqs:
             row = compat.row_of(req)
-            if row is None or row in self.requests.manager.prompts.pending or not self.budgets.follow(row):
+            if row is None or row in self.manager.prompts.pending or not self.budgets.follow(row):
                 continue
             path = self._path(req, row)
             if path is None:
@@ -61,43 +72,48 @@ class CompressionScheduler:
     def _path(self, req: Any, row: int) -> Path | None:
         """What the prefix cache holds of a request that may be compressed now; None where it has to wait, for pages or
         table blocks or for what it gave the prefix cache."""
-        requests, budgets = self.requests, self.budgets
-        manager, ledger, tree = requests.manager, requests.ledger, requests.tree
+        budgets, manager, ledger, tree = self.budgets, self.manager, self.ledger, self.tree
         if budgets.alone(row):
             return []
         pages = budgets.pages_to_compress(row)
         with ledger.compressing():
             room = not pages or ledger.uncommitted_pages() >= pages
-            if tree is not None and not (room and manager.segments.rows_free):
-                room = tree.make_segment_rows(1) and (room or tree.make_room(pages))
+            if not (room and manager.segments.rows_free):
+                room = tree.make_segment_rows(1) and (room or tree.make_pages(pages))
         blocks = budgets.copy_blocks(row)
-        if room and tree is not None:
+        if room:
             tree.make_table_blocks(blocks)
         if not room or ledger.table_starved(blocks):
-            budgets.waited += 1
+            budgets.wait()
             return None
         shared = manager.rows.shared(row)
-        path = [] if tree is None else split_path(tree.path(req.last_node), shared)[0]
+        path, _ = split_path(tree.path(req.last_node), shared)
         return path if path_end(path) == shared else None
 
     def _compress(self, req: Any, row: int, path: Path) -> bool:
         """Whether there was a segment row and table blocks for it."""
-        tree, exact = self.requests.tree, self.requests.exact
-        shared = self.requests.manager.rows.shared(row)
+        shared = self.manager.rows.shared(row)
         if not self.budgets.compress(row, path):
             return False
-        if shared and tree is not None:
-            tree.detach(req, 0)
-            if exact is not None:
-                exact.reader_left = True  # of what it shared, another may be the only reader now
+        if shared:
+            self.tree.detach(req, 0)
+            self.exact.prefix_given_up()
         return True
 
-    def let_go(self, row: int) -> None:
-        """The row is about to be shared or given up."""
+    def letting_go(self, row: int) -> None:
+        """It is not judged any more."""
         if self.judged.pop(row, None) is not None:
             self.budgets.drop_judgement(row)
 
     # Around a decode step
+
+    def decode_begins(self, batch: Any) -> None:
+        """As ``leave_out``."""
+        self.leave_out(batch)
+
+    def results_processed(self, scheduler: Any) -> None:
+        """As ``rejoin``."""
+        self.rejoin(scheduler)
 
     def leave_out(self, batch: Any) -> None:
         """A decode step of ``batch`` is about to be prepared: park those that are judged. Where nobody else is in it,

@@ -28,12 +28,11 @@ from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, l
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
-from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.kv_canary import register_canary
 from sglang_diffkv.srt.startup.validation import PAGE_DTYPES, check_layers, check_model, check_policy, check_server_args
+from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from sglang_diffkv.srt.tree.retracted import why_recomputed
-from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
 
@@ -152,7 +151,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     ledger = PageLedger(manager, pool.size, owning=plan.draft_bytes > 0)
     pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size), plan.draft_bytes)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
-        RequestLifecycle(ledger, pool.usage),
+        build_lifecycle(ledger, pool.usage),
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         kvcache=pool,
@@ -223,4 +222,4 @@ def create_prefix_cache(ctx: Any) -> Any:
     into arguments that a launch has resolved (0.5.17), so a hook on the factory chooses it."""
     config = load_config()
     exact = config.prefix_fidelity == "exact"
-    return prefix_cache_class()(ctx.params, config.share_min_tokens, exact=exact)
+    return build_prefix_cache(ctx.params, config.share_min_tokens, exact=exact)

@@ -16,12 +16,11 @@ from typing import Any
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglang_diffkv.layout.geometry import TABLE_BLOCK, Path
+from sglang_diffkv.layout.geometry import TABLE_BLOCK
 from sglang_diffkv.layout.spans import whole_tokens
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.srt.tree.kept_states import KeptStates
-from sglang_diffkv.srt.tree.kv_events import ToldNodes
+from sglang_diffkv.srt.tree.parts import NodeListener, NodeStates
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -33,8 +32,10 @@ class EvictingTree(RadixCache):
 
     ledger: PageLedger
     manager: PageManager
-    states: KeptStates | None
-    told: ToldNodes | None
+    states: NodeStates
+    """States that nodes keep, of a model that has some."""
+    told: NodeListener
+    """Who follows SGLang's KV events."""
     least_kept: int
     """A leaf is cut only if this many of its tokens stay."""
     least_kept_waiting: int
@@ -72,28 +73,16 @@ class EvictingTree(RadixCache):
         self.update_eviction_metrics(gained, start)
         return EvictResult(num_tokens_evicted=gained)
 
-    def evict_uncovered(self) -> None:
-        """Evict until free pages cover all promises and the next step."""
-        self.evict_pages(0)
+    def make_tokens(self, tokens: int) -> bool:
+        return self.evict(EvictParams(num_tokens=tokens)).num_tokens_evicted >= tokens
 
-    def evict_pages(self, pages: int) -> None:
-        """Evict until ``pages`` are free that nobody is going to take."""
-        self._evict_while(lambda: pages - self.ledger.uncommitted_pages())
-
-    def make_room(self, pages: int) -> bool:
-        """Evict until ``pages`` are free that nobody is going to take; False if that is not possible."""
-        if self.ledger.uncommitted_pages() + self.ledger.evictable_pages < pages:
+    def make_pages(self, pages: int, *, partly: bool = False) -> bool:
+        if not partly and self.ledger.uncommitted_pages() + self.ledger.evictable_pages < pages:
             return False
-        self.evict_pages(pages)
+        self._evict_while(lambda: pages - self.ledger.uncommitted_pages())
         return self.ledger.uncommitted_pages() >= pages
 
-    def evict_table_blocks(self, path: Path, new_tokens: int) -> None:
-        """Evict until the page table has room for a prompt after a matched path, which must be locked."""
-        self.make_table_blocks(self.ledger.blocks_for(path, new_tokens))
-
     def make_table_blocks(self, blocks: int) -> bool:
-        """Evict until the page table has so many free blocks that nobody is going to take; False if that is not
-        possible."""
         self._evict_while(lambda: math.inf if self.ledger.table_starved(blocks) else 0)
         return not self.ledger.table_starved(blocks)
 
@@ -101,14 +90,27 @@ class EvictingTree(RadixCache):
         """KV slots that the tree could give back."""
         return super().evictable_size()
 
-    def evict_kv_slots(self, count: int) -> None:
-        """Evict until ``count`` KV slots are free that nobody is going to take, if so many can be."""
+    def make_kv_slots(self, count: int) -> bool:
         if self.ledger.uncommitted_kv_slots() + self.evictable_tokens() < count:
-            return
+            return False
         self._evict_while(
             lambda: math.inf if self.ledger.uncommitted_kv_slots() < count else 0,
             lambda: count - self.ledger.uncommitted_kv_slots(),
         )
+        return self.ledger.uncommitted_kv_slots() >= count
+
+    def make_segment_rows(self, count: int) -> bool:
+        return self._evict_leaves_until(lambda: self.manager.segments.rows_free >= count)
+
+    def make_room_to_share(self, row: int) -> bool:
+        """Evict until a segment can be made of the row's pages; False if that is not possible."""
+        return self._evict_leaves_until(lambda: self.manager.prompts.can_publish(row))
+
+    def _evict_leaves_until(self, enough: Callable[[], bool]) -> bool:
+        while not enough():
+            if not self._evict_leaf():
+                return False
+        return True
 
     def _evict_while(self, missing: Callable[[], float], tokens: Callable[[], int] | None = None) -> None:
         """Evict while ``missing()`` pages is above 0; infinity evicts whole leaves, of those that share a segment as
@@ -149,7 +151,7 @@ class EvictingTree(RadixCache):
         more: no reader, and no state."""
         if node is self.root_node or node.segment is not segment or node.lock_ref > 0 or len(node.children) > 1:
             return False
-        return self.states is None or node not in self.states.of_nodes
+        return node not in self.states.of_nodes
 
     def _end(self, nodes: list[Any], tokens: int) -> list[Any]:
         """Of a leaf and nodes above it, so many that they have ``tokens``."""
@@ -164,7 +166,7 @@ class EvictingTree(RadixCache):
         """Of a leaf and nodes above it, all of one segment, the end that returns at least ``pages``; all of them if too
         little would stay. A node that is longer is split."""
         segment = nodes[0].segment
-        if self.states is not None and nodes[0] in self.states.of_nodes:
+        if nodes[0] in self.states.of_nodes:
             return nodes  # no match would end in what stays
         if segment.row in self.manager.counts.uncounted:
             self.manager.counts.settle()
@@ -200,15 +202,21 @@ class EvictingTree(RadixCache):
     def _priority(self, leaf: Any) -> Any:
         """What SGLang's eviction policy says; where states are kept, leaves without one, of which no request can go on,
         come first."""
-        priority = self.eviction_strategy.get_priority(leaf)
-        return priority if self.states is None else (leaf in self.states.of_nodes, priority)
+        return leaf in self.states.of_nodes, self.eviction_strategy.get_priority(leaf)
 
     def evict_path(self, key: Any, start: int = 0) -> None:
         """Evict what the tree has of SGLang's RadixKey ``key`` from position ``start`` on, as far as nothing branches
         off and nobody reads it."""
-        self.evict_branch(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node, start)
+        self._evict_back(RadixCache.match_prefix(self, MatchPrefixParams(key=key)).last_device_node, start)
 
-    def evict_branch(self, node: Any, start: int = 0) -> None:
+    def evict_branch(self, node: Any) -> bool:
+        if node in (None, self.root_node):
+            return False
+        if node.segment is not None:
+            self._evict_back(node)
+        return True
+
+    def _evict_back(self, node: Any, start: int = 0) -> None:
         """Evict the path to ``node`` from its end to position ``start``, as far as nothing branches off and nobody
         reads it."""
         end, above = 0, node
@@ -231,10 +239,9 @@ class EvictingTree(RadixCache):
             self._delete_leaf(node)
             node.segment = None
         self.give_up_end(segment, len(nodes), tokens, wait=wait)
-        if self.told is not None:
-            for node in nodes:
-                self.told.gone(node)
-            self.told.end_went(above)
+        for node in nodes:
+            self.told.gone(node)
+        self.told.end_went(above)
         return above
 
     def give_up_end(self, segment: Any, nodes: int, tokens: int, *, wait: bool) -> None:

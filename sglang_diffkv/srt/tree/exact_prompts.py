@@ -10,21 +10,23 @@ has in place from then on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from sglang_diffkv.layout.geometry import Path, path_end, split_path
+from sglang_diffkv.srt.tree.parts import ExactRule
+from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.versions import compat
 
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 
-
-class ExactPrompts:
+class ExactPrompts(ExactRule):
     """Decisions of ``prefix_fidelity: exact``, for rows of running requests.
 
     Args:
         least_published: a prompt with fewer new tokens than this joins the tree with its reply, compressed.
     """
+
+    keeps_prompts = True
 
     def __init__(self, tree: DiffKVPrefixCache, least_published: int):
         self.tree, self.least_published = tree, least_published
@@ -35,21 +37,24 @@ class ExactPrompts:
         """Rows of requests that were retracted, over a compressed prefix that they alone read, and that stays as it
         is."""
         self.reader_left = False
-        self.outcomes = dict.fromkeys(("copied", "shared", "brief", "no room", "copied later"), 0)
+        self.outcomes: dict[str, int] = dict.fromkeys(("copied", "shared", "brief", "no room", "copied later"), 0)
         """Prompts so far: compressed in a copy; all but a few tokens shared with running requests; left as they are for
         a request that ends with them. Then: compressed in place, or left shared, for want of pages; a shared part
         copied when its last other reader had left."""
 
-    def attached(self, row: int, node: Any, *, restored: bool = False) -> None:
-        """A row begins its prompt after the path to ``node``: it judges for itself what it may copy.
-
-        Args:
-            restored: the path is what was kept of the request when it was retracted.
-        """
-        if restored:
+    def prompt_begun(self, req: Any, row: int, *, alone: bool) -> None:
+        """It judges for itself what it may copy of its prefix, unless that was restored for it alone."""
+        if alone:
             self.restored.add(row)
-        elif any(x.lock_ref < 2 for x in self.tree.nodes(node)):
+        elif any(x.lock_ref < 2 for x in self.tree.nodes(req.last_node)):
             self.manager.prompts.judge(row)
+
+    def chunk_planned(self, req: Any, row: int, end: int, *, ends: bool, alone: bool) -> None:
+        """A prompt that the planned pass ends is copied, or shared, or neither. One that was restored for its request
+        alone is not offered to the tree."""
+        if ends:
+            insertable = not (getattr(req, "skip_radix_cache_insert", False) or alone)
+            self.plan(row, req.last_node, brief=req.sampling_params.max_new_tokens <= 1, insertable=insertable)
 
     def plan(self, row: int, node: Any, *, brief: bool, insertable: bool = True) -> None:
         """The planned pass ends the prompt of a row that holds the path to ``node``: copy, or share, or neither.
@@ -66,7 +71,7 @@ class ExactPrompts:
         publish = length - shared >= self.least_published
         self.ends[row] = None if publish else node
         if brief:
-            prompts.untouched.add(row)
+            prompts.leave_as_computed(row)
             self.outcomes["brief"] += 1
             return
         start = self._read_by_others(node)
@@ -94,7 +99,7 @@ class ExactPrompts:
         geometry = self.manager.geometry
         if not self.manager.space.fits(kept, geometry.max_tokens):
             return False
-        if not (self.tree.make_segment_rows(1) and self.tree.make_room(geometry.most_pages(tokens))):
+        if not (self.tree.make_segment_rows(1) and self.tree.make_pages(geometry.most_pages(tokens))):
             return False
         return not self.ledger.table_starved(self.manager.prompts.blocks_for(row, kept, tokens))
 
@@ -105,8 +110,8 @@ class ExactPrompts:
         node = self.ends.get(row)
         return node is not None and (node is self.tree.root_node or node.segment is not None)
 
-    def prompt_ended(self, req: Any) -> None:
-        """SGLang has had its chance to insert the prompt: the request lets go of what it copied."""
+    def prompt_published(self, req: Any) -> None:
+        """The request lets go of what it copied."""
         row = compat.allocated_row_of(req)
         if row in self.detaching:
             pending = self.manager.prompts.pending.get(row)
@@ -115,7 +120,11 @@ class ExactPrompts:
             self.manager.prompts.drop_pending(row)
             self.tree.detach(req, self.detaching.pop(row))
 
-    def copy_alone(self, requests: list[Any]) -> None:
+    def results_out(self, reqs: Sequence[Any]) -> None:
+        """Requests that have left may have made others the only readers of pages."""
+        self.copy_alone(reqs)
+
+    def copy_alone(self, requests: Sequence[Any]) -> None:
         """Those of the running requests that are left as the only reader of shared pages copy them.
 
         Called between steps: all that is planned is launched, and nothing of what these rows run is waited for.
@@ -152,9 +161,16 @@ class ExactPrompts:
             self.tree.detach(req, start)
             self.outcomes["copied later"] += 1
 
-    def forget(self, row: int) -> None:
-        """The row's request leaves it."""
+    def prefix_given_up(self) -> None:
+        """Of what the request shared, another may be the only reader now."""
+        self.reader_left = True
+
+    def left(self, req: Any, row: int) -> None:
+        """As it is here, and the row is nobody's."""
         self.reader_left = True
         self.ends.pop(row, None)
         self.detaching.pop(row, None)
         self.restored.discard(row)
+
+    def digest(self) -> Any:
+        return self.outcomes, self.ends.keys(), self.detaching

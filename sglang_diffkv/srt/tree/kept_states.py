@@ -15,18 +15,16 @@ as it is. Running requests come first: one that needs a slot takes the least rec
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from sglang_diffkv.srt.tree.parts import NodeStates
+from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
-
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
-
 
 CHUNKS_APART = 4
 """A state between chunks is kept where at least this part of the tokens before it, a quarter, lies behind the last."""
@@ -41,7 +39,7 @@ class Snapshot:
     slot: torch.Tensor
 
 
-class KeptStates:
+class KeptStates(NodeStates):
     """Who has which state slot, over SGLang's table of requests and the prefix cache's nodes.
 
     Args:
@@ -69,6 +67,17 @@ class KeptStates:
             node = node.parent
         return node
 
+    def match_end(self, req: Any, node: Any, most: int, served: Callable[[Any], int]) -> int:
+        """A match ends with a node that has a state, and that a row may read."""
+        found, node = self.tree.depth(node), self.last(node)
+        while (end := served(node)) < self.tree.depth(node):
+            node = self.last(self.tree.node_within(node, end))
+        self.matched(req, node, end, found, most)
+        return end
+
+    def may_end(self, node: Any) -> bool:
+        return node in self.of_nodes
+
     def matched(self, req: Any, node: Any, end: int, found: int, most: int) -> None:
         """A request (None: no request's) goes on from ``node``, where ``end`` tokens end, and the tree has ``found``
         tokens of its prompt. If that is enough more, others part there too. The request's prefill is then to stop at
@@ -81,6 +90,18 @@ class KeptStates:
             req.diffkv_branch = place if place - end >= self.least_apart else 0
 
     # Passes
+
+    def prefill_begins(self, reqs: Sequence[Any]) -> None:
+        """As ``begin``."""
+        self.begin(reqs)
+
+    def chunk_planned(self, req: Any, row: int, end: int, *, ends: bool, alone: bool) -> None:
+        """As ``plan``."""
+        self.plan(req, row, end, shared=self.tree.manager.rows.shared(row))
+
+    def pass_launched(self) -> None:
+        """As ``copy_due``."""
+        self.copy_due()
 
     def begin(self, reqs: Sequence[Any]) -> None:
         """A prefill of ``reqs`` is about to be prepared: make room for those that have no slot yet, and give those that
@@ -130,9 +151,11 @@ class KeptStates:
 
     # The prefix cache
 
-    def inserted(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
-        """The prefix cache has taken the row's tokens up to ``leaf``, where ``length`` of them end: it gets their
-        snapshots, and of a request that has ``ended`` there the state itself."""
+    def published(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
+        """The path to ``leaf`` gets the snapshots of its tokens, and of a request that has ``ended`` there the state
+        itself."""
+        if not length:
+            return
         later = []
         for snapshot in self.snapshots.pop(row, []):
             if snapshot.position <= length:
@@ -149,8 +172,7 @@ class KeptStates:
             self._free(slot)
         else:
             self.of_nodes[node] = slot
-            if self.tree.told is not None:
-                self.tree.told.end_came(node)
+            self.tree.told.end_came(node)
         self.of_nodes.move_to_end(node)
 
     def drop(self, node: Any) -> None:
@@ -158,17 +180,16 @@ class KeptStates:
         slot = self.of_nodes.pop(node, None)
         if slot is not None:
             self._free(slot)
-            if self.tree.told is not None:
-                self.tree.told.end_went(node)
+            self.tree.told.end_went(node)
 
-    def leave(self, req: Any, row: int) -> None:
-        """The request gives up its row, with all states that the tree did not take."""
+    def left(self, req: Any, row: int) -> None:
+        """The request gives up all states that the tree did not take."""
         self.due = [(snapshot, source) for snapshot, source in self.due if snapshot.row != row]
         for snapshot in self.snapshots.pop(row, []):
             self._free(snapshot.slot)
         compat.free_state(self.rows, req)
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Give back all that the tree has."""
         for node in list(self.of_nodes):
             self.drop(node)
@@ -219,7 +240,7 @@ class KeptStates:
         taken = {row: [x.position for x in found] for row, found in self.snapshots.items()}
         return [self.report(), kept, taken, len(self.due)]
 
-    def check_integrity(self, nodes: set[Any]) -> None:
+    def check_nodes(self, nodes: set[Any]) -> None:
         """Raise AssertionError unless each slot has one owner, and each state a node of the tree's ``nodes``."""
         assert set(self.of_nodes) <= nodes, "a state is kept for a node that the tree does not have"
         assert not self.snapshots.keys() & set(self.rows.free_slots), "a copied state is that of a row that nobody has"
@@ -240,3 +261,14 @@ class KeptStates:
     def _running_slots(self) -> Iterator[int]:
         used = set(range(1, self.rows.req_to_token.shape[0])) - set(self.rows.free_slots)
         yield from self.rows.req_index_to_mamba_index_mapping[sorted(used)].tolist()
+
+
+class FreedStates(NodeStates):
+    """States of running requests alone, of a model that has them: the prefix cache is off and keeps none. ``rows``:
+    SGLang's table of requests."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+    def left(self, req: Any, row: int) -> None:
+        compat.free_state(self.rows, req)

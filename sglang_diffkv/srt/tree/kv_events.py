@@ -13,15 +13,14 @@ A prompt that parts from others between two such ends finds less than a listener
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang_diffkv.srt.tree.parts import NodeListener
+from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.private_space import is_private
 
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 
-
-class ToldNodes:
+class ToldNodes(NodeListener):
     """Nodes of a prefix cache that listeners know of.
 
     Args:
@@ -65,6 +64,9 @@ class ToldNodes:
         if is_told(node):
             self._remove(node)
             node.told = False
+
+    def split(self, parent: Any, child: Any) -> None:
+        parent.told = is_told(child)
 
     def _found(self, node: Any) -> bool:
         return self.tree.may_end_match(node) or any(map(is_told, node.children.values()))

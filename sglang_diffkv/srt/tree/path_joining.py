@@ -13,16 +13,15 @@ from then on. Rows that read the old pages keep them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sglang_diffkv.layout.geometry import Path, Segment
 from sglang_diffkv.mem_pool.segments import MOST_READS
 from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
-
-if TYPE_CHECKING:
-    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
+from sglang_diffkv.srt.tree.parts import MOST_PARTS, PathRule
+from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 
 SEGMENT_ROWS = 2
 """Rows that joining takes before it returns others: one for the copy, one for the rest of a segment that is cut."""
@@ -41,11 +40,8 @@ KEPT_ENDS = 2
 and a match can end there. These are the newest prompt and its reply. The first segment stays too, with which other
 prompts may begin, and so does every place where another path branches off."""
 
-MOST_PARTS = 64
-"""A path of more parts is joined where that costs nobody anything: each part takes launches of its own to be read."""
 
-
-class PathJoiner:
+class PathJoiner(PathRule):
     """Joins parts of paths of a prefix cache."""
 
     def __init__(self, tree: DiffKVPrefixCache):
@@ -54,6 +50,35 @@ class PathJoiner:
         """Paths joined so far."""
         self.ended: list[Any] = []
         """Nodes where requests ended whose paths were not looked at since."""
+
+    # Events
+
+    def scheduling_begins(self) -> None:
+        """Join what requests that have ended left in small segments."""
+        self.tidy()
+
+    def published(self, req: Any, row: int, leaf: Any, length: int, *, ended: bool) -> None:
+        """``tidy`` looks at the path of a request that has ended."""
+        if ended:
+            self.look_at(leaf)
+
+    def row_released(self) -> None:
+        """The replies that joined from the row move to dense pages, where there is room for them."""
+        segments = self.manager.segments
+        for segment in segments.take_fragmented():
+            if self.tree.make_pages(segments.packed_pages(segment)) and segment in segments.cached:
+                self.tree.uncount(segment)
+                if not segments.pack(segment):
+                    segments.count_again(segment)
+
+    def left(self, req: Any, row: int) -> None:
+        """``tidy`` looks at its path."""
+        self.look_at(req.last_node)
+
+    def reset(self) -> None:
+        self.ended.clear()
+
+    # Joining
 
     def look_at(self, node: Any) -> None:
         """A request has ended, whose path in the tree goes to ``node``: ``tidy`` looks at it."""
@@ -139,7 +164,7 @@ class PathJoiner:
             if not below or (stub and len(node.children) > 1):
                 return None
             node = below[0]
-            if node.lock_ref > 0 or (self.tree.states is not None and node in self.tree.states.of_nodes):
+            if node.lock_ref > 0 or node in self.tree.states.of_nodes:
                 return None
             stub.append(node)
             at += len(node.key)
@@ -231,7 +256,7 @@ class PathJoiner:
         The path to ``node`` stays."""
         tree, blocks = self.tree, self._needs(parts)[1]
         tree.inc_lock_ref(node)
-        room = tree.make_segment_rows(SEGMENT_ROWS) and tree.make_room(pages) and tree.make_table_blocks(blocks)
+        room = tree.make_segment_rows(SEGMENT_ROWS) and tree.make_pages(pages) and tree.make_table_blocks(blocks)
         tree.dec_lock_ref(node)
         return room
 
@@ -246,21 +271,21 @@ class PathJoiner:
         reads = self._reads(parts)
         joined = manager.segments.join(parts)
         joined.reads.update(reads)
-        tree.locked_nodes[joined] = 0
+        tree.add_segment(joined)
         at, renamed = 0, []
         for node in nodes:
             if lo <= at < hi:
                 renamed.append(node)
-                self._rename(node, joined)
+                tree.rename(node, joined)
             at += len(node.key)
         for segment, _, end in parts:
             if segment.nodes == 0:
-                del tree.locked_nodes[segment]
+                tree.forget_segment(segment)
                 manager.segments.release(segment, exclusive=segment not in read)
             else:
                 manager.segments.cut_front(segment, end)
         self.joined += 1
-        if tree.told is not None and any(manager.geometry.attention_spans):
+        if any(manager.geometry.attention_spans):
             tree.told.ends_changed(renamed[0])
 
     def _reads(self, parts: Path) -> dict[tuple[int, int], Entries]:
@@ -273,14 +298,3 @@ class PathJoiner:
             so_far = tuple(n + m for n, m in zip(so_far, more, strict=True))
             reads[lo, end] = tuple(map(min, so_far, space.dense_entries(end - lo)))
         return reads
-
-    def _rename(self, node: Any, joined: Segment) -> None:
-        """The node's tokens are those of ``joined`` from now on. Rows that have locked it keep the old pages, so these
-        stay locked with it."""
-        old = node.segment
-        old.nodes -= 1
-        joined.nodes += 1
-        node.segment = joined
-        if node.lock_ref > 0:
-            node.left_by_readers.append(old)
-            self.tree.locked_nodes[joined] += 1

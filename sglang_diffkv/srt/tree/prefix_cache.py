@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,90 +21,101 @@ import torch
 from sglang_diffkv.config import CHECK_ENV
 from sglang_diffkv.layout.geometry import Path, Segment
 from sglang_diffkv.layout.spans import served_end
-from sglang_diffkv.ops.decisions import compacts, tail_tokens
+from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.srt.models.hybrids import has_states
-from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
+from sglang_diffkv.srt.tree.events import RequestListener, let_go
 from sglang_diffkv.srt.tree.eviction import WORTH_WAITING, EvictingTree
-from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
-from sglang_diffkv.srt.tree.kept_states import KeptStates
-from sglang_diffkv.srt.tree.kv_events import ToldNodes, is_told
-from sglang_diffkv.srt.tree.path_joining import MOST_PARTS, PathJoiner
-from sglang_diffkv.srt.tree.retracted import Retracted
+from sglang_diffkv.srt.tree.parts import MOST_PARTS, NodeListener, Parts
 from sglang_diffkv.srt.versions import compat
 
 
 class DiffKVPrefixCache(EvictingTree):
-    """The parts that do not depend on the SGLang version; ``compat_tree.prefix_cache_class`` adds the rest."""
+    """The parts that do not depend on the SGLang version; ``sglang_methods.py`` adds the rest. It is a ``PrefixTree``.
+
+    Args:
+        params: SGLang's parameters of a prefix cache.
+        ledger: of the pages that the tree holds.
+        share_min_tokens: a leaf is cut only if so many of its tokens stay.
+
+    Attributes:
+        inserted: length of the longest key that the running insertion has put in, and the node where it ends.
+    """
 
     inserting_row: int | None
     _restored: Segment | None
     inserted: tuple[int, Any]
-    """Length of the longest key that the running insertion has put in, and the node where it ends."""
-    states: KeptStates | None = None
-    """Of a model that has states; None of others, and while nothing is kept."""
-    told: ToldNodes | None = None
-    """Nodes that listeners to SGLang's KV events know of; None without these events."""
 
-    def __init__(self, params: Any, share_min_tokens: int, *, exact: bool = False):
-        self.requests: RequestLifecycle = params.token_to_kv_pool_allocator.requests
-        self.ledger, self.manager = self.requests.ledger, self.requests.manager
+    def __init__(self, params: Any, ledger: PageLedger, share_min_tokens: int):
+        self.ledger, self.manager = ledger, ledger.manager
         self.inserting_row = self._restored = None
+        self.connect(Parts())
+        self.told = NodeListener()
         self.locked_nodes: dict[Segment, int] = {}
         self.least_kept = self.least_kept_waiting = share_min_tokens
         self.least_cut = 0
         if self.manager.state.pages.is_cuda:
             self.least_cut, self.least_kept_waiting = WORTH_WAITING, max(share_min_tokens, WORTH_WAITING)
-        self.requests.tree = self
-        self.joiner = PathJoiner(self)
         super().__init__(params)
-        self.told = self.told_nodes()
         self.is_eagle = False  # a node's tokens are those that its segment holds, and no pairs of them
-        self.manager.counts.on_counted = self._count
-        if not self.disable and has_states(self.req_to_token_pool):
-            self.states = KeptStates(self, share_min_tokens)
-        self.exact: ExactPrompts | None = None
-        if self.manager.running is not None and not self.disable:
-            self.manager.running.copies, self.manager.running.exact_prefixes = True, exact
-        if exact and compacts(self.manager.state, self.manager.policy) and not self.disable:
-            self.exact = ExactPrompts(self, min(share_min_tokens, self.manager.fmt.high.tokens))
-        elif not self.disable:
-            self.manager.prompts.share_min_tokens = share_min_tokens
-            if self.states is None:  # a state stands for all of a prompt, so the tree takes that or nothing
-                self.manager.prompts.tail = tail_tokens(self.manager.state, self.manager.policy)
-        if self.manager.saved is not None and not self.disable:
-            self.requests.retracted = Retracted(self, self.manager.saved)
+
+    def connect(self, parts: Parts) -> None:
+        """The optional parts around the tree."""
+        self.states, self.exact, self.joiner, self.retracted = parts.states, parts.exact, parts.joiner, parts.retracted
+        self.listeners: Sequence[RequestListener] = parts.listeners
+
+    def tell_of_nodes(self, told: NodeListener) -> None:
+        """``told`` hears of nodes that come and go from now on."""
+        self.told = told
 
     def reset(self) -> None:
-        if self.states is not None:
-            self.states.clear()
-        if self.requests.retracted is not None:
-            self.requests.retracted.clear()
+        for part in self.listeners:
+            part.reset()
         super().reset()
-        self.joiner.ended.clear()
         self.inserted = (0, self.root_node)
         self.manager.segments.release_all()
         self.locked_nodes.clear()
-        self.ledger.tree_pages = self.ledger.evictable_pages = 0
+        self.ledger.release_all()
 
     # Insertion
 
-    def make_segment_rows(self, count: int) -> bool:
-        """Evict until ``count`` segment rows are free; False if that is not possible."""
-        while self.manager.segments.rows_free < count:
-            if not self._evict_leaf():
-                return False
+    def publishable_to(self, req: Any) -> int:
+        """Position up to which a running request's prompt may join the tree now; 0 if it may not."""
+        row = compat.row_of(req)
+        end = None if row is None else self.manager.prompts.publishable_to(row)
+        return 0 if end is None or end > compat.extend_end(req) else end
+
+    def publish(self, req: Any, insertion: Callable[[], None], *, running: bool) -> bool:
+        """Run SGLang's ``insertion`` of a request's tokens, with pages of its row: of a running one those up to
+        ``publishable_to``. False, running nothing, where they do not join now: a prompt too short to be shared alone,
+        no room, a row with a fault."""
+        row = compat.row_of(req)
+        if row is None or (running and not self.publishable_to(req)):
+            return False
+        if not running:
+            let_go(self.listeners, self.manager, req, row)
+        if row in self.manager.counts.faulted or not self._joins(row, running):
+            return False
+        if not self.make_room_to_share(row) or not self._joins(row, running):  # room may be made by evicting the prompt
+            return False
+        self.inserting_row, self.inserted = row, (0, self.root_node)
+        try:
+            insertion()
+        finally:
+            self.inserting_row = None
+        length, leaf = self.inserted
+        for part in self.listeners:
+            part.published(req, row, leaf, length, ended=not running)
         return True
 
-    def make_room_to_share(self, row: int) -> bool:
-        """Evict until a segment can be made of the row's pages; False if that is not possible."""
-        while not self.manager.prompts.can_publish(row):
-            if not self._evict_leaf():
-                return False
-        return True
+    def _joins(self, row: int, running: bool) -> bool:
+        return running or self.exact.joins(row)
+
+    def prompt_published(self, req: Any) -> None:
+        """SGLang has had its chance to insert the prompt."""
+        for part in self.listeners:
+            part.prompt_published(req)
 
     def detach(self, req: Any, start: int) -> None:
-        """The request has copied its tokens from position ``start`` on: it gets KV slots of its own for them, and locks
-        the rest only. Without KV slots it goes on as it is."""
         count = compat.protected_len(req) - start
         if count <= 0 or self.ledger.uncommitted_kv_slots() < count:
             return
@@ -116,17 +127,6 @@ class DiffKVPrefixCache(EvictingTree):
                 break
             at, node = at + len(x.key), x
         compat.own_from(self, req, node, start, kv_slots)
-
-    def pack_replies(self) -> None:
-        """A row was released: the replies that joined from it move to dense pages, where there is room for them."""
-        waiting, self.manager.segments.fragmented = self.manager.segments.fragmented, []
-        for segment in waiting:
-            needed = self.manager.segments.packed_pages(segment)
-            if self.make_room(needed) and segment in self.manager.segments.cached:
-                self.uncount(segment)
-                if not self.manager.segments.pack(segment):
-                    segment.pages = 0
-                    self.manager.counts.count_later(segment)
 
     def _insert_helper(self, node: Any, key: Any, value: Any, *args: Any) -> Any:
         pending = None if self.inserting_row is None else self.manager.prompts.pending.get(self.inserting_row)
@@ -144,9 +144,8 @@ class DiffKVPrefixCache(EvictingTree):
         if matched < length:
             segment = self._segment(matched, length)
             leaf.segment, leaf.left_by_readers = segment, []
-            self.locked_nodes[segment] = 0
-            if self.told is not None:
-                self.told.end_came(leaf)
+            self.add_segment(segment)
+            self.told.end_came(leaf)
         return matched, leaf
 
     def _segment(self, lo: int, hi: int) -> Segment:
@@ -177,17 +176,37 @@ class DiffKVPrefixCache(EvictingTree):
         parent.last_access_time, parent.creation_time = child.last_access_time, child.creation_time
         segment = parent.segment = child.segment
         segment.nodes += 1
-        parent.left_by_readers, parent.told = list(child.left_by_readers), is_told(child)
+        parent.left_by_readers = list(child.left_by_readers)
+        self.told.split(parent, child)
         if child.lock_ref > 0:
             for read in self._read_through(child):
                 self.locked_nodes[read] += 1
         return parent
 
+    def add_segment(self, segment: Segment) -> None:
+        """Nodes are about to name the segment."""
+        self.locked_nodes[segment] = 0
+
+    def forget_segment(self, segment: Segment) -> None:
+        """No node names the segment any more."""
+        del self.locked_nodes[segment]
+
+    def rename(self, node: Any, segment: Segment) -> None:
+        """The node's tokens are those of another ``segment`` from now on. Rows that have locked it keep the old pages,
+        so these stay locked with it."""
+        old = node.segment
+        old.nodes -= 1
+        segment.nodes += 1
+        node.segment = segment
+        if node.lock_ref > 0:
+            node.left_by_readers.append(old)
+            self.locked_nodes[segment] += 1
+
     # Matching
 
     def match_prefix(self, params: Any) -> Any:
-        retracted = self.requests.retracted
-        return self.match(params) if retracted is None else retracted.match(params)
+        found = self.retracted.match(params)
+        return self.match(params) if found is None else found
 
     def find(self, params: Any) -> Any:
         """What the tree has of a key, whether or not a row may read it."""
@@ -199,13 +218,7 @@ class DiffKVPrefixCache(EvictingTree):
         if self.inserting_row is not None:
             return result  # SGLang looks for what it has just inserted, and attaches nothing
         node, found = result.last_device_node, self.depth(result.last_device_node)
-        if self.states is None:
-            end = self._served(node)
-        else:
-            node = self.states.last(node)
-            while (end := self._served(node)) < self.depth(node):
-                node = self.states.last(self._node_within(node, end))
-            self.states.matched(params.req, node, end, found, len(params.key))
+        end = self.states.match_end(params.req, node, len(params.key), self._served)
         if end == found:
             return result
         return super().match_prefix(dataclasses.replace(params, key=params.key[:end]))
@@ -213,13 +226,14 @@ class DiffKVPrefixCache(EvictingTree):
     def may_end_match(self, node: Any) -> bool:
         """Whether what a request matches may end with the node: sliding layers hold all that they see, and the state
         is kept."""
-        if self.states is not None and node not in self.states.of_nodes:
+        if not self.states.may_end(node):
             return False
         attention_spans = self.manager.geometry.attention_spans
         return not any(attention_spans) or served_end(self.path(node), attention_spans) == self.depth(node)
 
-    def told_nodes(self) -> ToldNodes | None:
-        """What follows the KV events of the installed SGLang, if they are on."""
+    def event_recorder(self) -> tuple[Callable[[Any], None], Callable[[Any], None]] | None:
+        """How SGLang records that a node has come, and that one has gone, if its KV events are on. The tree itself says
+        which nodes come from now on."""
         raise NotImplementedError
 
     def _served(self, node: Any) -> int:
@@ -254,7 +268,7 @@ class DiffKVPrefixCache(EvictingTree):
         """Position where a node ends."""
         return sum(len(x.key) for x in self.nodes(node))
 
-    def _node_within(self, node: Any, end: int) -> Any:
+    def node_within(self, node: Any, end: int) -> Any:
         """The last node of the path to ``node`` that ends at ``end`` or before."""
         while self.depth(node) > end:
             node = node.parent
@@ -310,9 +324,9 @@ class DiffKVPrefixCache(EvictingTree):
                     before = self.locked_nodes[segment]
                     self.locked_nodes[segment] = before + delta
                     if before == 0:
-                        self.ledger.evictable_pages -= segment.pages
+                        self.ledger.lock(segment.pages)
                     elif before + delta == 0:
-                        self.ledger.evictable_pages += segment.pages
+                        self.ledger.unlock(segment.pages)
                 if delta < 0:
                     node.left_by_readers = []
             node = node.parent
@@ -325,8 +339,7 @@ class DiffKVPrefixCache(EvictingTree):
     # Eviction, see ``EvictingTree``
 
     def _delete_leaf(self, node: Any) -> None:
-        if self.states is not None:
-            self.states.drop(node)
+        self.states.drop(node)
         super()._delete_leaf(node)
 
     def give_up_end(self, segment: Segment, nodes: int, tokens: int, *, wait: bool) -> None:
@@ -341,43 +354,34 @@ class DiffKVPrefixCache(EvictingTree):
 
     def uncount(self, segment: Segment) -> None:
         """The pages of a segment are about to change."""
-        self.ledger.tree_pages -= segment.pages
-        if not self.locked_nodes[segment]:
-            self.ledger.evictable_pages -= segment.pages
+        self.ledger.release(segment.pages, locked=bool(self.locked_nodes[segment]))
 
-    def _count(self, segment: Segment) -> None:
+    def count(self, segment: Segment) -> None:
         """The pages of a segment became known."""
-        self.ledger.tree_pages += segment.pages
-        if not self.locked_nodes[segment]:
-            self.ledger.evictable_pages += segment.pages
+        self.ledger.hold(segment.pages, locked=bool(self.locked_nodes[segment]))
 
-    # States, see ``KeptStates``; the methods are those by which SGLang asks a prefix cache
+    # States, see ``NodeStates``; the methods are those by which SGLang asks a prefix cache
 
     def supports_mamba(self) -> bool:
         return has_states(self.req_to_token_pool)
 
-    def give_up_states(self, req: Any, row: int) -> None:
-        """The request leaves its row."""
-        if self.states is not None:
-            self.states.leave(req, row)
-        elif self.supports_mamba():
-            compat.free_state(self.req_to_token_pool, req)
-
     def mamba_evictable_size(self) -> int:
-        return 0 if self.states is None else len(self.states.of_nodes)
+        return len(self.states.of_nodes)
 
     def mamba_protected_size(self) -> int:
         return 0
 
     def all_mamba_values_flatten(self) -> torch.Tensor:
-        kept = [] if self.states is None else list(self.states.of_nodes.values())
+        kept = list(self.states.of_nodes.values())
         return torch.cat(kept) if kept else torch.empty(0, dtype=torch.int64)
 
     # Reports
 
     def report(self) -> dict[str, float]:
-        """For ``/server_info``: pages of the prefix cache, and those that its tokens need where each chain without a
-        branch has dense pages of its own. Waits for the device."""
+        """Pages of the prefix cache, and those that its tokens need where each chain without a branch has dense pages
+        of its own."""
+        if self.disable:
+            return {}
         held, needed = self.manager.segments.counts_of.pages(self._chains())
         return {
             "pages": held,
@@ -439,5 +443,4 @@ class DiffKVPrefixCache(EvictingTree):
                 assert segment.pages == ordered, "a segment as computed has pages that are not in order"
         assert self.ledger.tree_pages == sum(s.pages for s in nodes), "tree pages miscounted"
         assert self.ledger.evictable_pages == evictable, "evictable pages miscounted"
-        if self.states is not None:
-            self.states.check_integrity(every)
+        self.states.check_nodes(every)

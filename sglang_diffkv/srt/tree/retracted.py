@@ -17,20 +17,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
 from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.tree.parts import Restoring
+from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.private_space import PrivateSpace, in_space
 from sglang_diffkv.srt.versions import compat
-
-if TYPE_CHECKING:
-    from sglang_diffkv.config import DiffKVConfig
-    from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +102,13 @@ class Kept:
         return self.place is not None and self.place.private
 
 
-class Retracted:
+class Retracted(Restoring):
     """Retracted requests whose pages are in host memory, over a prefix cache.
 
     Requests are keys here, and not their ids: clients choose ids, so two requests may have the same.
+
+    Args:
+        alone: whether a request is restored where no other finds it.
 
     Attributes:
         expected: row and tokens that each running request is expected to generate yet.
@@ -115,8 +117,8 @@ class Retracted:
         counts: by ``COUNTS``.
     """
 
-    def __init__(self, tree: DiffKVPrefixCache, saved: SavedRows):
-        self.tree, self.saved = tree, saved
+    def __init__(self, tree: DiffKVPrefixCache, saved: SavedRows, *, alone: bool):
+        self.tree, self.saved, self.alone = tree, saved, alone
         self.manager, self.ledger = tree.manager, tree.ledger
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
         self.kept: dict[Any, Kept] = {}
@@ -130,7 +132,14 @@ class Retracted:
         """What is kept of a request."""
         return self.kept.get(req)
 
+    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
+        self.expected = tokens
+
     # Retraction
+
+    def retracting(self, req: Any) -> None:
+        """As ``keep``."""
+        self.keep(req)
 
     def keep(self, req: Any) -> None:
         """The request is about to be retracted. One in the middle of its prompt is computed again, and so is one whose
@@ -154,7 +163,7 @@ class Retracted:
                 )  # fmt: skip
             self.counts["no_host_memory"] += 1
             return
-        self.kept[req] = Kept(req, saved, None if self.tree.exact is None else PrivateSpace())
+        self.kept[req] = Kept(req, saved, PrivateSpace() if self.alone else None)
         self.counts["kept"] += 1
 
     # Admission
@@ -169,11 +178,9 @@ class Retracted:
             self._admitting = None
 
     def match(self, params: Any) -> Any:
-        """What the tree has of a key (SGLang's MatchPrefixParams), with what is restored of the request that is being
-        admitted."""
         kept, self._admitting = self._admitting, None
         if kept is None or len(params.key) != kept.saved.hi:
-            return self.tree.match(params)  # where it may not find all, its prompt's logprobs are asked for
+            return None  # where it may not find all, its prompt's logprobs are asked for
         kept.wanted = None
         apart = kept.space
         found = self._restored(kept, params) if apart is None else self._restored_apart(kept, params, apart)
@@ -247,22 +254,22 @@ class Retracted:
     def _make_room(self, kept: Kept, at: int, tokens: int, pages: int) -> bool:
         tree, ledger = self.tree, self.ledger
         blocks = self.saved.blocks_from(kept.saved, at) * 2 + ledger.next_blocks  # of the segment, and of the row
-        tree.evict_kv_slots(tokens + 1)
+        tree.make_kv_slots(tokens + 1)
         if ledger.uncommitted_kv_slots() < tokens + 1:
             return False  # what follows frees some, and takes none
         return (
             tree.make_segment_rows(1)
-            and tree.make_room(pages + ledger.prompt_pages(1))
+            and tree.make_pages(pages + ledger.prompt_pages(1))
             and tree.make_table_blocks(blocks)
         )
 
-    def turn_away(self, req: Any) -> bool:
-        """Whether a request that SGLang is about to admit waits for room to be restored."""
+    def waits_for(self, req: Any) -> float | None:
         kept = self.of(req)
-        if kept is None or kept.wanted is None:
-            return False
-        self.tree.requests.wait(req, kept.wanted)
-        return True
+        return None if kept is None else kept.wanted
+
+    def does_not_fit_alone(self, req: Any) -> None:
+        """As ``give_up``."""
+        self.give_up(req)
 
     def give_up(self, req: Any) -> None:
         """What is kept of the request is of no use: it is computed again. So it is where it does not fit with what was
@@ -276,8 +283,8 @@ class Retracted:
         kept = self.of(req)
         return kept is not None and kept.alone and compat.prefix_len(req) == kept.saved.hi
 
-    def started(self, req: Any) -> None:
-        """The pass that computes the request, or begins to, is planned: the host's copy is not needed any more."""
+    def chunk_planned(self, req: Any, row: int, end: int, *, ends: bool, alone: bool) -> None:
+        """The host's copy is not needed any more."""
         kept = self.of(req)
         if kept is None:
             return
@@ -285,13 +292,13 @@ class Retracted:
         self.counts["restored" if found else "recomputed"] += 1
         self.counts["tokens_restored"] += kept.restored if found else 0
         if kept.place is not None:
-            self.places[compat.allocated_row_of(req)], kept.place = kept.place, None
+            self.places[row], kept.place = kept.place, None
         self._drop(kept)
 
     # The end
 
-    def left(self, row: int) -> None:
-        """A request has given up its row and its lock on the tree: nobody else can find what was restored for it alone.
+    def left(self, req: Any, row: int) -> None:
+        """It has given up its lock on the tree, too: nobody else can find what was restored for it alone.
         What was restored of other weights' computing goes too, as far as nobody reads it."""
         place = self.places.pop(row, None)
         if place is None:
@@ -340,6 +347,10 @@ class Retracted:
             self.counts["dropped"] += 1
             self._drop(kept)
 
+    def queue_seen(self, waiting: Iterable[Any]) -> None:
+        """As ``sweep``."""
+        self.sweep(waiting)
+
     def sweep(self, waiting: Iterable[Any]) -> None:
         """Drop what is kept of requests that do not wait any more: they were aborted."""
         if self.kept:
@@ -348,8 +359,8 @@ class Retracted:
                 if id(kept.req) not in present:
                     self.forget(kept.req)
 
-    def clear(self) -> None:
-        """The tree is reset: weights may have changed, and nothing computed so far counts."""
+    def reset(self) -> None:
+        """Weights may have changed, and nothing computed so far counts."""
         for kept in list(self.kept.values()):
             kept.place = None
             self.forget(kept.req)

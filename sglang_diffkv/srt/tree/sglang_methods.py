@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
-from sglang_diffkv.srt.tree.kv_events import ToldNodes
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.versions.compat import extend_end, filled_to, installed, prompt_len, row_of
+
+Recorder: TypeAlias = "tuple[Callable[[Any], None], Callable[[Any], None]]"
 
 
 class OwnEvents:
@@ -34,16 +36,16 @@ def prefix_cache_class() -> type:
         def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
             if self.disable:
                 return
-            stock, end = super().cache_unfinished_req, self.requests.publishable_to(req)
+            stock, end = super().cache_unfinished_req, self.publishable_to(req)
 
             def insertion() -> None:
                 with filled_to(req, end):
                     stock(req, chunked=chunked)
 
-            if chunked or not self.requests.publish(req, insertion, running=True) or end < extend_end(req):
+            if chunked or not self.publish(req, insertion, running=True) or end < extend_end(req):
                 self._keep_private(req)
             if not chunked:
-                self.requests.prompt_published(req)
+                self.prompt_published(req)
 
     class V17(_Inserting):
         def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
@@ -52,32 +54,32 @@ def prefix_cache_class() -> type:
             def insertion() -> None:
                 stock(req, is_insert=True, kv_len_to_handle=kv_len_to_handle)
 
-            if not (is_insert and not self.disable and self.requests.publish(req, insertion, running=False)):
+            if not (is_insert and not self.disable and self.publish(req, insertion, running=False)):
                 stock(req, is_insert=False, kv_len_to_handle=kv_len_to_handle)
 
         def _record_store_event(self, node: Any, *args: Any) -> None:
             """SGLang has inserted a node, of which the tree tells later."""
 
-        def told_nodes(self) -> ToldNodes | None:
+        def event_recorder(self) -> Recorder | None:
             if not self.enable_kv_cache_events:
                 return None
-            return ToldNodes(self, super()._record_store_event, self._record_remove_event)
+            return super()._record_store_event, self._record_remove_event
 
     class _Recording(_Inserting):
         kv_events: Any
 
-        def told_nodes(self) -> ToldNodes | None:
+        def event_recorder(self) -> Recorder | None:
             recorder = self.kv_events
             if not recorder.enabled:
                 return None
             self.kv_events = OwnEvents(recorder)
-            return ToldNodes(self, recorder.record_store, recorder.record_remove)
+            return recorder.record_store, recorder.record_remove
 
     class V21(_Recording):
         def insert_req(self, req: Any, *, up_to: int) -> None:
             stock = super().insert_req
             if not self.disable:
-                self.requests.publish(req, lambda: stock(req, up_to=up_to), running=False)
+                self.publish(req, lambda: stock(req, up_to=up_to), running=False)
 
     class V23(_Recording):
         def checkpoint(self, req: Any, *, up_to: int) -> None:
@@ -85,9 +87,9 @@ def prefix_cache_class() -> type:
             running = not req.finished()
             if self.disable or (running and up_to < prompt_len(req)):
                 return
-            end = self.requests.publishable_to(req) if running else up_to
-            self.requests.publish(req, lambda: stock(req, up_to=end), running=running)
+            end = self.publishable_to(req) if running else up_to
+            self.publish(req, lambda: stock(req, up_to=end), running=running)
             if running:
-                self.requests.prompt_published(req)
+                self.prompt_published(req)
 
     return {"V17": V17, "V21": V21, "V23": V23}[installed().tree]

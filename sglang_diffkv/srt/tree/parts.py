@@ -1,0 +1,162 @@
+"""What is asked of the optional parts around a prefix cache. Each class here stands for a server without the part: it
+gives the answers that hold then.
+
+This module, ``events.py`` and ``interface.py`` are what scheduling knows of ``tree/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sglang_diffkv.srt.tree.events import RequestListener
+
+MOST_PARTS = 64
+"""A path of more parts is joined where that costs nobody anything: each part takes launches of its own to be read."""
+
+
+class NodeStates(RequestListener):
+    """States that nodes have at their end; here layers have none, and a match may end anywhere.
+
+    Attributes:
+        of_nodes: state slots (int64 [1]) of the nodes that have one.
+    """
+
+    of_nodes: Mapping[Any, torch.Tensor] = {}
+
+    def match_end(self, req: Any, node: Any, most: int, served: Callable[[Any], int]) -> int:
+        """Position where the match of a request (None: of nobody's key) ends, which has ``most`` tokens.
+
+        Args:
+            node: where its longest prefix in the tree ends.
+            served: up to which position a row may read the path to a node.
+        """
+        return served(node)
+
+    def may_end(self, node: Any) -> bool:
+        """Whether a match may end with the node."""
+        return True
+
+    def drop(self, node: Any) -> None:
+        """The node leaves the tree."""
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        return {}
+
+    def check_nodes(self, nodes: set[Any]) -> None:
+        """Raise AssertionError unless each state has one of the tree's ``nodes``."""
+
+
+class PathRule(RequestListener):
+    """Whether small segments of a path become one; here they do not.
+
+    Attributes:
+        joined: paths joined so far.
+    """
+
+    joined = 0
+
+    def join(self, node: Any, *, evict: bool) -> bool:
+        """Join parts of the path to ``node`` that take more table entries than their tokens need. False if none are.
+
+        Args:
+            evict: whether what nobody reads may be evicted to make room.
+        """
+        return False
+
+
+class ExactRule(RequestListener):
+    """Whether the prefix cache keeps prompts exactly; here it keeps none so.
+
+    Attributes:
+        keeps_prompts: whether it does. outcomes: prompts so far, by what was done with them; empty where the page
+            manager counts them.
+    """
+
+    keeps_prompts = False
+    outcomes: Mapping[str, int] = {}
+
+    def joins(self, row: int) -> bool:
+        """Whether the prefix cache may take the tokens of a request that ends."""
+        return True
+
+    def prefix_given_up(self) -> None:
+        """A request holds nothing of the prefix cache any more, though it runs on."""
+
+
+class Restoring(RequestListener):
+    """What becomes of retracted requests; here they are computed again."""
+
+    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
+        """``tokens`` tells from now on the row of each running request, and what it is expected to generate yet."""
+
+    @contextmanager
+    def admitting(self, req: Any) -> Iterator[None]:
+        """Inside, SGLang matches the request that it admits next."""
+        yield
+
+    def match(self, params: Any) -> Any:
+        """The match (SGLang's MatchResult) of the request that is being admitted, with what is restored of it. None if
+        nothing is kept of it, or of another request."""
+        return None
+
+    def waits_for(self, req: Any) -> float | None:
+        """High-tier tokens for which a request waits to be restored; None if it does not."""
+        return None
+
+    def reads_alone(self, req: Any) -> bool:
+        """Whether the request has matched a restored prefix that no other finds."""
+        return False
+
+    @contextmanager
+    def retracting_all(self) -> Iterator[None]:
+        """Inside, SGLang retracts all requests for a pause, with the promise that they are computed again."""
+        yield
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        return {}
+
+
+class NodeListener:
+    """Who is told of nodes that requests may find; here nobody is."""
+
+    def end_came(self, node: Any) -> None:
+        """A node was inserted, or got a state."""
+
+    def end_went(self, node: Any) -> None:
+        """A node lost its state or a child."""
+
+    def ends_changed(self, node: Any) -> None:
+        """Of the node and those behind it, other ones than before may be found: none more, perhaps fewer."""
+
+    def gone(self, node: Any) -> None:
+        """A node has left the tree, or is not found any more."""
+
+    def split(self, parent: Any, child: Any) -> None:
+        """The first tokens of the node ``child`` are a node of their own, ``parent``, from now on."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The optional parts of a server, each as it is without it unless given.
+
+    Attributes:
+        compression: who compresses running requests that hold a budget.
+    """
+
+    compression: RequestListener = field(default_factory=RequestListener)
+    states: NodeStates = field(default_factory=NodeStates)
+    exact: ExactRule = field(default_factory=ExactRule)
+    joiner: PathRule = field(default_factory=PathRule)
+    retracted: Restoring = field(default_factory=Restoring)
+
+    @property
+    def listeners(self) -> Sequence[RequestListener]:
+        """All of them, in the order in which they hear of events."""
+        return self.compression, self.states, self.exact, self.joiner, self.retracted
