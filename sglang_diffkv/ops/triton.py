@@ -27,10 +27,12 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
+from sglang_diffkv.kernels.key_norms.triton import key_norms
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.triton import put_scores
 from sglang_diffkv.kernels.query_cache.triton import store_queries
+from sglang_diffkv.kernels.random_scores.triton import random_scores
 from sglang_diffkv.kernels.redundancy.triton import redundancy
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
@@ -57,8 +59,9 @@ from sglang_diffkv.policies.base import Policy, WholeHead
 logger = logging.getLogger(__name__)
 
 WHOLE_HEADS = WholeHeadKernels(
-    gather_scores, smooth, select_count, select_mass, select_least, count_above, importance, redundancy, window_scores
-)
+    gather_scores, key_norms, random_scores, smooth, select_count, select_mass, select_least, count_above, importance,
+    redundancy, window_scores,
+)  # fmt: skip
 
 
 class TritonOps:
