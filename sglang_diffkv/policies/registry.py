@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.duo import DuoPolicyConfig
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
+from sglang_diffkv.policies.knorm import KnormPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
@@ -23,5 +24,6 @@ PolicyConfig = (
     | DuoPolicyConfig
     | XKVPolicyConfig
     | PyramidKVPolicyConfig
+    | KnormPolicyConfig
     | ZipagePolicyConfig
 )

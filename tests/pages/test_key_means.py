@@ -158,6 +158,7 @@ def test_each_rank_has_those_of_its_heads(ranks: int, heads: int, expected: list
     [
         ('{"tiers": ["BF16"], "key_means": "x"}', "BF16 is none"),
         ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 4}, "key_means": "x"}', "compares keys"),
+        ('{"tiers": ["K8V4"], "policy": {"name": "knorm", "budget": 99}, "key_means": "x"}', "norms of their keys"),
         ('{"key_means": ""}', "key_means"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from sglang_diffkv.layout.geometry import kv_slots_for
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.h2o import H2OPolicy
+from sglang_diffkv.policies.knorm import KnormPolicy
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
@@ -38,6 +39,7 @@ def test_there_are_twice_the_kv_slots_that_unpruned_tokens_need(tiers, page_toke
         (SnapKVPolicy(Budget(0, 0.5)), 16),
         (H2OPolicy(Budget(0, 0.02)), 50),
         (PyramidKVPolicy(PyramidBudget(0, 0.02)), 50),
+        (KnormPolicy(Budget(0, 0.02), 64, 4), 50),
         (XKVPolicy(keep=0.012), 84),
         (XKVPolicy(keep=0.0001), 256),
         (XKVPolicy(min_retention=0.1), 16),

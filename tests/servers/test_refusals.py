@@ -203,6 +203,7 @@ MORE = {
     "snapkv": {"budget": 64},
     "h2o": {"budget": 128},
     "pyramidkv": {"budget": 64},
+    "knorm": {"budget": 128},
     "zipage": {"max_blocks": 4},
 }
 """What a method needs beside its name."""

@@ -15,6 +15,7 @@ from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.policies.base import Policy, Redundancy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
+from sglang_diffkv.policies.knorm import KnormPolicy
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
@@ -25,6 +26,7 @@ from tests.tree.test_prefix_cache import WINDOW, TreeMachine, machine_settings
 METHODS: dict[str, Policy] = {
     "snapkv": SnapKVPolicy(Budget(0, 0.5), WINDOW, 3),
     "pyramidkv": PyramidKVPolicy(PyramidBudget(0, 0.5), WINDOW, 7),
+    "knorm": KnormPolicy(Budget(0, 0.5), WINDOW, 2),
     "xkv by size": XKVPolicy(WINDOW, 7, keep=0.3),
     "xkv by retention": XKVPolicy(WINDOW, 3, min_retention=0.6),
     "xkv in two tiers": XKVPolicy(WINDOW, 3, keep=0.5, high=0.4),
