@@ -8,6 +8,7 @@ from sglang_diffkv.policies.h2o import H2OPolicyConfig
 from sglang_diffkv.policies.knorm import KnormPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicyConfig
+from sglang_diffkv.policies.random_eviction import RandomPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
@@ -25,5 +26,6 @@ PolicyConfig = (
     | XKVPolicyConfig
     | PyramidKVPolicyConfig
     | KnormPolicyConfig
+    | RandomPolicyConfig
     | ZipagePolicyConfig
 )

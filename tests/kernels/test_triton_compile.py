@@ -53,6 +53,7 @@ def test_kernels_compile_for_hopper(config: str) -> None:
         assert names >= COMPRESSING
     if method is not None and method["name"] != "diffkv":
         assert names >= {*WHOLE_HEADS, "norm_kernel" if config == "knorm" else "gather_kernel"}
+        assert ("draw_kernel" in names) == (config == "random")
     if config.startswith("xkv"):
         assert names >= ACROSS_LAYERS
     if config.startswith("zipage"):

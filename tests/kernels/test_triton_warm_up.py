@@ -9,11 +9,12 @@ from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
-from sglang_diffkv.policies.base import Policy, Redundancy
+from sglang_diffkv.policies.base import Policy, Random, Redundancy
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.knorm import KnormPolicy
 from sglang_diffkv.policies.leankv import LeanKVPolicy
+from sglang_diffkv.policies.random_eviction import RandomPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
 from sglang_diffkv.policies.zipage import ZipagePolicy
@@ -30,6 +31,7 @@ COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "
         (FOUR, None),
         ("K8V4", SnapKVPolicy(Budget(0, 0.5), window=4)),
         ("K8V4", KnormPolicy(Budget(0, 0.5), 4, 2)),
+        ("K8V4", RandomPolicy(Budget(0, 0.5), 4, 2, Random(0))),
         ("K8V4", H2OPolicy(Budget(20), window=4)),
         ("K8V4 K4V2", LeanKVPolicy(0.1, 0.01, window=4)),
         ("K8V4 K4V2", XKVPolicy(window=4, keep=0.3, high=0.5)),

@@ -30,6 +30,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "snapkv": {"fraction": 0.5},
     "pyramidkv": {"fraction": 0.5},
     "knorm": {"fraction": 0.5},
+    "random": {"fraction": 0.5},
     "h2o": {"fraction": 0.5},
     "duo": {"pattern": [[0.5, 0.25]] * LAYERS},
     "xkv": {"keep": 0.5},

@@ -23,6 +23,7 @@ from sglang_diffkv.policies.duo import DuoPolicy
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
 from sglang_diffkv.policies.knorm import KnormPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicy
+from sglang_diffkv.policies.random_eviction import RandomPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
@@ -55,6 +56,7 @@ ALL = (1, 2, 3, 4)
         (DiffKVPolicy(1e9, 0.0, 256, head_scale=((1.0, 0.5),)), NOBODY),
         (StreamingPolicy(), NOBODY),
         (KnormPolicyConfig(budget=100).build(), NOBODY),
+        (RandomPolicyConfig(budget=100).build(), NOBODY),
         (DuoPolicy(((True, False),)), NOBODY),
         (DuoPolicy(((True, False),), keep_low=True), NOBODY),
         (UniformPolicy(), NOBODY),

@@ -204,6 +204,7 @@ MORE = {
     "h2o": {"budget": 128},
     "pyramidkv": {"budget": 64},
     "knorm": {"budget": 128},
+    "random": {"budget": 128},
     "zipage": {"max_blocks": 4},
 }
 """What a method needs beside its name."""

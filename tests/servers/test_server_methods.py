@@ -79,7 +79,7 @@ def test_a_server_keeps_what_a_sample_of_a_task_said(tmp_path: Path, server_of: 
     assert len({first for first, _ in kept}) > 3 and by_head["high"] == kept
 
 
-@pytest.mark.parametrize("name", ["knorm"])
+@pytest.mark.parametrize("name", ["knorm", "random"])
 def test_a_server_cuts_prompts_without_attention(name: str, server_of: Callable[..., Server]) -> None:
     """Each head keeps its budget, whatever chunks a prompt came in."""
     policy = {"name": name, "fraction": 0.3, "window": 32}

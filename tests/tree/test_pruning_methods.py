@@ -13,10 +13,11 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.policies.base import Policy, Redundancy
+from sglang_diffkv.policies.base import Policy, Random, Redundancy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
 from sglang_diffkv.policies.knorm import KnormPolicy
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
+from sglang_diffkv.policies.random_eviction import RandomPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.xkv import XKVPolicy
 from sglang_diffkv.policies.zipage import ZipagePolicy
@@ -27,6 +28,7 @@ METHODS: dict[str, Policy] = {
     "snapkv": SnapKVPolicy(Budget(0, 0.5), WINDOW, 3),
     "pyramidkv": PyramidKVPolicy(PyramidBudget(0, 0.5), WINDOW, 7),
     "knorm": KnormPolicy(Budget(0, 0.5), WINDOW, 2),
+    "random": RandomPolicy(Budget(0, 0.5), WINDOW, 2, Random(0)),
     "xkv by size": XKVPolicy(WINDOW, 7, keep=0.3),
     "xkv by retention": XKVPolicy(WINDOW, 3, min_retention=0.6),
     "xkv in two tiers": XKVPolicy(WINDOW, 3, keep=0.5, high=0.4),
