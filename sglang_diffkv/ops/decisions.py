@@ -300,11 +300,11 @@ class Decisions:
         heads = (state.num_layers, state.num_heads, seq_len)
         values = self._room(state, 0, heads)
         if isinstance(rule, LeastMass):
-            self.kernels.gather(state, parts, values, seq_len, window=0, sinks=0, judged=judged, own=own)
+            self._scores(policy, state, parts, values, seq_len, judged, own=own)
             shares = (rule.low, rule.out) if len(state.fmt.tiers) > 1 else (rule.out, rule.out)
             upper, lower = self.kernels.least(values, shares, window=policy.window, sinks=policy.sinks)
             return Cuts(upper[0], lower[0], *limits, values, upper[1], lower[1])
-        stored = self._scores(policy, rule, state, parts, values, seq_len, judged, own=own)
+        stored = self._scores(policy, state, parts, values, seq_len, judged, *limits, own=own)
         if isinstance(rule, TopCount):
             return self._top_count(rule, state, parts, values, stored, policy, smooth=True)
         if rule.smooth > 1:
@@ -320,16 +320,17 @@ class Decisions:
         return Cuts(high[0], low[0], *limits, values, high[1], low[1])
 
     def _scores(
-        self, policy: Policy, rule: WholeHead, state: PageState, parts: Sequence[Part], values: torch.Tensor,
-        seq_len: int, judged: torch.Tensor | None, *, own: bool,
+        self, policy: Policy, state: PageState, parts: Sequence[Part], values: torch.Tensor, seq_len: int,
+        judged: torch.Tensor | None, window: int = 0, sinks: int = 0, *, own: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Fill ``values`` with what the policy scores tokens by, and return how many each head has, as the kernel
-        ``gather`` does."""
-        source, lasting = policy.score_source, {"window": policy.window, "sinks": policy.sinks}
+        """Fill ``values`` with what the policy scores tokens by, and return how many each head has. Those of ``window``
+        and ``sinks`` have an infinite one."""
+        source, rule = policy.score_source, policy.prompt
         if isinstance(source, KeyNorm):
-            return self.kernels.key_norms(state, parts, values, seq_len, **lasting, own=own)
-        given = {"sums": rule.quantity == "sum", "judged": judged, "own": own}
-        stored = self.kernels.gather(state, parts, values, seq_len, **lasting, **given)
+            return self.kernels.key_norms(state, parts, values, seq_len, window=window, sinks=sinks, own=own)
+        assert isinstance(rule, WholeHead)
+        given = {"window": window, "sinks": sinks, "sums": rule.quantity == "sum", "judged": judged, "own": own}
+        stored = self.kernels.gather(state, parts, values, seq_len, **given)
         if isinstance(source, Random):
             self.kernels.random(values, source.seed, state.first_layer, source.first_head)
         return stored
