@@ -264,7 +264,11 @@ StepRule = Pointwise | Share | Count
 
 
 class Policy:
-    """A compression policy. Policies are frozen dataclasses; one instance serves all requests."""
+    """A compression policy. Policies are frozen dataclasses; one instance serves all requests.
+
+    Their fields have no defaults: those of a method stand in its configuration alone. So a field that is named as one
+    of the attributes here says ``= field()``; otherwise a dataclass would take the attribute for its default.
+    """
 
     window: int = 0
     """Newest tokens of a request that always stay in the high tier."""
