@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from sglang_diffkv.kernels.cuts import Cuts, StepCuts
 from sglang_diffkv.kernels.decode_attention.triton import (
     NOTHING,
     FoundTokens,
+    PreparedDecode,
     batches_of_each_variant,
     prepare_decode,
 )
@@ -232,28 +233,21 @@ class TritonOps:
                 ("decode", number, scale, cap, attention_span), partial(self._prepare_decode, *what), some, result,
                 sink_logits
             )  # fmt: skip
-            again(layer, some, result, sink_logits)
+            # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
+            lse = torch.empty(some.shape[:2], dtype=torch.float32, device=q.device)
+            again(layer, some, result, lse, sink_logits)
         return out
 
     def _prepare_decode(
         self, state: PageState, number: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
         workspace: DecodeWorkspace, attention_span: int, sink_logits: torch.Tensor | None,
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]:  # fmt: skip
+    ) -> PreparedDecode:  # fmt: skip
         part, valid = self._slice(step, number)
         found = None if attention_span or step.found is None else step.found.of_requests(part)
-        run = prepare_decode(
+        return prepare_decode(
             state, q, step.rows[part], step.seq_lens[part], scale, workspace, valid,
             found=found, logit_cap=cap, attention_span=attention_span, sink_logits=sink_logits, **policy.search_rule,
         )  # fmt: skip
-
-        def decode_again(
-            layer: int, q: torch.Tensor, out: torch.Tensor, sink_logits: torch.Tensor | None
-        ) -> None:  # fmt: skip
-            # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            run(layer, q, out, lse, sink_logits)
-
-        return decode_again
 
     def extend(
         self,
