@@ -12,7 +12,7 @@ from sglang_diffkv.bounds import HostGib, PageTokens, PathName, SomeTokens
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
 from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import KeyNorm, Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
@@ -152,6 +152,11 @@ class DiffKVConfig(Strict):
                 )
         if self.key_means is not None and self.build_policy().running is not None:
             raise ValueError(f"policy {self.policy and self.policy.name} compares keys with each other: drop key_means")
+        if self.key_means is not None and isinstance(self.build_policy().score_source, KeyNorm):
+            raise ValueError(
+                f"policy {self.policy and self.policy.name} scores tokens by the norms of their keys, which key_means "
+                "change: drop key_means"
+            )
         return self
 
     @property

@@ -118,10 +118,11 @@ class VerifyWrapper(Wrapper):
         self.step = Step.chains(room.rows[:requests], room.stored[:requests], room.drafts)
         self._ran = 0
 
-    def _run(
-        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
+    def run(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        step = self._planned(q, scaling, sink_logits)
         room, tokens = self._room, q.shape[0]
         assert room is not None and layer == self._ran, "layers come in order"
         form = self._as_stored(step, layer, q, key, value)

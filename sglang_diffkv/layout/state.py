@@ -129,6 +129,7 @@ class PageState:
     fault: torch.Tensor  # [R] int32, non-zero once the ring was empty for this row
     sliding: torch.Tensor  # [S, 2] int32: layers with a sliding window, and how many newest tokens they keep
     attention_spans: tuple[int, ...] = ()  # as of ``Geometry``
+    first_layer: int = 0  # of a group of layers, the first one's number
 
     @classmethod
     def create(
@@ -247,7 +248,8 @@ class PageState:
         names = ("page_table", "range_lo", "range_hi", "entries", "kept_entry", "own_entry", "own_tokens", "hole")
         for first in range(0, self.num_layers, stride):
             layers = slice(first, min(first + stride, self.num_layers))
-            yield layers, replace(self, **{name: getattr(self, name)[:, layers] for name in names})
+            views = {name: getattr(self, name)[:, layers] for name in names}
+            yield layers, replace(self, **views, first_layer=self.first_layer + first)
 
     @property
     def width(self) -> int:

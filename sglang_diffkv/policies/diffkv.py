@@ -58,7 +58,7 @@ class DiffKVPolicy(Policy):
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
     ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes; ``generated_every``: the same of
     generated ones. ``pressure_window``: the window that is left to running requests before one is retracted, None for
-    no other. What is left out is switched off: a server's defaults are those of ``DiffKVPolicyConfig``.
+    no other.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
@@ -66,14 +66,14 @@ class DiffKVPolicy(Policy):
 
     alpha_high: float
     alpha_low: float
-    window: int
-    sinks: int = 0
-    horizon: int = 0
-    head_scale: HeadValues | None = field(default=None, repr=False)
-    alpha_between: tuple[float, ...] = ()
-    observe_every: int = 1
-    pressure_window: int | None = None
-    generated_every: int = 1
+    window: int = field()
+    sinks: int = field()
+    horizon: int = field()
+    head_scale: HeadValues | None = field(repr=False)
+    alpha_between: tuple[float, ...]
+    observe_every: int
+    pressure_window: int | None
+    generated_every: int = field()
 
     @property
     def under_pressure(self) -> DiffKVPolicy | None:
@@ -118,7 +118,10 @@ class DiffKVPolicy(Policy):
         return replace(self, head_scale=tuple(layer[first : first + heads] for layer in self.head_scale))
 
 
-KEEP = DiffKVPolicy(alpha_high=0.0, alpha_low=0.0, window=0, alpha_between=(0.0,) * (MOST_TIERS - 2))
+KEEP = DiffKVPolicy(
+    alpha_high=0.0, alpha_low=0.0, window=0, sinks=0, horizon=0, head_scale=None,
+    alpha_between=(0.0,) * (MOST_TIERS - 2), observe_every=1, pressure_window=None, generated_every=1,
+)  # fmt: skip
 """Every token stays in its tier: for copies."""
 
 
@@ -216,8 +219,7 @@ class DiffKVPolicyConfig(PolicyOptions):
         return {**super().whole(), "observe_every": self._every}
 
     def build(self) -> DiffKVPolicy:
-        rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
         return DiffKVPolicy(
-            *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=self._every,
-            pressure_window=self.pressure_window, generated_every=self.generated_every,
+            self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon, self.head_scale, self.alpha_between,
+            self._every, self.pressure_window, self.generated_every,
         )  # fmt: skip

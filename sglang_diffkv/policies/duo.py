@@ -39,9 +39,9 @@ class DuoPolicy(Policy):
     streaming heads do not keep goes to the low tier instead."""
 
     streams: Streams = field(repr=False)
-    window: int = 256
-    sinks: int = 64
-    keep_low: bool = False
+    window: int = field()
+    sinks: int = field()
+    keep_low: bool
 
     @property
     def prompt(self) -> Pointwise:

@@ -19,7 +19,7 @@ Where the paper leaves something open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -37,9 +37,9 @@ class LeanKVPolicy(Policy):
     With a single tier there is no low one, so ``mass_low`` alone decides.
     """
 
-    mass_high: float = 0.05
-    mass_low: float = 0.0
-    window: int = 64
+    mass_high: float
+    mass_low: float
+    window: int = field()
 
     @property
     def prompt(self) -> LeastMass:

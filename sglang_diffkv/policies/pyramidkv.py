@@ -24,7 +24,7 @@ What differs from the authors' code:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -40,8 +40,8 @@ class PyramidKVPolicy(Policy):
     """Prompt tokens past the layer's budget are pruned; ``pool`` (odd) is the width of the pooling, 1 for none."""
 
     budget: PyramidBudget
-    window: int = 8
-    pool: int = 7
+    window: int = field()
+    pool: int
 
     @property
     def kept_share(self) -> float | None:

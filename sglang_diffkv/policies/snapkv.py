@@ -16,7 +16,7 @@ What differs from the paper:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -32,8 +32,8 @@ class SnapKVPolicy(Policy):
     """Prompt tokens past ``budget`` are pruned; ``pool`` (odd) is the width of the pooling, 1 for none."""
 
     budget: Budget
-    window: int = 32
-    pool: int = 7
+    window: int = field()
+    pool: int
 
     @property
     def kept_share(self) -> float | None:

@@ -43,12 +43,12 @@ class XKVPolicy(Policy):
     importance on average, or each the share that ``layer_fractions`` gives it. ``pool`` (odd) is the width of the
     pooling. With two tiers the share ``high`` of what a head keeps so stays in the high one."""
 
-    window: int = 8
-    pool: int = 7
-    keep: float | None = None
-    min_retention: float | None = None
-    layer_fractions: Fractions | None = field(default=None, repr=False)
-    high: float = 1.0
+    window: int = field()
+    pool: int
+    keep: float | None
+    min_retention: float | None
+    layer_fractions: Fractions | None = field(repr=False)
+    high: float
 
     @property
     def observation(self) -> Observation:

@@ -25,7 +25,7 @@ What differs from the paper:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -57,15 +57,15 @@ class ZipagePolicy(Policy):
 
     keep: int
     limit: int
-    window: int = 16
-    high: int | None = None
-    pool: int = 5
-    decay: float = 0.8
-    redundancy: Redundancy | None = None
-    slots: float = 1.0
-    constrained: bool = False
-    asynchronous: bool = False
-    layer_stride: int | None = None
+    window: int = field()
+    high: int | None
+    pool: int
+    decay: float
+    redundancy: Redundancy | None
+    slots: float
+    constrained: bool
+    asynchronous: bool
+    layer_stride: int | None = field()
 
     @property
     def observation(self) -> Observation:

@@ -23,11 +23,11 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.gpu import decode_obstacle
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.test_triton_decode_attention import WINDOW, check_against_reference, run_both
 from tests.kernels.test_triton_sinks import CASES as SINK_CASES
 from tests.kernels.test_triton_sinks import LARGEST, decode_with_a_sink, scores_beside_a_sink
 from tests.kernels.triton_helpers import BF16, DEVICE, FOUR, add_prompt, clone_state, close, make_format, make_manager
+from tests.policies import diffkv_policy
 
 pytestmark = pytest.mark.skipif(
     cuda.missing() is not None if DEVICE == "cuda" else host.compiler() is None,
@@ -99,7 +99,7 @@ def test_what_is_out_of_reach_is_not_seen(tiers, attention_span):
 def test_many_pages_and_many_units(programs, judge_low):
     """A program that walks more than 32 pages of a tier, looked up 32 at a time, and more than 32 tiers of heads."""
     fmt = replace(make_format("K8V4 K4V2", 64, page_tokens=4), scored=2 if judge_low else 1)
-    policy = DiffKVPolicy(1.0, 0.1 if judge_low else 0.0, WINDOW)
+    policy = diffkv_policy(1.0, 0.1 if judge_low else 0.0, WINDOW)
     geometry = Geometry(fmt, 1, 2, 900, num_rows=14, num_segments=2, max_tokens=400)
     manager = PageManager(geometry, policy, dtype=BF16, device=DEVICE)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)

@@ -14,8 +14,6 @@ from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.ops.reference import ReferenceOps
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.policies.duo import DuoPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.test_triton_compact_step import pack
 from tests.kernels.test_triton_copy_compact import tokens_of
@@ -29,6 +27,7 @@ from tests.kernels.triton_helpers import (
     make_format,
     make_manager,
 )
+from tests.policies import diffkv_policy, duo_policy
 
 GROUP, SCALE = 2, 0.05
 ROWS, COUNTS, NEW = [1, 2, 3], [61, 23, 30], [6, 3, 2]
@@ -37,13 +36,13 @@ LAST = 65534
 
 CASES = [
     # tiers, policy, tiers with scores, bytes of a position, the largest position
-    ("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6, 2), 1, 2, LAST),
-    pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.2, 6), 2, 2, LAST, marks=pytest.mark.full),
-    ("K8V4 K4V2", DiffKVPolicy(1e9, 0.0, 6), 0, 2, LAST),
-    ("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6, 2), 1, 4, 70_000),
-    pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6, 2), 1, 2, 32_800, marks=pytest.mark.full),
-    (THREE, DiffKVPolicy(1.5, 0.0, 6, alpha_between=(0.5,)), 2, 2, LAST),
-    ("BF16 K4V2", DuoPolicy(((True, False),), 6, 2, keep_low=True), 0, 2, LAST),
+    ("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 2, LAST),
+    pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), 2, 2, LAST, marks=pytest.mark.full),
+    ("K8V4 K4V2", diffkv_policy(1e9, 0.0, 6), 0, 2, LAST),
+    ("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 4, 70_000),
+    pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 2, 32_800, marks=pytest.mark.full),
+    (THREE, diffkv_policy(1.5, 0.0, 6, alpha_between=(0.5,)), 2, 2, LAST),
+    ("BF16 K4V2", duo_policy(((True, False),), 6, 2, keep_low=True), 0, 2, LAST),
     pytest.param("BF16", UniformPolicy(), 0, 2, LAST, marks=pytest.mark.full),
 ]
 

@@ -11,7 +11,6 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.read_back.reference import read_back as reference
 from sglang_diffkv.kernels.read_back.triton import read_back
 from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.helpers import begin_step
 from tests.kernels.triton_helpers import (
     BF16,
@@ -26,8 +25,9 @@ from tests.kernels.triton_helpers import (
     vectors,
     with_between,
 )
+from tests.policies import diffkv_policy
 
-KEEPS_ALL = DiffKVPolicy(1.0, 0.0, 6)
+KEEPS_ALL = diffkv_policy(1.0, 0.0, 6)
 ROTATIONS = ["none", "keys", "values", "both"]
 
 
@@ -118,7 +118,7 @@ def test_is_what_was_appended(rotated):
 
 def test_nothing_is_written_elsewhere():
     """Neither pages nor places of tokens that a head does not hold."""
-    manager = make_manager(make_format("K8V4 K4V2"), layers=1, policy=DiffKVPolicy(1.0, 0.3, 4))
+    manager = make_manager(make_format("K8V4 K4V2"), layers=1, policy=diffkv_policy(1.0, 0.3, 4))
     generator = torch.Generator().manual_seed(5)
     state = manager.state
     add_prompt(manager, 1, 50, generator)

@@ -24,7 +24,6 @@ from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, l
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.refusals import kind_of
 from sglang_diffkv.srt.hooks import registration
@@ -34,6 +33,7 @@ from sglang_diffkv.srt.models.speculation import check_drafts
 from sglang_diffkv.srt.startup import launch, preflight
 from sglang_diffkv.srt.startup.validation import check_layers, check_model, check_policy, check_server_args
 from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, installed
+from tests.policies import diffkv_policy
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_unsupported_sglang_is_no_news_to_other_backends(caplog: pytest.LogCa
 def test_defaults_and_round_trip() -> None:
     config = DiffKVConfig()
     assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 256, False)
-    usual = DiffKVPolicy(alpha_high=3.0, alpha_low=0.0, window=256, sinks=4, observe_every=4, pressure_window=64)
+    usual = diffkv_policy(alpha_high=3.0, alpha_low=0.0, window=256, sinks=4, observe_every=4, pressure_window=64)
     assert config.build_policy() == DiffKVPolicyConfig().build() == usual
     rotated = {tiers: DiffKVConfig(tiers=tiers).rotate for tiers in (("K8V4", "K4V2"), ("K4V2",), ("K8V4",), ("BF16",))}
     assert list(rotated.values()) == ["both", "both", "none", "none"]
@@ -203,6 +203,8 @@ MORE = {
     "snapkv": {"budget": 64},
     "h2o": {"budget": 128},
     "pyramidkv": {"budget": 64},
+    "knorm": {"budget": 128},
+    "random": {"budget": 128},
     "zipage": {"max_blocks": 4},
 }
 """What a method needs beside its name."""

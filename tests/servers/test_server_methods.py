@@ -77,3 +77,15 @@ def test_a_server_keeps_what_a_sample_of_a_task_said(tmp_path: Path, server_of: 
     assert by_head["tokens"] == 600
     kept = [[policy.window + math.ceil(x * (600 - policy.window))] * 2 for x in policy.layer_fractions]
     assert len({first for first, _ in kept}) > 3 and by_head["high"] == kept
+
+
+@pytest.mark.parametrize("name", ["knorm", "random"])
+def test_a_server_cuts_prompts_without_attention(name: str, server_of: Callable[..., Server]) -> None:
+    """Each head keeps its budget, whatever chunks a prompt came in."""
+    policy = {"name": name, "fraction": 0.3, "window": 32}
+    server = server_of("diffkv", ARGS, config={"tiers": ["BF16"], "policy": policy}, env=STRICT)
+    server.flush_cache()
+    client.ask(server.url, tokens(600, 1), 0)
+    by_head = stats_of(server)["by_head"]
+    assert by_head["tokens"] == 600 and by_head["high"] == [[180] * 2] * 6
+    assert len(client.ask(server.url, tokens(600, 1), 8).output_ids) == 8, "behind the cached prompt"

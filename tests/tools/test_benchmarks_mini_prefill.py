@@ -17,8 +17,8 @@ from benchmarks.quality.prompt_passes import Cache, Reader, chosen, scored_at_en
 from benchmarks.quality.prompt_passes import mini_prefill as two_passes
 from benchmarks.serving.geometries import PRESETS
 from sglang_diffkv.calibrate.layers.measure import Rule
-from sglang_diffkv.policies.xkv import XKVPolicy
 from tests.deciding import classify_prompt
+from tests.policies import xkv_policy
 
 LAYERS, HEADS, DIM = 6, 2, 64
 """Of the nano model."""
@@ -48,7 +48,7 @@ def test_what_stays_is_what_a_server_keeps() -> None:
     )
     rule = Rule(8, 7, keep=0.3)
     outside = {layer: scores[layer, :, :82].contiguous() for layer in range(4)}
-    tier = classify_prompt(XKVPolicy(keep=0.3), scores, torch.arange(90).expand(4, HEADS, -1), 90, 1)
+    tier = classify_prompt(xkv_policy(keep=0.3), scores, torch.arange(90).expand(4, HEADS, -1), 90, 1)
     for layer, size in enumerate(sizes(outside, rule)):
         kept = torch.zeros(HEADS, 90, dtype=torch.bool).scatter_(1, chosen(outside[layer], size, rule), True)
         assert torch.equal(kept, tier[layer] == 0)

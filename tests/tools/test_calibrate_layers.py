@@ -18,6 +18,7 @@ from sglang_diffkv.calibrate.layers.result import LayerProvenance
 from sglang_diffkv.calibration import CalibratedPolicy, read_file, resolve
 from sglang_diffkv.policies.xkv import XKVPolicy, XKVPolicyConfig
 from tests.deciding import classify_prompt
+from tests.policies import xkv_policy
 from tests.tools.test_calibrate import DATA
 
 
@@ -38,7 +39,7 @@ def test_sizes_are_those_that_a_server_finds(size: dict[str, float], pool: int) 
         4, 1, 1
     )
     found = score_layers(scores[..., :82].contiguous(), Rule(8, pool, **size))
-    policy = XKVPolicy(window=8, pool=pool, **size)
+    policy = xkv_policy(window=8, pool=pool, **size)
     tier = classify_prompt(policy, scores, torch.arange(90).expand(4, 2, -1), 90, 1)
     assert (tier[..., :82] == 0).sum(2).tolist() == [[n, n] for n in found.kept.tolist()]
     assert len(set(found.kept.tolist())) > 2
@@ -95,7 +96,7 @@ def test_the_file_is_taken_by_a_configuration(size: str, tmp_path: Path, capsys:
     config, origin = resolve(given, NANO)
     config.check_heads(6, 2)
     assert origin.startswith("calibrated for nano, measured with this package")
-    assert config.tiers == ("BF16",) and config.build_policy() == XKVPolicy(layer_fractions=fractions)
+    assert config.tiers == ("BF16",) and config.build_policy() == xkv_policy(layer_fractions=fractions)
 
 
 def test_tiers_window_and_pool_are_those_of_the_server(tmp_path: Path) -> None:

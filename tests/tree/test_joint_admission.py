@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_diffkv.layout.page_format import Tier
-from sglang_diffkv.policies.zipage import ZipagePolicy
 from sglang_diffkv.srt.scheduling.joint_admission import STEPS, JointAdmission
+from tests.policies import zipage_policy
 from tests.tree.stand_in import Fields
 from tests.tree.tree_world import World
 
@@ -17,7 +17,7 @@ KEEP, LIMIT, PAGE = 64, 96, 8
 
 
 def world(capacity: int, **changes: Any) -> World:
-    policy = ZipagePolicy(KEEP, LIMIT, window=4, slots=1.0, **changes)
+    policy = zipage_policy(KEEP, LIMIT, window=4, slots=1.0, **changes)
     return World(capacity, policy=policy, tiers=(Tier(8, 4),), page_tokens=PAGE, exact=False, rows=12)
 
 
