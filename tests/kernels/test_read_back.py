@@ -48,6 +48,7 @@ def parts_of(lens: list[int]) -> torch.Tensor:
         ("BF16 K8V4", 64, 96, 7, 2),
         ("K8V4", 256, 64, 8, 2),
         (FOUR, 64, 64, 40, 4),
+        ("K6V3 K3V2", 96, 128, 8, 2),
         pytest.param(THREE, 128, 64, 32, 2, marks=pytest.mark.full),
     ],
 )

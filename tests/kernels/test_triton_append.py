@@ -50,6 +50,8 @@ def check_other_pages(state, twin, written):
         ("K8V2 K4V1", 128, 64, torch.float32),
         ("K4V1", 256, 256, BF16),
         ("BF16 K8V4", 96, 64, BF16),
+        ("K6V3", 96, 256, BF16),
+        pytest.param("K5V7", 128, 64, torch.float16, marks=pytest.mark.full),
     ],
 )
 def test_matches_reference(tiers, dim, v_dim, dtype, count):
@@ -84,6 +86,7 @@ def test_matches_reference(tiers, dim, v_dim, dtype, count):
         ("K4V1", 256, 256, BF16, Rotation(True, True), True),
         ("K8V4", 64, 128, torch.float32, Rotation(), True),
         ("BF16 K8V4", 128, 64, BF16, Rotation(True, True), True),
+        ("K6V3", 256, 96, BF16, Rotation(True, True), True),
     ],
 )
 @pytest.mark.parametrize("count", [3, 300])
