@@ -53,7 +53,7 @@ TierNames = Annotated[
         fail_fast=True,
         min_length=1,
         max_length=MOST_TIERS,
-        description="high tier first: BF16, or K<bits>V<bits> with 8, 4, 2 or 1 bits",
+        description="high tier first: BF16, or K<bits>V<bits> with 1 to 8 bits",
     ),
 ]
 """High tier first."""

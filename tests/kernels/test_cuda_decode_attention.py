@@ -152,6 +152,7 @@ def test_what_it_does_not_serve_is_named():
     assert cuda.unsupported(make_format("K8V4 K4V2", 128), 8) is None
     assert "more than 8" in str(cuda.unsupported(make_format("K8V4 K4V2", 128), 9))
     assert "96" in str(cuda.unsupported(make_format("K8V4 K4V2", 96), 4))
+    assert "do not divide 8" in str(cuda.unsupported(make_format("K6V3 K3V2", 128), 4))
     assert "BF16" in str(cuda.unsupported(make_format("BF16 K8V4", 64), 4))
     assert "K4V1" in str(cuda.unsupported(make_format("K8V2 K4V1", 64), 4))
     assert "more than 128" in str(cuda.unsupported(make_format("K8V4 K4V2", 64, page_tokens=128), 4))

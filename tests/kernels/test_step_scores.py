@@ -35,6 +35,7 @@ CASES = [
     ("BF16 K8V4", 96, 3, 8, 16, 2, {"horizon": 5}),
     ("K8V4 K4V2", 64, 2, 8, 16, 2, {"every": 3}),
     ("K8V2 K4V1", 64, 1, 16, 16, 2, {"logit_cap": 2.0}),
+    ("K6V3 K3V2", 96, 2, 8, 16, 2, {}),
     pytest.param(FOUR, 256, 2, 8, 16, 2, {"sinks": 2}, marks=pytest.mark.full),
     pytest.param("K8V4", 64, 17, 8, 16, 2, {}, marks=pytest.mark.full),
 ]

@@ -54,6 +54,9 @@ CASES = [
     pytest.param("K8V8 K4V4", 64, 64, 2, 8, 32, marks=pytest.mark.full),
     ("K8V2 K4V1", 64, 64, 3, 8, 32),
     ("BF16 K8V4", 64, 64, 5, 8, 32),
+    ("K6V3 K3V2", 128, 64, 2, 8, 64),
+    pytest.param("K6V3 K3V2", 64, 256, 4, 8, 32, marks=pytest.mark.full),
+    pytest.param("K7V6 K5V7 K3V5", 256, 128, 2, 8, 16, marks=pytest.mark.full),
     pytest.param("K8V4", 64, 64, 4, 8, 32, marks=pytest.mark.full),
     pytest.param("BF16", 128, 128, 2, 13, 32, marks=pytest.mark.full),
 ]

@@ -40,7 +40,7 @@ from tests.policies import diffkv_policy
     ("text", "field"),
     [
         ('{"tier": ["K8V4"]}', "tier"),
-        ('{"tiers": ["K3V4"]}', "tiers"),
+        ('{"tiers": ["K9V4"]}', "tiers"),
         ('{"tiers": ["K4V2", "K8V4"]}', "ever fewer bytes"),
         ('{"tiers": ["BF16", "K8V4", "K4V2"]}', "tiers"),
         ('{"policy": {"name": "diffkv", "alpha_high": -1}}', "alpha_high"),

@@ -132,11 +132,11 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 @long
 @pytest.mark.full
 def test_a_bad_configuration() -> None:
-    done = _run("--model-path", str(NANO), "--diffkv-config", '{"tiers": ["K3V4"]}', "--json")
+    done = _run("--model-path", str(NANO), "--diffkv-config", '{"tiers": ["K9V4"]}', "--json")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     (refusal,) = report["refusals"]
-    assert "impossible tier K3V4" in refusal
+    assert "impossible tier K9V4" in refusal
     assert "can be served" in _lines(report, "Model")["model"]["text"]
 
 
