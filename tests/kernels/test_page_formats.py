@@ -184,4 +184,4 @@ def test_a_number_of_bits_is_only_a_configuration() -> None:
     for root in (package, package / "kernels"):  # the latter may be a link
         for path in root.rglob("*.py"):
             assert not re.search(r"K7V5|K5V3", path.read_text()), path
-    check_kernels(" ".join(config.tiers), DiffKVPolicy(1.0, 0.2, 6), 2, 2, LAST)
+    check_kernels(" ".join(config.tiers), diffkv_policy(1.0, 0.2, 6), 2, 2, LAST)

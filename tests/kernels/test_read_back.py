@@ -10,7 +10,7 @@ import torch
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.read_back.reference import read_back as reference
 from sglang_diffkv.kernels.read_back.triton import read_back
-from sglang_diffkv.kernels.rotate.reference import Rotation
+from sglang_diffkv.kernels.rotate.reference import Rotation, rotated
 from tests.helpers import begin_step
 from tests.kernels.triton_helpers import (
     BF16,

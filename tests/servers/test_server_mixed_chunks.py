@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,6 +148,7 @@ def test_tokens_are_those_of_passes_apart(
 def parts(*, running: int = 1, fits: bool = True, **scheduler: Any) -> tuple[MixedChunks, Any, Any]:
     """With SGLang's scheduler and the batch of those that run."""
     counts: Any = SimpleNamespace(upcoming=None, waits=True)
+    counts.wait_for_device = partial(setattr, counts, "waits")
     fields = {"is_mixed_chunk": True, "chunked_req": None, "chunked_prefill_size": 8, **scheduler}
 
     def check_decode_mem() -> bool:

@@ -116,18 +116,17 @@ class RequestLifecycle:
             chunk: tokens of a chunk that a pass has to itself. running: requests that run or are admitted already.
             ratio: of the tokens that running requests may still generate, those that SGLang expects.
         """
-        ledger, path = self.ledger, self.path(req)
+        ledger = self.ledger
         self._forget_refused()
         needed = compat.prompt_len(req) - compat.prefix_len(req)
-        self.tree.make_table_blocks(ledger.blocks_for(path, needed))
-        self.tree.make_kv_slots(needed)
+        path, fits_pages = self.tree.room_for(req.last_node, needed)
         compacts = chunk < needed and self._may_compact(path, needed, running)
         growth, fits = self.rule.judge(req, needed, running, ratio)
         return Admission(
             path,
             needed,
             growth,
-            fits=fits and ledger.admits(path, needed),
+            fits=fits and fits_pages,
             fits_compacted=compacts and ledger.admits_compacting(needed, chunk),
             chunk=chunk,
             saved=needed - ledger.compacting_tokens(needed, chunk) if compacts else 0,
@@ -151,8 +150,7 @@ class RequestLifecycle:
         """The request runs: set aside what its prompt may take. ``compacted``: it is compacted between chunks."""
         if compacted:
             self.ledger.compact_between_chunks(req, admission.chunk)
-        self.ledger.promise(req, admission.path, admission.needed)
-        self.tree.make_pages(0, partly=True)
+        self.tree.set_aside(req, admission.path, admission.needed)
 
     def turn_away(self, req: Any, admission: Admission) -> bool:
         """The request waits for room. True if there may be some now: with nothing running, only the segments that its

@@ -1,7 +1,10 @@
 """What scheduling and page management ask of a prefix tree.
 
 SGLang calls a tree by its own methods (``BasePrefixCache``: match, lock, evict, insert). ``PrefixTree`` is what is
-asked beside them. A *node* is the tree's own: SGLang keeps it in ``req.last_node``, and nobody else looks into it.
+asked beside them. A *node* is the tree's own: SGLang keeps it in ``req.last_node``, and scheduling never looks into it.
+
+A tree tells ``Parts.listeners`` what it takes from rows: ``letting_go``, ``published`` and ``prompt_published``, and
+``reset`` before it is emptied. It knows nothing of scheduling.
 
 Sizes: *pages* are pages of one tier, layer and KV head. *Table blocks* are blocks of the page table. *KV slots* name
 tokens. *Segment rows* are rows of the page table that segments take. Nothing here waits for the device, unless it says
@@ -9,9 +12,10 @@ so.
 
 Another tree can stand here:
 
-- SGLang's unified tree: a class like ``tree/sglang_methods.py``, over that tree's own nodes. Each node refers to a
-  ``Segment``, and the tree counts their pages in the ledger (``PageLedger.hold``, ``release``, ``lock``, ``unlock``).
-  ``hooks/table.py`` puts it into SGLang (``default_radix_cache_factory``), and ``startup/wiring.py`` makes it.
+- SGLang's unified tree: a class like ``DiffKVPrefixCache`` with ``Admitting``, over that tree's own nodes. Each node
+  refers to a ``Segment``, and the tree counts their pages in the ledger (``PageLedger.hold``, ``release``, ``lock``,
+  ``unlock``). ``hooks/table.py`` puts it into SGLang (``default_radix_cache_factory``), and ``startup/wiring.py`` makes
+  it.
 - A host tier for evicted prefixes: it goes between eviction and the ring. ``EvictingTree.evict_nodes`` is the one place
   where a node gives up its pages, so there they are copied to the host (``mem_pool/saved_rows.py`` copies rows). A
   match brings them back where ``Restoring.match`` is asked, as for retracted requests, before the tree is searched.
@@ -19,15 +23,42 @@ Another tree can stand here:
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
 
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.mem_pool.ledger import PageLedger
 
 
+class PromptRoom(NamedTuple):
+    """Where a prompt goes on (``path``), and whether what it still computes fits behind that with nothing
+    compressed."""
+
+    path: Path
+    fits: bool
+
+
 class PrefixTree(Protocol):
     """A tree of prefixes over segments of pages. Methods that make room evict what no request has locked, the least
-    valuable first. They return whether there is as much room as asked for."""
+    valuable first. They return whether there is as much room as asked for.
+
+    ``room_for`` and ``set_aside`` are for a prompt as a whole; ``Admitting`` has them for any tree.
+    """
+
+    # Prompts
+
+    def room_for(self, node: Any, tokens: int) -> PromptRoom:
+        """Make room for a prompt's table blocks and KV slots, and see whether its pages fit, evicting what may go.
+
+        Args:
+            node: where the prefix that it has matched ends. It must be locked. tokens: those behind it.
+        """
+
+    def set_aside(self, req: Hashable, path: Path, tokens: int) -> None:
+        """The prompt is admitted: promise it what ``tokens`` behind ``path`` take, and evict until free pages cover all
+        promises and the next step."""
+
+    ledger: PageLedger
 
     # Paths
 
@@ -78,7 +109,23 @@ class PrefixTree(Protocol):
         """Raise AssertionError unless the tree, its segments and the ledger agree."""
 
 
-class NoTree:
+class Admitting:
+    """What a tree does for a prompt as a whole, by its other methods."""
+
+    ledger: PageLedger
+
+    def room_for(self: PrefixTree, node: Any, tokens: int) -> PromptRoom:
+        path, ledger = self.path(node), self.ledger
+        self.make_table_blocks(ledger.blocks_for(path, tokens))
+        self.make_kv_slots(tokens)
+        return PromptRoom(path, ledger.admits(path, tokens))
+
+    def set_aside(self: PrefixTree, req: Hashable, path: Path, tokens: int) -> None:
+        self.ledger.promise(req, path, tokens)
+        self.make_pages(0, partly=True)
+
+
+class NoTree(Admitting):
     """A server without a prefix cache, or before SGLang has made it: nothing is shared, and nothing can be evicted."""
 
     def __init__(self, ledger: PageLedger):
