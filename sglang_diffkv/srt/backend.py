@@ -261,7 +261,7 @@ def _one_scaling(scalings: Sequence[Scaling]) -> Scaling | None:
     """What all layers do to logits; None if that is not known. Raises UnsupportedError where they differ."""
     if len(set(scalings)) > 1:
         raise UnsupportedError(
-            "diffkv: this policy judges running requests with one attention scale and logit cap, and the model's "
+            "diffkv: this policy scores running requests with one attention scale and logit cap, and the model's "
             "layers have several. Use another policy in --diffkv-config."
         )
     return scalings[0] if scalings else None

@@ -321,14 +321,14 @@ def test_pages_for_a_copy_are_set_aside_while_one_is_near():
         manager.counts.settle()
         near = length + 1 >= 24 - 2 - 2
         taken = before - ledger.uncommitted_pages()
-        with ledger.judging():
+        with ledger.checking():
             assert ledger.uncommitted_pages() - (before - taken) == near * running.copy_pages, "admission counts copies"
         with ledger.prefilling():
             assert ledger.uncommitted_pages() - (before - taken) == near * running.copy_pages
     manager.release(2)
     manager.counts.settle()
     free = ledger.uncommitted_pages()
-    with ledger.judging():
+    with ledger.checking():
         assert ledger.uncommitted_pages() == free, "a request that runs alone would be retracted for its own sake"
 
 

@@ -196,7 +196,7 @@ def test_all_that_is_wrong_with_drafts_is_told_at_once() -> None:
 
 
 SERVED = ("diffkv", "uniform", "streaming", "duo")
-"""Methods for models with sliding layers; all others judge whole heads."""
+"""Methods for models with sliding layers; all others score whole heads."""
 MORE = {
     "xkv": {"keep": 0.5},
     "duo": {"pattern": [[1.0, 0.0]] * 2},
@@ -218,7 +218,7 @@ def test_methods_for_layers_with_a_window(name: str) -> None:
     if name in SERVED:
         check_policy(config, (0, 512))
         return
-    with pytest.raises(UnsupportedError, match=f"policy {name} judges .* Use policy {', '.join(SERVED[:-1])} or duo"):
+    with pytest.raises(UnsupportedError, match=f"policy {name} scores .* Use policy {', '.join(SERVED[:-1])} or duo"):
         check_policy(config, (0, 512))
 
 
@@ -422,14 +422,14 @@ def test_a_window_and_a_policy_that_cannot_have_it_are_refused_before_loading(
     monkeypatch.setattr(preflight, "configured_spans", lambda config: (64, 0) * 3)
     monkeypatch.setattr(preflight, "model_reads_window", lambda model: True)
     preflight.ask(nano_args, DiffKVConfig())
-    with pytest.raises(UnsupportedError, match="policy h2o judges the heads"):
+    with pytest.raises(UnsupportedError, match="policy h2o scores the heads"):
         preflight.ask(nano_args, load_config('{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 128}}'))
 
 
 def test_what_sglang_does_not_take_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="sglang_diffkv"):
         preflight.ask(SimpleNamespace(model_path="none"), DiffKVConfig())
-    assert "judged once it is loaded" in caplog.text
+    assert "checked once it is loaded" in caplog.text
 
 
 @pytest.mark.parametrize("command", [True, False])
@@ -510,7 +510,7 @@ def test_all_reasons_of_a_model_with_windows_are_told_before_it_is_loaded(tmp_pa
         model=tmp_path,
     )
     assert "--speculative-ngram-max-bfs-breadth" in output
-    assert "policy zipage judges the heads of all layers as a whole" in output
+    assert "policy zipage scores the heads of all layers as a whole" in output
     assert "holds requests to a budget" in output and "sliding window with speculative decoding" in output
     assert "Traceback" not in output and "Load weight" not in output
 

@@ -1,4 +1,4 @@
-"""Every option of the supported SGLang versions is judged: it works, is refused, or has no bearing on the cache."""
+"""Every option of the supported SGLang versions is checked: it works, is refused, or has no bearing on the cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_lists_of_fields_are_those_of_the_supported_versions():
 
 
 @pytest.mark.parametrize("version", TESTED_VERSIONS)
-def test_every_field_is_judged(version):
+def test_every_field_is_checked(version):
     assert FIELDS[version] - set(flags()) == set(), f"options of SGLang {version} that server_flags.py does not list"
 
 

@@ -22,7 +22,7 @@ from sglang_diffkv.policies.xkv import XKVPolicyConfig
 from tests.servers.shared import STRICT, stats_of, tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
-"""``make test`` has the same at page level, and a server of another method that judges whole heads."""
+"""``make test`` has the same at page level, and a server of another method that scores whole heads."""
 
 CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
     "xkv": ({"tiers": ["BF16"], "policy": {"name": "xkv", "keep": 0.6}}, 0.38, 0.41),

@@ -124,7 +124,7 @@ class TreeMachine(RuleBasedStateMachine):
     def admit_matched(self, req: Any, match: Match) -> bool:
         """Whether there is room for a request that has matched and locked a prefix. If not it gives it up."""
         ledger = self.allocator.ledger
-        admission = self.requests.judge(req, len(req.tokens), self.running)
+        admission = self.requests.check(req, len(req.tokens), self.running)
         if not admission.fits:
             match.unlock(self.tree)
             return False

@@ -107,7 +107,7 @@ def test_a_tail_takes_no_promised_page(count: int, tail: int) -> None:
     for number, length in enumerate(lengths):
         prompt = array("q", [number, *world.tokens(length - 1)])
         req = StandIn(prompt, None, Match(world.tree, prompt), 0, rid=str(number))
-        admission = world.requests.judge(req, 10**6, reqs)
+        admission = world.requests.check(req, 10**6, reqs)
         assert admission.fits
         world.requests.admit(req, admission)
         assert ledger.uncommitted_pages() >= 0

@@ -49,13 +49,13 @@ class PruningMachine(TreeMachine):
         run_late(self.manager.device)
 
     def decoding(self) -> list[Any]:
-        """Those that are judged are parked, unless nobody else would run."""
+        """those that are scored are parked, unless nobody else would run."""
         batch, budgets = super().decoding(), self.requests.compression
         if not isinstance(budgets, CompressionScheduler):
             return batch
-        rest = [r for r in batch if r.kv.req_pool_idx not in budgets.judged]
+        rest = [r for r in batch if r.kv.req_pool_idx not in budgets.scored]
         if not rest:
-            budgets.compress_judged()
+            budgets.compress_scored()
         return rest or batch
 
     @invariant()

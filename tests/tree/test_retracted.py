@@ -202,11 +202,11 @@ def test_promises_of_one_name_are_kept_apart() -> None:
     world = World(900)
     ledger, both = world.requests.ledger, [world.admit(world.tokens(80), rid="one") for _ in range(2)]
     for req in both:
-        world.requests.admit(req, world.requests.judge(req, 80, []))
+        world.requests.admit(req, world.requests.check(req, 80, []))
     assert ledger.promised_pages() == 2 * ledger.prompt_pages(80)
     ledger.forget(both[0])
     assert ledger.promised_pages() == ledger.prompt_pages(80)
-    world.requests.admit(both[1], world.requests.judge(both[1], 40, []), compacted=True)
+    world.requests.admit(both[1], world.requests.check(both[1], 40, []), compacted=True)
     assert world.requests.next_chunk_fits(both[0], 80) and both[0] not in ledger.chunks
 
 
@@ -379,7 +379,7 @@ def test_one_that_does_not_fit_as_it_was_is_computed_again() -> None:
         assert len(match) == found
         req.last_node, req.prefix_len, req.prefix_indices = match.node, found, match.kv_slots.long()
         req.kv.cache_protected_len = found
-        admission = world.requests.judge(req, 1 << 30, [])
+        admission = world.requests.check(req, 1 << 30, [])
         room = ledger.available() + ledger.evictable() - tokens_wanted(req, admission.growth)
         match.unlock(world.tree)
         if found:

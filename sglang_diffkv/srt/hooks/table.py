@@ -54,7 +54,7 @@ def support_triton(original: Any, backend: str) -> bool:
 
 
 _asking_for_model = False
-"""Whether SGLang is judging the arguments by the model's architecture."""
+"""Whether SGLang is checking the arguments by the model's architecture."""
 
 
 def adjust_to_model(original: Any, server_args: Any) -> Any:
@@ -160,7 +160,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Plan the decode step, without the requests that are judged beside it or have no room in it."""
+    """Plan the decode step, without the requests that are scored beside it or have no room in it."""
     requests = requests_of(self)
     if requests is None:
         return original(self, *args, **kwargs)

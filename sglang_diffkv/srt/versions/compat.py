@@ -197,7 +197,7 @@ def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
 
 
 def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
-    """Hold a tree node while an admission is judged."""
+    """Hold a tree node while an admission is checked."""
     return adder._lock_node(node)
 
 
