@@ -62,8 +62,10 @@ def spread_asm(bits, plane, byte):
 
 @triton.constexpr_function
 def slice_place(bits, group, byte, number):
-    """Of a group's codes in one byte of words, the bits in a slice: the chunk, the place of the lowest bit in a word,
-    the same in the code, and the bits that they are in the code."""
+    """Where a slice has its bits of a group's codes, in one byte of words.
+
+    Returns the chunk, the place of the lowest bit in a word, its place in the code, and a mask of the bits in the code.
+    """
     width, low, first = slice_of(bits, number)
     each = width // grain_of(bits)
     return first + group % each, 8 * byte + group // each * width, low, ((1 << width) - 1) << low

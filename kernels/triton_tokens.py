@@ -144,8 +144,11 @@ def held_page(
 def load_codes(
     page, slot, chosen, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
 ):  # fmt: skip
-    """Vectors as they are, of the chosen of slots [T] of a page: a tuple with the bytes of each slice, uint8
-    [T, chunks * WP] as of ``packed_slices``, and metadata words [T], which the raw tier has not."""
+    """Vectors as they are, of the chosen of slots [T] of a page.
+
+    Returns a tuple with the bytes of each slice, uint8 [T, chunks * WP] as of ``packed_slices``, and metadata words [T].
+    The raw tier has no metadata.
+    """
     codes = ()
     for number in tl.static_range(slices_of(BITS)):
         byte, exists = slice_bytes(DIM, BITS, number)
