@@ -146,7 +146,8 @@ def load_codes(
 ):  # fmt: skip
     """Vectors as they are, of the chosen of slots [T] of a page.
 
-    Returns a tuple with the bytes of each slice, uint8 [T, chunks * WP] as of ``packed_slices``, and metadata words [T].
+    Returns a tuple with the bytes of each slice, uint8 [T, chunks * WP] as of ``packed_slices``, and metadata
+    words [T].
     The raw tier has no metadata.
     """
     codes = ()
