@@ -56,6 +56,7 @@ def test_matches_reference(tiers, dim, v_dim, group, programs):
     check_against_reference(*run_both(manager, tiers, group, programs, 0, cuda=True))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("page_tokens", [5, pytest.param(16, marks=full), 33, pytest.param(64, marks=full)])
 @pytest.mark.parametrize("position_bytes", [2, 4])
 def test_sizes_of_pages(page_tokens, position_bytes):
@@ -83,6 +84,7 @@ def test_rules_are_the_reference_s(rule, group):
     check_against_reference(*run_both(manager, "K8V4 K4V2", group, 8, 0, cuda=True, **rule))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
 @pytest.mark.parametrize("attention_span", [1, 20, 61])
 def test_what_is_out_of_reach_is_not_seen(tiers, attention_span):
@@ -94,6 +96,7 @@ def test_what_is_out_of_reach_is_not_seen(tiers, attention_span):
             assert close(out[b], ref_out[b]) < 6e-3 and (lse[b] - ref_lse[b]).abs().max() < 5e-3
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("judge_low", [True, False])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_many_pages_and_many_units(programs, judge_low):
