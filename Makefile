@@ -14,9 +14,10 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PLACEHOLDER := third_party/sgl_kernel_placeholder
-SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml \
+SOURCES := requirements/cpu.txt requirements/dev.txt pyproject.toml setup.py \
 	$(PLACEHOLDER)/pyproject.toml $(wildcard $(PLACEHOLDER)/sgl_kernel/*.py)
-OTHER_SGLANG := 0.5.17 0.5.22 0.5.23
+OTHER_SGLANG := $(filter-out $(shell sed -n 's/^sglang==//p' requirements/cpu.txt),$(shell $(PYTHON) -c \
+	'from sglang_diffkv.releases import TESTED_VERSIONS; print(*TESTED_VERSIONS)'))
 # Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer, and one with states;
 # and where SGLang chooses the cache's dtype.
 VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_metrics.py \
@@ -127,9 +128,9 @@ dist: venv ## build the sdist and the wheel in dist/ and check what a package pa
 lint: venv ## check style, format, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -rL sglang_diffkv pyproject.toml "$$copy" && \
-		touch "$$copy/sglang_diffkv/kernels/__init__.py" && cd "$$copy" && $(abspath $(BIN))/lint-imports --no-cache
+	@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && cp -r sglang_diffkv benchmarks examples pyproject.toml "$$copy" && \
+		cp -r kernels "$$copy/sglang_diffkv/" && cd "$$copy" && $(abspath $(BIN))/mypy && \
+		touch sglang_diffkv/kernels/__init__.py && $(abspath $(BIN))/lint-imports --no-cache
 
 format: venv ## fix what ruff can fix
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """Writes tables and charts again from the JSON results of ``serving``, ``stationary``, ``step_profile``, ``kernels``,
 ``figures`` or ``evaluate``. Example:
 
-    python -m benchmarks.redraw benchmarks/results/serving_llama3-8b.json
+    python -m benchmarks.redraw results/serving_llama3-8b.json
 
 With ``--together`` results of ``stationary``, measured by several commands, become one chart:
 

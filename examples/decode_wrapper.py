@@ -16,7 +16,7 @@ from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.table_space import TableSpace
 from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.triton import TritonOps
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 
 ROW, LAYERS, HEADS, Q_HEADS, DIM = 1, 1, 2, 8, 64
 SCALE = DIM**-0.5
@@ -37,7 +37,7 @@ def main() -> None:
     state = PageState.create(
         fmt, num_pages=600, num_rows=4, num_layers=LAYERS, num_heads=HEADS, max_blocks=40, num_blocks=80, device=device
     )
-    space, policy = TableSpace(state), DiffKVPolicy(alpha_high=1.0, alpha_low=0.02, window=16)
+    space, policy = TableSpace(state), DiffKVPolicyConfig(alpha_high=1.0, alpha_low=0.02, window=16).build()
     key, value, q = (torch.randn(prompt + steps, n, DIM, device=device).bfloat16() for n in (HEADS, HEADS, Q_HEADS))
 
     ops = TritonOps(state, policy, Q_HEADS, max_tokens=prompt + steps)

@@ -46,7 +46,7 @@ class Answer:
     @property
     def right(self) -> bool:
         """Whether the final answer is the right one."""
-        return reference.judge(self.text, self.item.answers)
+        return reference.grade(self.text, self.item.answers)
 
 
 def ask(client: OpenAI, item: Example) -> Answer:

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = Table("question", "reply", "right")
     for item, reply in replies:
         table.add_row(
-            item.prompt.splitlines()[-1], reply.strip(), "yes" if reference.judge(reply, item.answers) else "no"
+            item.prompt.splitlines()[-1], reply.strip(), "yes" if reference.grade(reply, item.answers) else "no"
         )
     console = Console()
     console.print(table)

@@ -61,8 +61,8 @@ def reserved_slots(
     TIERS: tl.constexpr, TOKENS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Where ``reserve`` has set room aside for new tokens [R] in the high tier of ``head`` (one, or [R]): pointers to
-    pages, slots on them, and which tokens are no padding and have one; [R] each."""
+    """Where ``reserve`` has set room aside for new tokens [R] in the high tier of ``head`` (one, or [R]). Gives
+    pointers to pages, slots on them, and which tokens are no padding and have a slot; [R] each."""
     keep = token < tl.load(num_valid)
     row = tl.load(rows + token, mask=keep, other=0).to(tl.int64)
     at = (row * L + layer) * H + head
@@ -159,8 +159,8 @@ def load_positions(page, POSITIONS: tl.constexpr, slot, mask):
 @triton.jit
 def load_positions_ahead(page, POSITIONS: tl.constexpr, slot, mask, TOKENS: tl.constexpr):
     """``load_positions`` of consecutive slots [N] of pages of ``TOKENS``, in a loop of one warp whose loads are to be
-    copied while the iteration before computes: the GPU copies so what a thread reads 4 bytes of. Where a thread has one
-    slot, or pairs of slots do not end with a page, it reads the pair that its slot is of."""
+    copied while the iteration before computes. The GPU does this only if a thread reads 4 bytes at a time. Where a
+    thread has one slot, or pairs of slots do not end with a page, it reads the pair that its slot is of."""
     if field_bytes(POSITIONS) == 2 and (slot.shape[0] <= 32 or TOKENS % 2 == 1):
         pairs = (page + field_offset(POSITIONS)).to(tl.pointer_type(tl.int32))
         word = (tl.load(pairs + slot // 2, mask=mask, other=-1) >> (slot % 2 * 16)) & 0xFFFF
@@ -178,8 +178,8 @@ def store_positions(page, POSITIONS: tl.constexpr, slot, position, mask):
 
 
 I_KB, I_VB, I_TOKENS, I_KEYS, I_KMETA, I_VALUES, I_VMETA, I_SCORES, I_POSITIONS = (tl.constexpr(i) for i in range(9))
-"""Places of the numbers that ``layout_numbers`` gives of a tier: bits of keys and values, tokens of a page, offsets; of
-scores ``NO_SCORES`` where there are none, of positions what ``field_of`` makes of offset and bytes."""
+"""Places of the numbers that ``layout_numbers`` gives of a tier: bits of keys and values, tokens of a page, offsets.
+Scores have ``NO_SCORES`` where there are none; positions have what ``field_of`` makes of offset and bytes."""
 NO_SCORES = tl.constexpr(-1)
 
 

@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.cuts import Cuts
-from sglang_diffkv.kernels.quantize.triton import plane_elements, quantize_planes
+from sglang_diffkv.kernels.quantize.triton import (
+    chunk_bytes,
+    group_elements,
+    quantize_groups,
+    slice_bytes,
+    slice_of,
+    slices_of,
+    store_packed,
+)
 from sglang_diffkv.kernels.triton_codec import meta_pair
 from sglang_diffkv.kernels.triton_table import (
     I_KB,
@@ -134,15 +142,21 @@ def held_page(
 
 @triton.jit
 def load_codes(
-    page, slot, chosen, W: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr, RAW: tl.constexpr
+    page, slot, chosen, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
 ):  # fmt: skip
-    """Vectors of ``W`` bytes as they are, of the chosen of slots [T] of a page: bytes [T, padded(W)] uint8, and
-    metadata words [T] unless ``RAW``."""
-    byte = tl.arange(0, padded(W))
-    mask = chosen[:, None] & (byte[None, :] < W)
-    codes = tl.load(page + OFFSET + slot[:, None] * W + byte[None, :], mask=mask, other=0)
+    """Vectors as they are, of the chosen of slots [T] of a page.
+
+    Returns a tuple with the bytes of each slice, uint8 [T, chunks * WP] as of ``packed_slices``, and metadata
+    words [T].
+    The raw tier has no metadata.
+    """
+    codes = ()
+    for number in tl.static_range(slices_of(BITS)):
+        byte, exists = slice_bytes(DIM, BITS, number)
+        mask = chosen[:, None] & exists
+        codes = codes + (tl.load(page + OFFSET + slot[:, None] * (DIM * BITS // 8) + byte, mask=mask, other=0),)
     meta = slot
-    if not RAW:
+    if BITS != 16:
         meta = tl.load(number_at(page, META, slot), mask=chosen, other=0)
     return codes, meta
 
@@ -153,20 +167,43 @@ def requantized(
     META: tl.constexpr,
 ):  # fmt: skip
     """As ``load_codes``, in a lower tier's form. ``raw`` is the raw tier's type."""
-    WP: tl.constexpr = padded(DIM * TO // 8)
-    element = plane_elements(DIM * TO // 8, WP, TO)  # [1, planes, WP]
-    inside = (tl.arange(0, WP) < DIM * TO // 8)[None, None, :]
+    W: tl.constexpr = chunk_bytes(DIM, TO)
+    WP: tl.constexpr = padded(W)
+    element = group_elements(W, WP, TO)  # [1, groups, WP]
+    inside = (tl.arange(0, WP) < W)[None, None, :]
     mask = inside & chosen[:, None, None]
     if FROM == 16:
         x_ptr = (page + OFFSET).to(raw) + slot[:, None, None] * DIM
         x = tl.load(x_ptr + element, mask=mask, other=0.0).to(tl.float32)
     else:
-        BYTES: tl.constexpr = DIM * FROM // 8
-        codes = tl.load(page + OFFSET + slot[:, None, None] * BYTES + element % BYTES, mask=mask, other=0)
-        codes = (codes.to(tl.int32) >> (element // BYTES * FROM)) & ((1 << FROM) - 1)
+        codes = element_codes(page + OFFSET + slot[:, None, None] * (DIM * FROM // 8), element, mask, DIM, FROM)
         scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
         x = codes.to(tl.float32) * scale[:, None, None] + zero[:, None, None]
-    return quantize_planes(x, inside, TO, FROM)
+    return quantize_groups(x, inside, TO, FROM)
+
+
+@triton.jit
+def element_codes(vector, element, mask, DIM: tl.constexpr, BITS: tl.constexpr):
+    """Codes of elements ``element`` of packed vectors at ``vector``, which broadcast; int32, 0 without ``mask``."""
+    codes = slice_codes(vector, element, mask, DIM, BITS, 0)
+    for number in tl.static_range(1, slices_of(BITS)):
+        codes |= slice_codes(vector, element, mask, DIM, BITS, number)
+    return codes
+
+
+@triton.jit
+def slice_codes(vector, element, mask, DIM: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr):
+    """Of these codes the bits that are in one slice, at their places in the code."""
+    place: tl.constexpr = slice_of(BITS, NUMBER)
+    WIDTH: tl.constexpr = place[0]
+    BYTES: tl.constexpr = DIM * WIDTH // 8
+    if place[2] > 0:
+        vector += place[2] * chunk_bytes(DIM, BITS)
+    codes = tl.load(vector + element % BYTES, mask=mask, other=0)
+    codes = (codes.to(tl.int32) >> (element // BYTES * WIDTH)) & ((1 << WIDTH) - 1)
+    if place[1] > 0:
+        codes <<= place[1]
+    return codes
 
 
 @triton.jit
@@ -175,9 +212,7 @@ def vector_codes(
 ):  # fmt: skip
     """Of quantised vectors of the chosen of slots [T] of a page: codes of elements ``d`` [1, N], int32 [T, N], 0
     without ``mask`` [T, N]; scales and zero points, float32 [T]."""
-    BYTES: tl.constexpr = DIM * BITS // 8
-    codes = tl.load(page + OFFSET + slot[:, None] * BYTES + d % BYTES, mask=mask, other=0)
-    codes = (codes.to(tl.int32) >> (d // BYTES * BITS)) & ((1 << BITS) - 1)
+    codes = element_codes(page + OFFSET + slot[:, None] * (DIM * BITS // 8), d, mask, DIM, BITS)
     scale, zero = meta_pair(tl.load(number_at(page, META, slot), mask=chosen, other=0))
     return codes, scale, zero
 
@@ -198,13 +233,11 @@ def dequantized(
 
 @triton.jit
 def store_codes(
-    page, slot, chosen, codes, meta, W: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr, RAW: tl.constexpr
+    page, slot, chosen, codes, meta, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr
 ):  # fmt: skip
     """Write what ``load_codes`` or ``requantized`` gave to slots [T] of pages [T]."""
-    byte = tl.arange(0, padded(W))
-    mask = chosen[:, None] & (byte[None, :] < W)
-    tl.store(page[:, None] + OFFSET + slot[:, None] * W + byte[None, :], codes, mask=mask)
-    if not RAW:
+    store_packed(page, slot, codes, chosen, DIM, BITS, OFFSET)
+    if BITS != 16:
         tl.store(number_at(page, META, slot), meta, mask=chosen)
 
 
@@ -219,9 +252,8 @@ def store_numbers(page, slot, chosen, score, position, SCORES: tl.constexpr, POS
 @triton.jit
 def load_tokens(page, slot, chosen, LAYOUT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
     """The chosen of slots [T] of a page as they are: codes and metadata words of keys and of values, a tuple."""
-    RAW: tl.constexpr = LAYOUT[I_KB] == 16
-    k, kmeta = load_codes(page, slot, chosen, D * LAYOUT[I_KB] // 8, LAYOUT[I_KEYS], LAYOUT[I_KMETA], RAW)
-    v, vmeta = load_codes(page, slot, chosen, DV * LAYOUT[I_VB] // 8, LAYOUT[I_VALUES], LAYOUT[I_VMETA], RAW)
+    k, kmeta = load_codes(page, slot, chosen, D, LAYOUT[I_KB], LAYOUT[I_KEYS], LAYOUT[I_KMETA])
+    v, vmeta = load_codes(page, slot, chosen, DV, LAYOUT[I_VB], LAYOUT[I_VALUES], LAYOUT[I_VMETA])
     return k, kmeta, v, vmeta
 
 
@@ -239,8 +271,7 @@ def requantized_tokens(
 def store_tokens(page, slot, chosen, codes, score, position, LAYOUT: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
     """Write what ``load_tokens`` or ``requantized_tokens`` gave, scores, as int32 words [T], and positions [T] to slots
     [T] of pages [T]."""
-    RAW: tl.constexpr = LAYOUT[I_KB] == 16
     k, kmeta, v, vmeta = codes
-    store_codes(page, slot, chosen, k, kmeta, D * LAYOUT[I_KB] // 8, LAYOUT[I_KEYS], LAYOUT[I_KMETA], RAW)
-    store_codes(page, slot, chosen, v, vmeta, DV * LAYOUT[I_VB] // 8, LAYOUT[I_VALUES], LAYOUT[I_VMETA], RAW)
+    store_codes(page, slot, chosen, k, kmeta, D, LAYOUT[I_KB], LAYOUT[I_KEYS], LAYOUT[I_KMETA])
+    store_codes(page, slot, chosen, v, vmeta, DV, LAYOUT[I_VB], LAYOUT[I_VALUES], LAYOUT[I_VMETA])
     store_numbers(page, slot, chosen, score, position, LAYOUT[I_SCORES], LAYOUT[I_POSITIONS])

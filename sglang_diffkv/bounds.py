@@ -32,6 +32,7 @@ Pool = Annotated[int, Field(strict=True, ge=1, le=63)]
 Beta = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 Block = Annotated[int, Field(strict=True, ge=16, le=4096)]
 Blocks = Annotated[int, Field(strict=True, ge=2, le=MOST_TOKENS // 4096)]
+Seed = Annotated[int, Field(strict=True, ge=0, le=(1 << 32) - 1)]
 Layers = Annotated[int, Field(strict=True, ge=1, le=MOST_LAYERS)]
 
 Alpha = Annotated[float, Field(strict=True, ge=0, le=1e12)]

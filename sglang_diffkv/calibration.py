@@ -171,8 +171,8 @@ class TextBudget(_Strict):
 class TextPoint(_Strict):
     """One setting on windows of a text, against stock bf16 on the same ones.
 
-    ``divergence`` is a lower bound of the KL divergence in nats a token, in which ``covered`` of the probability is
-    told token by token; ``agreement`` is the share of positions with the same likeliest token; changes are shares.
+    ``divergence`` is a lower bound of the KL divergence in nats a token. In it ``covered`` of the probability is told
+    token by token. ``agreement`` is the share of positions with the same likeliest token. Changes are shares.
     """
 
     tiers: TierNames

@@ -12,7 +12,7 @@ from sglang_diffkv.bounds import HostGib, PageTokens, PathName, SomeTokens
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
 from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import KeyNorm, Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
@@ -53,7 +53,7 @@ TierNames = Annotated[
         fail_fast=True,
         min_length=1,
         max_length=MOST_TIERS,
-        description="high tier first: BF16, or K<bits>V<bits> with 8, 4, 2 or 1 bits",
+        description="high tier first: BF16, or K<bits>V<bits> with 1 to 8 bits",
     ),
 ]
 """High tier first."""
@@ -68,15 +68,15 @@ class DiffKVConfig(Strict):
             tiers, uniform with one. The others keep what they keep at one tier. More than two tiers need DiffKV with
             its thresholds ``alpha_between``.
         page_tokens: high-tier tokens of a page.
-        prefix_fidelity: what the prefix cache keeps of a prompt: ``compressed``, the one form that all share, or
-            ``exact``, all of it in the high tier, of which a running request takes a compressed copy of its own.
+        prefix_fidelity: what the prefix cache holds of a prompt. ``compressed``: the one form that all share.
+            ``exact``: all of it in the high tier, of which a running request takes a compressed copy of its own.
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
         prefill: what computes the attention of new tokens on a GPU: ``flashinfer``, ``triton``,
             or ``auto`` for FlashInfer where it is installed, has the model's head size, and all layers have one scale
             and logit cap.
         decode: what computes the attention of decode steps on a GPU: ``cuda``, the kernel in CUDA C++ for Hopper GPUs,
-            ``triton``, or ``auto`` for the former where the GPU, the model's heads and the tiers are such that it can.
+            ``triton``, or ``auto``. ``auto`` takes ``cuda`` where the GPU, the model's heads and the tiers allow it.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
             and what attention gives once more; ``both`` does both. Attention stays the same, and what has outliers
             loses less at few bits; it costs a small launch a layer and pass for keys, and one more for values. By
@@ -84,16 +84,17 @@ class DiffKVConfig(Strict):
         key_means: the path of a file of ``python -m sglang_diffkv.calibrate.means``: a vector for each layer and KV
             head that is taken off every key before it is stored. Attention stays the same, and keys lose less at few
             bits.
-        share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this
-            many tokens of its own, up to its window where so many are left before that; the rest, or a shorter one,
+        share_min_tokens: a running request's prompt joins the prefix cache at once if it has at least this many tokens
+            of its own. It joins up to its window where so many are left before that. The rest, or a shorter prompt,
             joins when the request ends.
         host_gib: host memory, in GiB, for what retracted requests hold, so that they go on later instead of being
-            computed again; by default a quarter of the KV pool's bytes, at least 256 MiB and at most 4 GiB. 0: none.
-        thresholds: ``calibrated`` takes tiers, policy and rotation from the calibration file of the model, the path of
-            a calibration file (``.json``) from that one; ``published`` takes those that were published for the model
-            and not measured with this package; ``default`` takes those given here. A server that is given no
-            configuration at all, or an empty one, looks for calibrated ones. It is carried out when a server starts
-            and is not part of the resolved configuration.
+            computed again. The default is a quarter of the KV pool's bytes, at least 256 MiB and at most 4 GiB. 0:
+            none.
+        thresholds: ``calibrated`` takes tiers, policy and rotation from the calibration file of the model. The path of
+            a calibration file (``.json``) takes them from that one. ``published`` takes those that were published for
+            the model and not measured with this package. ``default`` takes those given here. A server that is given no
+            configuration at all, or an empty one, looks for calibrated ones. It is carried out when a server starts and
+            is not part of the resolved configuration.
     """
 
     tiers: TierNames = ("K8V4", "K4V2")
@@ -151,6 +152,11 @@ class DiffKVConfig(Strict):
                 )
         if self.key_means is not None and self.build_policy().running is not None:
             raise ValueError(f"policy {self.policy and self.policy.name} compares keys with each other: drop key_means")
+        if self.key_means is not None and isinstance(self.build_policy().score_source, KeyNorm):
+            raise ValueError(
+                f"policy {self.policy and self.policy.name} scores tokens by the norms of their keys, which key_means "
+                "change: drop key_means"
+            )
         return self
 
     @property

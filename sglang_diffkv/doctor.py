@@ -1,7 +1,7 @@
 """Say what a server would run on, and what it would refuse, before anything is loaded.
 
-Without a model it judges the installation; with one also whether the model can be served, with which thresholds and
-tiers, and how many tokens fit. Options that it does not know are a server's, and are judged too. Example:
+Without a model it checks the installation; with one also whether the model can be served, with which thresholds and
+tiers, and how many tokens fit. Options that it does not know are a server's, and are checked too. Example:
 
     python -m sglang_diffkv.doctor --model-path DIR --kv-gib 20 --tp-size 2
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import sglang_diffkv
-from sglang_diffkv import pins
+from sglang_diffkv import releases
 from sglang_diffkv.findings import Findings
 
 GROUP, NAME = "sglang.srt.plugins", "diffkv"
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from sglang_diffkv.srt import doctor
 
             what = (args.model_path, args.diffkv_config, args.kv_gib, server_args)
-            doctor.judge(findings, *what, gpu=gpu, found=found)
+            doctor.check(findings, *what, gpu=gpu, found=found)
     print(json.dumps(findings.report(), indent=2) if args.json else findings.describe())
     return 1 if findings.refusals else 0
 
@@ -93,9 +93,9 @@ def _look_at_machine(findings: Findings) -> bool:
     findings.add("sglang_diffkv", f"{version} ({here})", version, key="versions.sglang_diffkv")
     findings.add("Python", f"{python} ({sys.executable})", python, key="versions.python")
     stack: dict[str, str | None] = {}
-    for name, distributions in pins.DISTRIBUTIONS.items():
+    for name, distributions in releases.DISTRIBUTIONS.items():
         found = stack[name] = next(filter(None, map(version_of, distributions)), None)
-        findings.add(pins.TITLES[name], found or "not installed", found, key=f"versions.{name}")
+        findings.add(releases.TITLES[name], found or "not installed", found, key=f"versions.{name}")
     sglang = version_of("sglang")
     findings.note("versions.sglang", sglang)
     if sglang is None:
@@ -113,8 +113,8 @@ def _look_at_machine(findings: Findings) -> bool:
         findings.refuse("torch", f"torch cannot be imported: {error}. Install SGLang's requirements")
         return False
     gpu = torch.cuda.is_available()
-    for name, text in pins.untested(sglang, stack, gpu=gpu).items():
-        findings.warn(pins.TITLES[name], f"{text} (docs/install.md)")
+    for name, text in releases.untested(sglang, stack, gpu=gpu).items():
+        findings.warn(releases.TITLES[name], f"{text} (docs/install.md)")
     findings.note("gpus", [])
     if not gpu:
         text = "none that torch can use; what follows is for a server on the CPU (--device cpu)"

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tests.servers.shared import SharedServer
 
 PRELOADED: pytest.StashKey[Preloaded] = pytest.StashKey()
+ENVIRONMENT: pytest.StashKey[dict[str, str]] = pytest.StashKey()
+"""The environment of the process before its first test."""
 
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
 settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=20)
@@ -59,6 +61,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         Server.popen = item.config.stash[PRELOADED].popen
     else:
         Server.popen = subprocess.Popen
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ENVIRONMENT] = dict(os.environ)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """After a test the environment is as before. SGLang writes to it when it resolves arguments, and a server with
+    another environment is not forked: it imports SGLang again, three times or more."""
+    try:
+        return (yield)
+    finally:
+        kept, current = item.config.stash[ENVIRONMENT], os.environ.get("PYTEST_CURRENT_TEST")
+        if {**os.environ, "PYTEST_CURRENT_TEST": ""} != {**kept, "PYTEST_CURRENT_TEST": ""}:
+            os.environ.clear()
+            os.environ.update(kept)
+            if current is not None:
+                os.environ["PYTEST_CURRENT_TEST"] = current
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -15,7 +15,7 @@ from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.steps import LaunchedStep
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from tests.policies import diffkv_policy
 
 PAIR = ("K8V4", "K4V2")
 
@@ -76,7 +76,7 @@ def make_manager(
 ) -> PageManager:
     """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table. Pages have
     the scores that the policy reads, and no others without ``all_scores``."""
-    fmt, policy = fmt or make_format(), policy or DiffKVPolicy(1.0, 0.1, window=8)
+    fmt, policy = fmt or make_format(), policy or diffkv_policy(1.0, 0.1, window=8)
     fmt = replace(fmt, scored=MOST_TIERS if all_scores else policy.scored_tiers(len(fmt.tiers)))
     sizes = (fmt, layers, heads, pages, rows, segments, max_tokens)
     geometry = ShortTableGeometry(*sizes, blocks=blocks)

@@ -25,10 +25,12 @@ from sglang_diffkv.kernels.cuts import StepRule
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.decisions import Decisions
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM = 32, 32, 8, 128
-POLICY = DiffKVPolicy(alpha_high=1.0, alpha_low=0.02, window=256)
+POLICY = DiffKVPolicyConfig(
+    alpha_high=1.0, alpha_low=0.02, window=256, sinks=0, observe_every=1, pressure_window=None
+).build()
 HELD = 256
 """Tokens of a request whose pages are managed: the cost depends on the heads, hardly on the length."""
 GPU_SPARE, CPU_SPARE = 12, 6

@@ -1,9 +1,9 @@
-"""XKV's mini-prefill beside judging at the end of a prompt, as the policy ``xkv`` does: the same tokens stay; what do
+"""XKV's mini-prefill beside scoring at the end of a prompt, as the policy ``xkv`` does: the same tokens stay; what do
 both hold until then, and how long do they take? Real forward passes of a model in transformers over one prompt for each
 length, the questions of ``benchmarks/data`` one after another.
 
 *Judged at the end*: the prompt is read once, in chunks, each attending to the cache of those before. All of its keys
-and values are held until its last queries have judged them in all layers; then layers are given sizes and are cut.
+and values are held until its last queries have scored them in all layers; then layers are given sizes and are cut.
 
 *Mini-prefill* (Li et al., algorithms 1 and 2): the prompt is read without a cache, up to the last layer's attention,
 for the importance of its tokens in each layer. From that follow the sizes, and the prompt is read again: each layer is
@@ -43,7 +43,7 @@ from tqdm import tqdm
 from benchmarks import splits
 from benchmarks.provenance import headline, provenance
 from benchmarks.quality import whole_prompts
-from benchmarks.quality.prompt_passes import Outcome, Reader, judged_at_end, mini_prefill
+from benchmarks.quality.prompt_passes import Outcome, Reader, mini_prefill, scored_at_end
 from sglang_diffkv.calibrate.layers.measure import Rule
 from sglang_diffkv.calibration import model_name
 from sglang_diffkv.evaluate.cli import positive
@@ -52,7 +52,7 @@ from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.report import markdown
 from sglang_diffkv.policies.xkv import XKVPolicyConfig
 
-AT_END, MINI = "judged at the end", "mini-prefill"
+AT_END, MINI = "scored at the end", "mini-prefill"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MIB = 1 << 20
 
@@ -114,7 +114,7 @@ def compare(reader: Reader, ids: torch.Tensor, rule: Rule, chunks: Sequence[int]
     tokens, device = len(ids), reader.model.device
     pieces = sorted({min(chunk, tokens) for chunk in chunks}, reverse=True)
     ways: list[tuple[str, int, Callable[[], Outcome]]] = [
-        (AT_END, chunk, partial(judged_at_end, reader, ids, rule, chunk)) for chunk in pieces
+        (AT_END, chunk, partial(scored_at_end, reader, ids, rule, chunk)) for chunk in pieces
     ]
     ways.append((MINI, tokens, partial(mini_prefill, reader, ids, rule)))
     alive = [most_alive(work, device) for _, _, work in ways]
@@ -176,7 +176,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="its folder")
     parser.add_argument("--lengths", type=positive, nargs="+", default=[512, 1024, 2048], help="tokens of prompts")
     parser.add_argument(
-        "--chunks", type=positive, nargs="+", default=[8192], help="tokens of a pass, judged at the end"
+        "--chunks", type=positive, nargs="+", default=[8192], help="tokens of a pass, scored at the end"
     )
     parser.add_argument("--keep", type=float, default=0.3, help="as xkv's (default: %(default)s)")
     for name in ("window", "pool"):

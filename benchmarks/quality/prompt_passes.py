@@ -1,4 +1,4 @@
-"""The two ways to read a prompt whose layers share a size: judged at the end, and by a mini-prefill.
+"""The two ways to read a prompt whose layers share a size: scored at the end, and by a mini-prefill.
 
 What they are and what is counted: ``mini_prefill.py``.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang_diffkv.calibrate.layers.measure import Rule, judge, window_scores
+from sglang_diffkv.calibrate.layers.measure import Rule, score_layers, window_scores
 from sglang_diffkv.calibrate.reading import Sight, causal, load
 from sglang_diffkv.evaluate.endpoint import EvaluationError
 from sglang_diffkv.kernels.gather_scores.reference import smooth
@@ -138,7 +138,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scali
 
 def sizes(scores: dict[int, torch.Tensor], rule: Rule) -> list[int]:
     """By layer, tokens outside the window that each head keeps (Algorithm 1)."""
-    return judge(torch.stack([scores[layer] for layer in sorted(scores)]), rule).kept.tolist()
+    return score_layers(torch.stack([scores[layer] for layer in sorted(scores)]), rule).kept.tolist()
 
 
 def chosen(scores: torch.Tensor, count: int, rule: Rule) -> torch.Tensor:
@@ -152,7 +152,7 @@ def chosen(scores: torch.Tensor, count: int, rule: Rule) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def judged_at_end(reader: Reader, ids: torch.Tensor, rule: Rule, chunk: int) -> Outcome:
+def scored_at_end(reader: Reader, ids: torch.Tensor, rule: Rule, chunk: int) -> Outcome:
     """One pass in chunks, with a whole cache that is cut at the end."""
     tokens, began = len(ids), reader.now()
     cache, scores = Cache(tokens), {}

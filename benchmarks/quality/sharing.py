@@ -50,7 +50,7 @@ class Answer:
 def ask(url: str, load: str, item: Example, ids: Sequence[int], longest: int) -> tuple[Answer, list[int]]:
     """The answer, and the ids of the reply."""
     record = client.ask(url, ids, longest)
-    right = reference.judge(record.text, item.answers)
+    right = reference.grade(record.text, item.answers)
     return Answer(load, item.id, right, record.prompt_tokens, record.cached_tokens), record.output_ids
 
 

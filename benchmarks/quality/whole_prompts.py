@@ -2,7 +2,7 @@
 
 Each request holds the share ``KEEP`` of its prompt once that is read; replies, windows and pages' free slots are left
 out. A server with chunked prefill reads one prompt at a time where there is room for no more. Beside n - 1 requests it
-holds, until the prompt has been judged, all of that prompt's keys and values, or with mini-prefill those of one layer
+holds, until the prompt has been scored, all of that prompt's keys and values, or with mini-prefill those of one layer
 and the share of the others. What a pass holds beside these comes from the same GPU: a prompt in one piece has its
 activations at once, and one whose chunks all go through a layer before the next layer has its hidden states, where
 chunks that go through all layers one after the other leave nothing behind but the cache. ``mini_prefill.py`` measures
@@ -60,7 +60,7 @@ def ways(shape: Preset, keep: float) -> tuple[Way, ...]:
     reading = keep + (1 - keep) / shape.layers
     hidden, mlp = 2 * shape.hidden * ELEMENT, 3 * shape.intermediate * ELEMENT
     return (
-        Way("judged at the end", 1, 1.0, 0),
+        Way("scored at the end", 1, 1.0, 0),
         Way("mini-prefill, keys and values alone", 2, reading, 0),
         Way("mini-prefill in one piece", 2, reading, hidden + mlp),
         Way("mini-prefill, all chunks through a layer at a time", 2, reading, hidden),

@@ -42,9 +42,9 @@ FEATURES = {
     PYRAMIDKV: ("pyramidkv", True, True, False, False),
     XKV: ("xkv", True, True, True, True),
 }
-"""Policy, and: judges by attention, layers differ in size, by how their importance is spread, by the request.
+"""Policy, and: scores by attention, layers differ in size, by how their importance is spread, by the request.
 
-As these policies are; the paper's table puts StreamingLLM with those that judge by attention."""
+As these policies are; the paper's table puts StreamingLLM with those that score by attention."""
 WINDOW = 8
 
 
@@ -79,7 +79,7 @@ def configurations(ratios: Sequence[float], tokens: float) -> list[str]:
 
 def features() -> str:
     """Table II."""
-    header = ["method", "policy", "judges by attention", "sizes by layer", "by importance in layers", "by request"]
+    header = ["method", "policy", "scores by attention", "sizes by layer", "by importance in layers", "by request"]
     rows = [[name, f"`{policy}`", *("yes" if x else "no" for x in has)] for name, (policy, *has) in FEATURES.items()]
     return f"## Table II: methods\n\n{markdown(header, rows)}"
 

@@ -55,7 +55,7 @@ class Given:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def judged(self) -> list[str]:
+    def graded(self) -> list[str]:
         """Task files with right and wrong answers."""
         return [x for x in self.tasks if kind_of(x) not in (*SCORED, *TEXTS)]
 
@@ -117,7 +117,7 @@ GPU = Need("a CUDA GPU", lambda given: "" if given.gpu else "needs a CUDA GPU")
 KV_GIB = Need("--kv-gib", lambda given: "" if given.kv_gib else "needs --kv-gib N: how much KV cache each server gets")
 PROMPTS = _tasks("a text or task files", "--text FILE or --task KIND=PATH", lambda given: given.read)
 TEXT = _tasks("a text", "--text FILE", lambda given: [str(given.text)] if given.text else [])
-JUDGED = _tasks("task files with right and wrong answers", "--task KIND=PATH", lambda given: given.judged)
+GRADED = _tasks("task files with right and wrong answers", "--task KIND=PATH", lambda given: given.graded)
 FITTED = _tasks(
     f"task files with right and wrong answers that are not for reporting ({REPORTING})",
     "--calibration-task or --task KIND=PATH",

@@ -65,12 +65,12 @@ def _figure(number: int, shows: str, *more: Need, quick: Command | None = None, 
     name = f"fig{number}"
 
     def commands(given: Given) -> list[Command]:
-        tasks = _tasks(given.fitted if fitted else given.judged)
+        tasks = _tasks(given.fitted if fitted else given.graded)
         out = ["--output", str(given.output / "figures")]
         extra = (quick or []) if given.quick else []
         return [["benchmarks.figures", name, "--model", str(given.model), *tasks, *given.asking, *extra, *out]]
 
-    need = needs.FITTED if fitted else needs.JUDGED
+    need = needs.FITTED if fitted else needs.GRADED
     files = tuple(f"figures/{name}.{x}" for x in ("md", "json", "png"))
     return Part(f"figure{number}", DIFFKV, shows, (need, ANY_POLICY, *more), commands, files)
 

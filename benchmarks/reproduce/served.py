@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         for config in args.configs:
             findings = Findings()
-            doctor.judge(findings, args.model, config, KV_GIB, args.server_args, gpu=gpu, found=True)
+            doctor.check(findings, args.model, config, KV_GIB, args.server_args, gpu=gpu, found=True)
             reasons[config] = "; ".join(findings.refusals)
     print(json.dumps(reasons))
     return 0

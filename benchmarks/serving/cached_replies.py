@@ -44,7 +44,7 @@ def serve(configuration: Configuration, items: Sequence[Example], args: argparse
         replies: list[list[int]] = []
         for name in PASSES:
             record = client.ask(server.url, ids, min(args.longest, context - len(ids) - 1))
-            right = reference.judge(record.text, item.answers)
+            right = reference.grade(record.text, item.answers)
             found[name] = {"tokens": len(record.output_ids), "right": right, "cached_tokens": record.cached_tokens}
             replies.append(record.output_ids)
         found["first_difference"] = first_difference(*replies)

@@ -58,7 +58,7 @@ class Outcome:
         return sum(x["meta_info"].get(name) or 0 for x in self.choices)
 
 
-def judge(order: Order, reply: Reply, asked_to_abort: bool) -> tuple[str, str]:
+def grade(order: Order, reply: Reply, asked_to_abort: bool) -> tuple[str, str]:
     """The end of a request and its reason. An answer that is not what was asked for counts as lost."""
     if reply.error is not None:
         ours = asked_to_abort and reply.error.startswith(ABORT_STATUS)
@@ -131,7 +131,7 @@ class Client:
             return LOST, f"no end within {self.deadline:.0f} s"
         if error := reader.exception():
             return LOST, f"{type(error).__name__}: {error}"
-        return judge(order, reply, asked or self.aborting_all)
+        return grade(order, reply, asked or self.aborting_all)
 
     async def _due(self, order: Order, reply: Reply) -> None:
         """Wait until the request is to be aborted."""

@@ -86,7 +86,7 @@ class Soak:
 
     def _answer(self, index: int, outcome: Outcome) -> Answer:
         (choice,) = outcome.choices
-        right = reference.judge(choice["text"], self.items[index].answers)
+        right = reference.grade(choice["text"], self.items[index].answers)
         meta = choice["meta_info"]
         return Answer(right, choice["text"], meta["cached_tokens"] / meta["prompt_tokens"])
 

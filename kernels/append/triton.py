@@ -35,7 +35,7 @@ def append_kernel(
     KB: tl.constexpr, VB: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr,
     VALUES: tl.constexpr, VMETA: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
-    L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, KWP: tl.constexpr, VWP: tl.constexpr, EARLY: tl.constexpr,
+    L: tl.constexpr, H: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (ceil(tokens / R), H): ``R`` tokens of one KV head. Strides are in elements. ``EARLY``: decode attention
     may be launched once all programs have begun; it waits for what they write."""
@@ -48,8 +48,8 @@ def append_kernel(
         TIERS, TOKENS, PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
     wide = token.to(tl.int64)
-    store_vectors(page_ptr, slot, key + wide * key_stride + head * key_head, keep, D, KB, KEYS, KMETA, KWP)
-    store_vectors(page_ptr, slot, value + wide * value_stride + head * value_head, keep, DV, VB, VALUES, VMETA, VWP)
+    store_vectors(page_ptr, slot, key + wide * key_stride + head * key_head, keep, D, KB, KEYS, KMETA)
+    store_vectors(page_ptr, slot, value + wide * value_stride + head * value_head, keep, DV, VB, VALUES, VMETA)
     at = tl.load(position + token, mask=keep, other=0).to(tl.int32)
     store_numbers(page_ptr, slot, keep, tl.zeros([R], tl.int32), at, SCORES, POSITIONS)
 
@@ -57,14 +57,10 @@ def append_kernel(
 @cache
 def _constants(fmt: PageFormat, max_blocks: int, layers: int, heads: int, few: bool) -> Mapping[str, Any]:
     """Compile-time constants and warps of ``append_kernel``."""
-    tier = fmt.high.tier
-    widths = fmt.head_dim * min(tier.k_bits, 8) // 8, fmt.v_head_dim * min(tier.v_bits, 8) // 8
     return MappingProxyType(
         {
             **_shared_constants(fmt, max_blocks, layers, heads),
             "R": 1 if few else SOME,
-            "KWP": triton.next_power_of_2(widths[0]),
-            "VWP": triton.next_power_of_2(widths[1]),
             "num_warps": 1 if few else 4,
         }
     )

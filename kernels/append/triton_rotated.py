@@ -9,7 +9,7 @@ with signs (Sylvester's matrix of twice the size is made of four of them).
 import triton
 import triton.language as tl
 
-from sglang_diffkv.kernels.quantize.triton import store_planes
+from sglang_diffkv.kernels.quantize.triton import chunk_bytes, grain_of, store_groups
 from sglang_diffkv.kernels.rotate.triton import signs
 from sglang_diffkv.kernels.triton_table import ceil_div, padded, reserved_slots
 from sglang_diffkv.kernels.triton_tokens import store_numbers
@@ -25,18 +25,18 @@ def dot_side(dim, block):
 
 @triton.constexpr_function
 def elements_of(dim, bits):
-    """Places of a vector that is laid out by planes, each padded to a power of two."""
-    return padded(dim) if bits == 16 else 8 // bits * padded(dim * bits // 8)
+    """Places of a vector that is laid out by groups, each padded to a power of two."""
+    return padded(dim) if bits == 16 else 8 // grain_of(bits) * padded(chunk_bytes(dim, bits))
 
 
 @triton.jit
 def placed_elements(DIM: tl.constexpr, BITS: tl.constexpr):
-    """Elements that stand at the places of a vector laid out by planes, and whether there is one: [places] each."""
+    """Elements that stand at the places of a vector laid out by groups, and whether there is one: [places] each."""
     PLACES: tl.constexpr = elements_of(DIM, BITS)
     place = tl.arange(0, PLACES)
     if BITS == 16:
         return place, place < DIM
-    W: tl.constexpr = DIM * BITS // 8
+    W: tl.constexpr = chunk_bytes(DIM, BITS)
     WP: tl.constexpr = padded(W)
     return place // WP * W + place % WP, place % WP < W
 
@@ -109,9 +109,8 @@ def store_rotated(
         at = target[:, None] + slot[:, None] * DIM + element[None, :]
         tl.store(at, x.to(x_ptr.dtype.element_ty), mask=inside)
     else:
-        WP: tl.constexpr = padded(DIM * BITS // 8)
-        by_planes = tl.reshape(x, [x.shape[0], 8 // BITS, WP])
-        store_planes(page_ptr, slot, by_planes, keep, DIM, BITS, OFFSET, META, WP)
+        by_groups = tl.reshape(x, [x.shape[0], 8 // grain_of(BITS), padded(chunk_bytes(DIM, BITS))])
+        store_groups(page_ptr, slot, by_groups, keep, DIM, BITS, OFFSET, META)
 
 
 @triton.jit(

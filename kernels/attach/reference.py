@@ -53,7 +53,7 @@ def freeze(state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | Non
 
     Args:
         tails: [n] int64, tokens at the end of the high tier that stay the row's own, where they begin a page of their
-            own (``kernels/compact_prompt``); heads in which they do not are frozen as a whole.
+            own (``kernels/compact_prompt``). Heads in which they do not are frozen as a whole.
     """
     own_entry, own_tokens = state.entries[rows].clone(), torch.zeros_like(state.own_tokens[rows])
     if tails is not None:

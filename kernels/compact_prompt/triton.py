@@ -54,8 +54,8 @@ def compact_prompts(
 ) -> None:
     """``reference.compact_prompts``: sort the own high-tier tokens of ``rows`` into tiers, all rows at once.
 
-    It borrows one page a head and lower tier of each row from the ring, and with ``tails`` one more; a head that gets
-    none keeps in the high tier what would go to that tier, and begins no page with its tail. The other new pages are
+    It borrows one page a head and lower tier of each row from the ring, and with ``tails`` one more. If a head gets
+    none, its tokens for that tier stay in the high tier, and its tail does not begin a page. The other new pages are
     the row's own, so they are as many as the reference's, but not the same ones.
 
     Args:

@@ -3,8 +3,8 @@
 A page is read whole before anything is written. Tokens that stay move up to the next free high slot, demoted
 ones are requantised into pages of lower tiers. New pages of all tiers are the row's own pages that were read already,
 first come first served. The tokens together never need more than one page of each lower tier beyond those that were
-read: that one is taken from the ring beforehand (:func:`spare_kernel`), so that no program takes pages while
-others return some. What is left over returns to the ring afterwards (:func:`return_kernel`), head after head.
+read. That one is taken from the ring beforehand (:func:`spare_kernel`), so that no program takes pages while others
+return some. What is left over returns to the ring afterwards (:func:`return_kernel`), head after head.
 
 A prompt's *tail* may begin a page of its own: that is one page more, spare as well. It comes into the table before
 other own pages have been given out, so the entry of one of these may be overwritten; a program remembers that one.

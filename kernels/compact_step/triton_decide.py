@@ -36,11 +36,11 @@ def decide_kernel(
     """Grid (ceil(batch * L * H / R)): ``R`` heads, numbered (request, layer, head). ``parts`` programs searched each
     head.
 
-    Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls
-    free, and the slot of a lower tier that takes the token; with more than two tiers also which tier. The demand of
-    each lower tier comes behind that of the one before, and so do ``totals``.
-    The rule [L, H] is ``StepCuts``' high and low, with ``BUDGET`` ``StepBudget``'s tokens and fraction; ``between``
-    [TIERS - 2, L, H], None with two tiers. ``sums`` [batch, L, H] is read with ``OF_SUM``.
+    Writes [batch, L, H] int32 own slots, -1 for none: the high slot to requantise, the high slot that falls free, and
+    the slot of a lower tier that takes the token. With more than two tiers it also writes which tier. The demand of
+    each lower tier comes behind that of the one before, and so do ``totals``. The rule [L, H] is ``StepCuts``' high and
+    low, with ``BUDGET`` ``StepBudget``'s tokens and fraction; ``between`` [TIERS - 2, L, H], None with two tiers.
+    ``sums`` [batch, L, H] is read with ``OF_SUM``.
     """
     flat = tl.program_id(0) * R + tl.arange(0, R)
     b = flat // (L * H)

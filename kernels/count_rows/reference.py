@@ -20,9 +20,9 @@ def count_rows(
 ) -> torch.Tensor:
     """Counts of each row, and the ring's counters.
 
-    Row i of the result is, for ``rows[i]``: the most pages that its next ``steps`` decode steps can take; its entries
-    over all layers, heads and tiers; those of them that no segment holds; its fault; the most entries that a head has
-    in each tier. The last row is pages taken, pages put, and zeros.
+    Row i of the result is of ``rows[i]``. It has the most pages that its next ``steps`` decode steps can take; its
+    entries over all layers, heads and tiers; those of them that no segment holds; its fault. Then come the most entries
+    that a head has in each tier. The last row is pages taken, pages put, and zeros.
 
     Args:
         rows: [n] int32 or int64, n may be 0.

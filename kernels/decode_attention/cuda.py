@@ -58,6 +58,8 @@ def unsupported(fmt: PageFormat, group: int) -> str | None:
     for layout in fmt.layouts:
         if layout.tier.is_raw:
             return "tier BF16, which gains nothing from it"
+        if 8 % layout.tier.k_bits or 8 % layout.tier.v_bits:
+            return f"tier {layout.tier.name}, whose bits do not divide 8"
         if layout.key_bytes % 32 or layout.value_bytes % 16:
             return f"tier {layout.tier.name} in heads of {fmt.head_dim} and {fmt.v_head_dim}"
         if layout.tokens > MOST_SLOTS:

@@ -63,9 +63,9 @@ def _logits(q: torch.Tensor, view: TierView) -> torch.Tensor:
 
     if view.key_meta is None:
         return q @ per_head(view.keys).transpose(2, 3)
-    step = view.layout.key_bytes
     out = q.new_zeros(())
     for p, plane in enumerate(planes(view.keys, view.layout.tier.k_bits)):
+        step = plane.shape[-1]
         out = out + q[..., p * step : (p + 1) * step] @ per_head(plane).transpose(2, 3)
     scale, zero = per_head(view.key_meta).unbind(-1)  # [B, H, N]
     return out * scale.unsqueeze(2) + q.sum(3, keepdim=True) * zero.unsqueeze(2)

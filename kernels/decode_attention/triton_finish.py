@@ -1,9 +1,9 @@
 """Second pass of decode attention: join each head's partial results, update the scores and search for the policy.
 
-The first pass cannot know a head's final normaliser; this one reads it, turns the kept logits into
-attention, folds that into each own token's running mean and finds the token that leaves the window and the
-least significant token of each tier. Only logits, scores and positions are read again. A token
-found is named by its own slot: ``TOKENS`` of each page.
+The first pass cannot know a head's final normaliser. This one reads it, turns the stored logits into attention, and
+folds that into each own token's running mean. It finds the token that leaves the window and the least significant token
+of each tier. Only logits, scores and positions are read again. A token found is named by its own slot: ``TOKENS`` of
+each page.
 
 Where no decision asks for scores, positions alone find the token that leaves the window, and the first
 pass keeps no logits.
@@ -49,7 +49,7 @@ def attention_received(
     logits_ptr, tile_max_ptr, lse, tiles, live, N: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, MEAN: tl.constexpr
 ):  # fmt: skip
     """[T, N]: log2 of the largest attention that each token of ``tiles`` gets from the group's query heads, -inf for
-    slots without a token; and with ``MEAN`` the sum of what it gets, else the former again.
+    slots without a token. With ``MEAN`` also the sum of what it gets, else the former again.
 
     ``lse`` [GP]. A token's logits are read as one or more words.
     """
@@ -243,12 +243,12 @@ def finish_kernel(
     EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
     HAS_SINK: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results,
-    several of them ``AT_ONCE`` an iteration and one alone, as it has few, one by one; the others share its tokens'
-    scores, as many of them as ``parts_of`` says. With 0, the first of the latter joins before.
-    ``found`` has room for ``max_parts``. Without ``SCORED`` there are no logits, and the programs of a head share its
-    tokens evenly. ``EARLY``: the launch may begin while the first pass ends, and waits for it
-    here. With ``HAS_SINK`` ``sink_logits`` [Hq] join the softmax."""
+    """Grid (B * H, JOINERS + parts): the first ``JOINERS`` programs of a head join a slice each of its partial results.
+    Several joiners take ``AT_ONCE`` an iteration; a single one has few and takes them one by one. The others share the
+    scores of its tokens, as many of them as ``parts_of`` says. With 0, the first of the latter joins before. ``found``
+    has room for ``max_parts``. Without ``SCORED`` there are no logits, and the programs of a head share its tokens
+    evenly. ``EARLY``: the launch may begin while the first pass ends, and waits for it here. With ``HAS_SINK``
+    ``sink_logits`` [Hq] join the softmax."""
     bh = tl.program_id(0)
     part, parts = tl.program_id(1) - JOINERS, tl.num_programs(1) - JOINERS
     joins = tl.program_id(1) < max(JOINERS, 1)

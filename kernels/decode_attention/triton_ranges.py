@@ -1,12 +1,11 @@
 """The work of decode attention laid out in a line, and cut into equal ranges, one for each program.
 
 A layer's line holds its heads behind one another by (request, KV head, tier): a *unit* is one tier of a head. A
-program's range may begin and end anywhere in a unit, at whole tiles, and may hold several units; so each program has as
-much to do as any other, however uneven requests, heads and tiers are. A unit that holds anything begins with what it
-costs to turn to it. What a program finds in a unit is one partial
-result, in slot ``program + unit``: along the line one of the two grows with every step, so each pair has a slot of
-its own, and a head's slots follow one another. In CUDA C++ a program has one result of a head, whatever its tiers, in
-slot ``program + head`` (``MERGED``).
+program's range may begin and end anywhere in a unit, at whole tiles, and may hold several units. So each program has as
+much work as any other, however uneven requests, heads and tiers are. A unit that is not empty begins with the cost of
+switching to it. What a program finds in a unit is one partial result, in slot ``program + unit``. Along the line one of
+the two grows with every step, so each pair has its own slot, and a head's slots follow one another. In CUDA C++ a
+program has one result of a head, whatever its tiers, in slot ``program + head`` (``MERGED``).
 """
 
 import triton
@@ -104,8 +103,8 @@ def head_slots(
     MERGED: tl.constexpr,
 ):  # fmt: skip
     """Slots [first, end) of a head's partial results, those of each tier: two tuples. ``tiles``: of each tier.
-    ``MERGED``: a program has one result for all tiers of a head. No program between the first and the last is without
-    one, since a range is as long as a tile and what it costs to turn to the next tier; each tier has all slots then."""
+    ``MERGED``: a program has one result for all tiers of a head. Every program between the first and the last has one,
+    since a range is at least a tile and the cost of switching to the next tier. Each tier has all slots then."""
     firsts = ()
     ends = ()
     begin = tl.full([], 0, tl.int32)

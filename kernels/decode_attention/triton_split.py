@@ -19,14 +19,19 @@ from sglang_diffkv.kernels.decode_attention.triton_tiles import (
     observes,
     tile_page,
 )
+from sglang_diffkv.kernels.quantize.triton import chunks_of
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
+    load_words,
     meta_pair,
+    operand_shift,
     operand_weight,
+    parts_of,
     power_scale,
     query_operand,
     shifted_codes,
     weight_exponent,
+    whole_plane,
 )
 from sglang_diffkv.kernels.triton_table import (
     I_KB,
@@ -69,22 +74,22 @@ def attend_tier(
     """Attention over tiles [first, last) of one tier; writes the normalised output and its base-2 lse.
 
     ``q_ptr`` points at the group's [G, D], which a power of two brings into fp16.
-    The softmax is relative to a running maximum of logits and value scales together, so that the largest weight, a
-    probability times its value scale, is about 2^15 and small ones stay in fp16's normal range.
-    ``KEEP`` stores each token's logits, relative to that maximum at its tile, for the score pass, to stay in the L2
-    cache if they can: not those of the first ``shared`` tiles, which are not scored, and there is room for ``room``
-    tiles. The pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address. With ``SLIDES``
-    positions below ``oldest`` are out of its span.
+    The softmax is relative to a running maximum of logits and value scales together. So the largest weight, a
+    probability times its value scale, is about 2^15, and small ones stay in fp16's normal range. ``KEEP`` stores each
+    token's logits for the score pass, relative to that maximum at its tile. They stay in the L2 cache if they can.
+    There is room for ``room`` tiles; the first ``shared`` tiles are not scored, so their logits are not stored. The
+    pages of ``AHEAD`` tiles are looked up at once, so that no tile waits for its address. With ``SLIDES`` positions
+    below ``oldest`` are out of its span.
     """
     KB: tl.constexpr = LAYOUT[I_KB]
     VB: tl.constexpr = LAYOUT[I_VB]
     TOKENS: tl.constexpr = LAYOUT[I_TOKENS]
     RAW: tl.constexpr = KB == 16
     BYTES: tl.constexpr = 1 if RAW else 2  # codes of a plane that a word holds
-    KPARTS: tl.constexpr = 1 if RAW else BYTES * 8 // KB
-    VPARTS: tl.constexpr = 1 if RAW else BYTES * 8 // VB
-    LAST_V: tl.constexpr = 0 if RAW else 8 // VB - 1  # the plane whose operand is the whole byte
-    KW: tl.constexpr = D // KPARTS  # words of a vector
+    KPARTS: tl.constexpr = parts_of(KB)
+    VPARTS: tl.constexpr = parts_of(VB)
+    LAST_V: tl.constexpr = whole_plane(VB)
+    KW: tl.constexpr = D // KPARTS  # words of a chunk of a vector
     VW: tl.constexpr = DV // VPARTS
     KWP: tl.constexpr = dot_padded(KW)
     VWP: tl.constexpr = dot_padded(VW)
@@ -140,15 +145,15 @@ def attend_tier(
             numbers = (pages + page_at).to(tl.pointer_type(tl.int32))
             words = word_ptr + page_at // 2
             position = load_positions_ahead(pages + page_at, LAYOUT[I_POSITIONS], slot, live, TOKENS)
-            kptr = words + LAYOUT[I_KEYS] // 2 + slot[:, None] * KW + kcol[None, :]
-            vptr = words + LAYOUT[I_VALUES] // 2 + slot[None, :] * VW + vcol[:, None]
+            kptr = words + LAYOUT[I_KEYS] // 2 + slot[:, None] * (KW * chunks_of(KB)) + kcol[None, :]
+            vptr = words + LAYOUT[I_VALUES] // 2 + slot[None, :] * (VW * chunks_of(VB)) + vcol[:, None]
             kmask = live[:, None] if KWP == KW else live[:, None] & (kcol[None, :] < KW)
             vmask = live[None, :] if VWP == VW else live[None, :] & (vcol[:, None] < VW)
-            k = tl.load(kptr, mask=kmask, other=0)
-            v = tl.load(vptr, mask=vmask, other=0)  # [VWP, N]
+            k = load_words(kptr, kmask, KW, KB)
+            v = load_words(vptr, vmask, VW, VB)  # [VWP, N] each
             valid = (position >= lo) & (position < hi)
             if RAW:
-                s = tl.dot(k.to(dot_type), q_parts[0]) * factor
+                s = tl.dot(k[0].to(dot_type), q_parts[0]) * factor
             else:
                 kscale, kzero = meta_pair(tl.load(numbers + LAYOUT[I_KMETA] // 4 + slot, mask=live, other=0))
                 vword = tl.load(numbers + LAYOUT[I_VMETA] // 4 + slot, mask=live, other=0)
@@ -174,7 +179,7 @@ def attend_tier(
             l_part = l_part * alpha[None, :] + eighths(prob)
             if RAW:
                 weight = prob.to(dot_type)
-                v = tl.where(valid[None, :], v.to(dot_type), tl.zeros([VWP, N], dot_type))
+                raw_v = tl.where(valid[None, :], v[0].to(dot_type), tl.zeros([VWP, N], dot_type))
             else:
                 z_part = z_part * alpha[None, :] + eighths(prob * vzero[:, None])
                 weight = (prob * vscale[:, None]).to(tl.float16)
@@ -182,7 +187,7 @@ def attend_tier(
             updated = ()
             for part in tl.static_range(VPARTS):
                 if RAW:
-                    updated = updated + (tl.dot(v, weight, accs[part] * alpha[None, :]),)
+                    updated = updated + (tl.dot(raw_v, weight, accs[part] * alpha[None, :]),)
                 else:
                     codes = shifted_codes(v, VB, part // BYTES, part % BYTES, ASM)
                     updated = updated + (tl.dot(codes, weight, accs[part] * alpha[None, :] + excess),)
@@ -204,7 +209,7 @@ def attend_tier(
         if part // BYTES == LAST_V:
             for plane in tl.static_range(LAST_V):
                 o -= accs[plane * BYTES + part % BYTES]
-        o = (o * (1.0 / (1 << (part // BYTES * VB))) + z[None, :]) * inverse[None, :]
+        o = (o * (1.0 / (1 << operand_shift(VB, part // BYTES))) + z[None, :]) * inverse[None, :]
         at = vcol * BYTES + part // BYTES * (VW * BYTES) + part % BYTES
         inside = (vcol[:, None] < VW) & (g[None, :] < G)
         tl.store(out_ptr + g[None, :] * DV + at[:, None], o, mask=inside)

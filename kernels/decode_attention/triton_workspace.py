@@ -20,10 +20,10 @@ from sglang_diffkv.layout.state import PageState
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """How the first pass is cut: at most ``tile`` tokens an iteration, ``stages`` asynchronous copies in flight,
-    at most ``registers`` of a thread up to head_dim 128 (0: the compiler's choice), ``programs`` (0: as many as the GPU
-    holds at once), which look up the pages of ``ahead`` tiles (a power of two) at once; the score pass gives a head at
-    most ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
+    """How the first pass is cut: at most ``tile`` tokens an iteration, and ``stages`` asynchronous copies in flight. A
+    thread has at most ``registers`` up to head_dim 128 (0: the compiler's choice). ``programs`` (0: as many as the GPU
+    holds at once) look up the pages of ``ahead`` tiles (a power of two) at once. The score pass gives a head at most
+    ``score_parts`` programs (0: as many as fill the GPU) of ``score_warps`` warps, ``score_tokens`` tokens an
     iteration. A step of more than ``requests`` attends in slices of so many, one after the other, which share
     scratch."""
 
@@ -47,8 +47,8 @@ COST_BYTES = 512
 several requests share count for each."""
 
 SLOT_BYTES = 34
-"""What a slot costs beside its bytes, in bytes, and a tile 16 times more: fitted to times of tiers on an H100, where
-K8V4 takes 2.49 ns for 32 tokens of 128 dimensions and K4V2 2.83 ns for 59."""
+"""What a slot costs beside its bytes, in bytes; a tile costs 16 times more. It is fitted to times of tiers on an H100:
+K8V4 takes 2.49 ns for 32 tokens of 128 dimensions, K4V2 2.83 ns for 59."""
 
 
 def tile_tokens(layout: TierLayout, limit: int) -> int:
@@ -92,8 +92,8 @@ def offsets_kernel(
     ROOM_FOR: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have, ``SLOTS`` each in
-    the first ``JUDGED`` tiers; and how many programs of the score pass each request's head gets: its share of the
-    layer's slots, of ``parts`` for each head, were all equal, ``most_parts`` at most."""
+    the first ``JUDGED`` tiers. It also gives how many programs of the score pass each request's head gets. That is its
+    share of the layer's slots, of ``parts`` for each head if all were equal, and ``most_parts`` at most."""
     b = tl.arange(0, R)
     place = tl.program_id(0)
     layer, head = place // H, place % H
@@ -272,8 +272,8 @@ def cut(memory: torch.Tensor, parts: list[tuple[tuple[int, ...], torch.dtype]]) 
 class DecodeScratch:
     """Memory from which workspaces for all batch sizes are cut, for steps that follow one another.
 
-    Nothing in ``memory`` outlives a decode step, so other steps on the same stream may use it in between, and what
-    comes behind a step's last layer may use ``of_layers``, which holds what a layer leaves for nobody.
+    Nothing in ``memory`` outlives a decode step, so other steps on the same stream may use it in between. ``of_layers``
+    holds what no later layer reads, so it is free after a step's last layer.
     """
 
     config: DecodeConfig

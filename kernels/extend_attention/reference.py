@@ -65,14 +65,14 @@ def extend_attention(
         q: [tokens, Hq, head_dim], requests one after the other. key: [tokens, H, head_dim].
         value: [tokens, H, v_head_dim]. rows, extend_lens, prefix_lens: [B] int64; new token ``j`` of
             request ``b`` is at position ``prefix_lens[b] + j``.
-        update_scores: record how much attention each own token received from the new tokens
-            (column sums without the token's own query, of the query heads of a KV head what ``reduce`` says), in the
-            tiers that have scores; the high one does.
+        update_scores: record how much attention each own token received from the new tokens, in the tiers that have
+            scores; the high one does. These are column sums without the token's own query, joined over query heads as
+            ``reduce`` says.
         judged: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens of the
             request, which it shares: their mean scores go there and not into the pages.
         observe_from: [B] int64: queries at such positions and later ones count, in this call and as the observers of
-            the means so far; None for all. observe_every: of those before, each so-manieth counts, as so many
-            (``Observers``); 0: none.
+            the means so far; None for all. observe_every: of those before, every Nth counts, N times (``Observers``);
+            0: none.
         reduce: ``max`` or ``mean``.
         attention_span: newest tokens, its own included, that a query sees; 0 for all. Scores are for layers that see
             all.

@@ -256,8 +256,8 @@ def prepare_score_pages(
     prefix_lens: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float, judged: dict[int, torch.Tensor],
     *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
 ) -> Callable[[int, torch.Tensor, torch.Tensor], None]:  # fmt: skip
-    """What gives ``extend_attention``'s scores of tokens in pages in a layer, from ``q`` of the form of this one and
-    ``lse``, [tokens, Hq] float32, base 2, of the logits that queries have with keys as they are stored."""
+    """A function that gives ``extend_attention``'s scores of tokens in pages in a layer. It takes ``q`` of the form of
+    this one and ``lse``, [tokens, Hq] float32, base 2, of the queries' logits with keys as they are stored."""
     heads, batch = state.num_heads, rows.shape[0]
     assert q.is_contiguous()
     since, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)

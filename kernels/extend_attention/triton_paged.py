@@ -7,14 +7,19 @@ import triton
 import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, NEVER, tile_page
+from sglang_diffkv.kernels.quantize.triton import chunks_of
 from sglang_diffkv.kernels.triton_codec import (
     MAGIC,
+    load_words,
     meta_pair,
+    operand_shift,
     operand_weight,
+    parts_of,
     power_scale,
     query_operand,
     shifted_codes,
     weight_exponent,
+    whole_plane,
 )
 from sglang_diffkv.kernels.triton_table import (
     ceil_div,
@@ -79,14 +84,14 @@ def paged_kernel(
     if first >= extend * G:
         return
     RAW: tl.constexpr = KB == 16
-    KPARTS: tl.constexpr = 1 if RAW else 16 // KB
-    VPARTS: tl.constexpr = 1 if RAW else 16 // VB
+    KPARTS: tl.constexpr = parts_of(KB)
+    VPARTS: tl.constexpr = parts_of(VB)
     KW: tl.constexpr = D // KPARTS
     VW: tl.constexpr = DV // VPARTS
     KWP: tl.constexpr = dot_padded(KW)
     VWP: tl.constexpr = dot_padded(VW)
     BYTES: tl.constexpr = 1 if RAW else 2
-    LAST_V: tl.constexpr = 0 if RAW else 8 // VB - 1
+    LAST_V: tl.constexpr = whole_plane(VB)
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
     raw_type: tl.constexpr = q.dtype.element_ty
     dot_type: tl.constexpr = raw_type if ASM or raw_type == tl.float16 else tl.float32
@@ -142,15 +147,13 @@ def paged_kernel(
         numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
         words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
         position = load_positions_ahead(pages + page_at, POSITIONS, slot, live, TOKENS)
-        k = tl.load(
-            words + KEYS // 2 + slot[None, :] * KW + kcol[:, None], mask=live[None, :] & (kcol[:, None] < KW), other=0
-        )  # [KWP, N]
-        v = tl.load(
-            words + VALUES // 2 + slot[:, None] * VW + vcol[None, :], mask=live[:, None] & (vcol[None, :] < VW), other=0
-        )  # [N, VWP]
+        kmask = live[None, :] & (kcol[:, None] < KW)
+        k = load_words(words + KEYS // 2 + slot[None, :] * (KW * chunks_of(KB)) + kcol[:, None], kmask, KW, KB)
+        vmask = live[:, None] & (vcol[None, :] < VW)
+        v = load_words(words + VALUES // 2 + slot[:, None] * (VW * chunks_of(VB)) + vcol[None, :], vmask, VW, VB)
         valid = (position >= lo) & (position < tl.minimum(hi, prefix))
         if RAW:
-            s = tl.dot(q_parts[0], k.to(dot_type)) * factor
+            s = tl.dot(q_parts[0], k[0].to(dot_type)) * factor
         else:
             kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4, mask=live, other=0))
             vword = tl.load(numbers + VMETA // 4, mask=live, other=0)
@@ -178,14 +181,14 @@ def paged_kernel(
         if RAW:
             weight = prob.to(dot_type)
             excess = tl.zeros([M], tl.float32)
-            v = tl.where(valid[:, None], v.to(dot_type), tl.zeros([N, VWP], dot_type))
+            raw_v = tl.where(valid[:, None], v[0].to(dot_type), tl.zeros([N, VWP], dot_type))
         else:
             z = z * alpha + tl.sum(prob * vzero[None, :], 1)
             weight = (prob * vscale[None, :]).to(tl.float16)
             excess = tl.sum(weight.to(tl.float32), 1) * MAGIC
         updated = ()
         for plane in tl.static_range(VPARTS):
-            codes = v if RAW else shifted_codes(v, VB, plane // BYTES, plane % BYTES, ASM)
+            codes = raw_v if RAW else shifted_codes(v, VB, plane // BYTES, plane % BYTES, ASM)
             updated = updated + (tl.dot(weight, codes, accs[plane] * alpha[:, None] - excess[:, None]),)
         accs = updated
         page, lo, hi = tile_page(
@@ -211,7 +214,7 @@ def paged_kernel(
         if plane // BYTES == LAST_V:
             for lower in tl.static_range(LAST_V):
                 o -= accs[lower * BYTES + plane % BYTES]
-        o = (o * (1.0 / (1 << (plane // BYTES * VB))) + z[:, None]) * inverse[:, None]
+        o = (o * (1.0 / (1 << operand_shift(VB, plane // BYTES))) + z[:, None]) * inverse[:, None]
         at = vcol * BYTES + plane // BYTES * (VW * BYTES) + plane % BYTES
         inside = live_row[:, None] & (vcol[None, :] < VW)
         where = vector[:, None] * DV + at[None, :]

@@ -1,7 +1,7 @@
 """Significance of prompt tokens: column sums of the attention matrix from q, k and lse, never materialised.
 
-Each program owns some keys of one request and KV head, walks over the queries, and keeps one sum a key for one
-query head at a time; the maximum over the group's heads, or their mean, is what counts.
+Each program owns some keys of one request and KV head. It walks over the queries, with one sum a key for one query head
+at a time. The maximum over the group's heads, or their mean, is what counts.
 """
 
 import triton
@@ -9,7 +9,8 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, tile_page
 from sglang_diffkv.kernels.extend_attention import reference
-from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
+from sglang_diffkv.kernels.quantize.triton import chunks_of
+from sglang_diffkv.kernels.triton_codec import load_words, meta_pair, parts_of, plane_codes
 from sglang_diffkv.kernels.triton_table import (
     ceil_div,
     dot_padded,
@@ -194,7 +195,7 @@ def page_scores_kernel(
         b = request
     head = tl.program_id(1)
     RAW: tl.constexpr = KB == 16
-    KPARTS: tl.constexpr = 1 if RAW else 16 // KB
+    KPARTS: tl.constexpr = parts_of(KB)
     BYTES: tl.constexpr = 1 if RAW else 2
     KW: tl.constexpr = D // KPARTS
     KWP: tl.constexpr = dot_padded(KW)
@@ -235,13 +236,14 @@ def page_scores_kernel(
         position = load_positions(pages + page_at, POSITIONS, slot, live)
         judge = live & (position >= lo) & (position < tl.minimum(hi, most))
         kmask = live[:, None] & (kcol[None, :] < KW)
-        k = tl.load(words + KEYS // 2 + slot[:, None] * KW + kcol[None, :], mask=kmask, other=0)  # [N, KWP]
+        kptr = words + KEYS // 2 + slot[:, None] * (KW * chunks_of(KB)) + kcol[None, :]
+        k = load_words(kptr, kmask, KW, KB)  # [N, KWP] each
         if not RAW:
             kscale, kzero = meta_pair(tl.load(numbers + KMETA // 4, mask=live, other=0))
         k_parts = ()
         for part in tl.static_range(KPARTS):
             if RAW:
-                keys = k.to(dot_type)
+                keys = k[0].to(dot_type)
             else:
                 code = plane_codes(k, KB, part // BYTES, part % BYTES, ASM)
                 keys = (code * kscale[:, None] + kzero[:, None]).to(dot_type)

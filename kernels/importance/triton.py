@@ -24,7 +24,7 @@ def scaled(mean, top):
 @triton.jit(do_not_specialize=["length"])
 def mean_kernel(values, out, top, tokens, length, H: tl.constexpr, N: tl.constexpr):
     """Grid (layers, ceil(length / N)): means over heads to out [layers, length], NaN where no head has a finite value.
-    top [layers] int32 gets the bits of the largest: means are not negative, so bits are in their order."""
+    The bits of the largest go to top [layers] int32: means are not negative, so bits are in their order."""
     layer = tl.program_id(0)
     at = tl.program_id(1) * N + tl.arange(0, N)
     total = tl.zeros([N], tl.float32)

@@ -1,23 +1,32 @@
 """Per-vector asymmetric quantisation with bit packing (DiffKV, section 4; LeanKV, section 4).
 
 ``Q = round((x - z) / s)`` with ``z = min(x)`` and ``s = (max(x) - min(x)) / (2^bits - 1)``, both kept in
-fp16 and used in their rounded form on both sides. At 1 and 2 bits, unlike the papers, codes are chosen as if the
-outermost ones stood for numbers inside the extremes (``COVERED``), and what lies beyond is clipped: with few codes a
-smaller step gains more than the extremes lose. That alone would make every vector shorter. Attention sums over many
-tokens: errors of which each token has its own average out there, one that all have in common does not. So codes then
-get a wider step, by the *gain* after which a vector and what is stored of it, both taken from the middle of the
-vector's range, are equally long in the vector's direction: ``sum u w = sum u u``.
+fp16 and used in their rounded form on both sides. At 1 to 3 bits, unlike in the papers, the outermost codes stand for
+numbers inside the extremes (``COVERED``), and what lies beyond is clipped. With few codes a smaller step gains more
+than the extremes lose. That alone would make every vector shorter. Attention sums over many tokens: errors that differ
+from token to token average out there, an error that all have in common does not. So the step is then made wider by a
+*gain*. With it a vector and its stored form are equally long in the vector's direction, both taken from the middle of
+the vector's range: ``sum u w = sum u u``.
 
-Packing is by planes: with ``b`` bits and ``d`` elements a vector takes ``d * b / 8`` bytes, and byte ``j``
-holds element ``p * (d * b / 8) + j`` in its bits ``[p * b, (p + 1) * b)``. A plane is then a contiguous run of
-elements, so a kernel multiplies each plane with a slice of the query and never permutes codes.
+Packing is dense for any number of bits: with ``b`` bits and ``d`` elements a vector takes ``d * b / 8`` bytes.
+
+- Where ``b`` divides 8, packing is by planes: byte ``j`` holds element ``p * (d * b / 8) + j`` in its bits
+  ``[p * b, (p + 1) * b)``. A plane is then a contiguous run of elements, so a kernel multiplies each plane with a part
+  of the query and never permutes codes.
+- Any other code is cut into *slices* of 4, 2 and 1 bits, as ``b`` has them: 6 is 4 + 2, 7 is 4 + 2 + 1. The widest has
+  the upper bits of the code. Each slice is packed by planes, as a code of its width, and the widest comes first.
+- The *grain* is the width of the narrowest slice, and a *chunk* of a vector is the ``d * grain / 8`` bytes that this
+  slice takes. A slice of ``w`` bits is ``w / grain`` chunks, a vector is ``b / grain``. The vector's elements are
+  ``8 / grain`` groups, each as long as a chunk. A slice has the bits of group ``r`` in its chunk ``r mod (w / grain)``,
+  and there in plane ``r div (w / grain)``. In each slice, byte ``j`` of that chunk belongs to element ``j`` of the
+  group. So a kernel reads whole chunks and joins their bits where they are.
 """
 
 from __future__ import annotations
 
 import torch
 
-COVERED = {8: 1.0, 4: 1.0, 2: 0.75, 1: 0.375}
+COVERED = {1: 0.375, 2: 0.75, 3: 0.875, **dict.fromkeys(range(4, 9), 1.0)}
 """Share of a vector's range, about its middle, between the numbers of its outermost codes before the gain, by bits."""
 LEAST_GAIN = 0.5
 """Of a vector that clipping made longer; the most is where the outermost codes reach the extremes."""
@@ -30,8 +39,29 @@ def covered(bits: int, source_bits: int = 16) -> float:
     return 1.0 if bits == source_bits else COVERED[bits]
 
 
+def grain(bits: int) -> int:
+    """Width of the narrowest slice of a code."""
+    return bits & -bits
+
+
+def slices(bits: int) -> tuple[int, ...]:
+    """Widths of the slices of a code, the widest first.
+
+    One of ``w`` bits begins at bit ``bits % w`` of the code, and the others of the packed vector before it have
+    ``bits - bits % (2 * w)`` bits together.
+    """
+    return tuple(width for width in (16, 8, 4, 2, 1) if bits & width)
+
+
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """[..., dim] uint8 codes below ``2^bits`` to [..., dim * bits / 8] uint8."""
+    if grain(bits) == bits:
+        return _packed_slice(codes, bits)
+    cut = (_packed_slice((codes >> (bits % width)) & ((1 << width) - 1), width) for width in slices(bits))
+    return torch.cat(list(cut), dim=-1)
+
+
+def _packed_slice(codes: torch.Tensor, bits: int) -> torch.Tensor:
     planes = 8 // bits
     if codes.shape[-1] % planes:
         raise ValueError(f"{codes.shape[-1]} elements do not fill bytes of {planes} codes")
@@ -43,9 +73,14 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def planes(packed: torch.Tensor, bits: int) -> list[torch.Tensor]:
-    """[..., bytes] uint8 to ``8 / bits`` planes [..., bytes] uint8, in element order."""
+    """[..., bytes] uint8 to the codes of runs of elements, in order: ``8 / grain`` of [..., bytes of a chunk] uint8."""
     if bits == 8:
         return [packed]
+    if grain(bits) < bits:
+        sizes = [packed.shape[-1] * width // bits for width in slices(bits)]
+        parts = packed.split(sizes, dim=-1)
+        cut = [unpack(part, width) << (bits % width) for part, width in zip(parts, slices(bits), strict=True)]
+        return list(torch.stack(cut).sum(0, dtype=torch.uint8).chunk(8 // grain(bits), dim=-1))
     mask = (1 << bits) - 1
     count = 8 // bits
     cut = [(packed >> (p * bits)) & mask for p in range(count - 1)]

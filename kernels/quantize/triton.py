@@ -5,6 +5,7 @@ import triton.language as tl
 
 from sglang_diffkv.kernels.quantize import reference
 from sglang_diffkv.kernels.quantize.reference import covered
+from sglang_diffkv.kernels.triton_table import padded
 
 HALF_MAX = tl.constexpr(65504.0)
 LARGEST, LEAST_GAIN = tl.constexpr(reference.LARGEST), tl.constexpr(reference.LEAST_GAIN)
@@ -12,25 +13,52 @@ ROUND = tl.constexpr(8388608.0)
 """Adding and subtracting 2^23 rounds a float32 in [0, 2^22] to the nearest integer, ties to even."""
 
 covered_share = triton.constexpr_function(covered)
-"""At compile time, where a function must not call a plain one."""
+"""At compile time, where a function must not call a plain one. So are the two that follow."""
+grain_of, widths_of = map(triton.constexpr_function, (reference.grain, reference.slices))
+
+
+@triton.constexpr_function
+def slices_of(bits):
+    """Number of slices of a code; the raw tier's numbers are one."""
+    return len(widths_of(bits))
+
+
+@triton.constexpr_function
+def slice_of(bits, number):
+    """A slice's width, its lowest bit in the code, and its first chunk."""
+    width = widths_of(bits)[number]
+    return width, bits % width, (bits - bits % (2 * width)) // grain_of(bits)
+
+
+@triton.constexpr_function
+def chunks_of(bits):
+    """Chunks of a packed vector: 1 where the bits divide 8."""
+    return bits // grain_of(bits)
+
+
+@triton.constexpr_function
+def chunk_bytes(dim, bits):
+    """Bytes of a chunk of a packed vector, all of it where the bits divide 8."""
+    return dim * grain_of(bits) // 8
 
 
 @triton.jit
-def plane_elements(W: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr):
-    """Element of plane ``p`` and byte ``j`` of a packed vector of ``W`` bytes: [1, planes, WP] int32."""
-    plane = tl.arange(0, 8 // BITS)
+def group_elements(W: tl.constexpr, WP: tl.constexpr, BITS: tl.constexpr):
+    """Element of group ``r`` and byte ``j`` of a packed vector of chunks of ``W`` bytes: [1, groups, WP] int32. Where
+    bits divide 8, groups are planes."""
+    plane = tl.arange(0, 8 // grain_of(BITS))
     return (plane[:, None] * W + tl.arange(0, WP)[None, :])[None, :, :]
 
 
 @triton.jit
-def quantize_planes(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 16):
-    """Quantise vectors laid out by planes.
+def quantize_groups(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 16):
+    """Quantise vectors laid out by groups.
 
     Args:
-        x: [R, planes, WP] float32. inside: mask of the elements that exist, broadcastable to x.
+        x: [R, groups, WP] float32. inside: mask of the elements that exist, broadcastable to x.
 
     Returns:
-        bytes [R, WP] uint8, (scale, zero point) words [R] int32.
+        a tuple with each slice's bytes [R, chunks * WP] uint8; (scale, zero point) words [R] int32.
     """
     low = tl.min(tl.min(tl.where(inside, x, float("inf")), 2), 1)
     high = tl.max(tl.max(tl.where(inside, x, float("-inf")), 2), 1)
@@ -61,49 +89,89 @@ def quantize_planes(x, inside, BITS: tl.constexpr, SOURCE_BITS: tl.constexpr = 1
         scale = tl.minimum(scale.to(tl.float32) * gain, HALF_MAX).to(tl.float16)
         start = middle - scale.to(tl.float32) * levels / 2
         zero = tl.minimum(tl.maximum(start, -HALF_MAX), HALF_MAX).to(tl.float16)
-    packed = tl.sum(codes << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], 1).to(tl.uint8)
+    packed = packed_slices(codes, BITS)
     scale_bits = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     zero_bits = zero.to(tl.int16, bitcast=True).to(tl.int32)
     return packed, scale_bits | (zero_bits << 16)
 
 
 @triton.jit
-def store_planes(
+def packed_slices(codes, BITS: tl.constexpr):
+    """int32 codes [R, groups, WP] to a tuple with each slice's bytes, [R, chunks * WP] uint8."""
+    if slices_of(BITS) == 1:
+        return (tl.sum(codes << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], 1).to(tl.uint8),)
+    packed = ()
+    for number in tl.static_range(slices_of(BITS)):
+        packed = packed + (packed_slice(codes, BITS, number),)  # type: ignore[assignment]
+    return packed
+
+
+@triton.jit
+def packed_slice(codes, BITS: tl.constexpr, NUMBER: tl.constexpr):
+    """The bytes of one of several slices."""
+    place: tl.constexpr = slice_of(BITS, NUMBER)
+    WIDTH: tl.constexpr = place[0]
+    digits = (codes >> place[1]) & ((1 << WIDTH) - 1)
+    digits = tl.reshape(digits, [codes.shape[0], 8 // WIDTH, WIDTH // grain_of(BITS) * codes.shape[2]])
+    return tl.sum(digits << (tl.arange(0, 8 // WIDTH) * WIDTH)[None, :, None], 1).to(tl.uint8)
+
+
+@triton.jit
+def slice_bytes(DIM: tl.constexpr, BITS: tl.constexpr, NUMBER: tl.constexpr):
+    """Where the bytes of a slice, as ``packed_slices`` has them, lie in a packed vector, and which of them exist:
+    [1, chunks * WP] each."""
+    W: tl.constexpr = chunk_bytes(DIM, BITS)
+    WP: tl.constexpr = padded(W)
+    if slices_of(BITS) == 1:
+        byte = tl.arange(0, WP)[None, :]
+        return byte, byte < W
+    place: tl.constexpr = slice_of(BITS, NUMBER)
+    at = tl.arange(0, place[0] // grain_of(BITS) * WP)[None, :]
+    return (at // WP + place[2]) * W + at % WP, at % WP < W
+
+
+@triton.jit
+def store_packed(page_ptr, slot, packed, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """Write the slices of packed vectors, a tuple of [R, bytes] as of ``packed_slices``, to slots [R] of pages [R]."""
+    for number in tl.static_range(slices_of(BITS)):
+        byte, exists = slice_bytes(DIM, BITS, number)
+        mask = keep[:, None] & exists
+        tl.store(page_ptr[:, None] + OFFSET + slot[:, None] * (DIM * BITS // 8) + byte, packed[number], mask=mask)
+
+
+@triton.jit
+def store_groups(
     page_ptr, slot, x, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
-    WP: tl.constexpr,
 ):  # fmt: skip
-    """Quantise vectors laid out by planes, x [R, planes, WP] float32, and write codes and metadata of one field. Other
+    """Quantise vectors laid out by groups, x [R, groups, WP] float32, and write codes and metadata of one field. Other
     arguments as for ``store_vectors``."""
-    W: tl.constexpr = DIM * BITS // 8
-    byte = tl.arange(0, WP)
-    packed, meta = quantize_planes(x, (byte < W)[None, None, :], BITS)
-    target = page_ptr[:, None] + OFFSET + slot[:, None] * W + byte[None, :]
-    tl.store(target, packed, mask=keep[:, None] & (byte < W)[None, :])
+    W: tl.constexpr = chunk_bytes(DIM, BITS)
+    packed, meta = quantize_groups(x, (tl.arange(0, padded(W)) < W)[None, None, :], BITS)
+    store_packed(page_ptr, slot, packed, keep, DIM, BITS, OFFSET)
     tl.store((page_ptr + META).to(tl.pointer_type(tl.int32)) + slot, meta, mask=keep)
 
 
 @triton.jit
 def store_vectors(
     page_ptr, slot, x_ptr, keep, DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr,
-    WP: tl.constexpr,
 ):  # fmt: skip
     """Quantise vectors and write codes and metadata of one field; 16 bits copies them.
 
     Args:
         page_ptr: [R] uint8 pointers to the pages. slot: [R]. keep: [R] mask.
         x_ptr: [R] pointers to the vectors, contiguous elements.
-        WP: bytes of a packed vector (elements of a raw one), padded to a power of two.
     """
     if BITS == 16:
-        column = tl.arange(0, WP)
+        column = tl.arange(0, padded(DIM))
         inside = keep[:, None] & (column[None, :] < DIM)
         x = tl.load(x_ptr[:, None] + column[None, :], mask=inside)
         target = (page_ptr + OFFSET).to(tl.pointer_type(x_ptr.dtype.element_ty))
         tl.store(target[:, None] + slot[:, None] * DIM + column[None, :], x, mask=inside)
     else:
-        W: tl.constexpr = DIM * BITS // 8
-        element = plane_elements(W, WP, BITS)
+        W: tl.constexpr = chunk_bytes(DIM, BITS)
+        WP: tl.constexpr = padded(W)
+        element = group_elements(W, WP, BITS)
         byte = tl.arange(0, WP)
         inside = keep[:, None, None] & (byte < W)[None, None, :]
         x = tl.load(x_ptr[:, None, None] + element, mask=inside, other=0.0).to(tl.float32)
-        store_planes(page_ptr, slot, x, keep, DIM, BITS, OFFSET, META, WP)
+        store_groups(page_ptr, slot, x, keep, DIM, BITS, OFFSET, META)

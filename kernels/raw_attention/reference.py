@@ -1,7 +1,7 @@
 """Attention over one raw tier, with the arithmetic of SGLang's ``torch_native`` backend.
 
-With tiers ``["BF16"]`` and no pruning a CPU server must give the tokens of a stock server; this op calls
-``scaled_dot_product_attention`` on the same numbers in the same order, so that it gives the same bits.
+With tiers ``["BF16"]`` and no pruning a CPU server must give the tokens of a stock server. So this op calls
+``scaled_dot_product_attention`` on the same numbers in the same order, which gives the same bits.
 """
 
 from __future__ import annotations

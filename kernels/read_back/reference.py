@@ -32,9 +32,9 @@ def read_back(
 ) -> None:
     """Fill the requests' parts of ``key_out`` and ``value_out``: stored tokens by position, then the new ones.
 
-    For heads that hold every token; the place of one that a head has dropped stays as it is. Of a row with a fault,
-    which may miss some and is about to be aborted, zeros stand for the stored ones: what was in memory before may be no
-    numbers, and a library that reads beyond a request multiplies them by 0 for its neighbour.
+    For heads that hold every token; the place of one that a head has dropped stays as it is. A row with a fault may
+    miss some tokens and is about to be aborted; zeros stand for its stored ones. What was in memory before may be NaN,
+    which a library that reads beyond a request multiplies by 0 for its neighbour.
 
     Args:
         key: [tokens, H, head_dim] and value: [tokens, H, v_head_dim], the new tokens, requests one after the other.

@@ -6,7 +6,8 @@ import triton.language as tl
 from sglang_diffkv.kernels.decode_attention.triton_finish import NOTHING, packed_score, rescored, store_found
 from sglang_diffkv.kernels.decode_attention.triton_tiles import LOG2E, observes, tile_page
 from sglang_diffkv.kernels.extend_attention.triton_scores import capped
-from sglang_diffkv.kernels.triton_codec import meta_pair, plane_codes
+from sglang_diffkv.kernels.quantize.triton import chunks_of
+from sglang_diffkv.kernels.triton_codec import load_words, meta_pair, parts_of, plane_codes
 from sglang_diffkv.kernels.triton_table import (
     I_KB,
     I_KEYS,
@@ -26,7 +27,7 @@ def query_parts(
     q_ptr, live, KB: tl.constexpr, D: tl.constexpr, GP: tl.constexpr, dot_type: tl.constexpr
 ):  # fmt: skip
     """What multiplies the codes of each part of a word: a tuple of [padded words, GP]."""
-    KPARTS: tl.constexpr = 1 if KB == 16 else 16 // KB
+    KPARTS: tl.constexpr = parts_of(KB)
     BYTES: tl.constexpr = 1 if KB == 16 else 2
     KW: tl.constexpr = D // KPARTS
     kcol = tl.arange(0, dot_padded(KW))
@@ -49,16 +50,16 @@ def attention_to(
     ``query_sums`` [GP] are the sums and ``norm`` [GP] the log-sum-exp."""
     KB: tl.constexpr = LAYOUT[I_KB]
     RAW: tl.constexpr = KB == 16
-    KPARTS: tl.constexpr = 1 if RAW else 16 // KB
+    KPARTS: tl.constexpr = parts_of(KB)
     KW: tl.constexpr = D // KPARTS
     kcol = tl.arange(0, dot_padded(KW))
     words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2 + LAYOUT[I_KEYS] // 2
     mask = live[:, None] & (kcol[None, :] < KW)
-    k = tl.load(words + slot[:, None] * KW + kcol[None, :], mask=mask, other=0)  # [N, padded words]
+    k = load_words(words + slot[:, None] * (KW * chunks_of(KB)) + kcol[None, :], mask, KW, KB)  # [N, padded words] each
     s = tl.zeros([N, GP], tl.float32)
     for part in tl.static_range(KPARTS):
         if RAW:
-            keys = k.to(dot_type)
+            keys = k[0].to(dot_type)
         else:
             keys = plane_codes(k, KB, part // 2, part % 2, ASM).to(dot_type)
         s = tl.dot(keys, query[part], s)

@@ -22,8 +22,8 @@ def window_scores(
     logit_cap: float = 0.0,
 ) -> None:
     """Write the score of each token that ``row`` holds, shared or its own, of all tiers, to its position, and NaN where
-    there is none: its attention from the newest queries, each over the tokens up to its own, maximum over the query
-    heads of a KV head, mean over queries.
+    there is none. The score is its attention from the newest queries, each over the tokens up to its own: maximum over
+    the query heads of a KV head, mean over queries.
 
     Args:
         seq_len: tokens of the sequence, at least as many as queries.

@@ -70,9 +70,9 @@ class VerifyWrapper(Wrapper):
     not quantised yet; so they need no values, and all layers take one launch. Where the policy looks for nothing in
     decode steps, only keys and values are stored.
 
-    ``begin`` and ``run`` launch kernels only, so that a CUDA graph can hold them after ``prepare_graphs``; replays read
-    the tensors that were given to ``plan`` when it was captured, and ``replayed`` says that there was one. ``record``
-    makes a graph of the commit.
+    ``begin`` and ``run`` launch kernels only, so that a CUDA graph can hold them after ``prepare_graphs``. Replays read
+    the tensors that were given to ``plan`` when it was captured. ``replayed`` says that there was one. ``record`` makes
+    a graph of the commit.
 
     Args:
         q_heads: query heads.
@@ -118,10 +118,11 @@ class VerifyWrapper(Wrapper):
         self.step = Step.chains(room.rows[:requests], room.stored[:requests], room.drafts)
         self._ran = 0
 
-    def _run(
-        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
+    def run(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        step = self._planned(q, scaling, sink_logits)
         room, tokens = self._room, q.shape[0]
         assert room is not None and layer == self._ran, "layers come in order"
         form = self._as_stored(step, layer, q, key, value)

@@ -74,18 +74,16 @@ class Wrapper:
         Returns:
             [tokens, Hq, v_head_dim]; after a decode step on a GPU a buffer that the next call overwrites.
         """
+        raise NotImplementedError
+
+    def _planned(self, q: torch.Tensor, scaling: Scaling, sink_logits: torch.Tensor | None) -> Step:
+        """The step that runs, for which such a layer is possible."""
         assert self.step is not None, "plan comes first"
         assert sink_logits is None or sink_logits.shape == (q.shape[1],)
         if self.key_means is not None:
             assert not scaling.cap, "a logit cap sees what is taken off keys"
             assert sink_logits is None, "a sink's logit is not moved with those of keys"
-        return self._run(self.step, layer, q, key, value, scaling, sink_logits)
-
-    def _run(
-        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        raise NotImplementedError
+        return self.step
 
     def _append(
         self, step: Step, layer: int, key: torch.Tensor, value: torch.Tensor, query: torch.Tensor | None = None
@@ -123,10 +121,11 @@ class DecodeWrapper(Wrapper):
         """rows, seq_lens: [B] integers on the device, the new token counted; row 0 is padding, and gets zeros."""
         self.step = self.ops.decode_step(self.state, rows, seq_lens, self.policy)
 
-    def _run(
-        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
+    def run(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        step = self._planned(q, scaling, sink_logits)
         rotated = self._append(step, layer, key, value, q)
         assert rotated is not None
         if self.queries is not None:
@@ -175,10 +174,11 @@ class ExtendWrapper(Wrapper):
         self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
         self.step.judged, self.step.as_computed = judged or {}, as_computed
 
-    def _run(
-        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
+    def run(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        step = self._planned(q, scaling, sink_logits)
         self._append(step, layer, key, value)
         # New tokens that see each other only: in any form attention is the same, and so are scores.
         if not step.max_prefix and not self.ops.reads_new_tokens:

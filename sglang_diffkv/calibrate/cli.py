@@ -61,7 +61,7 @@ class Calibration:
 
     def __init__(self, args: argparse.Namespace, store: Store):
         self.args, self.store = args, store
-        self.task = load_judged(args)
+        self.task = load_graded(args)
         self.tokenizer = load_tokenizer(args.tokenizer or args.model)
         self.suite = runner.Suite.of(self.task, self.tokenizer)
         self.head_scale = None if args.head_scale is None else read_head_scale(args.head_scale)
@@ -151,7 +151,7 @@ class Calibration:
         )
 
 
-def load_judged(args: argparse.Namespace) -> Task:
+def load_graded(args: argparse.Namespace) -> Task:
     """The calibration file. Raises TaskFileError, also if its replies are not right or wrong."""
     task = load_calibration(args)
     if task.metric != "accuracy":
@@ -227,7 +227,7 @@ class LeanFound:
 def lean_search(args: argparse.Namespace, store: Store) -> LeanFound:
     """LeanKV's grid, measured, with what is neutral and within the loss, and both on the questions held out. Raises
     what ``main`` reports."""
-    task, tokenizer = load_judged(args), load_tokenizer(args.tokenizer or args.model)
+    task, tokenizer = load_graded(args), load_tokenizer(args.tokenizer or args.model)
     runs = shuffled(task, tokenizer, args.runs, args.held_out, args.seed)
     calibration = leankv.LeanCalibration(args, store, runs)
     search = calibration.search()

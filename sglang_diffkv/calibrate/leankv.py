@@ -81,8 +81,8 @@ class _Strict(BaseModel):
 
 
 class Accuracy(_Strict):
-    """Of ``n`` questions in several runs: the share of right answers in each, their mean and its difference to bf16's
-    with the standard error of the questions, each of which counts with its mean over runs."""
+    """Of ``n`` questions in several runs: the share of right answers in each, their mean and its difference to bf16's,
+    with the standard error of the questions. Each question counts with its mean over runs."""
 
     n: int
     runs: tuple[float, ...]

@@ -4,9 +4,9 @@ Every search begins with ``DEFAULT``, what a plain server runs, and may take it.
 that was tried takes as few bytes and loses less, even where that one is not surely within the tolerance.
 
 ``paper`` is the procedure of DiffKV (SOSP 2025, section 7.2): ``alpha_high`` first with nothing pruned, then
-``alpha_low`` at the chosen ``alpha_high``. The paper takes the values of highest accuracy; here the largest saving
-is taken whose accuracy is within the tolerance of bf16, and that by a margin: the setting that saves most among several
-with the same loss is one that had luck. ``grid`` tries all pairs.
+``alpha_low`` at the chosen ``alpha_high``. The paper takes the values of highest accuracy. Here the largest saving is
+taken whose accuracy is within the tolerance of bf16, and that by a margin. Among several settings with the same loss,
+the one that saves most had luck. ``grid`` tries all pairs.
 
 Values are tried in rising order, since each saves more than the one before. A line of values ends early where the
 accuracy is below the tolerance by more than two standard errors, unless the whole grid is asked for.

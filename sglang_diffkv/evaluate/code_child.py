@@ -2,7 +2,7 @@
 
 It reads a pickled job (``evaluate/code_runner``) from standard input. To standard output it writes the job's token when
 it comes to the reply, and then the token and a verdict: ``right`` or what was wrong. Whatever ends the process in
-between is wrong as well. Code that works against its judge is not kept from winning; the limits are against accidents.
+between is wrong as well. Code that works against its grader is not kept from winning; the limits are against accidents.
 """
 
 from __future__ import annotations

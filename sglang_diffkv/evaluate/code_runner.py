@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Check:
-    """How code is judged: by ``tests`` that must run through, or by the results of ``reference`` on ``inputs``.
+    """How code is graded: by ``tests`` that must run through, or by the results of ``reference`` on ``inputs``.
 
     Attributes:
         entry_point: the function asked for.

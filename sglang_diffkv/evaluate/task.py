@@ -1,4 +1,4 @@
-"""What a task is: questions, how one is put to a server, and how the reply is judged."""
+"""What a task is: questions, how one is put to a server, and how the reply is graded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Question:
         id: unique within its task file.
         task: the line of the table that it counts in.
         prompt_ids: token ids of the whole prompt.
-        answers: what the reply is compared with, as the task's judge understands it.
+        answers: what the reply is compared with, as the task's grader understands it.
         cached_tokens: of a perplexity window, the tokens of the prompt that come from the prefix cache.
         reply_ids: of a forced reply, its tokens.
         sink: of a forced reply, see ``evaluate/forcing``.
@@ -43,8 +43,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a question: ``right`` for accuracy; ``score`` from 0 to 1 for a score; for perplexity ``nll`` (nats,
-    summed over ``scored_tokens``) and ``tops``, the likeliest tokens at their positions, packed
+    """What came of a question: ``right`` for accuracy, ``score`` from 0 to 1 for a score. For perplexity it is ``nll``
+    (nats, summed over ``scored_tokens``) and ``tops``, the likeliest tokens at their positions, packed
     (``evaluate/distribution``; empty if not asked for). The first of them has ``scored_after`` tokens before it.
 
     ``error`` is set if the server ended the request; it then counts as wrong and is asked again by a later run.
@@ -66,15 +66,15 @@ class Outcome:
     error: str | None = None
 
     @classmethod
-    def of(cls, record: Record, **judged: Any) -> Outcome:
-        """Of one request's record, and what it was judged by."""
+    def of(cls, record: Record, **graded: Any) -> Outcome:
+        """Of one request's record, and what it was graded by."""
         return cls(
             prompt_tokens=record.prompt_tokens,
             completion_tokens=record.completion_tokens,
             cached_tokens=record.cached_tokens,
             latency=record.latency,
             finish_reason=record.finish_reason,
-            **judged,
+            **graded,
         )
 
 
@@ -103,5 +103,5 @@ class Task(Protocol):
         ...
 
     def ask(self, question: Question, endpoint: Endpoint) -> Outcome:
-        """Put one question and judge the reply. Called from several threads."""
+        """Put one question and grade the reply. Called from several threads."""
         ...

@@ -30,11 +30,11 @@ def kv_slots_for(
     in_layers: float = 1.0,
     owning: bool = False,
 ) -> int:
-    """KV slots of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier; where tokens
-    are pruned, what fits of sequences of which ``kept_share`` is kept, if that is known. Where running requests hold a
-    budget that is their share of the longest sequence. ``in_layers``: share of the longest sequence that layers hold
-    on average, where some have a sliding window. ``owning``: each KV slot has a place in a draft model's cache too, so
-    there are no more than fit if all are in the lowest tier.
+    """KV slots of a pool of ``capacity`` high-tier tokens: twice what fits if all are in the lowest tier. Where tokens
+    are pruned, it is what fits of sequences of which ``kept_share`` stays, if that is known. Where running requests
+    hold a budget that is their share of the longest sequence. ``in_layers``: share of the longest sequence that layers
+    hold on average, where some have a sliding window. ``owning``: each KV slot has a place in a draft model's cache
+    too, so there are no more than fit if all are in the lowest tier.
 
     A KV slot is SGLang's index of a token. It names the token and owns no memory here, where bytes are pages. KV slots
     may run out before pages do all the same, where most tokens are pruned: then the prefix cache gives some back, and

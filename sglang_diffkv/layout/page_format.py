@@ -1,9 +1,12 @@
 """The one description of what a page holds: every offset, size and capacity comes from here.
 
-A page is ``page_bytes`` of one uint8 buffer and stores tokens of one tier, one KV head, one
-layer and one owner, in up to six fields: quantised keys, key metadata, quantised values, value
-metadata, scores, positions (DiffKV, section 5.2, "unified pages"). Token order inside a page is
-free; an empty slot has position -1.
+A page is ``page_bytes`` of one uint8 buffer and stores tokens of one tier, one KV head, one layer and one owner. It has
+up to six fields: quantised keys, key metadata, quantised values, value metadata, scores, positions (DiffKV, section
+5.2, "unified pages"). Token order inside a page is free; an empty slot has position -1.
+
+A key and a value take ``bits / 8`` bytes an element, at any number of bits: nothing is padded to 4 or 8. A vector's
+bytes follow each other, its slices too where its bits do not divide 8. How codes lie in them is written in
+``kernels/quantize/reference.py``, and kernels take the number of bits from the tier.
 
 A page holds what somebody reads. Tiers whose scores no decision of the policy asks for have none
 (``Policy.scored_tiers``), the raw tier has no metadata, and positions take 16 bits where the longest
@@ -19,7 +22,9 @@ from functools import cached_property
 from sglang_diffkv.files import shown
 
 RAW_BITS = 16
-QUANTISED_BITS = (8, 4, 2, 1)
+QUANTISED_BITS = range(1, 9)
+"""Of a key's or a value's element: any of these, for the two apart. How codes are packed is in
+``kernels/quantize/reference.py``."""
 META_BYTES = 4  # scale and zero point, two fp16 numbers a vector
 SCORE_BYTES = 4  # float32
 POSITION_BYTES = 4  # int32
@@ -54,7 +59,7 @@ class Tier:
         raw = self.k_bits == RAW_BITS and self.v_bits == RAW_BITS
         if not raw and not (self.k_bits in QUANTISED_BITS and self.v_bits in QUANTISED_BITS):
             raise ValueError(
-                f"impossible tier K{self.k_bits}V{self.v_bits}: keys and values take 8, 4, 2 or 1 bits, "
+                f"impossible tier K{self.k_bits}V{self.v_bits}: keys and values take 1 to 8 bits, "
                 "or both stay at 16 (BF16)"
             )
 
@@ -74,7 +79,7 @@ class Tier:
         found = re.fullmatch(r"[Kk]([0-9]{1,3})[Vv]([0-9]{1,3})", name)
         if not found:
             raise ValueError(
-                f"impossible tier {shown(name)}: write K<bits>V<bits> with 8, 4, 2 or 1 bits, for example K8V4, or BF16"
+                f"impossible tier {shown(name)}: write K<bits>V<bits> with 1 to 8 bits, for example K8V4, or BF16"
             )
         return cls(int(found[1]), int(found[2]))
 

@@ -5,10 +5,10 @@ A *row* is one owner: a request (its index is SGLang's ``req_pool_idx``) or a ra
 
 Bidirectional page table (DiffKV, section 5.2): a row has ``width = max_blocks * TABLE_BLOCK``
 columns for each (layer, head). Entry ``i`` of tier 0 is column ``i``, entry ``i`` of tier 1 is column
-``width - 1 - i``. With more tiers the columns are two such tables (section 5.3), a half each: tier 2 grows from the
+``width - 1 - i``. With more tiers the columns are two such tables (section 5.3), a half each. Tier 2 grows from the
 right end of the first half towards tier 0, tier 3 from the left end of the second half towards tier 1
-(``table_column``). Columns are backed by blocks of ``TABLE_BLOCK`` columns that the host
-hands out as a row grows, so table memory follows need and not ``max_requests x max_length``.
+(``table_column``). Columns are backed by blocks of ``TABLE_BLOCK`` columns that the host hands out as a row grows, so
+table memory follows need and not ``max_requests x max_length``.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class PageState:
     fault: torch.Tensor  # [R] int32, non-zero once the ring was empty for this row
     sliding: torch.Tensor  # [S, 2] int32: layers with a sliding window, and how many newest tokens they keep
     attention_spans: tuple[int, ...] = ()  # as of ``Geometry``
+    first_layer: int = 0  # of a group of layers, the first one's number
 
     @classmethod
     def create(
@@ -247,7 +248,8 @@ class PageState:
         names = ("page_table", "range_lo", "range_hi", "entries", "kept_entry", "own_entry", "own_tokens", "hole")
         for first in range(0, self.num_layers, stride):
             layers = slice(first, min(first + stride, self.num_layers))
-            yield layers, replace(self, **{name: getattr(self, name)[:, layers] for name in names})
+            views = {name: getattr(self, name)[:, layers] for name in names}
+            yield layers, replace(self, **views, first_layer=self.first_layer + first)
 
     @property
     def width(self) -> int:

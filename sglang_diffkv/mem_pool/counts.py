@@ -1,7 +1,7 @@
 """What the host knows of the device's page counts, without either waiting for the other: bounds, never optimistic.
 
-A snapshot of the counts is taken in stream order before each step and read before the next one is scheduled, so what it
-misses is at most one launched step and the one to be scheduled. It says how many pages those two can take at most;
+A snapshot of the counts is taken in stream order before each step and read before the next one is scheduled. So it
+misses at most one launched step and the one to be scheduled. It says how many pages those two can take at most;
 operations recorded after it are added as bounds. Several ranks exchange each snapshot, so that all decide on the same
 numbers.
 """
@@ -51,9 +51,9 @@ class Snapshot:
 class RankCounts:
     """Page counts of all ranks as those of one that has, for every row, as little room as any.
 
-    A segment counts with the pages that it takes on the rank where it takes most, in the prefix cache's totals and in
-    the ring's alike: a rank where it takes less counts the difference (its *slack*) as used. So evicting a segment
-    frees what it counted, and ring and segments still add up: a page lost on any rank shows on all.
+    A segment counts with the pages that it takes on the rank where it takes most, both in the prefix cache's totals and
+    in the ring's. A rank where it takes less counts the difference (its *slack*) as used. So evicting a segment frees
+    what it counted, and ring and segments still add up: a page lost on any rank shows on all.
     """
 
     def __init__(self, ranks: Ranks):
@@ -131,8 +131,8 @@ class PageCounts:
         """Tokens that a request may take until the next snapshot is read."""
         high, *lower = (-(-self.lookahead // x.tokens) for x in geometry.fmt.layouts)
         self.unknown = geometry.heads * (high + (min(sum(lower), self.lookahead) if low_grows else 0))
-        """Pages that a row may take in ``LOOKAHEAD`` decode steps when nothing is known of it: of the high tier, and of
-        the lower tiers to which the token goes that each new one may move."""
+        """Pages that a row may take in ``LOOKAHEAD`` decode steps when nothing is known of it. They are of the high
+        tier, and of the lower tiers to which each new token may move another."""
         self.tick = 0
         self.known_free = geometry.num_pages
         self.log: deque[tuple[int, int]] = deque()  # (tick, pages given or taken since the last snapshot)

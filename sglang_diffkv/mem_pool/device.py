@@ -57,7 +57,7 @@ class PageDevice:
         """Kernels launched inside run in order with the forward passes and see the host's table blocks.
 
         What they need may come from memory that a forward pass has left and that the scheduler's stream still reads
-        (the accepted drafts of a batch that it sorts anew); SGLang itself lets no forward pass begin before that.
+        (the accepted drafts of a batch that it sorts anew). SGLang itself lets no forward pass begin before that.
         """
         if self.stream is not None and (current := torch.cuda.current_stream()) != self.stream:
             self.stream.wait_stream(current)

@@ -78,8 +78,8 @@ class Columns(NamedTuple):
 
 
 def peak_growth(saw: Saw, requests: Sequence[Outlook]) -> int:
-    """Pages of a head that ``requests`` hold together at most, from now until all have ended, beyond what they hold
-    now with their prompts; what is set aside for a copy while one is about to be made counts too.
+    """Pages of a head that ``requests`` hold together at most, from now until all have ended, beyond what they hold now
+    with their prompts. What is set aside for a copy that is about to be made counts too.
 
     A request that is expected to end before it is compressed keeps what it then holds until it has to end. Behind
     everybody's first compression the sum only repeats itself, less those that end, so that many steps are looked at.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 def spare_pages(tiers: int) -> int:
-    """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always
-    reach it: a part-filled page of each of two tiers or more and the page a step takes before it returns another."""
+    """Pages of each (layer, head) that a pool has beyond its nominal capacity, so that one request can always reach it.
+    These are a part-filled page of each of two tiers or more and the page a step takes before it returns another."""
     return max(tiers, 2) + 1
 
 
@@ -85,7 +85,7 @@ class PageLedger:
         """Requests that were refused at least once for want of pages or table blocks."""
         self.started_over = 0
         """Requests that did not fit alone behind their prefix, and were computed as a whole."""
-        self._allocating = self._compressing = self._judging = False
+        self._allocating = self._compressing = self._checking = False
         self._credit = 0
         self._estimate = 1.0
         self._estimated_at = (-1, -1)
@@ -274,7 +274,7 @@ class PageLedger:
         request that runs alone, which would be retracted for its own sake; nor where a prompt is admitted, since the
         growth that running requests have together counts copies."""
         running = self.manager.running
-        if running is None or self._compressing or self._judging or self._allocating or self._requests() < 2:
+        if running is None or self._compressing or self._checking or self._allocating or self._requests() < 2:
             return 0
         return running.near_copy_pages
 
@@ -284,13 +284,13 @@ class PageLedger:
         return len(self.promised) + sum(1 for _ in islice((row for row in rows if not rows.in_prompt(row)), 2))
 
     @contextmanager
-    def judging(self) -> Iterator[None]:
+    def checking(self) -> Iterator[None]:
         """Inside, a prompt is admitted or not beside the growth that running requests have together."""
-        before, self._judging = self._judging, True
+        before, self._checking = self._checking, True
         try:
             yield
         finally:
-            self._judging = before
+            self._checking = before
 
     @contextmanager
     def compressing(self) -> Iterator[None]:

@@ -35,7 +35,7 @@ from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
 from sglang_diffkv.ops import Ops, ReferenceOps
 from sglang_diffkv.ops.base import usual_scaling
-from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.base import Policy, has_scores
 
 
 class PageManager:
@@ -63,6 +63,7 @@ class PageManager:
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
+        assert has_scores(policy), f"{policy.score_source} has no scores for the policy's rules"
         assert self.fmt.scored >= policy.scored_tiers(len(self.fmt.tiers)), "pages lack scores that the policy reads"
         state = PageState.of(geometry, dtype=dtype, device=device)
         lossless = geometry.fmt.high.tier.is_raw and not policy.compresses

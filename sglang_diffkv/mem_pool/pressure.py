@@ -52,7 +52,7 @@ class Pressure:
 
     def _fitting(self) -> int:
         """Rows for which there are certainly pages. No step is in flight once the counts are settled, so what steps may
-        take can be lent: it is back, but for a page of a head at most, before the next one is asked for its room."""
+        take can be lent. It is back, but for a page of a head at most, before the next one is asked for its room."""
         self.counts.settle()
         return self.counts.free() // lent_pages(self.device)
 

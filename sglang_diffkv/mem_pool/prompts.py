@@ -4,13 +4,13 @@ cache.
 With exact prefix fidelity the tree keeps a prompt as it was computed, and the request runs on a compressed copy of its
 own. When a prompt's last chunk has run, its new pages become a *pending* segment, immutable, which the prefix cache
 takes over when SGLang inserts the prompt. The row drops all references but those to the part of its prefix that it
-shares with other running requests (the *kept* path), and the rest, from the tree's pages and the new ones, is copied
-into pages of the row's own, compressed by the policy. All of it is launched behind the prompt's pass and before the
-next token is written.
+shares with other running requests (the *kept* path). The rest, from the tree's pages and the new ones, is copied into
+pages of the row's own, compressed by the policy. All of it is launched behind the prompt's pass and before the next
+token is written.
 
-With compressed fidelity a prompt's pages are *frozen* at its end for the tree to take, all but those of its *tail*: the
-newest tokens, which are in the high tier only because they are new. They stay the request's own and go down as others
-follow, which they could not in the tree's pages, and join the tree with the reply.
+With compressed fidelity a prompt's pages are *frozen* at its end for the tree to take, all but those of its *tail*. The
+tail has the newest tokens, which are in the high tier only because they are new. They stay the request's own and go
+down as others follow, which they could not in the tree's pages. They join the tree with the reply.
 
 A copy is judged by its own request: while the prompt runs, the attention that shared tokens receive is folded into
 scores of the row (``judged``), never into pages that others read.
@@ -112,8 +112,8 @@ class Prompts:
     def end(self, *rows: int) -> None:
         """Compaction of rows whose last chunk has run.
 
-        With overlap scheduling the next step's token is written before the prefix cache asks for the prompt,
-        so a prompt that is worth sharing is frozen here and that token starts a page of its own.
+        With overlap scheduling the next step's token is written before the prefix cache asks for the prompt. So a
+        prompt that is worth sharing is frozen here, and that token starts a page of its own.
         """
         left = [row for row in rows if row not in self.plans and row not in self.untouched]
         compressed = self._compact(left, tailed=True)

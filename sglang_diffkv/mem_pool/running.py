@@ -3,12 +3,12 @@
 A request's newest queries are kept (*query slot*) from shortly before it reaches its limit. All decisions follow from
 lengths, which the host knows: nothing waits for the device, and ranks agree.
 
-A row may be judged *beside* the next pass (``judge_beside``), on a stream of its own. Meanwhile it is in no decode
-step, so nothing writes what is read: its pages, its part of the page table and its query slot are its own, and pages
-that others hold for it are immutable and stay while it refers to them. What is written is memory that nothing else
-uses. All that changes pages, tables or counts (``compress``, or a release) is launched in order with the passes as
-ever, behind the judgement's end: so no page is free, and no query slot another's, before it was read. Whether and when
-does not depend on how long the device takes.
+A row may be scored *beside* the next pass (``judge_beside``), on a stream of its own. Meanwhile it is in no decode
+step, so nothing writes what is read. Its pages, its part of the page table and its query slot are its own. Pages that
+others hold for it are immutable and stay while it refers to them. What is written is memory that nothing else uses. All
+that changes pages, tables or counts (``compress``, or a release) is launched in order with the passes as ever, after
+the scoring has ended. So no page is free, and no query slot another's, before it was read. Whether and when does not
+depend on how long the device takes.
 """
 
 from __future__ import annotations
@@ -319,9 +319,9 @@ class RunningCompression:
             yield layers, judgement
 
     def compress(self, row: int, path: Path) -> bool:
-        """All that a row holds is judged, if it was not, and what stays moves together: in its own pages, which in one
-        tier take in what others hold for it too, or in new ones. Then it holds nothing of the prefix cache any more.
-        Between steps; the caller has made sure of ``pages_to_compress`` and ``copy_blocks``.
+        """All that a row holds is scored, if it was not, and what stays moves together. It moves in the row's own
+        pages, which in one tier take in what others hold for it too, or in new ones. Then it holds nothing of the
+        prefix cache any more. Between steps; the caller has made sure of ``pages_to_compress`` and ``copy_blocks``.
 
         Args:
             path: what the prefix cache holds of the row's tokens.

@@ -198,7 +198,7 @@ class SegmentStore:
         return [sum(of_tier) for of_tier in zip(*(segment.held for segment, _, _ in parts), strict=True)]
 
     def needed_pages(self, held: Sequence[int]) -> float:
-        """Pages that so many tokens of each tier are expected to take in one dense segment: the last page of a head and
+        """Pages that so many tokens of each tier are expected to take in one dense segment. The last page of a head and
         tier is half full on average, and a head that holds a token has a page."""
         heads, layouts = self.device.geometry.heads, self.device.geometry.fmt.layouts
         each = zip(held, layouts, strict=True)

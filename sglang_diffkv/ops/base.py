@@ -253,7 +253,7 @@ class Ops(Protocol):
         scaling: Scaling, policy: Policy,
     ) -> None:  # fmt: skip
         """What ``decode`` does for the policy, in several layers at once, where the attention of the step's tokens is
-        known: of the tokens of ``q`` [L, tokens, Hq, head_dim] and ``lse`` [L, tokens, Hq] they are the ``chosen`` [B].
+        known. Of the tokens of ``q`` [L, tokens, Hq, head_dim] and ``lse`` [L, tokens, Hq] they are the ``chosen`` [B].
         Both are empty where no scores are kept."""
         ...
 

@@ -13,7 +13,9 @@ from sglang_diffkv.kernels.cuts import StepRule as StepTensors
 from sglang_diffkv.kernels.gather_scores import reference as gather_reference
 from sglang_diffkv.kernels.importance import reference as importance_reference
 from sglang_diffkv.kernels.importance.reference import Shared
+from sglang_diffkv.kernels.key_norms import reference as key_norms_reference
 from sglang_diffkv.kernels.parts import Part
+from sglang_diffkv.kernels.random_scores import reference as random_scores_reference
 from sglang_diffkv.kernels.redundancy import reference as redundancy_reference
 from sglang_diffkv.kernels.select import reference as select_reference
 from sglang_diffkv.kernels.window_scores import reference as window_scores_reference
@@ -25,9 +27,11 @@ from sglang_diffkv.policies.base import (
     AcrossLayers,
     Count,
     HeadValues,
+    KeyNorm,
     LeastMass,
     Pointwise,
     Policy,
+    Random,
     Redundancy,
     Share,
     TopCount,
@@ -68,6 +72,8 @@ class WholeHeadKernels:
     """The ops that judge whole heads; each has the arguments of its reference."""
 
     gather: Callable[..., torch.Tensor]
+    key_norms: Callable[..., torch.Tensor]
+    random: Callable[..., None]
     smooth: Callable[..., torch.Tensor]
     count: Callable[..., Selected]
     mass: Callable[..., Selected]
@@ -80,6 +86,8 @@ class WholeHeadKernels:
 
 REFERENCE = WholeHeadKernels(
     gather_reference.gather_scores,
+    key_norms_reference.key_norms,
+    random_scores_reference.random_scores,
     gather_reference.smooth,
     select_reference.select_count,
     select_reference.select_mass,
@@ -103,12 +111,11 @@ class Judgement:
 class Decisions:
     """Cuts of policies on one device.
 
-    ``memory``: [k, cells] float32 for the values of whole heads, two of them where they are smoothed, judged by layer
-    or lowered, a third where running requests are judged; of as many layers as are judged at a time
-    (``PageState.groups``); None to take it from PyTorch each time. ``second``: as much for running requests that are
-    judged beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may
-    hold them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they
-    exchange.
+    ``memory``: [k, cells] float32 for the values of whole heads, None to take it from PyTorch each time. There are two
+    where they are smoothed, scored by layer or lowered, and a third where running requests are scored. They are of as
+    many layers as are scored at a time (``PageState.groups``). ``second``: as much for running requests that are scored
+    beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may hold
+    them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they exchange.
     """
 
     kernels: WholeHeadKernels = REFERENCE
@@ -290,14 +297,13 @@ class Decisions:
         if len(state.fmt.tiers) > 2:
             raise UnsupportedError(f"{type(rule).__name__} sorts the tokens of a head into two tiers at most")
         heads = (state.num_layers, state.num_heads, seq_len)
-        values, sums = self._room(state, 0, heads), rule.quantity == "sum"
-        given = {"sums": sums, "judged": judged, "own": own}
+        values = self._room(state, 0, heads)
         if isinstance(rule, LeastMass):
-            self.kernels.gather(state, parts, values, seq_len, window=0, sinks=0, **given)
+            self._scores(policy, state, parts, values, seq_len, judged, own=own)
             shares = (rule.low, rule.out) if len(state.fmt.tiers) > 1 else (rule.out, rule.out)
             upper, lower = self.kernels.least(values, shares, window=policy.window, sinks=policy.sinks)
             return Cuts(upper[0], lower[0], *limits, values, upper[1], lower[1])
-        stored = self.kernels.gather(state, parts, values, seq_len, window=policy.window, sinks=policy.sinks, **given)
+        stored = self._scores(policy, state, parts, values, seq_len, judged, *limits, own=own)
         if isinstance(rule, TopCount):
             return self._top_count(rule, state, parts, values, stored, policy, smooth=True)
         if rule.smooth > 1:
@@ -311,6 +317,22 @@ class Decisions:
             if rule.high is not None and tiers > 1:
                 high = self._select(rule, state, values, stored, sum(limits), rule.high)
         return Cuts(high[0], low[0], *limits, values, high[1], low[1])
+
+    def _scores(
+        self, policy: Policy, state: PageState, parts: Sequence[Part], values: torch.Tensor, seq_len: int,
+        judged: torch.Tensor | None, window: int = 0, sinks: int = 0, *, own: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Fill ``values`` with what the policy scores tokens by, and return how many each head has. Those of ``window``
+        and ``sinks`` have an infinite one."""
+        source, rule = policy.score_source, policy.prompt
+        if isinstance(source, KeyNorm):
+            return self.kernels.key_norms(state, parts, values, seq_len, window=window, sinks=sinks, own=own)
+        assert isinstance(rule, WholeHead)
+        given = {"window": window, "sinks": sinks, "sums": rule.quantity == "sum", "judged": judged, "own": own}
+        stored = self.kernels.gather(state, parts, values, seq_len, **given)
+        if isinstance(source, Random):
+            self.kernels.random(values, source.seed, state.first_layer, source.first_head)
+        return stored
 
     def _top_count(
         self, rule: TopCount, state: PageState, parts: Sequence[Part], values: torch.Tensor, stored: torch.Tensor,

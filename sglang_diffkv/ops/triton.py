@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from sglang_diffkv.kernels.cuts import Cuts, StepCuts
 from sglang_diffkv.kernels.decode_attention.triton import (
     NOTHING,
     FoundTokens,
+    PreparedDecode,
     batches_of_each_variant,
     prepare_decode,
 )
@@ -27,10 +28,12 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
+from sglang_diffkv.kernels.key_norms.triton import key_norms
 from sglang_diffkv.kernels.measure.triton import measure
 from sglang_diffkv.kernels.parts import Part
 from sglang_diffkv.kernels.put_scores.triton import put_scores
 from sglang_diffkv.kernels.query_cache.triton import store_queries
+from sglang_diffkv.kernels.random_scores.triton import random_scores
 from sglang_diffkv.kernels.redundancy.triton import redundancy
 from sglang_diffkv.kernels.release.triton import release, trim
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
@@ -57,8 +60,9 @@ from sglang_diffkv.policies.base import Policy, WholeHead
 logger = logging.getLogger(__name__)
 
 WHOLE_HEADS = WholeHeadKernels(
-    gather_scores, smooth, select_count, select_mass, select_least, count_above, importance, redundancy, window_scores
-)
+    gather_scores, key_norms, random_scores, smooth, select_count, select_mass, select_least, count_above, importance,
+    redundancy, window_scores,
+)  # fmt: skip
 
 
 class TritonOps:
@@ -229,28 +233,21 @@ class TritonOps:
                 ("decode", number, scale, cap, attention_span), partial(self._prepare_decode, *what), some, result,
                 sink_logits
             )  # fmt: skip
-            again(layer, some, result, sink_logits)
+            # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
+            lse = torch.empty(some.shape[:2], dtype=torch.float32, device=q.device)
+            again(layer, some, result, lse, sink_logits)
         return out
 
     def _prepare_decode(
         self, state: PageState, number: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
         workspace: DecodeWorkspace, attention_span: int, sink_logits: torch.Tensor | None,
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor | None], None]:  # fmt: skip
+    ) -> PreparedDecode:  # fmt: skip
         part, valid = self._slice(step, number)
         found = None if attention_span or step.found is None else step.found.of_requests(part)
-        run = prepare_decode(
+        return prepare_decode(
             state, q, step.rows[part], step.seq_lens[part], scale, workspace, valid,
             found=found, logit_cap=cap, attention_span=attention_span, sink_logits=sink_logits, **policy.search_rule,
         )  # fmt: skip
-
-        def decode_again(
-            layer: int, q: torch.Tensor, out: torch.Tensor, sink_logits: torch.Tensor | None
-        ) -> None:  # fmt: skip
-            # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-            run(layer, q, out, lse, sink_logits)
-
-        return decode_again
 
     def extend(
         self,

@@ -45,6 +45,32 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Scores are the attention that tokens receive, as the policy's ``observation`` says. Passes learn them, and pages
+    keep them."""
+
+
+@dataclass(frozen=True)
+class KeyNorm:
+    """Scores are 1 / (L2 norm of a token's stored key): ``kernels/key_norms``. They are computed when they are asked
+    for."""
+
+
+@dataclass(frozen=True)
+class Random:
+    """Scores are drawn by a hash of ``seed``, layer, KV head and position: ``kernels/random_scores``. ``first_head``:
+    number in the model of a rank's first KV head."""
+
+    seed: int
+    first_head: int = 0
+
+
+ScoreSource = Attention | KeyNorm | Random
+"""Where the scores come from that a rule compares. All but attention are for rules that rank a head's tokens at the end
+of a prompt (``TopCount``, ``Across``)."""
+
+
+@dataclass(frozen=True)
 class Pointwise:
     """Each token by itself: at or above ``high`` times the mean attention it stays in the high tier, at or above
     ``low`` times that it stays. With a single tier ``low`` alone decides. With more than two, ``between`` are the
@@ -134,8 +160,8 @@ class TopCount(_Ranked):
 
 @dataclass(frozen=True)
 class TopMass(_Ranked):
-    """The fewest tokens stay whose values sum to ``share`` (0 to 1) of those of all tokens outside window and sinks;
-    with two tiers those that sum to ``high`` in the high one, all by default."""
+    """The fewest tokens stay whose values sum to ``share`` (0 to 1) of those of all tokens outside window and sinks.
+    With two tiers, those that sum to ``high`` stay in the high one, all by default."""
 
     share: float
     high: float | None = None
@@ -143,9 +169,9 @@ class TopMass(_Ranked):
 
 @dataclass(frozen=True)
 class LeastMass(_Ranked):
-    """The most tokens of the smallest values go whose values sum to less than ``out`` (0 to 1) of those of all the
-    sequence's tokens; with two tiers the most that sum to less than ``low`` leave the high one. Window and sinks count
-    in the sum."""
+    """Of the tokens with the smallest values, the most go whose values sum to less than ``out`` (0 to 1) of those of
+    all the sequence's tokens. With two tiers the most that sum to less than ``low`` leave the high one. Window and
+    sinks count in the sum."""
 
     out: float
     low: float
@@ -238,7 +264,11 @@ StepRule = Pointwise | Share | Count
 
 
 class Policy:
-    """A compression policy. Policies are frozen dataclasses; one instance serves all requests."""
+    """A compression policy. Policies are frozen dataclasses; one instance serves all requests.
+
+    Their fields have no defaults: those of a method stand in its configuration alone. So a field that is named as one
+    of the attributes here says ``= field()``; otherwise a dataclass would take the attribute for its default.
+    """
 
     window: int = 0
     """Newest tokens of a request that always stay in the high tier."""
@@ -252,7 +282,13 @@ class Policy:
     """Layers that are judged and compacted at a time, by a rule that judges each head by itself; None: all."""
 
     @property
+    def score_source(self) -> ScoreSource:
+        """What tokens are scored by."""
+        return Attention()
+
+    @property
     def observation(self) -> Observation:
+        """Whose attention it is, where tokens are scored by attention."""
         return Observation()
 
     @property
@@ -285,7 +321,9 @@ class Policy:
     def scored_tiers(self, tiers: int) -> int:
         """Of so many tiers, the first ones whose tokens' scores some decision reads, in prompts, copies or generation
         steps: 0 with a window alone. Tokens of the other tiers have no score, and what passes learn of it is not
-        recorded."""
+        recorded. 0 where scores are no attention."""
+        if not isinstance(self.score_source, Attention):
+            return 0
         return max((rule.scored_tiers(tiers) for rule in (self.prompt, self.generation) if rule is not None), default=0)
 
     @property
@@ -327,6 +365,14 @@ class Policy:
 def kept_share(policy: Policy, longest: int) -> float | None:
     """``Policy.kept_share``; of the longest sequence where running requests hold a budget."""
     return policy.kept_share if policy.running is None else min(policy.running.keep / longest, 1.0)
+
+
+def has_scores(policy: Policy) -> bool:
+    """Whether the policy's rules compare scores that its source has."""
+    if isinstance(policy.score_source, Attention):
+        return True
+    ranks = isinstance(policy.prompt, TopCount | Across) and policy.prompt.quantity == "mean"
+    return ranks and policy.generation is None and policy.running is None
 
 
 def prunes(policy: Policy, tiers: int) -> bool:

@@ -9,18 +9,19 @@ Beyond the paper:
 - the first tokens can be kept high: models put much attention on them whatever they say, and are lost without them
   (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", ICLR 2024);
 - scores can forget: past ``horizon`` later tokens the mean in the generation phase is an exponential one, of weight
-  ``1 / horizon`` for the newest token's attention, as with the forgetting factor of sums in Jo and Shin, "A2SF:
-  Accumulative Attention Scoring with Forgetting Factor for Token Pruning in Transformer Decoder", 2024. The prompt
-  phase stays a mean over all later prompt tokens, which then counts as that of ``horizon - 1`` tokens at most;
-- all thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose
-  (Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
-  give heads budgets of their own; here a head's share follows from its thresholds, as in the paper);
-- of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled: each ``observe_every``-th then stands for
-  as many in the mean, and a prompt's scores cost that much less; of generated tokens each ``generated_every``-th;
+  ``1 / horizon`` for the newest token's attention. Jo and Shin, "A2SF: Accumulative Attention Scoring with Forgetting
+  Factor for Token Pruning in Transformer Decoder", 2024, do so with sums. The prompt phase stays a mean over all later
+  prompt tokens, which then counts as that of ``horizon - 1`` tokens at most;
+- all thresholds can be multiplied for each layer and KV head by ``head_scale``, since heads differ in what they lose.
+  Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
+  give heads budgets of their own. Here a head's share follows from its thresholds, as in the paper;
+- of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled. Every ``observe_every``-th then counts for
+  as many in the mean, and a prompt's scores cost that much less. Of generated tokens every ``generated_every``-th can
+  be taken;
 - there may be three or four tiers, for which the paper has page tables (section 5.3) and no algorithm. A prompt's token
-  goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier,
-  the candidate or, if that stays, the high tier's least significant token, goes to the tier that its own score names,
-  where the candidate takes the place of the tier's least significant token if that is below the last threshold. Tokens
+  goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier
+  goes to the tier of its own score. It is the candidate or, if that stays, the high tier's least significant token.
+  There the candidate takes the place of the tier's least significant token if that is below the last threshold. Tokens
   of the tiers between stay there: at most one token of a head moves in a step.
 """
 
@@ -57,7 +58,7 @@ class DiffKVPolicy(Policy):
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
     ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes; ``generated_every``: the same of
     generated ones. ``pressure_window``: the window that is left to running requests before one is retracted, None for
-    no other. What is left out is switched off: a server's defaults are those of ``DiffKVPolicyConfig``.
+    no other.
 
     With a single tier there is no low one, so a token at or above ``alpha_low`` stays and the rest go. With more than
     two, ``alpha_between`` are the thresholds of the tiers from the second to the last but one, falling.
@@ -65,14 +66,14 @@ class DiffKVPolicy(Policy):
 
     alpha_high: float
     alpha_low: float
-    window: int
-    sinks: int = 0
-    horizon: int = 0
-    head_scale: HeadValues | None = field(default=None, repr=False)
-    alpha_between: tuple[float, ...] = ()
-    observe_every: int = 1
-    pressure_window: int | None = None
-    generated_every: int = 1
+    window: int = field()
+    sinks: int = field()
+    horizon: int = field()
+    head_scale: HeadValues | None = field(repr=False)
+    alpha_between: tuple[float, ...]
+    observe_every: int
+    pressure_window: int | None
+    generated_every: int = field()
 
     @property
     def under_pressure(self) -> DiffKVPolicy | None:
@@ -117,7 +118,10 @@ class DiffKVPolicy(Policy):
         return replace(self, head_scale=tuple(layer[first : first + heads] for layer in self.head_scale))
 
 
-KEEP = DiffKVPolicy(alpha_high=0.0, alpha_low=0.0, window=0, alpha_between=(0.0,) * (MOST_TIERS - 2))
+KEEP = DiffKVPolicy(
+    alpha_high=0.0, alpha_low=0.0, window=0, sinks=0, horizon=0, head_scale=None,
+    alpha_between=(0.0,) * (MOST_TIERS - 2), observe_every=1, pressure_window=None, generated_every=1,
+)  # fmt: skip
 """Every token stays in its tier: for copies."""
 
 
@@ -215,8 +219,7 @@ class DiffKVPolicyConfig(PolicyOptions):
         return {**super().whole(), "observe_every": self._every}
 
     def build(self) -> DiffKVPolicy:
-        rule = (self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon)
         return DiffKVPolicy(
-            *rule, head_scale=self.head_scale, alpha_between=self.alpha_between, observe_every=self._every,
-            pressure_window=self.pressure_window, generated_every=self.generated_every,
+            self.alpha_high, self.alpha_low, self.window, self.sinks, self.horizon, self.head_scale, self.alpha_between,
+            self._every, self.pressure_window, self.generated_every,
         )  # fmt: skip

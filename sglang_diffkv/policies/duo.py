@@ -39,9 +39,9 @@ class DuoPolicy(Policy):
     streaming heads do not keep goes to the low tier instead."""
 
     streams: Streams = field(repr=False)
-    window: int = 256
-    sinks: int = 64
-    keep_low: bool = False
+    window: int = field()
+    sinks: int = field()
+    keep_low: bool
 
     @property
     def prompt(self) -> Pointwise:
@@ -79,9 +79,9 @@ MOST_PATTERN = 1 << 17
 
 
 def read_pattern(path: Path) -> list[list[float]]:
-    """A file with a number for each layer and KV head: JSON, a list of lists or an object that has it as ``pattern``,
-    or a line for each layer with tabs between, as the authors publish them. Raises ConfigError, which quotes nothing of
-    the file."""
+    """A file with a number for each layer and KV head. It is JSON, a list of lists or an object that has it as
+    ``pattern``, or it has a line for each layer with tabs between, as the authors publish them. Raises ConfigError,
+    which quotes nothing of the file."""
     text = read_text(path, MOST_PATTERN)
     if text.lstrip().startswith(("[", "{")):
         found = parse_json(text, name_keys=False)

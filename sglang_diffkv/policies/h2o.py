@@ -16,7 +16,7 @@ What differs from the paper:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sglang_diffkv.policies.base import Count, Policy, TopCount
@@ -29,7 +29,7 @@ class H2OPolicy(Policy):
     """Each head keeps ``budget`` tokens of the sequence, its newest ``window`` among them."""
 
     budget: Budget
-    window: int = 64
+    window: int = field()
 
     @property
     def kept_share(self) -> float | None:

@@ -2,10 +2,10 @@
 2024, section 4), by the first authors of DiffKV and before it.
 
 The significance of a token is the mean attention it received from later tokens, normalised so that a head's tokens sum
-to 1. At the end of a prompt the tokens outside the window are sorted by it, least first: while the sum so far is below
-``mass_low`` they are pruned, while it is below ``mass_high`` they go to the low tier, and the others stay in the high
-one. In the generation phase the token that leaves the window, and then the least significant one of its tier, are
-compared with the same two numbers (Algorithm 1).
+to 1. At the end of a prompt the tokens outside the window are sorted by it, least first. While the sum so far is below
+``mass_low`` they are pruned, while it is below ``mass_high`` they go to the low tier. The others stay in the high one.
+In the generation phase the token that leaves the window, and then the least significant one of its tier, are compared
+with the same two numbers (Algorithm 1).
 
 Where the paper leaves something open:
 
@@ -19,7 +19,7 @@ Where the paper leaves something open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -37,9 +37,9 @@ class LeanKVPolicy(Policy):
     With a single tier there is no low one, so ``mass_low`` alone decides.
     """
 
-    mass_high: float = 0.05
-    mass_low: float = 0.0
-    window: int = 64
+    mass_high: float
+    mass_low: float
+    window: int = field()
 
     @property
     def prompt(self) -> LeastMass:

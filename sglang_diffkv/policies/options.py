@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sglang_diffkv.bounds import Fraction, Tokens, Window
+from sglang_diffkv.bounds import Fraction, Sinks, Tokens, Window
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget
 
@@ -65,3 +65,15 @@ class BudgetOptions(PolicyOptions):
     @property
     def kept(self) -> Budget:
         return Budget(self.budget, self.fraction)
+
+
+class SinkBudgetOptions(BudgetOptions):
+    """The same, with first tokens that stay as the newest ones do."""
+
+    sinks: Sinks = Field(default=4, description="first tokens that always stay, within the budget")
+
+    @model_validator(mode="after")
+    def _room_for_sinks(self) -> SinkBudgetOptions:
+        if 0 < self.budget <= self.window + self.sinks:
+            raise ValueError(f"budget {self.budget} must be above window {self.window} and sinks {self.sinks} together")
+        return self

@@ -6,15 +6,15 @@ keep more: budgets fall in equal steps from the first layer to the last. Which t
 SnapKV: those that received most attention from the prompt's last queries, the window, which stays, after max-pooling
 over neighbours. Generated tokens all stay.
 
-Numbers are those of the authors' code: with a mean of B tokens beyond the window, the last layer keeps B / beta of
-them, rounded down, the first 2 B less that, and those between lie on a line. Where a prompt has fewer tokens outside
-the window than the first layer may keep, that layer keeps them all and the last one 2 B less these; where it has fewer
-than 2 B, window included, all layers keep B.
+Numbers are those of the authors' code. With a mean of B tokens beyond the window, the last layer keeps B / beta of
+them, rounded down, the first 2 B less that. Those between lie on a line. Where a prompt has fewer tokens outside the
+window than the first layer may keep, that layer keeps them all and the last one 2 B less these. Where it has fewer than
+2 B, window included, all layers keep B.
 
 What differs from the authors' code:
 
-- the line's points are rounded to the nearest token, so that the mean over layers is B to half a token; there the step
-  is rounded down, which gives a model of L layers up to (L - 1) / 2 tokens a layer more than asked for;
+- the line's points are rounded to the nearest token, so that the mean over layers is B to half a token. The authors'
+  code rounds the step down, which gives a model of L layers up to (L - 1) / 2 tokens a layer more than asked for;
 - window and pooling are those of the paper's experiments, 8 and a maximum over 7 neighbours; the code's defaults are
   others;
 - each KV head chooses once, where the code repeats keys and values and chooses for each query head;
@@ -24,7 +24,7 @@ What differs from the authors' code:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -40,8 +40,8 @@ class PyramidKVPolicy(Policy):
     """Prompt tokens past the layer's budget are pruned; ``pool`` (odd) is the width of the pooling, 1 for none."""
 
     budget: PyramidBudget
-    window: int = 8
-    pool: int = 7
+    window: int = field()
+    pool: int
 
     @property
     def kept_share(self) -> float | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.duo import DuoPolicyConfig
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
+from sglang_diffkv.policies.knorm import KnormPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.policies.pyramidkv import PyramidKVPolicyConfig
+from sglang_diffkv.policies.random_eviction import RandomPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.streaming import StreamingPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
@@ -23,5 +25,7 @@ PolicyConfig = (
     | DuoPolicyConfig
     | XKVPolicyConfig
     | PyramidKVPolicyConfig
+    | KnormPolicyConfig
+    | RandomPolicyConfig
     | ZipagePolicyConfig
 )

@@ -1,8 +1,8 @@
 """SnapKV's static budgets (Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", 2024).
 
-At the end of the prompt each head keeps its newest tokens, the observation window, and of the others those that
-received most attention from the window's queries, after max-pooling over neighbours so that a kept token keeps its
-surroundings. Every head keeps equally many; generated tokens all stay.
+At the end of the prompt each head retains its newest tokens, the observation window, and of the others those that
+received most attention from the window's queries. Scores are max-pooled over neighbours, so that a retained token keeps
+its surroundings. Every head keeps equally many; generated tokens all stay.
 
 Scores are the paper's and its code's: the mean attention over the queries of the window, and the mean over the query
 heads of a KV head.
@@ -16,7 +16,7 @@ What differs from the paper:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -32,8 +32,8 @@ class SnapKVPolicy(Policy):
     """Prompt tokens past ``budget`` are pruned; ``pool`` (odd) is the width of the pooling, 1 for none."""
 
     budget: Budget
-    window: int = 32
-    pool: int = 7
+    window: int = field()
+    pool: int
 
     @property
     def kept_share(self) -> float | None:

@@ -12,7 +12,7 @@ What differs from the paper:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import Field
@@ -26,8 +26,8 @@ from sglang_diffkv.policies.options import PolicyOptions
 class StreamingPolicy(Policy):
     """The first ``sinks`` tokens and the newest ``window``."""
 
-    window: int = 1024
-    sinks: int = 4
+    window: int = field()
+    sinks: int = field()
 
     @property
     def prompt(self) -> Pointwise:

@@ -1,17 +1,17 @@
 """XKV's sizes by layer (Li et al., "XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inference").
 
 At the end of the prompt a token's importance in a layer is the attention it received from the prompt's last tokens, the
-observation window: the mean over these and over all query heads, then averaged over neighbouring positions. Layers
-differ in how few tokens have most of the importance, so they share one size: token after token goes to the layer whose
-next one adds most to the *importance retention*, the share of a layer's importance that its kept tokens have
-(Algorithm 1), until a total size or a mean retention is reached. Each head then keeps as many tokens as its layer was
-given, those important to itself (Algorithm 2), beside the window. Generated tokens all stay.
+observation window. It is the mean over these and over all query heads, then averaged over neighbouring positions.
+Layers differ in how few tokens have most of the importance, so they share one size. Token after token goes to the layer
+whose next one adds most to the *importance retention*, the share of a layer's importance that its retained tokens have
+(Algorithm 1). This ends when a total size or a mean retention is reached. Each head then keeps as many tokens as its
+layer was given, those important to itself (Algorithm 2), beside the window. Generated tokens all stay.
 
 What differs from the paper:
 
-- there is no mini-prefill, a forward pass before the prompt's for the importance of all layers: a prompt's tokens
-  lie in the high tier until its last chunk has run, and all layers are judged then. So a prompt takes its full size
-  until then, which the paper's second pass is there to avoid;
+- there is no mini-prefill, a forward pass before the prompt's for the importance of all layers. A prompt's tokens lie
+  in the high tier until its last chunk has run, and all layers are scored then. So a prompt takes its full size until
+  then, which the paper's second pass is there to avoid;
 - the loop of Algorithm 1 is one selection of the largest parts of importance of all layers, with the same result;
 - with several tensor-parallel ranks a layer's importance is the mean over all ranks' heads: ranks add up their heads'
   at the end of a prompt, and find the same sizes;
@@ -43,12 +43,12 @@ class XKVPolicy(Policy):
     importance on average, or each the share that ``layer_fractions`` gives it. ``pool`` (odd) is the width of the
     pooling. With two tiers the share ``high`` of what a head keeps so stays in the high one."""
 
-    window: int = 8
-    pool: int = 7
-    keep: float | None = None
-    min_retention: float | None = None
-    layer_fractions: Fractions | None = field(default=None, repr=False)
-    high: float = 1.0
+    window: int = field()
+    pool: int
+    keep: float | None
+    min_retention: float | None
+    layer_fractions: Fractions | None = field(repr=False)
+    high: float
 
     @property
     def observation(self) -> Observation:

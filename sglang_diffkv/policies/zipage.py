@@ -3,10 +3,10 @@ holds a budget of blocks however long its reply, so that concurrency does not de
 
 When a request holds ``max_blocks`` blocks of ``block`` tokens, all full, each head keeps its
 ``(max_blocks - 1) x block`` tokens of the largest scores and the rest go (4.1). A token's score is its attention from
-the newest 16 queries, maximum over the query heads of its KV head, mean over queries (C.2); the larger of that and
-``decay`` times the score of the last time (global score, C.3); max-pooled over neighbours the first time (C.4); less
-``redundancy`` times how much its key repeats others (C.5, ``block`` neighbours at a time: lightning, C.7). The queries'
-own tokens stay.
+the newest 16 queries, maximum over the query heads of its KV head, mean over queries (C.2). ``decay`` times the score
+of the last time counts instead if it is larger (global score, C.3). The first time scores are max-pooled over
+neighbours (C.4). ``redundancy`` times how much its key repeats others is subtracted (C.5, ``block`` neighbours at a
+time: lightning, C.7). The queries' own tokens stay.
 
 What differs from the paper:
 
@@ -16,16 +16,16 @@ What differs from the paper:
   none then does not wait, as under the paper's hybrid scheduling (4.3): it goes on, holds more meanwhile, and is
   compressed when the queries of another are no longer needed. So is one whose shared prefix finds no pages for the copy
   that its first compression makes. With ``scheduling`` "constrained" no more run than have a slot, so none waits;
-- compression is launched between two steps, on their stream, and delays the next one; with ``asynchronous`` what takes
-  most of it, judging, runs beside the next pass, and what stays is moved between two steps all the same. All layers at
-  once, or ``layer_stride`` at a time in the memory of so many (C.1; the paper: 8, beside decoding);
+- compression is launched between two steps, on their stream, and delays the next one. With ``asynchronous`` most of it,
+  the scoring, runs beside the next pass; what stays is still moved between two steps. All layers at once, or
+  ``layer_stride`` at a time in the memory of so many (C.1; the paper: 8, beside decoding);
 - blocks are a unit of the budget only: memory is taken and given back in pages;
 - with two tiers ``high_share`` of what is kept, the largest scores, stays in the high one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -57,15 +57,15 @@ class ZipagePolicy(Policy):
 
     keep: int
     limit: int
-    window: int = 16
-    high: int | None = None
-    pool: int = 5
-    decay: float = 0.8
-    redundancy: Redundancy | None = None
-    slots: float = 1.0
-    constrained: bool = False
-    asynchronous: bool = False
-    layer_stride: int | None = None
+    window: int = field()
+    high: int | None
+    pool: int
+    decay: float
+    redundancy: Redundancy | None
+    slots: float
+    constrained: bool
+    asynchronous: bool
+    layer_stride: int | None = field()
 
     @property
     def observation(self) -> Observation:

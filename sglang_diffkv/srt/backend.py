@@ -216,16 +216,21 @@ class DiffKVAttnBackend(AttentionBackend):
 
     # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 
-    def _run(
-        self, wrapper: DecodeWrapper | ExtendWrapper | MixedWrapper | VerifyWrapper, q: torch.Tensor, k: Any, v: Any,
-        layer: Any, sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    def _asked(
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, more: Mapping[str, Any]
+    ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Scaling, torch.Tensor | None]:
+        """What a layer asks, as ``Wrapper.run`` takes it."""
         if k is None or v is None:
             raise NotImplementedError("diffkv does not serve models that share one layer's KV with another")
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        out = wrapper.run(self.layers[layer.layer_id], q, k, v, scaling_of(layer), sink_logits)
+        return self.layers[layer.layer_id], q, k, v, scaling_of(layer), _sink_logits(more)
+
+    def _answer(
+        self, wrapper: DecodeWrapper | ExtendWrapper | MixedWrapper | VerifyWrapper, layer: Any, out: torch.Tensor
+    ) -> torch.Tensor:
+        """What a layer gets. Behind the last one the policy's decisions are carried out."""
         if layer.layer_id == self.last_layer:
             if isinstance(wrapper, DecodeWrapper | MixedWrapper):
                 wrapper.end()
@@ -237,17 +242,16 @@ class DiffKVAttnBackend(AttentionBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        sink_logits = _sink_logits(more)
-        if self.new_tokens is None:
+        if (wrapper := self.new_tokens) is None:
+            _sink_logits(more)
             return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        return self._run(self.new_tokens, q, k, v, layer, sink_logits)
+        return self._answer(wrapper, layer, wrapper.run(*self._asked(q, k, v, layer, more)))
 
     @torch.compiler.disable
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        sink_logits = _sink_logits(more)
-        return self._run(self.decode, q, k, v, layer, sink_logits)
+        return self._answer(self.decode, layer, self.decode.run(*self._asked(q, k, v, layer, more)))
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda
@@ -257,7 +261,7 @@ def _one_scaling(scalings: Sequence[Scaling]) -> Scaling | None:
     """What all layers do to logits; None if that is not known. Raises UnsupportedError where they differ."""
     if len(set(scalings)) > 1:
         raise UnsupportedError(
-            "diffkv: this policy judges running requests with one attention scale and logit cap, and the model's "
+            "diffkv: this policy scores running requests with one attention scale and logit cap, and the model's "
             "layers have several. Use another policy in --diffkv-config."
         )
     return scalings[0] if scalings else None

@@ -32,7 +32,7 @@ BACKEND_OPTION = "--attention-backend"
 DEFAULTS = '{"thresholds": "default"}'
 
 
-def judge(
+def check(
     findings: Findings,
     model: str | None,
     config: str | None,
@@ -45,7 +45,7 @@ def judge(
     """Add what SGLang and the plugin say to ``findings``.
 
     Args:
-        model: its folder, None to judge the installation alone. config: as for ``--diffkv-config``.
+        model: its folder, None to check the installation alone. config: as for ``--diffkv-config``.
         gib: of a device, for the cache. options: of the server. gpu: whether there is one.
         found: whether SGLang finds the plugin.
     """
@@ -64,7 +64,7 @@ def judge(
     backend = [] if chosen else [BACKEND_OPTION, "diffkv"]
     least = ["--model-path", model, *device, *(x for x in options if x == "--trust-remote-code")]
     args = _arguments(findings, ["--model-path", model, *device, *backend, *options, *given])
-    if args is None:  # the model is judged nevertheless, so that all is told at once
+    if args is None:  # the model is checked nevertheless, so that all is told at once
         args = _arguments(findings, [*least, BACKEND_OPTION, "diffkv", "--diffkv-config", DEFAULTS], again=True)
         if args is not None:
             _model(findings, args)
@@ -116,7 +116,7 @@ def _configuration_alone(findings: Findings, given: str | None, gpu: bool) -> No
     except (ConfigError, UnsupportedError) as error:
         findings.refuse("configuration", str(error))
         return
-    findings.add("model", "none given: add --model-path DIR to have one judged")
+    findings.add("model", "none given: add --model-path DIR to have one checked")
 
 
 def _arguments(findings: Findings, argv: Sequence[str], *, again: bool = False) -> Any:

@@ -34,9 +34,10 @@ from sglang_diffkv.ops.decisions import tail_tokens
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
+from sglang_diffkv.policies.diffkv import KEEP
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.kernel_configs import CONFIGS, KV_HEADS, LONGEST, METHODS, NO_MEANS, REACHES, SCALINGS, SINKS
+from tests.policies import diffkv_policy
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -103,7 +104,7 @@ def start(
     """What a server calls at its start, before it captures graphs. The last: in which form tokens are stored."""
     parsed = tuple(Tier.parse(x) for x in tiers.split())
     config = DiffKVConfig(tiers=tuple(tiers.split()), policy=json.loads(method) if method else None)
-    policy: Policy = DiffKVPolicy(1.0, 0.0, 64) if len(parsed) > 1 else UniformPolicy()
+    policy: Policy = diffkv_policy(1.0, 0.0, 64) if len(parsed) > 1 else UniformPolicy()
     if method:
         policy = config.build_policy()
     scored, position_bytes = policy.scored_tiers(len(parsed)), position_bytes_for(longest)

@@ -12,11 +12,11 @@ from sglang_diffkv.kernels.allocate.reference import add_own_pages, recycle, res
 from sglang_diffkv.kernels.prefix_sum.reference import exclusive_prefix_sum
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session
 from tests.helpers import begin_step, faults, make_format, make_manager, page_bytes, visible
+from tests.policies import diffkv_policy
 
 
 def make_state(pages: int = 13, rows: int = 4) -> PageState:
@@ -157,7 +157,7 @@ def test_exhaustion_in_extend_harms_nobody_else():
 @pytest.mark.parametrize("pages", [50, 53, 57, 61])
 def test_exhaustion_in_decode_and_compaction_harms_nobody_else(pages):
     """Rows 1 and 2 decode until the ring is empty and long past it; rows 3 and 5 and a segment stand by."""
-    session = Session(make_manager(pages=pages, policy=DiffKVPolicy(1.0, 0.1, window=4)), spread=4.0)
+    session = Session(make_manager(pages=pages, policy=diffkv_policy(1.0, 0.1, window=4)), spread=4.0)
     session.extend({3: 25})
     session.manager.prompts.end(3)
     segment = session.share(3, 0, 25)
@@ -186,7 +186,7 @@ def test_exhaustion_in_decode_and_compaction_harms_nobody_else(pages):
 
 def test_exhaustion_in_prompt_compaction_harms_nobody_else():
     """The low page that compaction needs is not there: the row faults, the others keep every byte."""
-    session = Session(make_manager(pages=12 + 16, policy=DiffKVPolicy(1.0, 0.0, window=7)), spread=4.0)
+    session = Session(make_manager(pages=12 + 16, policy=diffkv_policy(1.0, 0.0, window=7)), spread=4.0)
     session.extend({2: 20})
     session.extend({1: 30})
     assert session.manager.device.free_pages() == 0
@@ -204,7 +204,7 @@ def test_exhaustion_in_prompt_compaction_harms_nobody_else():
 
 
 def test_a_row_without_any_page_attends_to_nothing():
-    session = Session(make_manager(pages=16, policy=DiffKVPolicy(1.0, 0.2, window=2)))
+    session = Session(make_manager(pages=16, policy=diffkv_policy(1.0, 0.2, window=2)))
     session.extend({1: 32})
     session.extend({2: 1}, check=False)
     session.manager.prompts.end(2)

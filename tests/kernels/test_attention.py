@@ -10,11 +10,11 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.kernels.raw_attention.reference import raw_attention
 from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session, chunks_and_steps
 from tests.helpers import PAIR, POISONS, begin_step, make_format, make_manager, tier_map, visible
+from tests.policies import diffkv_policy
 
 FORMATS = [
     PAIR,
@@ -34,7 +34,7 @@ def compressed_session(poison: str = "nan", **kwargs) -> Session:
     """Three rows of odd lengths, prompts compacted: high, low and pruned tokens in each."""
     fmt = kwargs.pop("fmt", make_format())
     between = (0.8, 0.65)[: max(len(fmt.tiers) - 2, 0)]
-    policy = kwargs.pop("policy", DiffKVPolicy(1.0, 0.5, window=5, alpha_between=between))
+    policy = kwargs.pop("policy", diffkv_policy(1.0, 0.5, window=5, alpha_between=between))
     session = Session(make_manager(fmt, policy=policy, poison=poison), spread=4.0, **kwargs)
     session.extend({1: 41, 2: 3, 3: 17})
     session.extend({3: 24, 1: 1})
@@ -95,7 +95,7 @@ def test_chunks_give_what_one_extend_gives(cuts):
     """With a raw tier nothing is lost between chunks: outputs agree, and scores do for one query head."""
     outputs, scores = [], []
     for chunks in ([40], cuts):
-        manager = make_manager(make_format(("BF16",)), policy=DiffKVPolicy(1.0, 0.1, 8))
+        manager = make_manager(make_format(("BF16",)), policy=diffkv_policy(1.0, 0.1, 8))
         session = Session(manager, group=1)
         random = torch.Generator().manual_seed(5)
         q, k, v = (torch.randn(40, 2, 64, generator=random).bfloat16().float() for _ in range(3))
@@ -128,7 +128,7 @@ def test_chunks_give_what_one_extend_gives(cuts):
 
 
 def test_long_extend_crosses_query_blocks():
-    session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.2, 16)), group=2)
+    session = Session(make_manager(policy=diffkv_policy(1.0, 0.2, 16)), group=2)
     session.extend({1: 300})
     session.extend({1: 259})
     session.manager.prompts.end(1)
@@ -192,7 +192,7 @@ def test_shared_scores_do_not_change():
 
 def test_scores_over_many_steps_and_chunks():
     """``Session`` compares each own token's score with the dense mean after every call."""
-    session = Session(make_manager(policy=DiffKVPolicy(2.0, 0.3, window=6)), group=4, spread=3.0)
+    session = Session(make_manager(policy=diffkv_policy(2.0, 0.3, window=6)), group=4, spread=3.0)
     chunks_and_steps(session)
     kinds = tier_map(session.state, 2, session.manager.rows.length(2))
     assert {0, 1, 2} == set(np.unique(kinds).tolist())

@@ -23,11 +23,11 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.gpu import decode_obstacle
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.test_triton_decode_attention import WINDOW, check_against_reference, run_both
 from tests.kernels.test_triton_sinks import CASES as SINK_CASES
 from tests.kernels.test_triton_sinks import LARGEST, decode_with_a_sink, scores_beside_a_sink
 from tests.kernels.triton_helpers import BF16, DEVICE, FOUR, add_prompt, clone_state, close, make_format, make_manager
+from tests.policies import diffkv_policy
 
 pytestmark = pytest.mark.skipif(
     cuda.missing() is not None if DEVICE == "cuda" else host.compiler() is None,
@@ -56,6 +56,7 @@ def test_matches_reference(tiers, dim, v_dim, group, programs):
     check_against_reference(*run_both(manager, tiers, group, programs, 0, cuda=True))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("page_tokens", [5, pytest.param(16, marks=full), 33, pytest.param(64, marks=full)])
 @pytest.mark.parametrize("position_bytes", [2, 4])
 def test_sizes_of_pages(page_tokens, position_bytes):
@@ -83,6 +84,7 @@ def test_rules_are_the_reference_s(rule, group):
     check_against_reference(*run_both(manager, "K8V4 K4V2", group, 8, 0, cuda=True, **rule))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "K8V4"])
 @pytest.mark.parametrize("attention_span", [1, 20, 61])
 def test_what_is_out_of_reach_is_not_seen(tiers, attention_span):
@@ -94,12 +96,13 @@ def test_what_is_out_of_reach_is_not_seen(tiers, attention_span):
             assert close(out[b], ref_out[b]) < 6e-3 and (lse[b] - ref_lse[b]).abs().max() < 5e-3
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("judge_low", [True, False])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_many_pages_and_many_units(programs, judge_low):
     """A program that walks more than 32 pages of a tier, looked up 32 at a time, and more than 32 tiers of heads."""
     fmt = replace(make_format("K8V4 K4V2", 64, page_tokens=4), scored=2 if judge_low else 1)
-    policy = DiffKVPolicy(1.0, 0.1 if judge_low else 0.0, WINDOW)
+    policy = diffkv_policy(1.0, 0.1 if judge_low else 0.0, WINDOW)
     geometry = Geometry(fmt, 1, 2, 900, num_rows=14, num_segments=2, max_tokens=400)
     manager = PageManager(geometry, policy, dtype=BF16, device=DEVICE)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
@@ -152,6 +155,7 @@ def test_what_it_does_not_serve_is_named():
     assert cuda.unsupported(make_format("K8V4 K4V2", 128), 8) is None
     assert "more than 8" in str(cuda.unsupported(make_format("K8V4 K4V2", 128), 9))
     assert "96" in str(cuda.unsupported(make_format("K8V4 K4V2", 96), 4))
+    assert "do not divide 8" in str(cuda.unsupported(make_format("K6V3 K3V2", 128), 4))
     assert "BF16" in str(cuda.unsupported(make_format("BF16 K8V4", 64), 4))
     assert "K4V1" in str(cuda.unsupported(make_format("K8V2 K4V1", 64), 4))
     assert "more than 128" in str(cuda.unsupported(make_format("K8V4 K4V2", 64, page_tokens=128), 4))

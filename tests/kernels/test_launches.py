@@ -20,10 +20,11 @@ from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.library import Library
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
+from tests.policies import diffkv_policy
 
 LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 64
 SCALING = Scaling(0.1)
-WINDOW, SCORED = DiffKVPolicy(1e9, 0.0, 6), DiffKVPolicy(1.0, 0.2, 6, observe_every=1)
+WINDOW, SCORED = diffkv_policy(1e9, 0.0, 6), diffkv_policy(1.0, 0.2, 6, observe_every=1)
 
 
 def test_a_repeated_launch_takes_the_tensors_of_its_call() -> None:

@@ -13,9 +13,9 @@ from sglang_diffkv.kernels.extend_attention.reference import extend_attention
 from sglang_diffkv.ops import ReferenceOps, Scaling, Step
 from sglang_diffkv.policies.base import Observation
 from sglang_diffkv.policies.budget import Budget
-from sglang_diffkv.policies.diffkv import DiffKVPolicy, DiffKVPolicyConfig
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
+from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from tests.helpers import begin_step, make_format, make_manager, visible
+from tests.policies import diffkv_policy, snapkv_policy
 
 LENGTH, GROUP, SCALE = 40, 3, 0.3
 
@@ -95,7 +95,7 @@ def test_sampled_observers_are_the_prompt_s_in_any_chunks(chunks):
 
 
 def test_sampling_is_an_option_of_long_prompts():
-    assert DiffKVPolicy(1.0, 0.0, 256).observation == Observation()
+    assert diffkv_policy(1.0, 0.0, 256).observation == Observation()
     sampled = DiffKVPolicyConfig(observe_every=4).build()
     assert sampled.observation == Observation(queries=256, every=4)
     assert sampled.observation.since([200, 1000]) == [0, 744]
@@ -111,9 +111,8 @@ def test_generated_tokens_observe_as_the_policy_says():
         return DiffKVPolicyConfig(**more).build().search_rule["every"]
 
     assert every() == every(observe_every=4) == 1 and every(generated_every=8) == 8
-    assert (
-        DiffKVPolicy(1.0, 0.0, 256).search_rule["every"] == SnapKVPolicy(Budget(20), window=8).search_rule["every"] == 1
-    )
+    usual = (diffkv_policy(1.0, 0.0, 256), snapkv_policy(Budget(20), window=8))
+    assert [policy.search_rule["every"] for policy in usual] == [1, 1]
     with pytest.raises(ValueError, match="less than or equal to 64"):
         DiffKVPolicyConfig(generated_every=65, window=64)
     with pytest.raises(ValueError, match="generated_every 9 is above window 8:"):
@@ -175,7 +174,7 @@ def test_a_window_of_queries_is_the_prompt_s_in_any_chunks(chunks):
     q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
     key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
     start, row = 0, torch.tensor([1])
-    extend = ExtendWrapper(state, ReferenceOps(), SnapKVPolicy(Budget(20), window=8))
+    extend = ExtendWrapper(state, ReferenceOps(), snapkv_policy(Budget(20), window=8))
     for count in chunks:
         end = start + count
         manager.space.append(1, count)

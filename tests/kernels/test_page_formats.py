@@ -3,9 +3,14 @@ them in the page table, of 16 and 32 bits up to the largest that fit. Unused mem
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+import sglang_diffkv
+from sglang_diffkv.config import load_config
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.state import PageState
@@ -14,8 +19,6 @@ from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.ops.reference import ReferenceOps
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.policies.duo import DuoPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.test_triton_compact_step import pack
 from tests.kernels.test_triton_copy_compact import tokens_of
@@ -29,6 +32,7 @@ from tests.kernels.triton_helpers import (
     make_format,
     make_manager,
 )
+from tests.policies import diffkv_policy, duo_policy
 
 GROUP, SCALE = 2, 0.05
 ROWS, COUNTS, NEW = [1, 2, 3], [61, 23, 30], [6, 3, 2]
@@ -37,13 +41,17 @@ LAST = 65534
 
 CASES = [
     # tiers, policy, tiers with scores, bytes of a position, the largest position
-    ("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6, 2), 1, 2, LAST),
-    pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.2, 6), 2, 2, LAST, marks=pytest.mark.full),
-    ("K8V4 K4V2", DiffKVPolicy(1e9, 0.0, 6), 0, 2, LAST),
-    ("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6, 2), 1, 4, 70_000),
-    pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6, 2), 1, 2, 32_800, marks=pytest.mark.full),
-    (THREE, DiffKVPolicy(1.5, 0.0, 6, alpha_between=(0.5,)), 2, 2, LAST),
-    ("BF16 K4V2", DuoPolicy(((True, False),), 6, 2, keep_low=True), 0, 2, LAST),
+    ("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 2, LAST),
+    pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), 2, 2, LAST, marks=pytest.mark.full),
+    ("K8V4 K4V2", diffkv_policy(1e9, 0.0, 6), 0, 2, LAST),
+    ("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 4, 70_000),
+    pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 2, 32_800, marks=pytest.mark.full),
+    (THREE, diffkv_policy(1.5, 0.0, 6, alpha_between=(0.5,)), 2, 2, LAST),
+    pytest.param("K6V3 K3V2", diffkv_policy(1.0, 0.2, 6), 2, 2, LAST, marks=pytest.mark.full),
+    pytest.param(
+        "K7V6 K5V7 K3V5", diffkv_policy(1.5, 0.0, 6, alpha_between=(0.5,)), 2, 2, LAST, marks=pytest.mark.full
+    ),
+    ("BF16 K4V2", duo_policy(((True, False),), 6, 2, keep_low=True), 0, 2, LAST),
     pytest.param("BF16", UniformPolicy(), 0, 2, LAST, marks=pytest.mark.full),
 ]
 
@@ -78,6 +86,11 @@ def take_scores(state: PageState, twin: PageState) -> None:
 
 @pytest.mark.parametrize(("tiers", "policy", "scored", "position_bytes", "last"), CASES)
 def test_kernels_are_the_references(tiers: str, policy: Policy, scored: int, position_bytes: int, last: int) -> None:
+    check_kernels(tiers, policy, scored, position_bytes, last)
+
+
+def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, last: int) -> None:
+    """Raise AssertionError if kernels differ from the references, from the appending of tokens on."""
     fmt = make_format(tiers, 64, 96, page_tokens=8, position_bytes=position_bytes)
     manager = make_manager(fmt, policy=policy, pages=600, layers=1)
     state, generator = manager.state, torch.Generator().manual_seed(5)
@@ -163,3 +176,12 @@ def test_kernels_are_the_references(tiers: str, policy: Policy, scored: int, pos
         assert getattr(state, name).dtype == {2: torch.int16, 4: torch.int32}[position_bytes]
     counted = ops.measure(state, asked, lo, hi)
     assert torch.equal(counted, ref.measure(twin, asked, lo, hi)) and counted.any()
+
+
+def test_a_number_of_bits_is_only_a_configuration() -> None:
+    """No source file knows of these tiers, and every kernel serves them."""
+    config, package = load_config('{"tiers": ["K7V5", "K5V3"]}'), Path(sglang_diffkv.__file__).parent
+    for root in (package, package / "kernels"):  # the latter may be a link
+        for path in root.rglob("*.py"):
+            assert not re.search(r"K7V5|K5V3", path.read_text()), path
+    check_kernels(" ".join(config.tiers), diffkv_policy(1.0, 0.2, 6), 2, 2, LAST)

@@ -10,8 +10,7 @@ import torch
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.read_back.reference import read_back as reference
 from sglang_diffkv.kernels.read_back.triton import read_back
-from sglang_diffkv.kernels.rotate.reference import Rotation
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.kernels.rotate.reference import Rotation, rotated
 from tests.helpers import begin_step
 from tests.kernels.triton_helpers import (
     BF16,
@@ -26,8 +25,9 @@ from tests.kernels.triton_helpers import (
     vectors,
     with_between,
 )
+from tests.policies import diffkv_policy
 
-KEEPS_ALL = DiffKVPolicy(1.0, 0.0, 6)
+KEEPS_ALL = diffkv_policy(1.0, 0.0, 6)
 ROTATIONS = ["none", "keys", "values", "both"]
 
 
@@ -38,7 +38,7 @@ def parts_of(lens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("rotated", ROTATIONS)
+@pytest.mark.parametrize("turns", ROTATIONS)
 @pytest.mark.parametrize(
     ("tiers", "dim", "v_dim", "page_tokens", "position_bytes"),
     [
@@ -48,15 +48,16 @@ def parts_of(lens: list[int]) -> torch.Tensor:
         ("BF16 K8V4", 64, 96, 7, 2),
         ("K8V4", 256, 64, 8, 2),
         (FOUR, 64, 64, 40, 4),
+        ("K6V3 K3V2", 96, 128, 8, 2),
         pytest.param(THREE, 128, 64, 32, 2, marks=pytest.mark.full),
     ],
 )
-def test_matches_reference(tiers, dim, v_dim, page_tokens, position_bytes, rotated, dtype):
+def test_matches_reference(tiers, dim, v_dim, page_tokens, position_bytes, turns, dtype):
     """Prompts sorted into tiers, one shared in part, one with a single new token, one without any stored."""
     fmt = make_format(tiers, dim, v_dim, page_tokens, position_bytes=position_bytes)
     policy = with_between(KEEPS_ALL, len(fmt.tiers))
     manager = make_manager(fmt, layers=2, dtype=dtype, policy=policy)
-    generator = torch.Generator().manual_seed(dim + len(rotated))
+    generator = torch.Generator().manual_seed(dim + len(turns))
     state, owners, prefix, new = manager.state, [2, 5, 3, 4], [45, 26, 13, 0], [9, 70, 1, 30]
     add_prompt(manager, 2, 45, generator)
     add_prompt(manager, 1, 37, generator)
@@ -69,8 +70,8 @@ def test_matches_reference(tiers, dim, v_dim, page_tokens, position_bytes, rotat
     rows, extend_lens, prefix_lens = (torch.tensor(x, device=DEVICE) for x in (owners, new, prefix))
     starts, into = parts_of(new), parts_of([a + b for a, b in zip(prefix, new, strict=True)])
     lens = (rows, starts, extend_lens, prefix_lens, into)
-    rotation = Rotation.named(rotated)
-    means = torch.randn(2, dim, generator=generator).to(DEVICE) if rotated == "both" else None
+    rotation = Rotation.named(turns)
+    means = torch.randn(2, dim, generator=generator).to(DEVICE) if turns == "both" else None
     total = sum(prefix) + sum(new)
     outs = [[torch.full((total, 2, n), torch.nan, dtype=dtype, device=DEVICE) for n in (dim, v_dim)] for _ in range(2)]
     fused = torch.full((sum(new), 5, max(dim, v_dim)), torch.nan, dtype=dtype, device=DEVICE)  # a projection's slices
@@ -86,10 +87,10 @@ def test_matches_reference(tiers, dim, v_dim, page_tokens, position_bytes, rotat
         assert error.max() < 2 * limit, "each vector by itself"
 
 
-@pytest.mark.parametrize("rotated", ROTATIONS)
-def test_is_what_was_appended(rotated):
+@pytest.mark.parametrize("turns", ROTATIONS)
+def test_is_what_was_appended(turns):
     """Of a raw tier: as it was given, up to rounding where it was rotated or less a mean."""
-    rotation = Rotation.named(rotated)
+    rotation = Rotation.named(turns)
     manager = make_manager(make_format("BF16", 64), layers=1, policy=replace(KEEPS_ALL, window=4))
     generator = torch.Generator().manual_seed(3)
     state = manager.state
@@ -110,7 +111,7 @@ def test_is_what_was_appended(rotated):
             rotation=rotation, key_means=means,
         )  # fmt: skip
         assert torch.equal(outs[0][40:], new_key) and torch.equal(outs[1][40:], new_value)
-        if rotated == "none":
+        if turns == "none":
             assert torch.equal(outs[1], expected[1])
         for got, given in zip(outs, expected, strict=True):
             assert close(got, given) < 6e-3
@@ -118,7 +119,7 @@ def test_is_what_was_appended(rotated):
 
 def test_nothing_is_written_elsewhere():
     """Neither pages nor places of tokens that a head does not hold."""
-    manager = make_manager(make_format("K8V4 K4V2"), layers=1, policy=DiffKVPolicy(1.0, 0.3, 4))
+    manager = make_manager(make_format("K8V4 K4V2"), layers=1, policy=diffkv_policy(1.0, 0.3, 4))
     generator = torch.Generator().manual_seed(5)
     state = manager.state
     add_prompt(manager, 1, 50, generator)

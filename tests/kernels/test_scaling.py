@@ -18,10 +18,10 @@ from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops import Scaling, ragged
 from sglang_diffkv.ops import triton as triton_ops
 from sglang_diffkv.ops.gpu import build_ops, choose_prefill
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.models.scaling import layer_scalings
 from sglang_diffkv.srt.startup.validation import check_layers
 from tests.kernels.triton_helpers import make_format
+from tests.policies import diffkv_policy
 
 CAPPED, PLAIN = Scaling(0.0625, 50.0), Scaling(0.125)
 
@@ -79,7 +79,7 @@ def build(monkeypatch, prefill, scalings, *, installed=True, dim=64, attention_s
         attention_spans=attention_spans,
     )
     state = PageState.of(geometry, device="cpu", dtype=torch.bfloat16)
-    ops = build_ops(state, DiffKVPolicy(1.0, 0.0, 16), geometry, 4, prefill)
+    ops = build_ops(state, diffkv_policy(1.0, 0.0, 16), geometry, 4, prefill)
     choose_prefill(ops, state, prefill, scalings)
     return ops
 

@@ -15,11 +15,11 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import ReferenceOps, Scaling
 from sglang_diffkv.ops.triton import TritonOps
-from sglang_diffkv.policies.diffkv import KEEP, DiffKVPolicy
-from sglang_diffkv.policies.duo import DuoPolicy
+from sglang_diffkv.policies.diffkv import KEEP
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.helpers import visible
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format
+from tests.policies import diffkv_policy, duo_policy
 
 GROUP, DIM, ROWS = 3, 64, [2, 1]
 CHUNKS = [(33, 5), (20, 9)]
@@ -137,7 +137,7 @@ def test_lossless_layers_see_what_is_in_reach(ops, sink, cap, attention_spans):
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param("K8V8 K8V4 K4V4 K4V2", marks=pytest.mark.full)])
 def test_triton_is_the_reference_with_tiers(tiers):
     """Full layers are sorted into tiers, sliding ones hold their window in the high tier."""
-    policy = DiffKVPolicy(1.0, 0.0, window=6, sinks=2, alpha_between=(0.5, 0.2) if len(tiers.split()) > 2 else ())
+    policy = diffkv_policy(1.0, 0.0, window=6, sinks=2, alpha_between=(0.5, 0.2) if len(tiers.split()) > 2 else ())
     found = {}
     for ops in ("reference", "triton"):
         manager = make(ops, tiers, policy, (9, 0))
@@ -156,7 +156,7 @@ def test_triton_is_the_reference_with_tiers(tiers):
 @pytest.mark.parametrize("ops", ["reference", "triton"])
 def test_heads_that_stream_stream_in_full_layers_only(ops):
     """DuoAttention: a sliding layer holds its window, whichever kind its head is of."""
-    manager = make(ops, "BF16", DuoPolicy(((True,), (False,), (True,), (False,)), 6, 2, False), (20, 20, 0, 0))
+    manager = make(ops, "BF16", duo_policy(((True,), (False,), (True,), (False,)), 6, 2, False), (20, 20, 0, 0))
     run(manager, Scaling(0.2), None, compact_chunks=False)
     length, seen = sum(count[0] for count in CHUNKS) + STEPS, visible(manager.state, ROWS[0])
     window = list(range(length - retained_tokens(20), length))

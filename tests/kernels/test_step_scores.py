@@ -12,7 +12,6 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores, decode_
 from sglang_diffkv.kernels.decode_attention.triton import FoundTokens
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.step_scores import reference, triton
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.triton_helpers import (
     BF16,
     DEVICE,
@@ -23,11 +22,12 @@ from tests.kernels.triton_helpers import (
     make_format,
     make_manager,
 )
+from tests.policies import diffkv_policy
 
 WINDOW, TOKENS, LENGTHS = 8, 5, (61, 9, 33)
 SEARCHED = WINDOW - 1
 """Of the prompts all but a window was sorted into tiers; one token leaves this smaller one."""
-ALONE = DiffKVPolicy(1e9, 0.0, WINDOW)
+ALONE = diffkv_policy(1e9, 0.0, WINDOW)
 CASES = [
     # tiers, head_dim, query heads of a KV head, page tokens, tile, most programs of a head, what differs
     ("K8V4 K4V2", 64, 4, 8, 16, 3, {}),
@@ -35,6 +35,7 @@ CASES = [
     ("BF16 K8V4", 96, 3, 8, 16, 2, {"horizon": 5}),
     ("K8V4 K4V2", 64, 2, 8, 16, 2, {"every": 3}),
     ("K8V2 K4V1", 64, 1, 16, 16, 2, {"logit_cap": 2.0}),
+    ("K6V3 K3V2", 96, 2, 8, 16, 2, {}),
     pytest.param(FOUR, 256, 2, 8, 16, 2, {"sinks": 2}, marks=pytest.mark.full),
     pytest.param("K8V4", 64, 17, 8, 16, 2, {}, marks=pytest.mark.full),
 ]
@@ -112,7 +113,7 @@ def test_the_kernel_is_its_reference(tiers, dim, group, page_tokens, tile, most,
 
 
 def test_lower_tiers_keep_their_scores_where_nothing_is_pruned():
-    manager, generator = make("K8V4 K4V2", 64, 8, DiffKVPolicy(1.0, 0.0, WINDOW))
+    manager, generator = make("K8V4 K4V2", 64, 8, diffkv_policy(1.0, 0.0, WINDOW))
     got, expected, state, twin = both(manager, generator, 4, judge_low=False)
     check(got, expected, state, twin)
     assert (got.least_slot[..., 1] == -1).all() and (got.least_slot[..., 0] >= 0).any()

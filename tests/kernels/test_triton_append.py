@@ -50,6 +50,8 @@ def check_other_pages(state, twin, written):
         ("K8V2 K4V1", 128, 64, torch.float32),
         ("K4V1", 256, 256, BF16),
         ("BF16 K8V4", 96, 64, BF16),
+        ("K6V3", 96, 256, BF16),
+        pytest.param("K5V7", 128, 64, torch.float16, marks=pytest.mark.full),
     ],
 )
 def test_matches_reference(tiers, dim, v_dim, dtype, count):
@@ -84,6 +86,7 @@ def test_matches_reference(tiers, dim, v_dim, dtype, count):
         ("K4V1", 256, 256, BF16, Rotation(True, True), True),
         ("K8V4", 64, 128, torch.float32, Rotation(), True),
         ("BF16 K8V4", 128, 64, BF16, Rotation(True, True), True),
+        ("K6V3", 256, 96, BF16, Rotation(True, True), True),
     ],
 )
 @pytest.mark.parametrize("count", [3, 300])
@@ -134,6 +137,25 @@ def test_behind_pages_that_the_row_shares(rotation):
     homeless.page_table.fill_(-1)
     append(homeless, *arguments, valid, rotation=rotation)
     assert torch.equal(homeless.pages.view(-1), before.pages.view(-1))
+
+
+@pytest.mark.parametrize("tier", ["K6V3", pytest.param("K5V7", marks=pytest.mark.full)])
+def test_large_and_small_numbers(tier: str) -> None:
+    """To the last bit as the reference stores them, where float16 has no room or no precision for them."""
+    state, _, key, value = drawn(tier, 64, 96, torch.float32, 12)
+    sizes = torch.tensor([1e-30, 1e-8, 3e-6, 1e-5, 1e-3, 0.1, 300, 5e3, 6e4, 1e5, 1e30, 1e38, 0, 0], device=DEVICE)
+    key, value = (x * sizes.view(-1, 1, 1) for x in (key, value))
+    rows, index, valid = owners(12)
+    twin = clone_state(state)
+    append(state, 1, key, value, rows, index, 5 + index, valid)
+    reference(twin, 1, key[:12], value[:12], rows[:12], index[:12], 5 + index[:12])
+    slot = 5 + torch.arange(12, device=DEVICE).view(1, 1, 1, -1).expand(1, 2, 2, -1)
+    page, at = (x[:, 1] for x in own_slot_location(state, rows[:1], 0, slot))
+    view, ref = state.tiers[0], twin.tiers[0]
+    for name in ("key_meta", "value_meta", "keys", "values"):
+        got, expected = getattr(view, name)[page, at], getattr(ref, name)[page, at]
+        assert torch.equal(got, expected), name
+    assert all(x.isfinite().all() for x in read_tokens(view, page, at))
 
 
 def slice_of_more(x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from tests.kernels.triton_helpers import (
     scaled,
     with_between,
 )
+from tests.policies import diffkv_policy
 
 FULL = pytest.mark.full
 
@@ -67,7 +68,7 @@ def tokens_of(state, row, layer, tier):
 @pytest.mark.parametrize("alphas", [(1.0, 0.2), (3.0, 0.0), (0.0, 0.0), (9e9, 9e9), (9e9, 0.0)])
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", "BF16 K8V4", "K8V4", FOUR, pytest.param(THREE, marks=FULL)])
 def test_matches_reference(tiers, alphas, sinks, scales):
-    policy = with_between(DiffKVPolicy(*alphas, window=5, sinks=sinks), len(tiers.split()))
+    policy = with_between(diffkv_policy(*alphas, window=5, sinks=sinks), len(tiers.split()))
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=120, window=5)
     generator = torch.Generator().manual_seed(3)
     state = manager.state
@@ -123,7 +124,7 @@ def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, 
     """Rows behind a prefix of ``before`` tokens that is frozen, the first of them compacted after a chunk of ``first``:
     the tail is what it was, the tokens before it as without one, and a freeze parts them."""
     page_tokens, window = 4, max(window for _, window, _ in prompts)
-    policy = with_between(DiffKVPolicy(*alphas, window=window), len(tiers.split()))
+    policy = with_between(diffkv_policy(*alphas, window=window), len(tiers.split()))
     manager = make_manager(make_format(tiers, page_tokens=page_tokens), pages=900, window=window)
     generator, state = torch.Generator().manual_seed(seed), manager.state
     state.counters += 890  # the ring wraps
@@ -176,7 +177,7 @@ def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, 
 
 @pytest.mark.parametrize("tiers", ["K8V4 K4V2", FOUR])
 def test_a_second_chunk_joins_what_went_down(tiers):
-    policy = with_between(DiffKVPolicy(1.0, 0.0, window=5), len(tiers.split()))
+    policy = with_between(diffkv_policy(1.0, 0.0, window=5), len(tiers.split()))
     manager = make_manager(make_format(tiers, page_tokens=4), pages=160, window=5)
     generator = torch.Generator().manual_seed(3)
     state, workspace = manager.state, PromptWorkspace.create(manager.state)
@@ -204,7 +205,7 @@ def test_without_spare_pages_nothing_is_demoted(tiers):
     manager = make_manager(make_format(tiers, page_tokens=4), pages=48, layers=2, heads=2)
     add_prompt(manager, 1, 48, torch.Generator().manual_seed(3), compact=False)
     assert manager.device.free_pages() == 0
-    policy, state = with_between(DiffKVPolicy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
+    policy, state = with_between(diffkv_policy(9e9, 0.0, window=4), len(manager.fmt.tiers)), manager.state
     compact_prompts(state, *ends_of((1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert manager.device.free_pages() == 0 and not manager.state.own_tokens[..., 1:].any()
     check_integrity(manager)
@@ -222,7 +223,7 @@ def test_without_spare_pages_nothing_is_demoted(tiers):
 def test_rows_together_are_each_as_alone(tiers, alphas, lengths, before, faulty, seed):
     """Against the reference and one after the other; the first row was compacted after a chunk, one may have a fault,
     and a row holds nothing."""
-    policy = with_between(DiffKVPolicy(*alphas, window=5), len(tiers.split()))
+    policy = with_between(diffkv_policy(*alphas, window=5), len(tiers.split()))
     manager = make_manager(make_format(tiers, page_tokens=4), pages=700, window=5)
     generator, state = torch.Generator().manual_seed(seed), manager.state
     state.counters += 690  # the ring wraps
@@ -262,7 +263,7 @@ def test_rows_together_share_few_spare_pages():
     for row in (1, 2):
         add_prompt(manager, row, 48, generator, compact=False)
     assert manager.device.free_pages() == 4  # one for each head of one row
-    policy = DiffKVPolicy(9e9, 0.0, window=4)
+    policy = diffkv_policy(9e9, 0.0, window=4)
     compact_prompts(state, *ends_of((2, 48), (1, 48)), PromptWorkspace.create(state), cuts_of(policy, state))
     assert state.own_tokens[2, ..., 1].all() and not state.own_tokens[1, ..., 1].any()
     check_integrity(manager)
@@ -276,7 +277,7 @@ def test_without_a_spare_page_a_tail_begins_where_the_rest_ends():
         add_prompt(manager, row, 48, generator, compact=False)
         manager.device.space.extend(row, (1, 0))
     manager.device.space.flush()
-    policy = DiffKVPolicy(9e9, 0.0, window=5)
+    policy = diffkv_policy(9e9, 0.0, window=5)
     tails = torch.tensor([5, 5], device=DEVICE)
     compact_prompts(state, *ends_of((2, 48), (1, 48)), PromptWorkspace.create(state), cuts_of(policy, state), tails)
     # four spare pages in all: the low tier of the first row has them

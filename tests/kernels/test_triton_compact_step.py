@@ -19,7 +19,6 @@ from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.decisions import Decisions
 from sglang_diffkv.policies.budget import Budget
-from sglang_diffkv.policies.h2o import H2OPolicy
 from sglang_diffkv.policies.leankv import LeanKVPolicy
 from tests.kernels.triton_helpers import (
     DEVICE,
@@ -33,6 +32,7 @@ from tests.kernels.triton_helpers import (
     scaled,
     vectors,
 )
+from tests.policies import h2o_policy, leankv_policy
 
 COUNTS = ("entries", "own_tokens", "hole", "write_slot", "fault", "counters")
 
@@ -100,7 +100,7 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
         ("K8V4 K4V2", False), ("BF16 K8V4", False), ("K8V4", False), ("K8V2 K4V1", False), ("K8V4 K4V2", True),
         ("K8V4", True), ("K8V4", Budget(20, 0.5)), ("K8V4 K4V2", Budget(12)),
         pytest.param(THREE, True, marks=pytest.mark.full), (FOUR, False),
-        ("K8V4 K4V2", LeanKVPolicy(0.05, 0.01, 4)), ("K8V4", LeanKVPolicy(0.05, 0.02, 4)),
+        ("K8V4 K4V2", leankv_policy(0.05, 0.01, 4)), ("K8V4", leankv_policy(0.05, 0.02, 4)),
     ],
 )  # fmt: skip
 def test_steps_match_references(tiers, scales):
@@ -119,7 +119,7 @@ def test_steps_match_references(tiers, scales):
     found = FoundTokens.create(state, 3, DecodeConfig(score_parts=5))
     policy = scaled(manager.policy, state, generator) if scales is True else manager.policy
     if isinstance(scales, Budget):
-        policy = H2OPolicy(scales, window=4)
+        policy = h2o_policy(scales, window=4)
     if isinstance(scales, LeanKVPolicy):
         policy = scales
     rule = Decisions().step(state, policy)

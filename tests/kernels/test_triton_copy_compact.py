@@ -43,6 +43,7 @@ def tokens_of(state: PageState, row: int, tier: int) -> list[torch.Tensor]:
         ("K8V8 K4V1", 128, 128),
         pytest.param(THREE, 64, 96, marks=pytest.mark.full),
         (FOUR, 64, 64),
+        ("K6V3 K3V2", 96, 256),
     ],
 )
 def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):

@@ -24,7 +24,6 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     tile_constants,
 )
 from sglang_diffkv.ops.triton import TritonOps
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.triton_helpers import (
     BF16,
@@ -38,6 +37,7 @@ from tests.kernels.triton_helpers import (
     make_format,
     make_manager,
 )
+from tests.policies import diffkv_policy
 
 WINDOW = 8
 CASES = [
@@ -54,6 +54,9 @@ CASES = [
     pytest.param("K8V8 K4V4", 64, 64, 2, 8, 32, marks=pytest.mark.full),
     ("K8V2 K4V1", 64, 64, 3, 8, 32),
     ("BF16 K8V4", 64, 64, 5, 8, 32),
+    ("K6V3 K3V2", 128, 64, 2, 8, 64),
+    pytest.param("K6V3 K3V2", 64, 256, 4, 8, 32, marks=pytest.mark.full),
+    pytest.param("K7V6 K5V7 K3V5", 256, 128, 2, 8, 16, marks=pytest.mark.full),
     pytest.param("K8V4", 64, 64, 4, 8, 32, marks=pytest.mark.full),
     pytest.param("BF16", 128, 128, 2, 13, 32, marks=pytest.mark.full),
 ]
@@ -127,7 +130,7 @@ def test_rules_of_the_search_are_the_reference_s(rule):
 def test_what_stands_on_the_scratch_page_is_not_found(scored):
     """Rows whose heads found no page write to one that all share: what others wrote there is none of their tokens, also
     in a step whose newest token does not observe, or where no scores are kept."""
-    policy = DiffKVPolicy(1.0 if scored else 1e9, 0.0, WINDOW)
+    policy = diffkv_policy(1.0 if scored else 1e9, 0.0, WINDOW)
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=8), pages=40, policy=policy)
     state, generator = manager.state, torch.Generator().manual_seed(9)
     for row, count in ((2, 30), (3, 61)):
@@ -295,8 +298,8 @@ def test_one_scratch_for_steps_that_grow_and_shrink():
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(DiffKVPolicy(1.0, 0.0, WINDOW), id="low", marks=pytest.mark.full),
-        pytest.param(DiffKVPolicy(1.0, 0.3, WINDOW), id="out"),
+        pytest.param(diffkv_policy(1.0, 0.0, WINDOW), id="low", marks=pytest.mark.full),
+        pytest.param(diffkv_policy(1.0, 0.3, WINDOW), id="out"),
         pytest.param(UniformPolicy(), id="none"),
     ],
 )

@@ -24,7 +24,6 @@ from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import ReferenceOps
 from sglang_diffkv.ops.triton import TritonOps
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.test_triton_compact_step import pack, searches
 from tests.kernels.triton_helpers import (
     DEVICE,
@@ -36,6 +35,7 @@ from tests.kernels.triton_helpers import (
     vectors,
     with_between,
 )
+from tests.policies import diffkv_policy
 
 PAGES, LENGTH, WINDOW = 32, 60, 4
 """Pages of the ring, for all of which there is use; tokens of a row at most; tokens that stay in the high tier."""
@@ -343,7 +343,7 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_ring(tiers: str) -> PageManager:
     manager = make_manager(make_format(tiers, page_tokens=8), pages=PAGES, layers=1, heads=3, window=WINDOW)
-    manager.policy = with_between(DiffKVPolicy(1.5, 0.3, WINDOW), len(manager.fmt.tiers))
+    manager.policy = with_between(diffkv_policy(1.5, 0.3, WINDOW), len(manager.fmt.tiers))
     manager.state.counters += PAGES - 20  # the ring wraps
     return manager
 

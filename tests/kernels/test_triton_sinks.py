@@ -19,9 +19,9 @@ from sglang_diffkv.kernels.extend_attention.reference import extend_attention as
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.helpers import begin_step
 from tests.kernels.triton_helpers import BF16, DEVICE, clone_state, close, held_pages, make_format
+from tests.policies import diffkv_policy
 
 DIM, SCALE = 64, 0.125
 SHARES = (0.5, 0.97, 0.999, 0.03)
@@ -36,7 +36,7 @@ def sink_and_others(tiers: str, std: float, count: int, dtype: torch.dtype, sink
     """Row 1 of one head with a sink, without a value, at position ``sink``; with two tiers most others are low."""
     fmt = make_format(tiers, DIM, page_tokens=32)
     geometry = Geometry(fmt, 1, 1, count // 16 + 40, num_rows=4, num_segments=1, max_tokens=count + 100)
-    manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, 16), dtype=dtype, device=DEVICE)
+    manager = PageManager(geometry, diffkv_policy(1.0, 0.0, 16), dtype=dtype, device=DEVICE)
     generator = torch.Generator().manual_seed(count)
     key, value = (torch.randn(count, 1, DIM, generator=generator) for _ in range(2))
     key[..., 0] = 0.0
@@ -159,7 +159,7 @@ def test_new_tokens_among_themselves(dtype):
     count, generator = 1024, torch.Generator().manual_seed(5)
     manager = PageManager(
         Geometry(make_format("K8V4", DIM), 1, 1, 8, num_rows=4, num_segments=1, max_tokens=64),
-        DiffKVPolicy(1.0, 0.0, 16), dtype=dtype, device=DEVICE,
+        diffkv_policy(1.0, 0.0, 16), dtype=dtype, device=DEVICE,
     )  # fmt: skip
     key, value = (torch.randn(count, 1, DIM, generator=generator) for _ in range(2))
     key[..., 0] = key[0] = value[0] = 0.0

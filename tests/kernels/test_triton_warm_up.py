@@ -9,14 +9,12 @@ from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.ops.warm_up import warm_up
-from sglang_diffkv.policies.base import Policy, Redundancy
+from sglang_diffkv.policies.base import Policy, Random, Redundancy
 from sglang_diffkv.policies.budget import Budget
-from sglang_diffkv.policies.h2o import H2OPolicy
-from sglang_diffkv.policies.leankv import LeanKVPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
-from sglang_diffkv.policies.xkv import XKVPolicy
-from sglang_diffkv.policies.zipage import ZipagePolicy
+from sglang_diffkv.policies.knorm import KnormPolicy
+from sglang_diffkv.policies.random_eviction import RandomPolicy
 from tests.kernels.triton_helpers import BF16, FOUR, add_prompt, clone_state, make_format, make_manager
+from tests.policies import h2o_policy, leankv_policy, snapkv_policy, xkv_policy, zipage_policy
 
 COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "write_slot", "page_table")
 
@@ -27,14 +25,16 @@ COUNTS = ("entries", "kept_entry", "own_entry", "own_tokens", "hole", "fault", "
         ("K8V4 K4V2", None),
         ("BF16", None),
         (FOUR, None),
-        ("K8V4", SnapKVPolicy(Budget(0, 0.5), window=4)),
-        ("K8V4", H2OPolicy(Budget(20), window=4)),
-        ("K8V4 K4V2", LeanKVPolicy(0.1, 0.01, window=4)),
-        ("K8V4 K4V2", XKVPolicy(window=4, keep=0.3, high=0.5)),
-        ("K8V4", XKVPolicy(window=4, min_retention=0.9)),
-        ("BF16", ZipagePolicy(20, 30, window=4, redundancy=Redundancy(0.2, 0.4))),
-        ("K8V4 K4V2", ZipagePolicy(20, 30, window=4, high=10)),
-        ("BF16", ZipagePolicy(20, 30, window=4, layer_stride=1)),
+        ("K8V4", snapkv_policy(Budget(0, 0.5), window=4)),
+        ("K8V4", KnormPolicy(Budget(0, 0.5), 4, 2)),
+        ("K8V4", RandomPolicy(Budget(0, 0.5), 4, 2, Random(0))),
+        ("K8V4", h2o_policy(Budget(20), window=4)),
+        ("K8V4 K4V2", leankv_policy(0.1, 0.01, window=4)),
+        ("K8V4 K4V2", xkv_policy(window=4, keep=0.3, high=0.5)),
+        ("K8V4", xkv_policy(window=4, min_retention=0.9)),
+        ("BF16", zipage_policy(20, 30, window=4, redundancy=Redundancy(0.2, 0.4))),
+        ("K8V4 K4V2", zipage_policy(20, 30, window=4, high=10)),
+        ("BF16", zipage_policy(20, 30, window=4, layer_stride=1)),
     ],
 )
 def test_warm_up_changes_nothing(tiers: str, policy: Policy | None) -> None:

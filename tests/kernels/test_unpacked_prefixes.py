@@ -18,17 +18,16 @@ from sglang_diffkv.ops.read_back import heads_hold_all
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.library import Library
 from tests.kernels.triton_helpers import BF16, DEVICE, close, held_pages, make_format, make_manager
+from tests.policies import diffkv_policy, snapkv_policy
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
 SCALING = Scaling(0.1)
-WINDOW = DiffKVPolicy(1e9, 0.0, 6)
-SCORED = DiffKVPolicy(1.0, 0.0, 6, observe_every=1)
-SAMPLED = DiffKVPolicy(1.0, 0.0, 6, observe_every=4)
+WINDOW = diffkv_policy(1e9, 0.0, 6)
+SCORED = diffkv_policy(1.0, 0.0, 6, observe_every=1)
+SAMPLED = diffkv_policy(1.0, 0.0, 6, observe_every=4)
 BOTH = Rotation(True, True)
 
 
@@ -163,7 +162,7 @@ def test_pages_are_attended_to_as_they_are(why: str, monkeypatch: pytest.MonkeyP
     if why == "too many":
         monkeypatch.setattr(read_back, "MOST_BYTES", 100 * HEADS * 2 * DIM * 2)
     elif why == "dropped":
-        policy = DiffKVPolicy(1.0, 0.2, 6)
+        policy = diffkv_policy(1.0, 0.2, 6)
         make = ops_of(policy, made)
 
     def told(state: PageState) -> TritonOps:
@@ -184,7 +183,7 @@ def test_pages_are_attended_to_as_they_are(why: str, monkeypatch: pytest.MonkeyP
 
 def test_a_prompt_is_read_back_until_its_tokens_are_dropped() -> None:
     """A policy that prunes has pruned nothing of a prompt that it has not compacted."""
-    policy = SnapKVPolicy(Budget(20), window=4)
+    policy = snapkv_policy(Budget(20), window=4)
     made: list[TritonOps] = []
     twins = [Prompts(make, "K8V4", policy, BOTH) for make in (ops_of(policy, made), lambda state: ReferenceOps())]
     for twin in twins:
@@ -208,7 +207,7 @@ def test_a_prompt_is_read_back_until_its_tokens_are_dropped() -> None:
 
 
 def test_a_segment_as_computed_leaves_its_reader_so() -> None:
-    prompts = Prompts(lambda state: ReferenceOps(), "K8V4", SnapKVPolicy(Budget(20), window=4), BOTH)
+    prompts = Prompts(lambda state: ReferenceOps(), "K8V4", snapkv_policy(Budget(20), window=4), BOTH)
     manager = prompts.manager
     prompts.extend([1], [30])
     manager.prompts.untouched.add(1)
@@ -222,5 +221,5 @@ def test_a_segment_as_computed_leaves_its_reader_so() -> None:
 def test_which_policies_hold_all() -> None:
     assert heads_hold_all(WINDOW, 2) and heads_hold_all(SCORED, 2) and heads_hold_all(UniformPolicy(), 1)
     assert not heads_hold_all(WINDOW, 1), "with one tier what leaves the window is dropped"
-    assert not heads_hold_all(DiffKVPolicy(1.0, 0.1, 6), 2)
-    assert not heads_hold_all(SnapKVPolicy(Budget(20), window=4), 2)
+    assert not heads_hold_all(diffkv_policy(1.0, 0.1, 6), 2)
+    assert not heads_hold_all(snapkv_policy(Budget(20), window=4), 2)

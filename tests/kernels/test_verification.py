@@ -15,7 +15,6 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops import ReferenceOps, Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.triton_helpers import (
     BF16,
@@ -28,6 +27,7 @@ from tests.kernels.triton_helpers import (
     make_manager,
     vectors,
 )
+from tests.policies import diffkv_policy
 
 GROUP, SCALING, DRAFTS = 2, Scaling(0.1), 3
 RAW = UniformPolicy()
@@ -108,8 +108,8 @@ def decode_steps(manager, decode, rows, lengths, accepted, layers):
 @pytest.mark.parametrize(
     ("tiers", "policy", "rotation"),
     [
-        pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.0, 6), Rotation(True, True), id="two"),
-        pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.2, 6), NO_ROTATION, id="pruned", marks=pytest.mark.full),
+        pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6), Rotation(True, True), id="two"),
+        pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), NO_ROTATION, id="pruned", marks=pytest.mark.full),
         pytest.param(FOUR, None, NO_ROTATION, id="four", marks=pytest.mark.full),
         pytest.param("BF16", RAW, NO_ROTATION, id="raw"),
     ],
@@ -166,7 +166,7 @@ def test_kernels_verify_as_the_reference(tiers, splits, monkeypatch):
 @pytest.mark.parametrize(
     ("tiers", "policy"),
     [
-        pytest.param("K8V4 K4V2", DiffKVPolicy(1.0, 0.2, 6), id="two", marks=pytest.mark.full),
+        pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), id="two", marks=pytest.mark.full),
         pytest.param("BF16", RAW, id="raw"),
     ],
 )

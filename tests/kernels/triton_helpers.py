@@ -22,6 +22,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager  # noqa: E402
 from sglang_diffkv.policies.base import Policy  # noqa: E402
 from sglang_diffkv.policies.diffkv import DiffKVPolicy  # noqa: E402
 from tests.helpers import begin_step  # noqa: E402
+from tests.policies import diffkv_policy  # noqa: E402
 
 BF16 = torch.bfloat16
 THREE, FOUR = "BF16 K8V4 K4V2", "K8V8 K8V4 K4V4 K4V2"
@@ -48,7 +49,7 @@ def make_manager(
 ) -> PageManager:  # fmt: skip
     """An empty manager whose page memory is all NaN, and whose positions look like real ones. Pages have the scores
     that the policy reads, and no others."""
-    rule = policy or with_between(DiffKVPolicy(1.0, 0.2, window), len(fmt.tiers))
+    rule = policy or with_between(diffkv_policy(1.0, 0.2, window), len(fmt.tiers))
     fmt = replace(fmt, scored=rule.scored_tiers(len(fmt.tiers)))
     geometry = Geometry(fmt, layers, heads, pages, num_rows=8, num_segments=8, max_tokens=400)
     manager = PageManager(geometry, rule, dtype=dtype, device=DEVICE, make_ops=make_ops)

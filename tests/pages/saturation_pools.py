@@ -11,8 +11,8 @@ import torch
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.pages.counting_ops import CountingOps
+from tests.policies import diffkv_policy
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class DiffKVServer:
             fmt, *high.shape, pages_for(capacity, fmt.high.tokens, high.size), rows + 1, 512, max_tokens=longest
         )
         self.ops = CountingOps(high, window, 0)
-        self.manager = PageManager(geometry, DiffKVPolicy(1.0, 0.0, window), make_ops=lambda state: self.ops)
+        self.manager = PageManager(geometry, diffkv_policy(1.0, 0.0, window), make_ops=lambda state: self.ops)
         self.manager.prompts.share_min_tokens = share_min_tokens
         self.ledger = PageLedger(self.manager, capacity)
         self.capacity, self.compacts_chunks = capacity, compacts_chunks

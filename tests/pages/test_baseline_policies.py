@@ -14,11 +14,10 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.select.reference import select_count
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.budget import Budget
-from sglang_diffkv.policies.h2o import H2OPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from tests.deciding import classify_prompt, moves_of, step_moves
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
+from tests.policies import h2o_policy, snapkv_policy
 
 BUDGETS = [Budget(6), Budget(0, 0.5), Budget(9, 0.25), Budget(1000), Budget(0, 1.0), Budget(0, 0.01)]
 
@@ -46,16 +45,16 @@ def test_snapkv_by_hand():
     """Window 2 and four tokens in all: the peak at position 1 brings its neighbours along, as pooling means to."""
     score = torch.tensor([0.1, 0.9, 0.2, 0.0, 0.3, 0.05, 0.5, 0.6])
     position = torch.arange(8)
-    plain = classify_prompt(SnapKVPolicy(Budget(4), window=2, pool=1), score, position, 8, 1)
+    plain = classify_prompt(snapkv_policy(Budget(4), window=2, pool=1), score, position, 8, 1)
     assert plain.tolist() == [1, 0, 1, 1, 0, 1, 0, 0]
-    pooled = classify_prompt(SnapKVPolicy(Budget(5), window=2, pool=3), score, position, 8, 1)
+    pooled = classify_prompt(snapkv_policy(Budget(5), window=2, pool=3), score, position, 8, 1)
     assert pooled.tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
 
 
 def test_h2o_by_hand():
     """Sums, not means: position 0 received 5 x 0.2, position 3 only 2 x 0.4."""
     score, position = torch.tensor([0.2, 0.1, 0.1, 0.4, 0.0, 0.0]), torch.arange(6)
-    policy = H2OPolicy(Budget(3), window=2)
+    policy = h2o_policy(Budget(3), window=2)
     assert classify_prompt(policy, score, position, 6, 1).tolist() == [0, 1, 1, 1, 0, 0]
 
 
@@ -64,7 +63,7 @@ def test_h2o_by_hand():
 def test_prompt_classification(kind, budget):
     """Slots in any order, with empty ones among them, judged as if each head were alone."""
     window, pool = 4, 3
-    policy = SnapKVPolicy(budget, window, pool) if kind == "snapkv" else H2OPolicy(budget, window)
+    policy = snapkv_policy(budget, window, pool) if kind == "snapkv" else h2o_policy(budget, window)
     for seed, length in enumerate([1, 4, 5, 60, 33]):
         random = np.random.default_rng(seed)
         score = random.exponential(1 / length, (2, 3, length)).astype(np.float32)
@@ -95,21 +94,21 @@ def found(least: int) -> StepScores:
 
 
 def test_h2o_drops_when_the_budget_is_full():
-    moves = moves_of(H2OPolicy(Budget(8), window=2), found(5), torch.tensor([7, 8, 9]), 1)
+    moves = moves_of(h2o_policy(Budget(8), window=2), found(5), torch.tensor([7, 8, 9]), 1)
     assert moves.drop.flatten().tolist() == [-1, -1, 5]
-    half = moves_of(H2OPolicy(Budget(0, 0.5), window=2), found(5), torch.tensor([20, 21, 22]), 1)
+    half = moves_of(h2o_policy(Budget(0, 0.5), window=2), found(5), torch.tensor([20, 21, 22]), 1)
     assert half.drop.flatten().tolist() == [5, -1, 5]
     assert (moves.demote == -1).all() and (moves.replace == -1).all()
 
 
 def test_snapkv_leaves_generated_tokens_alone():
-    assert step_moves(SnapKVPolicy(Budget(8)), found(5), torch.tensor([7, 80, 900]), 1) is None
+    assert step_moves(snapkv_policy(Budget(8)), found(5), torch.tensor([7, 80, 900]), 1) is None
 
 
 @pytest.mark.parametrize("budget", [Budget(12), Budget(0, 0.5), Budget(20, 0.6)])
 @pytest.mark.parametrize("prompt", [5, 30])
 def test_h2o_holds_its_budget_in_every_step(budget, prompt):
-    manager = make_manager(make_format(("K8V4",)), policy=H2OPolicy(budget, window=4))
+    manager = make_manager(make_format(("K8V4",)), policy=h2o_policy(budget, window=4))
     session = Session(manager, spread=3.0, seed=prompt)
     session.extend({1: prompt})
     session.end_prompt(1)
@@ -122,7 +121,7 @@ def test_h2o_holds_its_budget_in_every_step(budget, prompt):
 
 
 def test_h2o_drops_the_least_significant_token():
-    manager = make_manager(make_format(("BF16",)), policy=H2OPolicy(Budget(10), window=3))
+    manager = make_manager(make_format(("BF16",)), policy=h2o_policy(Budget(10), window=3))
     session = Session(manager, spread=3.0, seed=3)
     session.extend({1: 10})
     session.end_prompt(1)
@@ -137,7 +136,7 @@ def test_h2o_drops_the_least_significant_token():
 
 
 def test_snapkv_keeps_its_budget_and_all_that_follows():
-    manager = make_manager(make_format(("K8V4",)), policy=SnapKVPolicy(Budget(12), window=4))
+    manager = make_manager(make_format(("K8V4",)), policy=snapkv_policy(Budget(12), window=4))
     session = Session(manager, spread=3.0)
     session.extend({1: 20})
     session.extend({1: 11})
@@ -154,9 +153,9 @@ def test_snapkv_keeps_its_budget_and_all_that_follows():
 
 def test_configuration_builds_the_policies():
     config = load_config('{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 512, "window": 256}}')
-    assert config.build_policy() == H2OPolicy(Budget(512), 256) and not config.lossless
+    assert config.build_policy() == h2o_policy(Budget(512), 256) and not config.lossless
     config = load_config('{"tiers": ["K8V4"], "policy": {"name": "snapkv", "fraction": 0.5, "pool": 5}}')
-    assert config.build_policy() == SnapKVPolicy(Budget(0, 0.5), 32, 5)
+    assert config.build_policy() == snapkv_policy(Budget(0, 0.5), 32, 5)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_impossible_settings_are_refused_by_name(policy, message):
         load_config('{"policy": {"name": "h2o", "budget": 512}}')
 
 
-@pytest.mark.parametrize("policy", [SnapKVPolicy(Budget(12), window=4), H2OPolicy(Budget(12), window=4)])
+@pytest.mark.parametrize("policy", [snapkv_policy(Budget(12), window=4), h2o_policy(Budget(12), window=4)])
 def test_a_copy_keeps_what_compaction_in_place_keeps(policy):
     """The prefix cache's exact prompts are cut when they are copied: a head's tokens are ranked together, in whatever
     pages and parts they lie."""

@@ -29,6 +29,8 @@ POLICIES: dict[str, type[BaseModel]] = {kind.model_fields["name"].default: kind 
 NEEDED: dict[str, dict[str, Any]] = {
     "snapkv": {"fraction": 0.5},
     "pyramidkv": {"fraction": 0.5},
+    "knorm": {"fraction": 0.5},
+    "random": {"fraction": 0.5},
     "h2o": {"fraction": 0.5},
     "duo": {"pattern": [[0.5, 0.25]] * LAYERS},
     "xkv": {"keep": 0.5},

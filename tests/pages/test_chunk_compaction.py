@@ -9,10 +9,10 @@ import torch
 from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.steps import LaunchedStep
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
+from tests.policies import diffkv_policy
 
 CHUNKS = [37, 64, 5, 40]
 
@@ -21,7 +21,7 @@ CHUNKS = [37, 64, 5, 40]
 @pytest.mark.parametrize("freeze", [None, 20])
 def test_a_prompt_in_compacted_chunks(alpha_high: float, freeze: int | None) -> None:
     """Each pass attends to what is stored, as the dense oracle checks; what went down stays down."""
-    manager = make_manager(policy=DiffKVPolicy(alpha_high, 0.0, window=8))
+    manager = make_manager(policy=diffkv_policy(alpha_high, 0.0, window=8))
     manager.prompts.share_min_tokens = freeze
     session = Session(manager, spread=2.0)
     length, low = 0, np.zeros(0)
@@ -50,7 +50,7 @@ def test_a_prompt_in_compacted_chunks(alpha_high: float, freeze: int | None) -> 
 
 
 def test_pages_of_a_compacted_chunk_return_before_the_next() -> None:
-    manager = make_manager(policy=DiffKVPolicy(50.0, 0.0, window=8))
+    manager = make_manager(policy=diffkv_policy(50.0, 0.0, window=8))
     session = Session(manager)
     session.extend({1: 200})
     full = manager.device.pages_of(1)
@@ -61,7 +61,7 @@ def test_pages_of_a_compacted_chunk_return_before_the_next() -> None:
 
 
 def test_a_launched_step_says_what_is_compacted_behind_it() -> None:
-    manager = make_manager(policy=DiffKVPolicy(50.0, 0.0, window=8))
+    manager = make_manager(policy=diffkv_policy(50.0, 0.0, window=8))
     Session(manager)
     step = manager.plan_step([1, 2, 3], [200, 200, 200], [0, 0, 0], ending=[2], compacting=[1])
     assert not isinstance(step, LaunchedStep) and manager.counts.upcoming is step

@@ -15,8 +15,8 @@ from sglang_diffkv.layout.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, check_settled
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import Scaling
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.helpers import begin_step
+from tests.policies import diffkv_policy
 
 ROWS = 6
 
@@ -39,7 +39,7 @@ def test_random_chains(drafts: int, late: int) -> None:
     geometry = Geometry(
         fmt, 2, 2, num_pages=180 if drafts == 7 else 130, num_rows=ROWS + 1, num_segments=4, max_tokens=200 + 2 * drafts
     )
-    manager = PageManager(geometry, DiffKVPolicy(1.0, 0.05, 8), drafts=drafts)
+    manager = PageManager(geometry, diffkv_policy(1.0, 0.05, 8), drafts=drafts)
     verify = VerifyWrapper(manager.state, manager.ops, manager.policy, q_heads=2)
     draw, generator = random.Random(drafts + late), torch.Generator().manual_seed(1)
     unheard: deque[dict[int, int]] = deque()  # accepted by the device, and not known to the host

@@ -13,10 +13,11 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import prunes
-from sglang_diffkv.policies.duo import DuoPolicy, streaming_heads
+from sglang_diffkv.policies.duo import streaming_heads
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
 from tests.kernels.triton_helpers import DEVICE
+from tests.policies import duo_policy
 
 STREAMS = ((True, False), (False, True))
 
@@ -31,7 +32,7 @@ def tiers_of(length: int, window: int, sinks: int, lower: int) -> np.ndarray:
 @pytest.mark.parametrize(("tiers", "keep_low"), [(("K8V4",), False), (("BF16", "K4V2"), True)])
 @pytest.mark.parametrize("prompt", [2, 31])
 def test_streaming_heads_keep_sinks_and_window_and_the_others_all(tiers, keep_low, prompt):
-    policy = DuoPolicy(STREAMS, 5, 3, keep_low)
+    policy = duo_policy(STREAMS, 5, 3, keep_low)
     manager = make_manager(make_format(tiers), policy=policy)
     session = Session(manager, spread=3.0)
     session.extend({1: prompt})
@@ -45,7 +46,7 @@ def test_streaming_heads_keep_sinks_and_window_and_the_others_all(tiers, keep_lo
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the map of tiers reads the CPU's memory")
 def test_triton_cuts_prompts_and_copies():
-    policy = DuoPolicy(STREAMS, 6, 3)
+    policy = duo_policy(STREAMS, 6, 3)
     manager = make_manager(make_format(("K8V4",), page_tokens=4), policy=policy)
     session = Session(manager)
     session.extend({1: 40}, scores=False, check=False)
@@ -67,7 +68,7 @@ def test_the_smallest_numbers_stream():
 
 
 def test_ranks_have_their_own_heads():
-    policy = DuoPolicy(((True, False, False, True), (False, True, True, True)))
+    policy = duo_policy(((True, False, False, True), (False, True, True, True)))
     assert policy.of_rank(1, 2, 2).streams == ((False, True), (True, True))
     assert policy.of_rank(5, 8, 1).streams == ((False,), (True,)), "two ranks have each head"
 
@@ -82,7 +83,7 @@ def test_a_pattern_may_be_a_file(tmp_path, form):
         path.write_text(json.dumps(numbers if form == "list" else {"pattern": numbers, "model": "x"}))
     policy = {"name": "duo", "pattern": str(path), "sparsity": 0.5, "window": 16, "sinks": 2}
     config = load_config(json.dumps({"tiers": ["BF16"], "policy": policy}))
-    assert config.build_policy() == DuoPolicy(((True, False), (True, False)), 16, 2)
+    assert config.build_policy() == duo_policy(((True, False), (True, False)), 16, 2)
     assert not config.lossless and config.policy is not None
     assert config.policy.obstacle(2, 2) == "" and "2 layers with 2 KV heads" in config.policy.obstacle(2, 4)
 

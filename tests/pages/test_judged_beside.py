@@ -25,6 +25,7 @@ from sglang_diffkv.policies.zipage import ZipagePolicy, ZipagePolicyConfig
 from tests.helpers import begin_step, page_bytes, tier_map, visible
 from tests.kernels.triton_helpers import DEVICE, add_prompt, make_format, make_manager, vectors
 from tests.late import run_late
+from tests.policies import zipage_policy
 
 LIMIT, KEEP, WINDOW, PROMPT = 24, 16, 4, 12
 JUDGED, OTHER, NEW = (1, 2), 3, 4
@@ -33,7 +34,7 @@ JUDGED, OTHER, NEW = (1, 2), 3, 4
 def policy(**changes: Any) -> ZipagePolicy:
     """Of small budgets."""
     redundancy = Redundancy(0.5, 0.1, 2.0, 8)
-    return replace(ZipagePolicy(KEEP, LIMIT, WINDOW, pool=3, redundancy=redundancy, asynchronous=True), **changes)
+    return replace(zipage_policy(KEEP, LIMIT, WINDOW, pool=3, redundancy=redundancy, asynchronous=True), **changes)
 
 
 def manager_of(tiers: str, chosen: ZipagePolicy, kernels: str = "reference") -> PageManager:

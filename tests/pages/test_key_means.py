@@ -15,8 +15,8 @@ from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import Scaling
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
+from tests.policies import diffkv_policy
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 3, 64
 SCALING = Scaling(0.1)
@@ -53,7 +53,7 @@ def outputs(
     """[tokens, Hq, DIM] of a prompt in two chunks and three decode steps, in the second layer, whose reach it is. With
     one the prompt is compacted behind each chunk."""
     fmt = PageFormat(DIM, DIM, tuple(Tier.parse(x) for x in tiers.split()), 8)
-    policy = DiffKVPolicy(1e9, 0.0, 8) if len(fmt.tiers) > 1 else UniformPolicy()
+    policy = diffkv_policy(1e9, 0.0, 8) if len(fmt.tiers) > 1 else UniformPolicy()
     attention_spans = (0, attention_span) if attention_span else ()
     geometry = Geometry(
         fmt, LAYERS, HEADS, 400, num_rows=3, num_segments=2, max_tokens=200, attention_spans=attention_spans
@@ -158,6 +158,7 @@ def test_each_rank_has_those_of_its_heads(ranks: int, heads: int, expected: list
     [
         ('{"tiers": ["BF16"], "key_means": "x"}', "BF16 is none"),
         ('{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 4}, "key_means": "x"}', "compares keys"),
+        ('{"tiers": ["K8V4"], "policy": {"name": "knorm", "budget": 99}, "key_means": "x"}', "norms of their keys"),
         ('{"key_means": ""}', "key_means"),
     ],
 )

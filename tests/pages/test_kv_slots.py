@@ -10,14 +10,12 @@ import pytest
 
 from sglang_diffkv.layout.geometry import kv_slots_for
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
-from sglang_diffkv.policies.h2o import H2OPolicy
-from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
-from sglang_diffkv.policies.xkv import XKVPolicy
+from sglang_diffkv.policies.knorm import KnormPolicy
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.tree.parts import Parts
 from tests.helpers import make_format
+from tests.policies import h2o_policy, pyramidkv_policy, snapkv_policy, xkv_policy
 from tests.tree.tree_world import World
 
 
@@ -36,14 +34,15 @@ def test_there_are_twice_the_kv_slots_that_unpruned_tokens_need(tiers, page_toke
 @pytest.mark.parametrize(
     ("policy", "times"),
     [
-        (SnapKVPolicy(Budget(512)), 16),
-        (SnapKVPolicy(Budget(0, 0.5)), 16),
-        (H2OPolicy(Budget(0, 0.02)), 50),
-        (PyramidKVPolicy(PyramidBudget(0, 0.02)), 50),
-        (XKVPolicy(keep=0.012), 84),
-        (XKVPolicy(keep=0.0001), 256),
-        (XKVPolicy(min_retention=0.1), 16),
-        (XKVPolicy(layer_fractions=(0.01, 0.03)), 50),
+        (snapkv_policy(Budget(512)), 16),
+        (snapkv_policy(Budget(0, 0.5)), 16),
+        (h2o_policy(Budget(0, 0.02)), 50),
+        (pyramidkv_policy(PyramidBudget(0, 0.02)), 50),
+        (KnormPolicy(Budget(0, 0.02), 64, 4), 50),
+        (xkv_policy(keep=0.012), 84),
+        (xkv_policy(keep=0.0001), 256),
+        (xkv_policy(min_retention=0.1), 16),
+        (xkv_policy(layer_fractions=(0.01, 0.03)), 50),
     ],
 )
 def test_there_are_as_many_as_a_method_that_keeps_little_needs(policy, times):

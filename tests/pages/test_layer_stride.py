@@ -29,6 +29,7 @@ from sglang_diffkv.policies.zipage import ZipagePolicy, ZipagePolicyConfig
 from tests.helpers import begin_step, visible
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
 from tests.pages.test_footprint import plan_of
+from tests.policies import zipage_policy
 
 LAYERS, KEEP, LIMIT, WINDOW, ROW, TARGET = 5, 16, 24, 4, 2, 5
 STRIDES = (1, 2, 3, 5, 9)
@@ -37,7 +38,7 @@ STRIDES = (1, 2, 3, 5, 9)
 def policy(stride: int | None, tiers: str, **changes: Any) -> ZipagePolicy:
     """Of small budgets."""
     high = 8 if len(tiers.split()) > 1 else None
-    usual = ZipagePolicy(KEEP, LIMIT, WINDOW, high, pool=3, redundancy=Redundancy(0.5, 0.1, 2.0, 8))
+    usual = zipage_policy(KEEP, LIMIT, WINDOW, high, pool=3, redundancy=Redundancy(0.5, 0.1, 2.0, 8))
     return replace(usual, layer_stride=stride, **changes)
 
 

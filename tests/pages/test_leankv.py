@@ -14,10 +14,10 @@ from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.kernels.sum_scores.reference import sum_scores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.base import prunes
-from sglang_diffkv.policies.leankv import LeanKVPolicy
 from tests.deciding import classify_prompt, moves_of
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
+from tests.policies import leankv_policy
 
 HIGH, LOW, PRUNED = 0, 1, 2
 
@@ -41,7 +41,7 @@ def test_by_hand():
     position = torch.arange(7)
 
     def tiers(mass_high: float, mass_low: float, count: int = 2) -> list[int]:
-        return classify_prompt(LeanKVPolicy(mass_high, mass_low, 2), score, position, 7, count).tolist()
+        return classify_prompt(leankv_policy(mass_high, mass_low, 2), score, position, 7, count).tolist()
 
     assert tiers(0.0, 0.0) == [0] * 7, "below nothing there is nothing"
     assert tiers(3 / 16, 0.0) == [0, 0, 1, 1, 0, 0, 0], "3 is not below 3"
@@ -68,7 +68,7 @@ def test_a_prompt_is_sorted_as_the_paper_says(numbers, window, mass_high, mass_l
             return  # shares are good to 16 bits
     if not total:
         return
-    policy = LeanKVPolicy(mass_high, mass_low, window)
+    policy = leankv_policy(mass_high, mass_low, window)
     got = classify_prompt(policy, torch.tensor(score), torch.arange(len(score)), len(score), 2)
     assert got.tolist() == of_the_paper(score, window, mass_high, mass_low).tolist()
 
@@ -97,23 +97,23 @@ def found(candidate: float, least_high: float, least_low: float) -> StepScores:
 def test_algorithm_1(candidate, least_high, least_low, moves):
     """Of a sum of 2: thresholds are 0.2 and 0.02, whatever the length."""
     got = moves_of(
-        LeanKVPolicy(0.1, 0.01, 4), found(candidate, least_high, least_low), torch.tensor([900]), 2,
+        leankv_policy(0.1, 0.01, 4), found(candidate, least_high, least_low), torch.tensor([900]), 2,
         torch.full((1, 1, 1), 2.0),
     )  # fmt: skip
     assert (int(got.demote), int(got.drop), int(got.replace)) == moves
 
 
 def test_scores_of_the_low_tier_are_kept_up_though_nothing_is_pruned():
-    policy = LeanKVPolicy(0.1, 0.0)
+    policy = leankv_policy(0.1, 0.0)
     assert policy.judges_low and not prunes(policy, 2)
-    assert prunes(LeanKVPolicy(0.1, 0.001), 2)
+    assert prunes(leankv_policy(0.1, 0.001), 2)
 
 
 @pytest.mark.parametrize(("mass_high", "mass_low"), [(0.2, 0.0), (0.4, 0.1)])
 def test_a_head_s_tokens_are_those_that_the_sums_leave(mass_high, mass_low):
     """A prompt and then steps: after the prompt each head's tiers are the paper's; in each step a head moves one token
     at most, and what is high outside the window was at some time above the threshold."""
-    manager = make_manager(make_format(("K8V4", "K4V2"), page_tokens=4), policy=LeanKVPolicy(mass_high, mass_low, 4))
+    manager = make_manager(make_format(("K8V4", "K4V2"), page_tokens=4), policy=leankv_policy(mass_high, mass_low, 4))
     session = Session(manager, spread=3.0, seed=5)
     session.extend({1: 50})
     score = session.dense[1].received / (49 - torch.arange(50)).clamp(min=1).view(-1, 1, 1)
@@ -137,7 +137,7 @@ def test_a_head_s_tokens_are_those_that_the_sums_leave(mass_high, mass_low):
 
 
 def test_a_copy_keeps_what_compaction_in_place_keeps():
-    manager = make_manager(make_format(("K8V4", "K4V2"), page_tokens=4), policy=LeanKVPolicy(0.3, 0.02, 4))
+    manager = make_manager(make_format(("K8V4", "K4V2"), page_tokens=4), policy=leankv_policy(0.3, 0.02, 4))
     session = Session(manager, spread=3.0)
     session.extend({1: 41})
     manager.space.extend(2, (50, 50))
@@ -151,8 +151,8 @@ def test_a_copy_keeps_what_compaction_in_place_keeps():
 
 def test_configuration():
     config = load_config('{"policy": {"name": "leankv", "mass_high": 0.1, "mass_low": 0.005}}')
-    assert config.build_policy() == LeanKVPolicy(0.1, 0.005, 64) and config.tiers == ("K8V4", "K4V2")
+    assert config.build_policy() == leankv_policy(0.1, 0.005, 64) and config.tiers == ("K8V4", "K4V2")
     config = load_config('{"tiers": ["K4V2", "K4V1"], "policy": {"name": "leankv", "mass_high": 0.2}}')
-    assert config.build_policy() == LeanKVPolicy(0.2, 0.0, 64)
+    assert config.build_policy() == leankv_policy(0.2, 0.0, 64)
     with pytest.raises(ConfigError, match=r"mass_low 0\.2 is above mass_high 0\.1"):
         load_config('{"policy": {"name": "leankv", "mass_high": 0.1, "mass_low": 0.2}}')

@@ -17,12 +17,12 @@ from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.ops import ReferenceOps, Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
 from sglang_diffkv.policies.leankv import LeanKVPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.zipage import ZipagePolicyConfig
 from tests.helpers import faults, make_format, make_manager, visible
+from tests.policies import diffkv_policy
 
 LAYERS, HEADS, GROUP, DIM, LONGEST = 2, 2, 2, 64, 200
 CHUNK = 23
@@ -31,9 +31,9 @@ PROMPTS = {"reference": {1: 40, 2: 9, 3: 61, 4: 17}, "triton": {1: 9, 2: 31, 3: 
 interpreter."""
 
 POLICIES: dict[str, tuple[tuple[str, ...], Policy]] = {
-    "lossless": (("BF16",), DiffKVPolicy(0.0, 0.0, window=600)),
-    "diffkv": (("K8V4", "K4V2"), DiffKVPolicy(1.0, 0.1, window=8)),
-    "three tiers": (("BF16", "K8V4", "K4V2"), DiffKVPolicy(2.0, 0.1, window=8, alpha_between=(1.0,))),
+    "lossless": (("BF16",), diffkv_policy(0.0, 0.0, window=600)),
+    "diffkv": (("K8V4", "K4V2"), diffkv_policy(1.0, 0.1, window=8)),
+    "three tiers": (("BF16", "K8V4", "K4V2"), diffkv_policy(2.0, 0.1, window=8, alpha_between=(1.0,))),
     "h2o": (("K8V4",), H2OPolicyConfig(name="h2o", fraction=0.5, window=8).build()),
     "snapkv": (("K8V4", "K4V2"), SnapKVPolicyConfig(name="snapkv", fraction=0.5, window=8).build()),
     "leankv": (("K8V4", "K4V2"), LeanKVPolicyConfig(name="leankv", mass_high=0.2, mass_low=0.02, window=8).build()),

@@ -23,7 +23,7 @@ from sglang_diffkv.layout.page_format import (
 from sglang_diffkv.layout.state import PageState, Positions
 from tests.helpers import PAIR, make_format
 
-NAMES = ["BF16", *(f"K{k}V{v}" for k in (8, 4, 2, 1) for v in (8, 4, 2, 1))]
+NAMES = ["BF16", "K7V5", "K6V3", "K3V2", *(f"K{k}V{v}" for k in (8, 4, 2, 1) for v in (8, 4, 2, 1))]
 DIMS = list(itertools.product(SUPPORTED_HEAD_DIMS, repeat=2))
 
 
@@ -92,6 +92,8 @@ def test_bytes_of_a_token():
     assert make_format(head_dim=128, v_head_dim=128).bf16_token_bytes == 512
     assert Tier(8, 4).token_bytes(128, 128) == 208
     assert Tier(4, 2).token_bytes(128, 128) == 112
+    assert Tier(6, 3).token_bytes(128, 128) == 96 + 48 + 16
+    assert Tier(7, 5).token_bytes(96, 64) == 84 + 40 + 16
     assert Tier(16, 16).token_bytes(128, 128) == 520
     assert Tier(8, 4).token_bytes(256, 64) == 256 + 32 + 16
     assert Tier(4, 2).token_bytes(128, 128, score_bytes=0, position_bytes=2) == 64 + 32 + 8 + 2
@@ -123,7 +125,7 @@ def test_the_longest_sequence_decides_how_positions_are_stored():
     assert make_format(position_bytes=2).max_tokens == 65535 < make_format(position_bytes=4).max_tokens
 
 
-@pytest.mark.parametrize("name", ["", "K8", "K8V", "V4K8", "K16V4", "K8V16", "K3V4", "K8V0", "K8V4 ", "FP8", "bf 16"])
+@pytest.mark.parametrize("name", ["", "K8", "K8V", "V4K8", "K16V4", "K8V16", "K9V4", "K8V0", "K8V4 ", "FP8", "bf 16"])
 def test_impossible_tiers_are_refused(name):
     with pytest.raises(ValueError, match="impossible tier"):
         Tier.parse(name)
@@ -157,7 +159,7 @@ def test_impossible_formats_are_refused(changes, message):
 
 
 @pytest.mark.parametrize("position_bytes", [2, 4])
-@pytest.mark.parametrize("tiers", [("K8V4", "K4V2"), ("BF16", "K2V1"), ("K4V4",)], ids="-".join)
+@pytest.mark.parametrize("tiers", [("K8V4", "K4V2"), ("BF16", "K2V1"), ("K4V4",), ("K6V3", "K3V2")], ids="-".join)
 def test_views_cover_the_segments(tiers, position_bytes):
     """Writing through the views of ``TierView`` touches exactly the bytes that the layout names."""
     fmt = make_format(tiers, 96, 64, 7, 1, position_bytes)

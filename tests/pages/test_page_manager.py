@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from sglang_diffkv.mem_pool.integrity import check_integrity, check_settled
 from sglang_diffkv.mem_pool.table_space import TableFull
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.checks import check_contents
 from tests.helpers import PAIR, make_format, make_manager, visible
 from tests.pages.model import Model, RowModel, SegmentModel, split
+from tests.policies import diffkv_policy
 
 LAYERS, HEADS = 1, 2
 ROWS, SEGMENTS, LONGEST = 6, 9, 150
@@ -50,7 +50,7 @@ class PageManagerMachine(RuleBasedStateMachine):
     ):  # fmt: skip
         between = alphas[1 : max(len(tiers) - 1, 1)]
         rule = (alphas[0], alphas[-1], window, sinks, horizon)
-        policy = DiffKVPolicy(*rule, alpha_between=between, pressure_window=max(window // 2, 1))
+        policy = diffkv_policy(*rule, alpha_between=between, pressure_window=max(window // 2, 1))
         manager = make_manager(
             make_format(tiers, page_tokens=page_tokens, position_bytes=position_bytes),
             policy=policy, layers=LAYERS, heads=HEADS, pages=pages, rows=ROWS + 1, segments=SEGMENTS,

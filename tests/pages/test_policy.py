@@ -17,6 +17,7 @@ from tests.deciding import classify_prompt as classify
 from tests.deciding import moves_of, step_moves
 from tests.helpers import PAIR, begin_step, make_format, make_manager, new_scores, tier_map, visible
 from tests.pages.paper import Caches, algorithm_1, classify_prompt
+from tests.policies import diffkv_policy
 
 ALPHAS = [(1.0, 0.0), (1.0, 0.02), (3.0, 0.5), (1.0, 1.0), (0.0, 0.0), (5.0, 0.1), (1e9, 0.3), (1e9, 1e9)]
 
@@ -29,7 +30,7 @@ def test_prompt_classification(alphas, num_tiers):
         score = np.random.default_rng(seed).exponential(1 / length, (2, 3, length)).astype(np.float32)
         score[..., ::5] = 0
         position = np.random.default_rng(seed).permuted(np.broadcast_to(np.arange(length), score.shape), axis=2)
-        policy = DiffKVPolicy(*alphas, window, sinks)
+        policy = diffkv_policy(*alphas, window, sinks)
         got = classify(policy, torch.tensor(score), torch.tensor(position).int(), length, num_tiers)
         for index in np.ndindex(score.shape):
             at = int(position[index])
@@ -40,7 +41,7 @@ def test_prompt_classification(alphas, num_tiers):
 @pytest.mark.parametrize("num_tiers", [1, 2])
 def test_scores_at_a_threshold_stay(num_tiers):
     """Algorithm 1 compares with >=; powers of two make the thresholds exact."""
-    policy = DiffKVPolicy(2.0, 0.5, 0)
+    policy = diffkv_policy(2.0, 0.5, 0)
     score = torch.tensor([2 / 8, np.nextafter(np.float32(2 / 8), 0), 0.5 / 8, np.nextafter(np.float32(0.5 / 8), 0)])
     got = classify(policy, score, torch.full((4,), 7), 100, num_tiers)
     assert got.tolist() == ([0, 1, 1, 2] if num_tiers == 2 else [0, 0, 0, 1])
@@ -51,7 +52,7 @@ def test_scores_at_a_threshold_stay(num_tiers):
 def test_plan_is_algorithm_1(alphas, num_tiers):
     """Plans of random scores, applied to plain sets, give what Algorithm 1 gives."""
     random = np.random.default_rng(int(alphas[0]) % 97 + num_tiers)
-    batch, heads, policy = 40, 3, DiffKVPolicy(*alphas, 4)
+    batch, heads, policy = 40, 3, diffkv_policy(*alphas, 4)
     seq_lens = torch.tensor(random.integers(2, 200, batch))
     found = StepScores(
         torch.full((batch, 1, heads), -1),
@@ -110,7 +111,7 @@ def test_plan_at_the_thresholds(candidate, least, worst, expected):
         torch.tensor([5, 7]).view(1, 1, 1, 2),
         torch.tensor([least, worst]).view(1, 1, 1, 2),
     )
-    moves = moves_of(DiffKVPolicy(2.0, 0.5, 4), found, torch.tensor([8]), 2)
+    moves = moves_of(diffkv_policy(2.0, 0.5, 4), found, torch.tensor([8]), 2)
     assert (int(moves.demote), int(moves.drop), int(moves.replace)) == expected
 
 
@@ -146,7 +147,7 @@ def codes(manager: PageManager, row: int) -> dict[tuple[int, int, int], bytes]:
 @pytest.mark.parametrize("tiers", [PAIR, ("K8V4",), ("BF16", "K4V4")], ids="-".join)
 @pytest.mark.parametrize(("length", "window"), [(61, 8), (8, 8), (5, 8), (9, 8), (40, 0), (64, 1)])
 def test_prompt_compaction_moves_what_the_policy_says(tiers, length, window):
-    policy = DiffKVPolicy(1.5, 0.3, window)
+    policy = diffkv_policy(1.5, 0.3, window)
     manager = filled(policy, tiers, length)
     before, bytes_before = visible(manager.state, 2), codes(manager, 2)
     score = dict(zip(zip(before.layer, before.head, before.position), before.score))
@@ -172,7 +173,7 @@ def test_prompt_compaction_moves_what_the_policy_says(tiers, length, window):
     [((1e9, 1e9), {0, 2}), ((1e9, 0.0), {0, 1}), ((0.0, 0.0), {0}), ((1e9, 0.7), {0, 1, 2})],
 )
 def test_all_of_a_head_may_leave(alphas, kinds):
-    manager = filled(DiffKVPolicy(*alphas, 3), PAIR, 50)
+    manager = filled(diffkv_policy(*alphas, 3), PAIR, 50)
     manager.prompts.end(2)
     check_integrity(manager)
     tier = tier_map(manager.state, 2, 50)
@@ -189,7 +190,7 @@ def test_uniform_policy_keeps_all():
 
 
 def test_a_step_moves_one_token_and_no_other_byte():
-    manager = filled(DiffKVPolicy(1.0, 0.0, 0), PAIR, 30)
+    manager = filled(diffkv_policy(1.0, 0.0, 0), PAIR, 30)
     shape = (1, 2, 2)
     for step, (demote, drop, replace) in enumerate([(17, -1, -1), (-1, 3, -1), (5, -1, 0), (-1, -1, -1), (29, -1, -1)]):
         before, seen = codes(manager, 2), visible(manager.state, 2)
@@ -221,7 +222,7 @@ def test_a_window_that_fills_its_pages(page_tokens: int) -> None:
 
 def test_a_window_that_leaves_a_page_nearly_empty_is_told() -> None:
     def hint(window: int, sinks: int, tiers: int = 2, alpha_high: float = 1e9) -> str:
-        return DiffKVPolicy(alpha_high, 0.0, window, sinks=sinks).window_hint(tiers, 32)
+        return diffkv_policy(alpha_high, 0.0, window, sinks=sinks).window_hint(tiers, 32)
 
     assert "window 255 fills its pages" in hint(256, 4) and "leaves 31 of 32 places" in hint(256, 4)
     assert "window 63 fills" in hint(64, 0)

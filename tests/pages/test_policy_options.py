@@ -3,6 +3,9 @@ their own."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -12,9 +15,12 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.decode_attention.reference import StepScores
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.options import BudgetOptions, PolicyOptions
+from sglang_diffkv.policies.registry import PolicyConfig
 from tests.deciding import classify_prompt, moves_of
 from tests.dense import Session, chunks_and_steps
 from tests.helpers import PAIR, make_format, make_manager, tier_map, visible
+from tests.policies import diffkv_policy
 
 
 def session_of(policy: DiffKVPolicy, tiers: tuple[str, ...] = PAIR) -> Session:
@@ -31,7 +37,7 @@ def session_of(policy: DiffKVPolicy, tiers: tuple[str, ...] = PAIR) -> Session:
 @pytest.mark.parametrize("sinks", [1, 6])
 def test_sinks_stay_high(sinks, alphas, tiers):
     """Also in a row that is hardly longer than sinks and window; ``Session`` checks the searches of every step."""
-    session = session_of(DiffKVPolicy(*alphas, 5, sinks), tiers)
+    session = session_of(diffkv_policy(*alphas, 5, sinks), tiers)
     for _ in range(12):
         session.step([1, 2])
         check_integrity(session.manager)
@@ -56,7 +62,7 @@ def test_a_horizon_forgets():
     """Past the horizon the newest token's attention weighs ``1 / horizon``, before it as in the mean."""
     before, after = [], []
     for horizon in (0, 16, 100):
-        session = session_of(DiffKVPolicy(1e-9, 0.0, 5, horizon=horizon))
+        session = session_of(diffkv_policy(1e-9, 0.0, 5, horizon=horizon))
         before.append(scores_of(session, 1, 42))
         session.step([1])
         after.append(scores_of(session, 1, 42))
@@ -71,7 +77,7 @@ def test_a_horizon_forgets():
 @pytest.mark.parametrize("horizon", [1, 4, 30])
 def test_scores_with_a_horizon_over_many_steps(horizon):
     """``Session`` compares each own token's score with the dense mean after every call."""
-    policy = DiffKVPolicy(2.0, 0.3, window=6, horizon=horizon)
+    policy = diffkv_policy(2.0, 0.3, window=6, horizon=horizon)
     session = Session(make_manager(policy=policy), group=4, spread=3.0)
     chunks_and_steps(session)
 
@@ -82,14 +88,14 @@ SCALE = ((0.5, 1.0), (3.0, 1.25))
 def plain(policy: DiffKVPolicy, layer: int, head: int) -> DiffKVPolicy:
     """One head's thresholds, for a model of that head alone."""
     factor = SCALE[layer][head]
-    return DiffKVPolicy(policy.alpha_high * factor, policy.alpha_low * factor, policy.window)
+    return diffkv_policy(policy.alpha_high * factor, policy.alpha_low * factor, policy.window)
 
 
 @pytest.mark.parametrize("num_tiers", [1, 2])
 def test_each_head_has_thresholds_of_its_own(num_tiers):
     """Decisions are those of a policy with the head's thresholds; factors are exact in binary."""
     random = torch.Generator().manual_seed(1)
-    policy = DiffKVPolicy(1.0, 0.5, 5, head_scale=SCALE)
+    policy = diffkv_policy(1.0, 0.5, 5, head_scale=SCALE)
     score = torch.rand(2, 2, 40, generator=random) * 0.2
     position = torch.arange(40).expand(2, 2, -1)
     found = StepScores(
@@ -111,7 +117,7 @@ def test_each_head_has_thresholds_of_its_own(num_tiers):
 
 
 def test_heads_with_a_high_factor_have_fewer_high_tokens():
-    session = session_of(DiffKVPolicy(1.0, 0.0, 5, head_scale=((0.0001, 1.0), (1.0, 10000.0))))
+    session = session_of(diffkv_policy(1.0, 0.0, 5, head_scale=((0.0001, 1.0), (1.0, 10000.0))))
     for _ in range(8):
         session.step([1, 2])
     high = (tier_map(session.state, 1, 50) == 0).sum(2)
@@ -119,14 +125,14 @@ def test_heads_with_a_high_factor_have_fewer_high_tokens():
 
 
 def test_ranks_take_the_factors_of_their_heads():
-    policy = DiffKVPolicy(1.0, 0.0, 256, head_scale=((1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0)))
+    policy = diffkv_policy(1.0, 0.0, 256, head_scale=((1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0)))
     assert [policy.of_rank(rank, 2, 2).head_scale for rank in range(2)] == [
         ((1.0, 2.0), (5.0, 6.0)),
         ((3.0, 4.0), (7.0, 8.0)),
     ]
     of_eight = [policy.of_rank(rank, 8, 1).head_scale[0] for rank in range(8)]
     assert of_eight == [(1.0,), (1.0,), (2.0,), (2.0,), (3.0,), (3.0,), (4.0,), (4.0,)]
-    assert DiffKVPolicy(1.0, 0.0, 256).of_rank(1, 2, 2) == DiffKVPolicy(1.0, 0.0, 256)
+    assert diffkv_policy(1.0, 0.0, 256).of_rank(1, 2, 2) == diffkv_policy(1.0, 0.0, 256)
 
 
 def test_factors_of_another_model_are_refused():
@@ -135,3 +141,13 @@ def test_factors_of_another_model_are_refused():
     load_config("{}").check_heads(6, 2)
     with pytest.raises(ConfigError, match="head_scale is of 2 layers with 2 KV heads, the model has 6 with 2"):
         config.check_heads(6, 2)
+
+
+@pytest.mark.parametrize("config", get_args(PolicyConfig), ids=lambda x: x.model_fields["name"].default)
+def test_defaults_stand_in_the_configuration_alone(config: type[PolicyOptions]) -> None:
+    needed = {"duo": {"pattern": [[0.5, 0.25]]}, "xkv": {"keep": 0.5}, "zipage": {"max_blocks": 3}}
+    budget = {"fraction": 0.5} if issubclass(config, BudgetOptions) else {}
+    rule = type(config(**budget, **needed.get(config.model_fields["name"].default, {})).build())
+    fields = dataclasses.fields(rule)  # type: ignore[arg-type]
+    given = [x.name for x in fields if x.default is not dataclasses.MISSING]
+    assert not given, "a field that Policy has, too, says = field()"

@@ -10,9 +10,9 @@ from sglang_diffkv.layout.page_format import PageFormat, Tier
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.pressure import LEAST_GROWTH, Pressure
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.dense import Session
 from tests.helpers import make_manager, tier_map
+from tests.policies import diffkv_policy
 
 WINDOW, SMALLER = 40, 8
 
@@ -33,7 +33,7 @@ def check(manager: PageManager) -> None:
 def test_what_is_theirs_alone_goes_down(alpha_high: float, frozen: int | None) -> None:
     """All that the smaller window does not hold is judged again; what is shared stays, and attention is that over what
     is stored, as the dense oracle checks in every step."""
-    policy = DiffKVPolicy(alpha_high, 0.0, window=WINDOW, sinks=2, pressure_window=SMALLER)
+    policy = diffkv_policy(alpha_high, 0.0, window=WINDOW, sinks=2, pressure_window=SMALLER)
     manager = make_manager(policy=policy, pages=900)
     manager.prompts.share_min_tokens = frozen
     session = Session(manager, spread=2.0)
@@ -75,7 +75,7 @@ def test_what_is_theirs_alone_goes_down(alpha_high: float, frozen: int | None) -
 
 def test_a_full_pool_makes_room_row_by_row() -> None:
     """With pages to lend to one row at a time the first ones make room for the others."""
-    policy = DiffKVPolicy(50.0, 0.0, window=WINDOW, pressure_window=SMALLER)
+    policy = diffkv_policy(50.0, 0.0, window=WINDOW, pressure_window=SMALLER)
     manager = make_manager(policy=policy, pages=400)
     session = Session(manager)
     rows = [1, 2, 3]
@@ -99,7 +99,7 @@ def test_a_full_pool_makes_room_row_by_row() -> None:
 
 
 def test_without_pages_to_lend_nothing_changes() -> None:
-    policy = DiffKVPolicy(50.0, 0.0, window=WINDOW, pressure_window=SMALLER)
+    policy = diffkv_policy(50.0, 0.0, window=WINDOW, pressure_window=SMALLER)
     manager = make_manager(policy=policy, pages=400)
     session = Session(manager)
     session.extend({1: 20})
@@ -133,4 +133,4 @@ def test_where_it_is_done(config: str, window: int | None) -> None:
 
 def test_not_in_one_tier() -> None:
     fmt = PageFormat(64, 64, (Tier.parse("K8V4"),), page_tokens=8)
-    assert make_manager(fmt, policy=DiffKVPolicy(1.0, 0.0, 256, pressure_window=8)).pressure is None
+    assert make_manager(fmt, policy=diffkv_policy(1.0, 0.0, 256, pressure_window=8)).pressure is None

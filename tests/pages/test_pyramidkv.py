@@ -15,12 +15,11 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import WHOLE_HEADS
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
-from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
 from tests.deciding import classify_prompt
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
 from tests.kernels.triton_helpers import DEVICE
+from tests.policies import pyramidkv_policy, snapkv_policy
 
 
 def by_layer(mean: int, length: int, window: int, layers: int, beta: int) -> list[Fraction]:
@@ -72,20 +71,20 @@ def test_budgets_are_those_of_the_authors(
 def test_heads_keep_what_snapkv_would_of_their_layer_s_budget(length: int) -> None:
     score = torch.rand(4, 2, length, generator=torch.Generator().manual_seed(length))
     position = torch.arange(length).expand(4, 2, -1)
-    policy = PyramidKVPolicy(PyramidBudget(30), window=8, pool=3)
+    policy = pyramidkv_policy(PyramidBudget(30), window=8, pool=3)
     tier = classify_prompt(policy, score, position, length, 1)
     if DEVICE == "cpu":  # the numbers lie in the CPU's memory
         assert torch.equal(tier, classify_prompt(policy, score, position, length, 1, kernels=WHOLE_HEADS))
     for layer, beyond in enumerate(by_layer(22, length, 8, 4, 20)):
         budget = Budget(8 + int((tier[layer, 0, :-8] == 0).sum()))
         assert abs(budget.tokens - 8 - beyond) <= Fraction(1, 2)
-        alone = SnapKVPolicy(budget, window=8, pool=3)
+        alone = snapkv_policy(budget, window=8, pool=3)
         expected = classify_prompt(alone, score[layer, None], position[layer, None], length, 1)[0]
         assert torch.equal(tier[layer], expected)
 
 
 def session_of_41_tokens() -> Session:
-    policy = PyramidKVPolicy(PyramidBudget(14), window=4)
+    policy = pyramidkv_policy(PyramidBudget(14), window=4)
     session = Session(make_manager(make_format(("K8V4",), page_tokens=4), policy=policy), spread=3.0)
     session.extend({1: 30})
     session.extend({1: 11})
@@ -118,9 +117,9 @@ def test_prompts_are_cut_once_and_generated_tokens_stay() -> None:
 
 def test_configuration() -> None:
     config = load_config('{"tiers": ["BF16"], "policy": {"name": "pyramidkv", "budget": 512}}')
-    assert config.build_policy() == PyramidKVPolicy(PyramidBudget(512), 8, 7) and not config.lossless
+    assert config.build_policy() == pyramidkv_policy(PyramidBudget(512), 8, 7) and not config.lossless
     config = load_config('{"tiers": ["K8V4"], "policy": {"name": "pyramidkv", "fraction": 0.2, "beta": 10, "pool": 5}}')
-    assert config.build_policy() == PyramidKVPolicy(PyramidBudget(0, 0.2, beta=10), 8, 5)
+    assert config.build_policy() == pyramidkv_policy(PyramidBudget(0, 0.2, beta=10), 8, 5)
     for policy, message in (("", "budget"), (', "budget": 8', "above window 8"), (', "budget": 9, "beta": 0', "beta")):
         with pytest.raises(ConfigError, match=message):
             load_config(f'{{"tiers": ["K8V4"], "policy": {{"name": "pyramidkv"{policy}}}}}')

@@ -16,12 +16,12 @@ from sglang_diffkv.mem_pool.host_pages import HostPages, Run
 from sglang_diffkv.mem_pool.integrity import check_integrity, check_settled
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows, staging_pages
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.checks import check_contents
 from tests.dense import Dense, Session
 from tests.helpers import PAIR, make_format, make_manager, visible
 from tests.pages.model import RowModel, SegmentModel
 from tests.pages.test_page_manager import SEARCH, PageManagerMachine
+from tests.policies import diffkv_policy
 
 
 @given(seed=st.integers(0, 9999), count=st.integers(0, 40))
@@ -126,7 +126,7 @@ def test_attention_over_what_was_restored_is_that_of_the_row(
     """A shared prefix that ends in the middle of a page, a prompt of its own and a reply; ``beyond``: newest tokens
     that do not count. Another request has the pages meanwhile."""
     between = (1.0, 0.8)[: max(len(tiers) - 2, 0)]
-    policy = DiffKVPolicy(1.2, 0.3, 8, alpha_between=between)
+    policy = diffkv_policy(1.2, 0.3, 8, alpha_between=between)
     manager = make_manager(make_format(tiers, position_bytes=position_bytes), policy=policy, pages=300)
     saved, session = with_host(manager, 200), Session(manager)
     if at_once:

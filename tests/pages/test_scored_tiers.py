@@ -18,19 +18,19 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops import reference, triton
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.policies.base import NEVER, Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy, DiffKVPolicyConfig
-from sglang_diffkv.policies.duo import DuoPolicy
+from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.h2o import H2OPolicyConfig
-from sglang_diffkv.policies.leankv import LeanKVPolicy
+from sglang_diffkv.policies.knorm import KnormPolicyConfig
+from sglang_diffkv.policies.random_eviction import RandomPolicyConfig
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
-from sglang_diffkv.policies.streaming import StreamingPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.policies.xkv import XKVPolicyConfig
 from sglang_diffkv.policies.zipage import ZipagePolicyConfig
 from tests.dense import Session
 from tests.helpers import PAIR, make_format, make_manager, visible
+from tests.policies import diffkv_policy, duo_policy, leankv_policy, streaming_policy
 
-ALONE = DiffKVPolicy(1e9, 0.0, 5, 2)
+ALONE = diffkv_policy(1e9, 0.0, 5, 2)
 THREE, FOUR = ("BF16", "K8V4", "K4V2"), ("K8V8", "K8V4", "K4V4", "K4V2")
 NOBODY = (0, 0, 0, 0)
 ALL = (1, 2, 3, 4)
@@ -40,23 +40,25 @@ ALL = (1, 2, 3, 4)
     ("policy", "scored"),
     [
         (DiffKVPolicyConfig().build(), (0, 1, 1, 1)),
-        (DiffKVPolicy(3.0, 0.0, 256, alpha_between=(1.0, 0.5)), (0, 1, 2, 3)),
-        (DiffKVPolicy(3.0, 0.0, 256, alpha_between=(1.0, 0.0)), (0, 1, 2, 2)),
-        (DiffKVPolicy(1.0, 0.1, 256), ALL),
+        (diffkv_policy(3.0, 0.0, 256, alpha_between=(1.0, 0.5)), (0, 1, 2, 3)),
+        (diffkv_policy(3.0, 0.0, 256, alpha_between=(1.0, 0.0)), (0, 1, 2, 2)),
+        (diffkv_policy(1.0, 0.1, 256), ALL),
         (ALONE, NOBODY),
-        (DiffKVPolicy(math.inf, 0.0, 256), NOBODY),
-        (DiffKVPolicy(0.0, 0.0, 256), NOBODY),
-        (DiffKVPolicy(1e9, 0.1, 256), ALL),
-        (DiffKVPolicy(1e9, 1e9, 256), NOBODY),
-        (DiffKVPolicy(NEVER / 2, 0.0, 256), (0, 1, 1, 1)),
-        (DiffKVPolicy(1e9, 0.0, 256, alpha_between=(1.0,)), (0, 0, 2, 2)),
-        (DiffKVPolicy(1e9, 0.0, 256, head_scale=((1.0, 1e-6),)), (0, 1, 1, 1)),
-        (DiffKVPolicy(1e9, 0.0, 256, head_scale=((1.0, 0.5),)), NOBODY),
-        (StreamingPolicy(), NOBODY),
-        (DuoPolicy(((True, False),)), NOBODY),
-        (DuoPolicy(((True, False),), keep_low=True), NOBODY),
+        (diffkv_policy(math.inf, 0.0, 256), NOBODY),
+        (diffkv_policy(0.0, 0.0, 256), NOBODY),
+        (diffkv_policy(1e9, 0.1, 256), ALL),
+        (diffkv_policy(1e9, 1e9, 256), NOBODY),
+        (diffkv_policy(NEVER / 2, 0.0, 256), (0, 1, 1, 1)),
+        (diffkv_policy(1e9, 0.0, 256, alpha_between=(1.0,)), (0, 0, 2, 2)),
+        (diffkv_policy(1e9, 0.0, 256, head_scale=((1.0, 1e-6),)), (0, 1, 1, 1)),
+        (diffkv_policy(1e9, 0.0, 256, head_scale=((1.0, 0.5),)), NOBODY),
+        (streaming_policy(), NOBODY),
+        (KnormPolicyConfig(budget=100).build(), NOBODY),
+        (RandomPolicyConfig(budget=100).build(), NOBODY),
+        (duo_policy(((True, False),)), NOBODY),
+        (duo_policy(((True, False),), keep_low=True), NOBODY),
         (UniformPolicy(), NOBODY),
-        (LeanKVPolicy(), ALL),
+        (leankv_policy(), ALL),
         (H2OPolicyConfig(budget=100).build(), ALL),
         (SnapKVPolicyConfig(budget=100).build(), ALL),
         (XKVPolicyConfig(keep=0.5).build(), ALL),
@@ -70,12 +72,12 @@ def test_tiers_whose_scores_may_matter(policy: Policy, scored: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
-        (DiffKVPolicy(1.0, 0.0, 256), 1),
-        (DiffKVPolicy(3.0, 0.1, 256), 2),
+        (diffkv_policy(1.0, 0.0, 256), 1),
+        (diffkv_policy(3.0, 0.1, 256), 2),
         (ALONE, 0),
         (UniformPolicy(), 0),
-        (StreamingPolicy(), 0),
-        (LeanKVPolicy(), 2),
+        (streaming_policy(), 0),
+        (leankv_policy(), 2),
         (XKVPolicyConfig(keep=0.5).build(), 2),
         (ZipagePolicyConfig(max_blocks=3).build(), 0),
     ],
@@ -96,7 +98,7 @@ def test_the_configuration_s_pages() -> None:
 def test_pages_without_scores_that_are_read_are_refused() -> None:
     geometry = Geometry(make_format(PAIR, scored=1), 1, 1, 9, num_rows=2, num_segments=2, max_tokens=20)
     with pytest.raises(AssertionError, match="lack scores"):
-        PageManager(geometry, DiffKVPolicy(1.0, 0.1, 256))
+        PageManager(geometry, diffkv_policy(1.0, 0.1, 256))
     with pytest.raises(AssertionError, match="too short"):
         Geometry(make_format(PAIR), 1, 1, 9, num_rows=2, num_segments=2, max_tokens=65536)
 
@@ -124,19 +126,19 @@ def held(manager: PageManager, row: int, length: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("policy", "tiers", "by_triton"),
     [
-        (DiffKVPolicy(1.0, 0.0, 5, 2), PAIR, False),
-        (DiffKVPolicy(1.0, 0.0, 5, 2), PAIR, True),
-        (DiffKVPolicy(2.0, 0.0, 5, alpha_between=(0.8,)), THREE, False),
-        (DiffKVPolicy(2.0, 0.0, 5, alpha_between=(0.8,)), THREE, True),
-        (DiffKVPolicy(2.0, 0.0, 5, alpha_between=(1.2, 0.8)), FOUR, False),
-        (DiffKVPolicy(2.0, 0.0, 5, alpha_between=(0.0,)), THREE, False),
+        (diffkv_policy(1.0, 0.0, 5, 2), PAIR, False),
+        (diffkv_policy(1.0, 0.0, 5, 2), PAIR, True),
+        (diffkv_policy(2.0, 0.0, 5, alpha_between=(0.8,)), THREE, False),
+        (diffkv_policy(2.0, 0.0, 5, alpha_between=(0.8,)), THREE, True),
+        (diffkv_policy(2.0, 0.0, 5, alpha_between=(1.2, 0.8)), FOUR, False),
+        (diffkv_policy(2.0, 0.0, 5, alpha_between=(0.0,)), THREE, False),
         (ALONE, PAIR, False),
         (ALONE, PAIR, True),
-        (DiffKVPolicy(1e9, 0.0, 5, alpha_between=(1e9,)), THREE, False),
-        (DiffKVPolicy(1e9, 1e9, 5, 2), PAIR, False),
-        (DiffKVPolicy(1.0, 0.0, 5), ("K8V4",), False),
-        (StreamingPolicy(5, 3), ("BF16",), False),
-        (DuoPolicy(((True, False), (False, True)), 5, 3, keep_low=True), ("BF16", "K4V2"), False),
+        (diffkv_policy(1e9, 0.0, 5, alpha_between=(1e9,)), THREE, False),
+        (diffkv_policy(1e9, 1e9, 5, 2), PAIR, False),
+        (diffkv_policy(1.0, 0.0, 5), ("K8V4",), False),
+        (streaming_policy(5, 3), ("BF16",), False),
+        (duo_policy(((True, False), (False, True)), 5, 3, keep_low=True), ("BF16", "K4V2"), False),
         (UniformPolicy(), ("K8V4",), False),
     ],
     ids=str,
@@ -175,7 +177,7 @@ def test_tokens_lie_where_they_would_with_all_scores(policy: Policy, tiers: tupl
 
 
 @pytest.mark.parametrize("ops", [reference, triton], ids=["reference", "triton"])
-@pytest.mark.parametrize("policy", [ALONE, DiffKVPolicy(3.0, 0.0, 5)], ids=["window alone", "thresholds"])
+@pytest.mark.parametrize("policy", [ALONE, diffkv_policy(3.0, 0.0, 5)], ids=["window alone", "thresholds"])
 def test_ops_score_prompts_as_the_policy_says(ops: Any, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -11,10 +11,10 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import prunes
-from sglang_diffkv.policies.streaming import StreamingPolicy
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
 from tests.kernels.triton_helpers import DEVICE
+from tests.policies import streaming_policy
 
 
 def stays(length: int, window: int, sinks: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def stays(length: int, window: int, sinks: int) -> np.ndarray:
 @pytest.mark.parametrize(("window", "sinks"), [(5, 3), (4, 0), (1, 1), (60, 4)])
 @pytest.mark.parametrize("prompt", [2, 31])
 def test_sinks_and_window_stay(prompt, window, sinks):
-    policy = StreamingPolicy(window, sinks)
+    policy = streaming_policy(window, sinks)
     manager = make_manager(make_format(("K8V4",)), policy=policy)
     session = Session(manager, spread=3.0)
     session.extend({1: prompt})
@@ -40,7 +40,7 @@ def test_sinks_and_window_stay(prompt, window, sinks):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the map of tiers reads the CPU's memory")
 def test_triton_cuts_prompts_and_copies():
-    policy = StreamingPolicy(6, 3)
+    policy = streaming_policy(6, 3)
     manager = make_manager(make_format(("K8V4",), page_tokens=4), policy=policy)
     session = Session(manager)
     session.extend({1: 40}, scores=False, check=False)
@@ -55,7 +55,7 @@ def test_triton_cuts_prompts_and_copies():
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the map of tiers reads the CPU's memory")
 def test_triton_steps():
-    policy = StreamingPolicy(5, 2)
+    policy = streaming_policy(5, 2)
     manager = make_manager(make_format(("BF16",), page_tokens=4), policy=policy)
     session = Session(manager)
     session.extend({1: 20}, check=False)
@@ -79,7 +79,7 @@ def test_triton_steps():
 
 def test_configuration():
     config = load_config('{"tiers": ["BF16"], "policy": {"name": "streaming", "window": 64}}')
-    assert config.build_policy() == StreamingPolicy(64, 4) and not config.lossless
+    assert config.build_policy() == streaming_policy(64, 4) and not config.lossless
     for policy, message in (('"window": 0', "window"), ('"budget": 3', "budget")):
         with pytest.raises(ConfigError, match=message):
             load_config(f'{{"tiers": ["BF16"], "policy": {{"name": "streaming", {policy}}}}}')

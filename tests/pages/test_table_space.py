@@ -13,11 +13,11 @@ from sglang_diffkv.layout.state import TABLE_BLOCK
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.table_space import TableFull
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.checks import check_row
 from tests.dense import Session
 from tests.helpers import PAIR, begin_step, make_format, make_manager, tier_map, visible
+from tests.policies import diffkv_policy
 
 
 def snapshot(manager: PageManager) -> list[object]:
@@ -117,7 +117,7 @@ def test_bounds_hold_when_pages_stay_part_filled(loose_bounds):
 
 
 def test_share_takes_what_no_segment_holds():
-    session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.3, 4)), spread=3.0)
+    session = Session(make_manager(policy=diffkv_policy(1.0, 0.3, 4)), spread=3.0)
     session.manager.prompts.share_min_tokens = 20
     session.extend({1: 30})
     session.end_prompt(1)
@@ -137,7 +137,7 @@ def test_share_takes_what_no_segment_holds():
 
 @pytest.mark.parametrize("min_tokens", [None, 1, 30, 31])
 def test_a_prompt_is_sealed_from_the_given_length(min_tokens):
-    session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.3, 4)), spread=3.0)
+    session = Session(make_manager(policy=diffkv_policy(1.0, 0.3, 4)), spread=3.0)
     session.manager.prompts.share_min_tokens = min_tokens
     session.extend({1: 30})
     session.end_prompt(1)
@@ -164,7 +164,7 @@ def test_headroom_is_what_the_next_step_takes():
 
 def test_a_hole_needs_no_page():
     """Every step prunes a token, so that full pages take the next one."""
-    session = Session(make_manager(make_format(("K8V4",)), policy=DiffKVPolicy(0.0, 1e9, 15)))
+    session = Session(make_manager(make_format(("K8V4",)), policy=diffkv_policy(0.0, 1e9, 15)))
     session.extend({1: 15})
     session.end_prompt(1)
     session.step([1])
@@ -195,7 +195,7 @@ def test_counts_that_arrive_together_are_not_applied_twice():
 
 def test_a_last_chunk_of_one_token_is_counted():
     """It is part of a prompt, not a decode step, although it is one token: the page it takes must not be forgotten."""
-    session = Session(make_manager(policy=DiffKVPolicy(1.0, 0.0, 100)))
+    session = Session(make_manager(policy=diffkv_policy(1.0, 0.0, 100)))
     manager = session.manager
     rows = (1, 2, 3, 4, 5)
     session.extend(dict.fromkeys(rows, 16))
@@ -270,7 +270,7 @@ def test_room_for_many_rows_is_room_for_each(tiers, blocks):
 
 def test_a_counted_segment_keeps_the_blocks_of_its_entries():
     """A short prompt is all in the high tier: nothing of a block for low entries."""
-    session = Session(make_manager(make_format(page_tokens=4), policy=DiffKVPolicy(1.0, 0.0, 200), segments=20))
+    session = Session(make_manager(make_format(page_tokens=4), policy=diffkv_policy(1.0, 0.0, 200), segments=20))
     manager = session.manager
     session.extend({1: 50})
     assert len(manager.space.free_blocks) == manager.space.num_blocks - 3
@@ -290,7 +290,7 @@ def test_a_counted_segment_keeps_the_blocks_of_its_entries():
 
 def test_a_compressed_prompt_gives_back_the_blocks_of_its_high_tier():
     """Once it was counted, and not before its last chunk has run; decode goes on with blocks as it needs them."""
-    manager = make_manager(make_format(page_tokens=4), policy=DiffKVPolicy(50.0, 0.0, window=8), pages=1500)
+    manager = make_manager(make_format(page_tokens=4), policy=diffkv_policy(50.0, 0.0, window=8), pages=1500)
     session, space = Session(manager), manager.space
     session.extend({1: 200})
     manager.counts.settle()

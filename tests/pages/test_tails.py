@@ -11,20 +11,20 @@ from sglang_diffkv.mem_pool.integrity import check_integrity, check_settled
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.ops.decisions import tail_tokens
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.snapkv import SnapKVPolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.policies.zipage import ZipagePolicyConfig
 from tests.checks import check_contents, check_row
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map, visible
+from tests.policies import diffkv_policy
 
 WINDOW = 9
 
 
 def begun(tokens: int, *, tail: bool = True, alphas: tuple[float, float] = (1e9, 0.0), pages: int = 600) -> Session:
     """A prompt of row 1 that has ended, and was frozen if it has at least 16 tokens."""
-    policy = DiffKVPolicy(*alphas, WINDOW, sinks=2)
+    policy = diffkv_policy(*alphas, WINDOW, sinks=2)
     manager = make_manager(make_format(page_tokens=4), policy=policy, pages=pages)
     manager.prompts.share_min_tokens, manager.prompts.tail = 16, WINDOW if tail else 0
     session = Session(manager, spread=2.0)
@@ -86,7 +86,7 @@ def test_a_prompt_that_would_leave_too_little_is_sealed_whole() -> None:
 
 @pytest.mark.parametrize("short", ["pages", "table"])
 def test_without_room_it_is_sealed_whole(short: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = DiffKVPolicy(1e9, 0.0, WINDOW)
+    policy = diffkv_policy(1e9, 0.0, WINDOW)
     manager = make_manager(make_format(page_tokens=4), policy=policy, pages=600)
     manager.prompts.share_min_tokens, manager.prompts.tail = 16, WINDOW
     session = Session(manager, spread=2.0)
@@ -110,8 +110,8 @@ def test_without_room_it_is_sealed_whole(short: str, monkeypatch: pytest.MonkeyP
 def test_only_what_goes_down_step_by_step_has_one() -> None:
     state = make_manager().state
     zipage = ZipagePolicyConfig(name="zipage", max_blocks=3).build()
-    assert tail_tokens(state, DiffKVPolicy(1.0, 0.0, 7)) == 7
+    assert tail_tokens(state, diffkv_policy(1.0, 0.0, 7)) == 7
     assert [tail_tokens(state, policy) for policy in (UniformPolicy(), zipage)] == [0, 0]
     assert tail_tokens(state, SnapKVPolicyConfig(budget=64, window=5).build()) == 0
-    sliding = PageManager(replace(make_manager().geometry, attention_spans=(6, 0)), DiffKVPolicy(1.0, 0.0, 256))
-    assert tail_tokens(sliding.state, DiffKVPolicy(1.0, 0.0, 7)) == 0
+    sliding = PageManager(replace(make_manager().geometry, attention_spans=(6, 0)), diffkv_policy(1.0, 0.0, 256))
+    assert tail_tokens(sliding.state, diffkv_policy(1.0, 0.0, 7)) == 0

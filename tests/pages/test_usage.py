@@ -16,12 +16,12 @@ from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.mem_pool import segment_counts, usage
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.helpers import begin_step, make_format, make_manager
 from tests.pages.usage_oracle import check_reading
+from tests.policies import diffkv_policy
 from tests.tree.tree_world import World
 
-TIERS = DiffKVPolicy(1.0, 0.0, window=8)
+TIERS = diffkv_policy(1.0, 0.0, window=8)
 """All but the newest tokens go down a tier, since no test here gives them scores."""
 
 
@@ -218,7 +218,7 @@ def test_an_idle_pool_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("alpha_low", [0.0, 0.5])
 def test_what_windows_let_go_is_told_from_what_is_pruned(alpha_low: float) -> None:
     """Of two layers one sees 10 tokens. Without scores the other drops all but its newest 8 where it prunes."""
-    policy = DiffKVPolicy(1.0, alpha_low, window=8)
+    policy = diffkv_policy(1.0, alpha_low, window=8)
     manager = PageManager(Geometry(make_format(), 2, 2, 400, 8, 8, 200, attention_spans=(0, 10)), policy)
     meter, length, kept = UsageMeter(manager), 100, retained_tokens(10)
     prompt(manager, 1, length)

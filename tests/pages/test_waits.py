@@ -12,10 +12,10 @@ import torch
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from tests.kernels.triton_helpers import DEVICE, add_prompt, make_format, make_manager
 from tests.pages.test_judged_beside import JUDGED, OTHER, decode, policy, running_of
 from tests.pages.test_judged_beside import manager_of as judging
+from tests.policies import diffkv_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="a CPU waits for nothing")]
 
@@ -40,7 +40,7 @@ def manager_of(policy: Policy, tiers: str) -> PageManager:
 @pytest.mark.parametrize("rows", [(1,), (1, 2)])
 def test_the_end_of_prompts(rows: tuple[int, ...], tail: int) -> None:
     """Twice: kernels are compiled the first time."""
-    manager = manager_of(DiffKVPolicy(1.0, 0.0, window=6), "K8V4 K4V2")
+    manager = manager_of(diffkv_policy(1.0, 0.0, window=6), "K8V4 K4V2")
     manager.prompts.share_min_tokens, manager.prompts.tail = 16, tail
     generator = torch.Generator().manual_seed(1)
     for again in (False, True):

@@ -25,6 +25,7 @@ from tests.deciding import classify_prompt
 from tests.dense import Session
 from tests.helpers import make_format, make_manager, tier_map
 from tests.kernels.triton_helpers import DEVICE
+from tests.policies import xkv_policy
 from tests.ranks import with_one_sum
 
 Weights = list[list[Fraction]]
@@ -126,7 +127,7 @@ def test_layers_get_what_the_loop_gives_them_and_heads_keep_their_own(
 ) -> None:
     score, held = prompt
     layers, heads, length = score.shape
-    policy = XKVPolicy(window, pool, *((None, size) if by_retention else (size, None)))
+    policy = xkv_policy(window, pool, *((None, size) if by_retention else (size, None)))
     position = np.where(held, np.arange(length), -1)
     given = (policy, torch.tensor(score), torch.tensor(position), length, 1)
     tier = classify_prompt(*given)
@@ -155,7 +156,7 @@ def test_no_allocation_retains_more(seed: int, size: dict[str, float]) -> None:
     are flat and some are not."""
     random = np.random.default_rng(seed)
     score = random.exponential(1.0, (5, 2, 61)) ** np.array([0.3, 1, 2, 3, 5])[:, None, None]
-    policy = XKVPolicy(window=8, pool=7, **size)
+    policy = xkv_policy(window=8, pool=7, **size)
     tier = classify_prompt(policy, torch.tensor(score, dtype=torch.float32), torch.arange(61).expand(5, 2, -1), 61, 1)
     outside = score[..., :53]
     pooled = np.stack([[np.convolve(head, np.ones(7) / 7, mode="same") for head in layer] for layer in outside])
@@ -173,13 +174,13 @@ def test_fixed_shares_by_layer_and_a_second_tier() -> None:
     """Each head keeps its layer's share of the 53 tokens outside the window, rounded up, and half of them high."""
     score = torch.rand(3, 2, 61, generator=torch.Generator().manual_seed(1))
     position = torch.arange(61).expand(3, 2, -1)
-    fixed = XKVPolicy(layer_fractions=(0.1, 0.0, 1.0), high=0.5)
+    fixed = xkv_policy(layer_fractions=(0.1, 0.0, 1.0), high=0.5)
     one = classify_prompt(fixed, score, position, 61, 1)
     assert [(one[layer] == 0).sum(1).tolist() for layer in range(3)] == [[14, 14], [8, 8], [61, 61]]
     two = classify_prompt(fixed, score, position, 61, 2)
     assert [(two[layer] == 0).sum(1).tolist() for layer in range(3)] == [[11, 11], [8, 8], [35, 35]]
     assert torch.equal(two < 2, one == 0)
-    online = XKVPolicy(keep=0.4, high=0.25)
+    online = xkv_policy(keep=0.4, high=0.25)
     one, two = (classify_prompt(online, score, position, 61, tiers) for tiers in (1, 2))
     assert torch.equal(two < 2, one == 0)
     kept = (one == 0).sum(2) - 8
@@ -189,13 +190,13 @@ def test_fixed_shares_by_layer_and_a_second_tier() -> None:
 def test_a_layer_without_importance_gets_nothing_but_its_window() -> None:
     score = torch.rand(2, 1, 30, generator=torch.Generator().manual_seed(2))
     score[0] = 0.0
-    tier = classify_prompt(XKVPolicy(min_retention=0.5), score, torch.arange(30).expand(2, 1, -1), 30, 1)
+    tier = classify_prompt(xkv_policy(min_retention=0.5), score, torch.arange(30).expand(2, 1, -1), 30, 1)
     assert (tier[0] == 0).sum() == 8 and 8 < (tier[1] == 0).sum() < 30
-    nothing = classify_prompt(XKVPolicy(min_retention=0.5), score * 0, torch.arange(30).expand(2, 1, -1), 30, 1)
+    nothing = classify_prompt(xkv_policy(min_retention=0.5), score * 0, torch.arange(30).expand(2, 1, -1), 30, 1)
     assert ((nothing == 0).sum(2) == 8).all()
 
 
-POLICIES = [XKVPolicy(4, 3, keep=0.3), XKVPolicy(4, 7, min_retention=0.6), XKVPolicy(4, layer_fractions=(0.5, 0.1))]
+POLICIES = [xkv_policy(4, 3, keep=0.3), xkv_policy(4, 7, min_retention=0.6), xkv_policy(4, layer_fractions=(0.5, 0.1))]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -264,7 +265,7 @@ def test_behind_a_shared_prefix_the_request_s_own_tokens_are_judged(policy: XKVP
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("kernels", [REFERENCE, WHOLE_HEADS], ids=["reference", "triton"])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("policy", [XKVPolicy(8, 7, keep=0.3, high=0.5), XKVPolicy(8, 1, min_retention=0.7)], ids=str)
+@pytest.mark.parametrize("policy", [xkv_policy(8, 7, keep=0.3, high=0.5), xkv_policy(8, 1, min_retention=0.7)], ids=str)
 def test_ranks_keep_what_one_rank_with_all_heads_keeps(
     policy: XKVPolicy, ranks: int, kernels: WholeHeadKernels
 ) -> None:
@@ -290,11 +291,11 @@ def test_ranks_keep_what_one_rank_with_all_heads_keeps(
 
 def test_configuration() -> None:
     config = load_config('{"tiers": ["BF16"], "policy": {"name": "xkv", "keep": 0.2}}')
-    assert config.build_policy() == XKVPolicy(8, 7, keep=0.2) and not config.lossless
+    assert config.build_policy() == xkv_policy(8, 7, keep=0.2) and not config.lossless
     config = load_config('{"policy": {"name": "xkv", "min_retention": 0.9, "high": 0.5, "window": 16, "pool": 1}}')
-    assert config.build_policy() == XKVPolicy(16, 1, min_retention=0.9, high=0.5)
+    assert config.build_policy() == xkv_policy(16, 1, min_retention=0.9, high=0.5)
     config = load_config('{"tiers": ["K8V4"], "policy": {"name": "xkv", "layer_fractions": [0.5, 0.25]}}')
-    assert config.build_policy() == XKVPolicy(layer_fractions=(0.5, 0.25))
+    assert config.build_policy() == xkv_policy(layer_fractions=(0.5, 0.25))
 
 
 @pytest.mark.parametrize(

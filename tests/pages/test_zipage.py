@@ -26,6 +26,7 @@ from tests.helpers import begin_step, tier_map
 from tests.kernels.test_running import keys_of
 from tests.kernels.test_whole_heads import gathered
 from tests.kernels.triton_helpers import DEVICE, add_prompt, clone_state, make_format, make_manager, vectors
+from tests.policies import zipage_policy
 
 LENGTH, WINDOW, KEEP, GROUP = 61, 6, 30, 2
 SCALING = Scaling(0.2)
@@ -33,7 +34,7 @@ SCALING = Scaling(0.2)
 
 def policy(**changes: object) -> ZipagePolicy:
     fields = {"keep": KEEP, "limit": 40, "window": WINDOW, "pool": 5, "redundancy": Redundancy(0.5, 0.1, 0.4, 16)}
-    return ZipagePolicy(**{**fields, **changes})  # type: ignore[arg-type]
+    return zipage_policy(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_blocks_are_tokens():
@@ -251,7 +252,7 @@ def test_what_a_request_may_still_grow_by(length, more, expected):
 def test_a_copy_has_the_table_blocks_that_it_asks_for():
     """A row of high tokens alone takes blocks of both tiers for its copy: where only those that ``copy_blocks`` names
     are free, the copy succeeds."""
-    chosen = ZipagePolicy(keep=320, limit=330, window=4, high=160)
+    chosen = zipage_policy(keep=320, limit=330, window=4, high=160)
     manager = make_manager(make_format("K8V4 K4V2", page_tokens=4), pages=2000, policy=chosen)
     running, space = manager.running, manager.space
     assert running is not None
@@ -320,14 +321,14 @@ def test_pages_for_a_copy_are_set_aside_while_one_is_near():
         manager.counts.settle()
         near = length + 1 >= 24 - 2 - 2
         taken = before - ledger.uncommitted_pages()
-        with ledger.judging():
+        with ledger.checking():
             assert ledger.uncommitted_pages() - (before - taken) == near * running.copy_pages, "admission counts copies"
         with ledger.prefilling():
             assert ledger.uncommitted_pages() - (before - taken) == near * running.copy_pages
     manager.release(2)
     manager.counts.settle()
     free = ledger.uncommitted_pages()
-    with ledger.judging():
+    with ledger.checking():
         assert ledger.uncommitted_pages() == free, "a request that runs alone would be retracted for its own sake"
 
 
@@ -365,6 +366,6 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(frozen):
         results.append(tier_map(here, 2, LENGTH))
     assert DEVICE != "cpu" or (results[0] == results[1]).all()
     reference = ReferenceOps()
-    judgement = reference.judge_running(whole, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
+    judgement = reference.grade_running(whole, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
     reference.copy_judged(whole, 6, [(2, 0, LENGTH)], LENGTH, judgement)
     assert (tier_map(whole, 6, LENGTH) == results[0]).all()

@@ -21,15 +21,12 @@ from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.h2o import H2OPolicy
-from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
-from sglang_diffkv.policies.xkv import XKVPolicy
 from sglang_diffkv.srt.backend import DiffKVAttnBackend
 from sglang_diffkv.srt.hooks.table import enable_fused_set_kv_buffer
 from sglang_diffkv.srt.pool import DiffKVPool
 from tests.kernels.triton_helpers import BF16, DEVICE, close, make_format, make_manager
+from tests.policies import diffkv_policy, h2o_policy, pyramidkv_policy, snapkv_policy, xkv_policy
 
 PAGED = (1, 4)
 """Ids of the layers that attend. A model may have others between them, which have states."""
@@ -61,7 +58,7 @@ class Twin:
         def make_ops(state: PageState) -> Ops:
             return TritonOps(state, rule, heads * group, 400, ragged) if triton else ReferenceOps()
 
-        rule = method or replace(DiffKVPolicy(1.0, 0.2, window), **policy)
+        rule = method or replace(diffkv_policy(1.0, 0.2, window), **policy)
         self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, policy=rule, make_ops=make_ops)
         pool = DiffKVPool(64, BF16, PAGED, DEVICE, False, 0, PAGED[-1])
         pool.bind(self.manager)
@@ -208,8 +205,8 @@ def kept(twin: Twin, row: int) -> list[set[int]]:
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(SnapKVPolicy(Budget(12), 6, 3), id="snapkv"),
-        pytest.param(H2OPolicy(Budget(12), 6), id="h2o", marks=pytest.mark.full),
+        pytest.param(snapkv_policy(Budget(12), 6, 3), id="snapkv"),
+        pytest.param(h2o_policy(Budget(12), 6), id="h2o", marks=pytest.mark.full),
     ],
 )
 def test_both_ops_keep_the_same_tokens(method: Policy) -> None:
@@ -236,12 +233,12 @@ def test_both_ops_keep_the_same_tokens(method: Policy) -> None:
 @pytest.mark.parametrize(
     ("method", "layers"),
     [
-        pytest.param(XKVPolicy(6, 3, keep=0.4), None, id="xkv"),
+        pytest.param(xkv_policy(6, 3, keep=0.4), None, id="xkv"),
         pytest.param(
-            XKVPolicy(6, 3, layer_fractions=(0.5, 0.25)), [6 + 17, 6 + 9], id="xkv by layer", marks=pytest.mark.full
+            xkv_policy(6, 3, layer_fractions=(0.5, 0.25)), [6 + 17, 6 + 9], id="xkv by layer", marks=pytest.mark.full
         ),
         pytest.param(
-            PyramidKVPolicy(PyramidBudget(16, beta=5), 6, 3), [6 + 18, 6 + 2], id="pyramidkv", marks=pytest.mark.full
+            pyramidkv_policy(PyramidBudget(16, beta=5), 6, 3), [6 + 18, 6 + 2], id="pyramidkv", marks=pytest.mark.full
         ),
     ],
 )

@@ -61,7 +61,7 @@ def test_states_take_what_sglang_says(ranks: int) -> None:
 def test_a_request_that_leaves_before_it_has_tokens_gives_its_state_back(slot: int | None) -> None:
     told: list[str] = []
     kv = SimpleNamespace(req_pool_idx=2, mamba_pool_idx=slot, kv_allocated_len=0)
-    old = compat.release() < (0, 5, 18)
+    old = compat.installed().row_on_request
     req = SimpleNamespace(
         kv=None if old else kv, last_node=None, lock=None, reset_for_retract=lambda: told.append("reset")
     )

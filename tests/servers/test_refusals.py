@@ -24,7 +24,6 @@ from sglang_diffkv.config import CONFIG_ENV, DiffKVConfig, DiffKVPolicyConfig, l
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.evaluate.ports import Port
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, Server
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.refusals import kind_of
 from sglang_diffkv.srt.hooks import registration
@@ -33,14 +32,15 @@ from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.speculation import check_drafts
 from sglang_diffkv.srt.startup import launch, preflight
 from sglang_diffkv.srt.startup.validation import check_layers, check_model, check_policy, check_server_args
-from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, release
+from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, installed
+from tests.policies import diffkv_policy
 
 
 @pytest.mark.parametrize(
     ("text", "field"),
     [
         ('{"tier": ["K8V4"]}', "tier"),
-        ('{"tiers": ["K3V4"]}', "tiers"),
+        ('{"tiers": ["K9V4"]}', "tiers"),
         ('{"tiers": ["K4V2", "K8V4"]}', "ever fewer bytes"),
         ('{"tiers": ["BF16", "K8V4", "K4V2"]}', "tiers"),
         ('{"policy": {"name": "diffkv", "alpha_high": -1}}', "alpha_high"),
@@ -99,7 +99,7 @@ def test_an_unsupported_sglang_is_no_news_to_other_backends(caplog: pytest.LogCa
 def test_defaults_and_round_trip() -> None:
     config = DiffKVConfig()
     assert (config.tiers, config.build_policy().window, config.lossless) == (("K8V4", "K4V2"), 256, False)
-    usual = DiffKVPolicy(alpha_high=3.0, alpha_low=0.0, window=256, sinks=4, observe_every=4, pressure_window=64)
+    usual = diffkv_policy(alpha_high=3.0, alpha_low=0.0, window=256, sinks=4, observe_every=4, pressure_window=64)
     assert config.build_policy() == DiffKVPolicyConfig().build() == usual
     rotated = {tiers: DiffKVConfig(tiers=tiers).rotate for tiers in (("K8V4", "K4V2"), ("K4V2",), ("K8V4",), ("BF16",))}
     assert list(rotated.values()) == ["both", "both", "none", "none"]
@@ -196,13 +196,15 @@ def test_all_that_is_wrong_with_drafts_is_told_at_once() -> None:
 
 
 SERVED = ("diffkv", "uniform", "streaming", "duo")
-"""Methods for models with sliding layers; all others judge whole heads."""
+"""Methods for models with sliding layers; all others score whole heads."""
 MORE = {
     "xkv": {"keep": 0.5},
     "duo": {"pattern": [[1.0, 0.0]] * 2},
     "snapkv": {"budget": 64},
     "h2o": {"budget": 128},
     "pyramidkv": {"budget": 64},
+    "knorm": {"budget": 128},
+    "random": {"budget": 128},
     "zipage": {"max_blocks": 4},
 }
 """What a method needs beside its name."""
@@ -216,7 +218,7 @@ def test_methods_for_layers_with_a_window(name: str) -> None:
     if name in SERVED:
         check_policy(config, (0, 512))
         return
-    with pytest.raises(UnsupportedError, match=f"policy {name} judges .* Use policy {', '.join(SERVED[:-1])} or duo"):
+    with pytest.raises(UnsupportedError, match=f"policy {name} scores .* Use policy {', '.join(SERVED[:-1])} or duo"):
         check_policy(config, (0, 512))
 
 
@@ -420,14 +422,14 @@ def test_a_window_and_a_policy_that_cannot_have_it_are_refused_before_loading(
     monkeypatch.setattr(preflight, "configured_spans", lambda config: (64, 0) * 3)
     monkeypatch.setattr(preflight, "model_reads_window", lambda model: True)
     preflight.ask(nano_args, DiffKVConfig())
-    with pytest.raises(UnsupportedError, match="policy h2o judges the heads"):
+    with pytest.raises(UnsupportedError, match="policy h2o scores the heads"):
         preflight.ask(nano_args, load_config('{"tiers": ["BF16"], "policy": {"name": "h2o", "budget": 128}}'))
 
 
 def test_what_sglang_does_not_take_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="sglang_diffkv"):
         preflight.ask(SimpleNamespace(model_path="none"), DiffKVConfig())
-    assert "judged once it is loaded" in caplog.text
+    assert "checked once it is loaded" in caplog.text
 
 
 @pytest.mark.parametrize("command", [True, False])
@@ -508,7 +510,7 @@ def test_all_reasons_of_a_model_with_windows_are_told_before_it_is_loaded(tmp_pa
         model=tmp_path,
     )
     assert "--speculative-ngram-max-bfs-breadth" in output
-    assert "policy zipage judges the heads of all layers as a whole" in output
+    assert "policy zipage scores the heads of all layers as a whole" in output
     assert "holds requests to a budget" in output and "sliding window with speculative decoding" in output
     assert "Traceback" not in output and "Load weight" not in output
 
@@ -590,7 +592,7 @@ def test_a_start_that_died_without_a_word_says_why() -> None:
         "--is-embedding: ",
         "--kv-canary-real-data all: use",
     ]
-    if release() >= (0, 5, 18):
+    if installed().abort_from_request:
         options.append("--enable-unified-cache-external-linker")
         reasons.append(
             "an external KV store, which moves K and V by KV slot: drop --enable-unified-cache-external-linker"

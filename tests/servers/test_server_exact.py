@@ -54,7 +54,7 @@ def test_shared_questions_are_right_and_cached(server: Server) -> None:
     others = client.run(server.url, ids[1:], 160, concurrency=4)
     assert first.cached_tokens == 0
     assert all(record.cached_tokens >= shared for record in others)
-    right = sum(reference.judge(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
+    right = sum(reference.grade(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
     assert right >= 6
 
 
@@ -77,7 +77,7 @@ def test_a_program_that_forks(server: Server) -> None:
     spec.loader.exec_module(frontend)
     server.flush_cache()
     replies, second = frontend.run(server.url, "easy-1", 4)
-    right = sum(reference.judge(reply, item.answers) for item, reply in replies)
+    right = sum(reference.grade(reply, item.answers) for item, reply in replies)
     assert right >= 3
     assert second.strip()
 

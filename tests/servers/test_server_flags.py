@@ -1,4 +1,4 @@
-"""Every option of the supported SGLang versions is judged: it works, is refused, or has no bearing on the cache."""
+"""Every option of the supported SGLang versions is checked: it works, is refused, or has no bearing on the cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_diffkv.srt.startup import launch
 from sglang_diffkv.srt.startup.server_flags import REFUSED, OnlyWith, Refused, flags
 from sglang_diffkv.srt.startup.supported_flags import WORKS
 from sglang_diffkv.srt.startup.validation import check_server_args
-from sglang_diffkv.srt.versions.compat import CANARY_ON_CPU, TESTED_VERSIONS, release, resolved, sglang_version
+from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, installed, resolved, sglang_version
 from sglang_diffkv.srt.versions.states import model_has_states
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_the_lists_of_fields_are_those_of_the_supported_versions():
 
 
 @pytest.mark.parametrize("version", TESTED_VERSIONS)
-def test_every_field_is_judged(version):
+def test_every_field_is_checked(version):
     assert FIELDS[version] - set(flags()) == set(), f"options of SGLang {version} that server_flags.py does not list"
 
 
@@ -302,7 +302,7 @@ def _resolved_args(monkeypatch, **more):
 
 def _choose_prefill_graphs(args: ServerArgs, kind: str = "breakable") -> None:
     """What SGLang decides where there is a GPU."""
-    if release() < (0, 5, 21):
+    if not installed().declared_arguments:
         args.cuda_graph_config.prefill.backend = kind
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
@@ -312,7 +312,7 @@ def _choose_prefill_graphs(args: ServerArgs, kind: str = "breakable") -> None:
     declare_resolution(args, "test", cuda_graph_config=config)
 
 
-@pytest.mark.skipif(not CANARY_ON_CPU, reason="SGLang 0.5.17 has no canary for a CPU")
+@pytest.mark.skipif(not installed().canary_on_cpu, reason="SGLang 0.5.17 has no canary for a CPU")
 def test_the_canary_runs_on_a_cpu_in_triton_s_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     check_server_args(_args(kv_canary="raise"))

@@ -22,7 +22,7 @@ from sglang_diffkv.policies.xkv import XKVPolicyConfig
 from tests.servers.shared import STRICT, stats_of, tokens
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
-"""``make test`` has the same at page level, and a server of another method that judges whole heads."""
+"""``make test`` has the same at page level, and a server of another method that scores whole heads."""
 
 CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
     "xkv": ({"tiers": ["BF16"], "policy": {"name": "xkv", "keep": 0.6}}, 0.38, 0.41),
@@ -54,7 +54,7 @@ def test_questions_behind_one_prompt(
     high, pruned = (after[name] - before[name] for name in ("high", "pruned"))
     assert least < pruned / (high + pruned) < most, "the first prompt, which nobody shared yet, was cut otherwise"
     others = client.run(server.url, ids[1:], 160, concurrency=3)
-    right = sum(reference.judge(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
+    right = sum(reference.grade(r.text, x.answers) for r, x in zip([first, *others], items, strict=True))
     assert right >= 5
     assert all(record.cached_tokens >= 1190 for record in others), "the shared part was not found"
     parameters = {"temperature": 0, "max_new_tokens": 30, "n": 3}
@@ -77,3 +77,15 @@ def test_a_server_keeps_what_a_sample_of_a_task_said(tmp_path: Path, server_of: 
     assert by_head["tokens"] == 600
     kept = [[policy.window + math.ceil(x * (600 - policy.window))] * 2 for x in policy.layer_fractions]
     assert len({first for first, _ in kept}) > 3 and by_head["high"] == kept
+
+
+@pytest.mark.parametrize("name", ["knorm", "random"])
+def test_a_server_cuts_prompts_without_attention(name: str, server_of: Callable[..., Server]) -> None:
+    """Each head keeps its budget, whatever chunks a prompt came in."""
+    policy = {"name": name, "fraction": 0.3, "window": 32}
+    server = server_of("diffkv", ARGS, config={"tiers": ["BF16"], "policy": policy}, env=STRICT)
+    server.flush_cache()
+    client.ask(server.url, tokens(600, 1), 0)
+    by_head = stats_of(server)["by_head"]
+    assert by_head["tokens"] == 600 and by_head["high"] == [[180] * 2] * 6
+    assert len(client.ask(server.url, tokens(600, 1), 8).output_ids) == 8, "behind the cached prompt"

@@ -1,4 +1,5 @@
-"""Servers of three and four tiers: prompts, shared prefixes and replies, with all structures checked."""
+"""Servers of three and four tiers: prompts, shared prefixes and replies, with all structures checked. Two of the three
+have numbers of bits that do not divide 8."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.server
 
 CONFIGS = {
     "three": {
-        "tiers": ["BF16", "K8V4", "K4V2"],
+        "tiers": ["BF16", "K6V3", "K3V2"],
         "policy": {"name": "diffkv", "alpha_high": 2.0, "alpha_between": [0.9], "alpha_low": 0.1, "window": 16},
     },
     "four": {

@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 
 from benchmarks.paths import NANO
 from sglang_diffkv.evaluate.server import Server
-from sglang_diffkv.srt.versions.compat import CANARY_ON_CPU
+from sglang_diffkv.srt.versions.compat import installed
 from tests.servers.events import Events
 from tests.servers.shared import STRICT
 
 pytestmark = [
     pytest.mark.server,
-    pytest.mark.skipif(not CANARY_ON_CPU, reason="SGLang 0.5.17 has no canary for a CPU"),
+    pytest.mark.skipif(not installed().canary_on_cpu, reason="SGLang 0.5.17 has no canary for a CPU"),
 ]
 
 ROOT = Path(__file__).parents[2]

@@ -38,6 +38,8 @@ METHODS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "leankv": (TWO, {"name": "leankv", "mass_high": 0.1, "mass_low": 0.002, "window": 32}),
     "snapkv": (ONE, {"name": "snapkv", "fraction": 0.5, "window": 16}),
     "pyramidkv": (ONE, {"name": "pyramidkv", "fraction": 0.5, "window": 8}),
+    "knorm": (ONE, {"name": "knorm", "fraction": 0.5, "window": 16}),
+    "random": (ONE, {"name": "random", "fraction": 0.5, "window": 16}),
     "h2o": (ONE, {"name": "h2o", "fraction": 0.5, "window": 32}),
     "xkv": (ONE, {"name": "xkv", "keep": 0.4, "window": 8}),
     "zipage": (ONE, {"name": "zipage", "max_blocks": 4, "block": 32}),

@@ -19,12 +19,14 @@ from sglang_diffkv.evaluate import client
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
-from sglang_diffkv.srt.versions.compat import BEAM_SEARCH
+from sglang_diffkv.srt.versions.compat import installed
 from tests.servers.shared import STRICT
 
 pytestmark = pytest.mark.server
 
 POOL = 6000
+BEAMS = bool(installed().target("validate_beams"))
+"""Whether a request may ask SGLang for beam search."""
 QUESTION = {"role": "user", "content": "What is 23 * 45? Show the steps."}
 
 
@@ -53,7 +55,7 @@ def test_shared_prefix_is_attached_not_computed(server: Server) -> None:
     assert after is not None
     assert first.cached_tokens == 0
     assert second.cached_tokens == shared
-    assert all(reference.judge(r.text, x.answers) for r, x in zip((first, second), group, strict=True))
+    assert all(reference.grade(r.text, x.answers) for r, x in zip((first, second), group, strict=True))
     private = after["pages_used"] - before["pages_used"]
     assert private < before["pages_used"] / 2, "the second question took pages for the shared prefix"
 
@@ -163,11 +165,11 @@ def test_beams_are_declined(server: Server) -> None:
     field and ignores it, as it does without the plugin."""
     plain = {"max_new_tokens": 4, "temperature": 0}
     beams = {**plain, "beam_width": 4}
-    refused = "Drop beam_width" if BEAM_SEARCH else "Internal Server Error"
+    refused = "Drop beam_width" if BEAMS else "Internal Server Error"
     for text, sampling in (("Hello", beams), (["Hello", "You"], beams), (["Hello", "You"], [plain, beams])):
         response = server.post("/generate", {"text": text, "sampling_params": sampling})
-        assert response.status_code == (400 if BEAM_SEARCH else 500) and refused in response.text
-    if BEAM_SEARCH:  # a stream has begun by then; before, SGLang breaks it off
+        assert response.status_code == (400 if BEAMS else 500) and refused in response.text
+    if BEAMS:  # a stream has begun by then; before, SGLang breaks it off
         response = server.post("/generate", {"text": "Hello", "sampling_params": beams, "stream": True})
         last = [x for x in response.text.splitlines() if x.startswith("data: {")][-1]
         reason = json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]
@@ -191,6 +193,6 @@ def test_rotated_keys_less_their_means_answer_over_chunks_and_prefix_hits(
     server = server_of("diffkv", ["--chunked-prefill-size", "64"], config=config)
     for _ in range(2):
         replies = client.run(server.url, prompts, 400, concurrency=6)
-        assert sum(reference.judge(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 7
+        assert sum(reference.grade(r.text, x.answers) for r, x in zip(replies, items, strict=True)) >= 7
     assert all(r.cached_tokens for r in replies)
     assert f"rotation keys; key means {path}" in server.log_text()

@@ -19,7 +19,7 @@ def test_every_group_follows_the_rule_of_its_examples(split: str) -> None:
             head, _, words = item.prompt.rpartition("in: ")
             assert items[0].prompt.startswith(head)
             assert item.answers[0] == apply_rule(rule, words.split())
-            assert reference.judge(item.reply, item.answers)
+            assert reference.grade(item.reply, item.answers)
 
 
 def test_fewer_questions_are_those_of_the_file() -> None:

@@ -187,7 +187,7 @@ def test_another_first_configuration_is_refused(tmp_path, started, capsys):
     assert "use a new --output folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("args", [["fig8"], ["fig8", "--task", REFERENCE, "--tiers", "K3V4"], ["fig7"]])
+@pytest.mark.parametrize("args", [["fig8"], ["fig8", "--task", REFERENCE, "--tiers", "K9V4"], ["fig7"]])
 def test_unusable_command_lines(tmp_path, args):
     with pytest.raises(SystemExit):
         cli.parse_args([*args, "--output", str(tmp_path)])

@@ -21,7 +21,7 @@ from benchmarks.serving import session as serving_session
 from benchmarks.serving.client import BenchmarkError
 from sglang_diffkv.evaluate.server import ServerError
 
-RESULTS = REPOSITORY / "benchmarks" / "results"
+DATA = REPOSITORY / "tests" / "data"
 
 
 class Streaming(BaseHTTPRequestHandler):
@@ -191,7 +191,7 @@ def test_every_backend_is_measured_and_a_failed_one_is_named(server, monkeypatch
 
 
 def test_an_evaluation_as_a_chart(tmp_path):
-    results = json.loads((RESULTS / "quality_small_h200.json").read_text())
+    results = json.loads((DATA / "evaluation_small_h200.json").read_text())
     data = evaluated.figure(results)
     found = {x.configuration: x for x in data.points}
     assert list(found) == list(results["configurations"]) and (data.model, data.ratio) == ("small", "pages")

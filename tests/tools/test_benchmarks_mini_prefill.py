@@ -13,12 +13,12 @@ import torch
 from benchmarks.paths import NANO
 from benchmarks.quality import mini_prefill, whole_prompts
 from benchmarks.quality.mini_prefill import AT_END, MINI, most_alive
-from benchmarks.quality.prompt_passes import Cache, Reader, chosen, judged_at_end, sizes
+from benchmarks.quality.prompt_passes import Cache, Reader, chosen, scored_at_end, sizes
 from benchmarks.quality.prompt_passes import mini_prefill as two_passes
 from benchmarks.serving.geometries import PRESETS
 from sglang_diffkv.calibrate.layers.measure import Rule
-from sglang_diffkv.policies.xkv import XKVPolicy
 from tests.deciding import classify_prompt
+from tests.policies import xkv_policy
 
 LAYERS, HEADS, DIM = 6, 2, 64
 """Of the nano model."""
@@ -48,7 +48,7 @@ def test_what_stays_is_what_a_server_keeps() -> None:
     )
     rule = Rule(8, 7, keep=0.3)
     outside = {layer: scores[layer, :, :82].contiguous() for layer in range(4)}
-    tier = classify_prompt(XKVPolicy(keep=0.3), scores, torch.arange(90).expand(4, HEADS, -1), 90, 1)
+    tier = classify_prompt(xkv_policy(keep=0.3), scores, torch.arange(90).expand(4, HEADS, -1), 90, 1)
     for layer, size in enumerate(sizes(outside, rule)):
         kept = torch.zeros(HEADS, 90, dtype=torch.bool).scatter_(1, chosen(outside[layer], size, rule), True)
         assert torch.equal(kept, tier[layer] == 0)
@@ -68,8 +68,8 @@ def test_chunks_of_any_size_keep_nearly_the_same_tokens() -> None:
     """A last chunk shorter than the window too."""
     reader, rule = Reader(str(NANO), torch.float32), Rule(8, 7, keep=0.3)
     ids = mini_prefill.prompt_ids(str(NANO), 205)
-    whole = judged_at_end(reader, ids, rule, 205)
-    chunked = judged_at_end(reader, ids, rule, 50)
+    whole = scored_at_end(reader, ids, rule, 205)
+    chunked = scored_at_end(reader, ids, rule, 50)
     assert [x.shape for x in whole.kept] == [(HEADS, x.shape[1]) for x in whole.kept]
     assert mini_prefill.others(whole.kept, chunked.kept, 205) <= 2
     assert chunked.cache.peak == whole.cache.peak and chunked.cache.held == whole.cache.held
@@ -104,7 +104,7 @@ def test_both_ways_keep_the_same_tokens(dtype: str, tmp_path: Path, capsys: pyte
 def test_what_is_alive_does_not_depend_on_what_ran_before() -> None:
     reader, rule = Reader(str(NANO), torch.float32), Rule(8, 7, keep=0.9)
     ids = mini_prefill.prompt_ids(str(NANO), 256)
-    for way in (partial(judged_at_end, reader, ids, rule, 64), partial(two_passes, reader, ids, rule)):
+    for way in (partial(scored_at_end, reader, ids, rule, 64), partial(two_passes, reader, ids, rule)):
         first = most_alive(way, ids.device)
         assert most_alive(way, ids.device) == most_alive(way, ids.device) == pytest.approx(first, abs=4096)
 

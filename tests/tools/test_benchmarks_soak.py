@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import splits
 from benchmarks.soak import cli as soak
-from benchmarks.soak.client import ABORTED, ANSWERED, LOST, REFUSED, Client, Reply, judge
+from benchmarks.soak.client import ABORTED, ANSWERED, LOST, REFUSED, Client, Reply, grade
 from benchmarks.soak.load import ASK, DISCONNECT, WEIGHTS, Abort, Limits, Load, choose
 from tests.tools.fake_server import FakeServer, HangUp, Refusal
 from tests.tools.soak import order, reply
@@ -108,7 +108,7 @@ def test_chosen_questions_are_single_ones_and_a_group():
     ],
 )
 def test_how_a_request_ended(asked, found, aborting, end):
-    assert judge(asked, found, aborting)[0] == end
+    assert grade(asked, found, aborting)[0] == end
 
 
 def send(server, *orders, deadline=20.0):

@@ -379,7 +379,7 @@ def test_unfit_files_and_settings_are_refused(tmp_path, servers, capsys):
     refused = [
         (["--task", f"reference={dev}"], "fit on another file"),
         (["--task", f"wikitext={DATA / 'prose.txt'}"], "right and wrong answers"),
-        (["--tiers", "K8V4,K3V2"], "K3V2"),
+        (["--tiers", "K8V4,K9V2"], "K9V2"),
         (["--base", '{"rotate": "keys"}'], "--base sets rotate"),
     ]
     for args, message in refused:

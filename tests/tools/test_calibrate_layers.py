@@ -13,11 +13,12 @@ import torch
 from benchmarks.paths import DATA as SPLITS
 from benchmarks.paths import NANO
 from sglang_diffkv.calibrate.layers import cli
-from sglang_diffkv.calibrate.layers.measure import SHARES, Layers, Rule, judge, window_scores
+from sglang_diffkv.calibrate.layers.measure import SHARES, Layers, Rule, score_layers, window_scores
 from sglang_diffkv.calibrate.layers.result import LayerProvenance
 from sglang_diffkv.calibration import CalibratedPolicy, read_file, resolve
 from sglang_diffkv.policies.xkv import XKVPolicy, XKVPolicyConfig
 from tests.deciding import classify_prompt
+from tests.policies import xkv_policy
 from tests.tools.test_calibrate import DATA
 
 
@@ -37,8 +38,8 @@ def test_sizes_are_those_that_a_server_finds(size: dict[str, float], pool: int) 
     scores = torch.rand(4, 2, 90, generator=torch.Generator().manual_seed(2)) ** torch.tensor([1, 2, 4, 8]).view(
         4, 1, 1
     )
-    found = judge(scores[..., :82].contiguous(), Rule(8, pool, **size))
-    policy = XKVPolicy(window=8, pool=pool, **size)
+    found = score_layers(scores[..., :82].contiguous(), Rule(8, pool, **size))
+    policy = xkv_policy(window=8, pool=pool, **size)
     tier = classify_prompt(policy, scores, torch.arange(90).expand(4, 2, -1), 90, 1)
     assert (tier[..., :82] == 0).sum(2).tolist() == [[n, n] for n in found.kept.tolist()]
     assert len(set(found.kept.tolist())) > 2
@@ -52,7 +53,7 @@ def test_retention_by_hand() -> None:
     """One layer with half of its importance in one of 100 tokens, and one that is even."""
     scores = torch.ones(2, 1, 100)
     scores[0, 0, 40] = 99.0
-    found = judge(scores, Rule(8, 1, keep=0.005))
+    found = score_layers(scores, Rule(8, 1, keep=0.005))
     assert found.kept.tolist() == [1, 0]
     torch.testing.assert_close(found.retained, torch.tensor([0.5, 0.0]).double(), rtol=1e-6, atol=0)
     assert SHARES[:3] == (0.01, 0.02, 0.05)
@@ -62,7 +63,7 @@ def test_retention_by_hand() -> None:
     assert ratio[:, 0].isnan().all(), "of one token there is no ratio"
     torch.testing.assert_close(ratio[:, 1], expected[:, 1], rtol=1e-5, atol=0)
     torch.testing.assert_close(ratio[:, 2], expected[:, 2] / math.log2(5), rtol=1e-5, atol=0)
-    other = judge(scores, Rule(8, 1, keep=1.0))
+    other = score_layers(scores, Rule(8, 1, keep=1.0))
     assert Layers([found, other]).fractions().mean(0).tolist() == pytest.approx([0.505, 0.5])
 
 
@@ -95,7 +96,7 @@ def test_the_file_is_taken_by_a_configuration(size: str, tmp_path: Path, capsys:
     config, origin = resolve(given, NANO)
     config.check_heads(6, 2)
     assert origin.startswith("calibrated for nano, measured with this package")
-    assert config.tiers == ("BF16",) and config.build_policy() == XKVPolicy(layer_fractions=fractions)
+    assert config.tiers == ("BF16",) and config.build_policy() == xkv_policy(layer_fractions=fractions)
 
 
 def test_tiers_window_and_pool_are_those_of_the_server(tmp_path: Path) -> None:

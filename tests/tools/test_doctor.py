@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.paths import NANO, REPOSITORY
 from benchmarks.quality.random_hybrids import make_lfm2
-from sglang_diffkv import doctor, pins
+from sglang_diffkv import doctor, releases
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
@@ -132,11 +132,11 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
 @long
 @pytest.mark.full
 def test_a_bad_configuration() -> None:
-    done = _run("--model-path", str(NANO), "--diffkv-config", '{"tiers": ["K3V4"]}', "--json")
+    done = _run("--model-path", str(NANO), "--diffkv-config", '{"tiers": ["K9V4"]}', "--json")
     assert done.returncode == 1
     report = json.loads(done.stdout)
     (refusal,) = report["refusals"]
-    assert "impossible tier K3V4" in refusal
+    assert "impossible tier K9V4" in refusal
     assert "can be served" in _lines(report, "Model")["model"]["text"]
 
 
@@ -203,13 +203,13 @@ def test_a_list_for_people_and_one_for_programs() -> None:
 
 def test_packages_that_were_not_tested_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     stack: dict[str, str | None] = {"torch": "2.14.1", "triton": "3.6.0", "flashinfer": None, "sglang_kernel": "0.4.5"}
-    assert pins.untested("0.5.17", stack, gpu=True) == {
+    assert releases.untested("0.5.17", stack, gpu=True) == {
         "torch": "torch 2.14.1: with SGLang 0.5.17 on a GPU 2.11.0 was tested",
         "flashinfer": "FlashInfer is not installed: with SGLang 0.5.17 on a GPU 0.6.15.post1 was tested",
     }
-    assert set(pins.untested("0.5.21", stack, gpu=False)) == {"torch", "triton"}, "the others have no part there"
-    assert not pins.untested("0.5.21", {"torch": "2.13.0+cpu", "triton": "3.7.1"}, gpu=False)
-    assert not pins.untested("0.5.21", stack, gpu=True), "SGLang itself is refused there"
+    assert set(releases.untested("0.5.21", stack, gpu=False)) == {"torch", "triton"}, "the others have no part there"
+    assert not releases.untested("0.5.21", {"torch": "2.13.0+cpu", "triton": "3.7.1"}, gpu=False)
+    assert not releases.untested("0.5.21", stack, gpu=True), "SGLang itself is refused there"
     versions = {"sglang": "0.5.21", "torch": "2.14.1", "triton": "3.7.1", "sgl-kernel": "0.4.2"}
     monkeypatch.setattr(doctor, "version_of", versions.get)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -30,7 +30,7 @@ def examples(kind: str, path: Path | None = None):
 
 @pytest.mark.parametrize("kind", ["humaneval_plus", "mbpp_plus"])
 def test_code_is_run_only_with_leave(kind, tmp_path, capsys):
-    with pytest.raises(TaskFileError, match=f"{kind}: judging runs the code .* --run-generated-code"):
+    with pytest.raises(TaskFileError, match=f"{kind}: grading runs the code .* --run-generated-code"):
         load_task(f"{kind}={DATA / f'{kind}.jsonl'}", Options())
     with FakeServer() as fake:
         assert run(fake, tmp_path, "a", "--task", f"{kind}={DATA / f'{kind}.jsonl'}") == 1
@@ -43,8 +43,8 @@ def test_both_forms_take_their_own_solutions_and_no_stub(kind):
     task, found = examples(kind)
     assert len(found) == 2
     for name, example in found.items():
-        assert task.judge(example.reply, (name,)), "the file's own solution is right"
-        assert not task.judge("```python\npass\n```", (name,))
+        assert task.grade(example.reply, (name,)), "the file's own solution is right"
+        assert not task.grade("```python\npass\n```", (name,))
 
 
 def test_prompts_name_the_function_and_show_a_call():
@@ -58,7 +58,7 @@ def test_prompts_name_the_function_and_show_a_call():
 def test_plus_inputs_count():
     task, _ = examples("humaneval_plus")
     signed = "```\ndef mean_gap(v):\n    return (v[-1] - v[0]) / (len(v) - 1) if v[1:] else 0.0\n```"
-    assert not task.judge(signed, ("HumanEval/900",)), "right for the base inputs alone"
+    assert not task.grade(signed, ("HumanEval/900",)), "right for the base inputs alone"
 
 
 def test_arguments_have_the_types_that_assertions_show():

@@ -60,11 +60,11 @@ def test_longbench_is_asked_as_its_data_sets_say():
 
 def test_longbench_scores_by_data_set():
     task, _ = load("longbench", DATA / "longbench")
-    assert task.judge("Wind.", ("qasper.jsonl/1",)) == 1, "the best of the answers"
-    assert task.judge("the wind", ("qasper.jsonl/1",)) == 1
-    assert task.judge("Wind at sea", ("qasper.jsonl/1",)) == pytest.approx(2 * 2 / 7)
-    assert task.judge("\nPerson\nType: City", ("trec.jsonl/1",)) == 1, "the first line alone"
-    assert task.judge("    return a + b\n", ("lcc_e.jsonl/1",)) == 1
+    assert task.grade("Wind.", ("qasper.jsonl/1",)) == 1, "the best of the answers"
+    assert task.grade("the wind", ("qasper.jsonl/1",)) == 1
+    assert task.grade("Wind at sea", ("qasper.jsonl/1",)) == pytest.approx(2 * 2 / 7)
+    assert task.grade("\nPerson\nType: City", ("trec.jsonl/1",)) == 1, "the first line alone"
+    assert task.grade("    return a + b\n", ("lcc_e.jsonl/1",)) == 1
     assert longbench.DATA_SETS.keys() >= {"narrativeqa", "gov_report", "passage_retrieval_zh", "repobench-p"}
     assert all("{context}" in x.prompt for x in longbench.DATA_SETS.values())
 
@@ -99,9 +99,9 @@ def test_ruler_s_tasks_have_its_scores_and_limits():
     by_task = {example.task: example for example in found.values()}
     assert {name: x.max_new_tokens for name, x in by_task.items()} == {"niah_multivalue": 128, "vt": 30, "qa_1": 32}
     assert by_task["niah_multivalue"].reply_prefix == " They are"
-    assert task.judge("3315 only", by_task["niah_multivalue"].answers) == 0.5
-    assert task.judge("ab, cd", by_task["vt"].answers) == 1
-    assert task.judge("In norway", by_task["qa_1"].answers) == 1 and task.judge("?", by_task["qa_1"].answers) == 0
+    assert task.grade("3315 only", by_task["niah_multivalue"].answers) == 0.5
+    assert task.grade("ab, cd", by_task["vt"].answers) == 1
+    assert task.grade("In norway", by_task["qa_1"].answers) == 1 and task.grade("?", by_task["qa_1"].answers) == 0
     one, _ = load("ruler", DATA / "ruler" / "vt" / "validation.jsonl")
     assert [x.task for x in one.examples] == ["vt"]
 

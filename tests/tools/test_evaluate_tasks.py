@@ -71,8 +71,8 @@ def test_a_prompt_is_the_chat_template_s(tokenizer):
 
 
 def test_reference_judges_the_last_answer():
-    assert reference.judge("1+1 is 3\nAnswer: 3\nno, Answer: 2\n", ("2",))
-    assert not reference.judge("2", ("2",))
+    assert reference.grade("1+1 is 3\nAnswer: 3\nno, Answer: 2\n", ("2",))
+    assert not reference.grade("2", ("2",))
 
 
 def test_shared_questions_come_group_by_group():
@@ -107,7 +107,7 @@ def test_gsm8k_reads_and_strips_its_mark():
     ],
 )
 def test_gsm8k_judge(text, answer, right):
-    assert gsm8k.judge(text, (answer,)) is right
+    assert gsm8k.grade(text, (answer,)) is right
 
 
 def test_last_boxed_balances_braces():
@@ -147,7 +147,7 @@ def test_math_reads_lines_and_folders():
     ],
 )
 def test_math_forms_that_mean_the_same(given, answer):
-    assert math_problems.judge(rf"so \boxed{{{given}}}", (answer,))
+    assert math_problems.grade(rf"so \boxed{{{given}}}", (answer,))
 
 
 @pytest.mark.parametrize(
@@ -164,17 +164,17 @@ def test_math_forms_that_mean_the_same(given, answer):
     ],
 )
 def test_math_forms_that_differ(given, answer):
-    assert not math_problems.judge(rf"so \boxed{{{given}}}", (answer,))
-    assert not math_problems.judge(answer, (answer,)), "a reply without a box is not right"
+    assert not math_problems.grade(rf"so \boxed{{{given}}}", (answer,))
+    assert not math_problems.grade(answer, (answer,)), "a reply without a box is not right"
 
 
 def test_needle_needs_every_value(tokenizer):
     task = load("needle=niah.jsonl")
     by_id = {example.id: example for example in task.examples}
     assert by_id["2"].answers == ("9082", "3315") and by_id["2"].task == "niah"
-    assert needle.judge("3315 and 9082.", by_id["2"].answers)
-    assert not needle.judge("Only 3315.", by_id["2"].answers)
-    assert needle.judge("it is ab-C", ("AB-c",))
+    assert needle.grade("3315 and 9082.", by_id["2"].answers)
+    assert not needle.grade("Only 3315.", by_id["2"].answers)
+    assert needle.grade("it is ab-C", ("AB-c",))
     question = next(x for x in task.questions(tokenizer) if x.id == "1")
     text = tokenizer.decode(question.prompt_ids)
     assert text.endswith("<|assistant|> The special number for lantern is")
@@ -278,8 +278,8 @@ def test_aime(tmp_path):
     path.write_text('{"ID": "2024-I-1", "Problem": "p", "Answer": 25}\n{"problem": "q", "answer": "073"}\n')
     examples = load_task(f"aime={path}", Options()).examples
     assert {(x.id, x.answers[0]) for x in examples} == {("2024-I-1", "25"), ("2", "073")}
-    assert aime.judge(r"so \boxed{73}.", ("073",)) and aime.judge("it is 1, no: 73", ("073",))
-    assert not aime.judge(r"73, so \boxed{37}", ("073",)) and not aime.judge("no idea", ("073",))
+    assert aime.grade(r"so \boxed{73}.", ("073",)) and aime.grade("it is 1, no: 73", ("073",))
+    assert not aime.grade(r"73, so \boxed{37}", ("073",)) and not aime.grade("no idea", ("073",))
     path.write_text('{"problem": "q", "answer": "x"}\n')
     with pytest.raises(TaskFileError, match="line 1: the answer 'x' is no number"):
         load_task(f"aime={path}", Options())

@@ -35,7 +35,7 @@ def test_unknown_split_is_refused():
 
 
 def test_every_reference_is_graded_right(calib):
-    assert all(reference.judge(item.reply, item.answers) for item in calib)
+    assert all(reference.grade(item.reply, item.answers) for item in calib)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_every_reference_is_graded_right(calib):
     ],
 )
 def test_judge_reads_the_last_answer(text, right):
-    assert reference.judge(text, ("72",)) is right
+    assert reference.grade(text, ("72",)) is right
 
 
 def test_selection_is_fixed_and_filtered(calib):

@@ -1,15 +1,15 @@
-"""The list of SGLang versions is one: ``compat.TESTED_VERSIONS``. What else names versions says the same."""
+"""The list of SGLang versions is one: ``releases.RELEASES``. What else names versions says the same."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 
 import tomllib
 from packaging.requirements import Requirement
 
 from benchmarks.paths import REPOSITORY
-from sglang_diffkv import pins
-from sglang_diffkv.srt.versions.compat import GPU_VERSIONS, TESTED_VERSIONS
+from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TARGETS, TESTED_VERSIONS
 
 RELEASED = [f"0.5.{patch}" for patch in range(17, 24)]
 NEIGHBOURS = ["0.5.16", "0.5.18.post1", "0.5.19.post1", "0.5.20.post1", "0.5.23.post1", "0.5.24"]
@@ -34,9 +34,17 @@ def test_pip_resolves_the_tested_versions_and_no_other():
 
 
 def test_make_tests_all_of_them():
-    found = re.search(r"^OTHER_SGLANG := (.*)$", _read("Makefile"), re.MULTILINE)
-    assert found
-    assert sorted([*found[1].split(), _in_the_environment()]) == sorted(TESTED_VERSIONS)
+    command = ["make", "--dry-run", "--always-make", "test-versions"]
+    said = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"for version in ([\d. ]+); do", said)
+    assert sorted([*found.split(), _in_the_environment()]) == sorted(TESTED_VERSIONS)
+
+
+def test_a_release_says_only_what_differs():
+    """A row names hooks that there are, and no target that is the usual one."""
+    for release in RELEASES.values():
+        assert release.targets.keys() <= TARGETS.keys()
+        assert [name for name, target in release.targets.items() if target == TARGETS[name]] == []
 
 
 def test_those_of_a_gpu_are_among_them():
@@ -44,13 +52,12 @@ def test_those_of_a_gpu_are_among_them():
 
 
 def test_the_stacks_below_are_those_of_the_docs():
-    """``docs/install.md`` begins with what ``pins.py`` has."""
-    assert tuple(pins.ON_CPU) == TESTED_VERSIONS and tuple(pins.ON_GPU) == GPU_VERSIONS
+    """``docs/install.md`` begins with what ``releases.py`` has."""
     cells = ("SGLang", "on", "torch", "sglang-kernel", "FlashInfer", "triton")
     wanted = [cells]
-    for version in TESTED_VERSIONS:
-        for where, stacks in (("GPU", pins.ON_GPU), ("CPU", pins.ON_CPU)):
-            if stack := stacks.get(version):
+    for version, release in RELEASES.items():
+        for where, stack in (("GPU", release.on_gpu), ("CPU", release.on_cpu)):
+            if stack:
                 below = (stack.torch, stack.sglang_kernel, stack.flashinfer, stack.triton)
                 wanted.append((version, where, *(x or "none" for x in below)))
     lines = _read("docs/install.md").splitlines()
@@ -59,7 +66,8 @@ def test_the_stacks_below_are_those_of_the_docs():
     assert table == wanted
     assert lines.index("| " + " | ".join(cells) + " |") < 8, "the page begins with it"
     pinned = dict(re.findall(r"^(torch|triton)==(\S+)", _read("requirements/cpu.txt"), re.MULTILINE))
-    assert pinned == {"torch": pins.ON_CPU["0.5.21"].torch, "triton": pins.ON_CPU["0.5.21"].triton}
+    below = RELEASES[_in_the_environment()].on_cpu
+    assert below and pinned == {"torch": below.torch, "triton": below.triton}
 
 
 def test_the_pages_that_list_versions_name_each():

@@ -11,9 +11,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_diffkv.srt.versions.compat import release
+from sglang_diffkv.srt.versions.compat import installed
 
-V17, V23 = release() < (0, 5, 18), release() >= (0, 5, 22)
+V17, V23 = installed().row_on_request, installed().request_extents
 
 
 class Fields(SimpleNamespace):

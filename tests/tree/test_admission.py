@@ -17,7 +17,6 @@ from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.spans import retained_tokens
 from sglang_diffkv.mem_pool.ledger import ESTIMATE_TOKENS, GROWTH_MARGIN, PROMPT_MARGIN, PageLedger, Promise
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.hooks import table as hooks
 from sglang_diffkv.srt.scheduling import admission
@@ -26,6 +25,7 @@ from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.versions import compat
 from tests.dense import Session
 from tests.helpers import make_format, make_manager
+from tests.policies import diffkv_policy
 from tests.tree.stand_in import Fields
 
 
@@ -35,7 +35,7 @@ def session_of(policy: object, tiers: tuple[str, ...] = ("K8V4", "K4V2")) -> tup
 
 
 def test_the_estimate_is_what_running_requests_hold() -> None:
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     manager = session.manager
     assert ledger.growth_estimate() == 1.0
     session.extend({1: 300, 2: 300})
@@ -54,7 +54,7 @@ def test_the_estimate_is_what_running_requests_hold() -> None:
 
 def test_a_request_s_own_growth_measures_that_of_others_too() -> None:
     """The last value stands where requests are few, and is the same whoever asked before."""
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     session.extend({1: 600})
     session.end_prompt(1)
     session.step([1])
@@ -67,7 +67,7 @@ def test_a_request_s_own_growth_measures_that_of_others_too() -> None:
 
 def test_what_all_take_is_what_each_takes() -> None:
     """Rows that tell by themselves, short ones, one in its prompt, one that is not counted yet, and no row."""
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     session.extend({1: 300, 2: 280, 3: 40, 4: 400, 5: 350})
     for row in (1, 2, 3):
         session.end_prompt(row)
@@ -120,7 +120,7 @@ def test_a_request_with_a_budget_is_expected_to_grow_up_to_it() -> None:
 
 
 def test_a_refused_request_waits_for_room() -> None:
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     assert not ledger.room_for_refused([]), "nobody was refused"
     ledger.refused = ledger.available() - 100
     assert ledger.room_for_refused([(3, 60.0), (4, 39.0)]) and not ledger.room_for_refused([(3, 60.0), (4, 40.0)])
@@ -132,7 +132,7 @@ def test_a_refused_request_waits_for_room() -> None:
 
 
 def test_a_long_request_has_an_estimate_of_its_own() -> None:
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     manager = session.manager
     session.extend({1: 300, 2: 300, 3: 20})
     assert ledger.growth_of(1, 1) == ledger.growth_estimate() == 1.0, "prompts say nothing"
@@ -187,9 +187,9 @@ def chunked(ledger: PageLedger, running: int) -> tuple[Adder, Fields]:
     return adder, req
 
 
-@pytest.mark.skipif(compat.release() >= (0, 5, 22), reason="the stand-in for a request has the fields of SGLang 0.5.21")
+@pytest.mark.skipif(compat.installed().request_extents, reason="the stand-in is a request of SGLang 0.5.21")
 def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     taken: list[int] = []
 
     def original(adder: Adder, req: Fields) -> None:
@@ -211,7 +211,7 @@ def test_a_chunk_that_does_not_fit_waits_for_running_requests() -> None:
 
 
 def test_what_a_compacted_prompt_is_expected_to_take() -> None:
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     assert ledger.compacting_tokens(1000, 100) == 1000, "nothing is known yet"
     ledger._estimate, ledger._estimated_at = 0.55, (session.manager.counts.tick, session.manager.counts.counted_step)
     assert ledger.compacting_tokens(1000, 100) == 100 + math.ceil(900 * 0.55 * PROMPT_MARGIN / GROWTH_MARGIN)
@@ -227,7 +227,7 @@ def allocator_of(ledger: PageLedger) -> DiffKVAllocator:
 
 def test_where_nothing_runs_the_batch_is_not_full() -> None:
     """SGLang marks it so when a request is refused beside one that is about to end, and then looks at no other."""
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     allocator = allocator_of(ledger)
     running = SimpleNamespace(batch_is_full=True, reqs=[], is_empty=lambda: not running.reqs)
     scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator, running_batch=running, waiting_queue=[])
@@ -244,7 +244,7 @@ def test_where_nothing_runs_the_batch_is_not_full() -> None:
 
 @pytest.mark.parametrize(("every", "checks"), [("1", 6), ("3", 2), ("0", 0), ("", 0), ("no", 0)])
 def test_structures_are_checked_after_every_kth_step(monkeypatch: pytest.MonkeyPatch, every: str, checks: int) -> None:
-    session, ledger = session_of(DiffKVPolicy(50.0, 0.0, window=8))
+    session, ledger = session_of(diffkv_policy(50.0, 0.0, window=8))
     allocator = allocator_of(ledger)
     scheduler = SimpleNamespace(
         token_to_kv_pool_allocator=allocator, running_batch=SimpleNamespace(batch_is_full=False, reqs=[])

@@ -98,7 +98,7 @@ def test_prompts_are_admitted_over_another_tree() -> None:
     tree = OtherTree(world)
     requests.connect(tree, Parts(), AdmissionRule(requests.ledger))
     req = world.admit(world.tokens(40))
-    admission = requests.judge(req, 1 << 30, [])
+    admission = requests.check(req, 1 << 30, [])
     assert admission.fits and admission.needed == 40 and admission.path == []
     requests.admit(req, admission)
     assert tree.asked == ["table blocks", "KV slots", "pages"]

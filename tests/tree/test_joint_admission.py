@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_diffkv.layout.page_format import Tier
-from sglang_diffkv.policies.zipage import ZipagePolicy
 from sglang_diffkv.srt.scheduling.joint_admission import STEPS, JointAdmission
+from tests.policies import zipage_policy
 from tests.tree.stand_in import Fields
 from tests.tree.tree_world import World
 
@@ -17,7 +17,7 @@ KEEP, LIMIT, PAGE = 64, 96, 8
 
 
 def world(capacity: int, **changes: Any) -> World:
-    policy = ZipagePolicy(KEEP, LIMIT, window=4, slots=1.0, **changes)
+    policy = zipage_policy(KEEP, LIMIT, window=4, slots=1.0, **changes)
     return World(capacity, policy=policy, tiers=(Tier(8, 4),), page_tokens=PAGE, exact=False, rows=12)
 
 
@@ -66,14 +66,14 @@ def test_a_prompt_fits_beside_what_all_hold_together() -> None:
     joint = this.requests.admission_rule
     assert isinstance(joint, JointAdmission)
     first = running(this, 30)
-    growth, fits = joint.judge(asking(this, 60), 60, [], 1.0)
+    growth, fits = joint.check(asking(this, 60), 60, [], 1.0)
     assert fits and growth(60, 250) == LIMIT - 60, "alone, up to its limit"
-    growth, fits = joint.judge(asking(this, 60), 60, [first], 1.0)
+    growth, fits = joint.check(asking(this, 60), 60, [first], 1.0)
     both = joint.share([first], 1.0) + growth(60, 250)
     assert fits and both <= (LIMIT - 30) + (LIMIT - 60) + KEEP + 3 * PAGE
     others = [first, *(running(this, 30) for _ in range(2))]
-    assert joint.judge(asking(this, 30, reply=8), 30, others, 1.0)[1], "one that ends soon"
-    assert not joint.judge(asking(this, 60), 60, others, 1.0)[1], "400 tokens are not four limits and a copy"
+    assert joint.check(asking(this, 30, reply=8), 30, others, 1.0)[1], "one that ends soon"
+    assert not joint.check(asking(this, 60), 60, others, 1.0)[1], "400 tokens are not four limits and a copy"
 
 
 def test_a_refused_prompt_is_asked_again_when_there_is_room() -> None:
@@ -106,17 +106,17 @@ def test_one_that_was_let_in_too_early_is_not_asked_at_each_step() -> None:
     assert joint.room_for_refused(others, 1.0)
 
 
-def test_judging_ends_where_it_began() -> None:
-    """SGLang adds up what is free behind the judgement of a prompt, which looks at it too."""
+def test_checking_ends_where_it_began() -> None:
+    """SGLang adds up what is free behind the check of a prompt, which looks at it too."""
     this = world(600)
     joint, ledger = this.requests.admission_rule, this.requests.ledger
     assert isinstance(joint, JointAdmission)
     others = [running(this, 30) for _ in range(3)]
-    with ledger.judging():
+    with ledger.checking():
         before = ledger.available()
-        joint.judge(asking(this, 60), 60, others, 1.0)
-        assert ledger._judging and ledger.available() == before
-    assert not ledger._judging
+        joint.check(asking(this, 60), 60, others, 1.0)
+        assert ledger._checking and ledger.available() == before
+    assert not ledger._checking
 
 
 def test_no_more_run_than_have_query_slots_where_scheduling_is_constrained() -> None:
@@ -125,9 +125,9 @@ def test_no_more_run_than_have_query_slots_where_scheduling_is_constrained() -> 
     assert isinstance(joint, JointAdmission) and budgets is not None
     slots = budgets.cache.slots
     others = [running(this, 30, reply=2) for _ in range(3)]
-    assert slots > 3 and joint.judge(asking(this, 30, 2), 30, others, 1.0)[1]
+    assert slots > 3 and joint.check(asking(this, 30, 2), 30, others, 1.0)[1]
     budgets.cache.queries = budgets.cache.queries[:3]
-    assert not joint.judge(asking(this, 30, 2), 30, others, 1.0)[1]
+    assert not joint.check(asking(this, 30, 2), 30, others, 1.0)[1]
     joint.refuse(asking(this, 30, 2), 30)
     assert not joint.room_for_refused(others, 1.0) and joint.room_for_refused(others[:2], 1.0)
 

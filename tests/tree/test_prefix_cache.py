@@ -31,11 +31,11 @@ from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from tests.helpers import begin_step, end_decode, faults, new_scores
 from tests.pages.usage_oracle import check_reading
+from tests.policies import diffkv_policy
 from tests.tree.listener import Listener
 from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
@@ -55,7 +55,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     exact = False
     tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2))
-    policy: Policy = DiffKVPolicy(1.0, 0.0, WINDOW)
+    policy: Policy = diffkv_policy(1.0, 0.0, WINDOW)
     attention_spans: tuple[int, ...] = ()
     host_pages = 0
 
@@ -124,7 +124,7 @@ class TreeMachine(RuleBasedStateMachine):
     def admit_matched(self, req: Any, match: Match) -> bool:
         """Whether there is room for a request that has matched and locked a prefix. If not it gives it up."""
         ledger = self.allocator.ledger
-        admission = self.requests.judge(req, len(req.tokens), self.running)
+        admission = self.requests.check(req, len(req.tokens), self.running)
         if not admission.fits:
             match.unlock(self.tree)
             return False

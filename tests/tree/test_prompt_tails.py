@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.versions.compat import prefix_len, protected_len
 from tests.helpers import faults
+from tests.policies import diffkv_policy
 from tests.tree.stand_in import Match, StandIn, offer, take_row
 from tests.tree.tree_world import World
 
@@ -101,13 +101,13 @@ def test_a_tail_takes_no_promised_page(count: int, tail: int) -> None:
     """``count`` prompts end beside a chunk of a longer one, whose next chunk has to find the pages promised to it.
     Their 25 sinks, 9 tokens of the window and 6 that go down fill 5 pages; with a tail they hold 7."""
     pool = 316 + (count - 2) * 48 + 8 * (count + 1) * (tail > 0)  # what is promised to them, hardly more
-    world = World(pool, exact=False, policy=DiffKVPolicy(1.0, 0.0, 9, sinks=25), rows=20, longest=600, segments=60)
+    world = World(pool, exact=False, policy=diffkv_policy(1.0, 0.0, 9, sinks=25), rows=20, longest=600, segments=60)
     world.manager.prompts.tail = tail
     ledger, reqs, lengths = world.requests.ledger, [], [40] * count + [233]
     for number, length in enumerate(lengths):
         prompt = array("q", [number, *world.tokens(length - 1)])
         req = StandIn(prompt, None, Match(world.tree, prompt), 0, rid=str(number))
-        admission = world.requests.judge(req, 10**6, reqs)
+        admission = world.requests.check(req, 10**6, reqs)
         assert admission.fits
         world.requests.admit(req, admission)
         assert ledger.uncommitted_pages() >= 0

@@ -13,27 +13,30 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.policies.base import Policy, Redundancy
+from sglang_diffkv.policies.base import Policy, Random, Redundancy
 from sglang_diffkv.policies.budget import Budget, PyramidBudget
-from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy
-from sglang_diffkv.policies.snapkv import SnapKVPolicy
-from sglang_diffkv.policies.xkv import XKVPolicy
-from sglang_diffkv.policies.zipage import ZipagePolicy
+from sglang_diffkv.policies.knorm import KnormPolicy
+from sglang_diffkv.policies.random_eviction import RandomPolicy
 from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
 from tests.late import run_late
+from tests.policies import pyramidkv_policy, snapkv_policy, xkv_policy, zipage_policy
 from tests.tree.test_prefix_cache import WINDOW, TreeMachine, machine_settings
 
 METHODS: dict[str, Policy] = {
-    "snapkv": SnapKVPolicy(Budget(0, 0.5), WINDOW, 3),
-    "pyramidkv": PyramidKVPolicy(PyramidBudget(0, 0.5), WINDOW, 7),
-    "xkv by size": XKVPolicy(WINDOW, 7, keep=0.3),
-    "xkv by retention": XKVPolicy(WINDOW, 3, min_retention=0.6),
-    "xkv in two tiers": XKVPolicy(WINDOW, 3, keep=0.5, high=0.4),
-    "zipage": ZipagePolicy(24, 36, WINDOW, pool=3, redundancy=Redundancy(0.2, 0.4, block=12)),
-    "zipage in two tiers": ZipagePolicy(24, 36, WINDOW, high=14, pool=3, slots=0.2),
-    "zipage beside": ZipagePolicy(24, 36, WINDOW, pool=3, redundancy=Redundancy(0.2, 0.4, block=12), asynchronous=True),
-    "zipage beside, in two tiers": ZipagePolicy(24, 36, WINDOW, high=14, pool=3, slots=0.5, asynchronous=True),
-    "xkv by layer": XKVPolicy(WINDOW, 7, layer_fractions=(0.6, 0.1)),
+    "snapkv": snapkv_policy(Budget(0, 0.5), WINDOW, 3),
+    "pyramidkv": pyramidkv_policy(PyramidBudget(0, 0.5), WINDOW, 7),
+    "knorm": KnormPolicy(Budget(0, 0.5), WINDOW, 2),
+    "random": RandomPolicy(Budget(0, 0.5), WINDOW, 2, Random(0)),
+    "xkv by size": xkv_policy(WINDOW, 7, keep=0.3),
+    "xkv by retention": xkv_policy(WINDOW, 3, min_retention=0.6),
+    "xkv in two tiers": xkv_policy(WINDOW, 3, keep=0.5, high=0.4),
+    "zipage": zipage_policy(24, 36, WINDOW, pool=3, redundancy=Redundancy(0.2, 0.4, block=12)),
+    "zipage in two tiers": zipage_policy(24, 36, WINDOW, high=14, pool=3, slots=0.2),
+    "zipage beside": zipage_policy(
+        24, 36, WINDOW, pool=3, redundancy=Redundancy(0.2, 0.4, block=12), asynchronous=True
+    ),
+    "zipage beside, in two tiers": zipage_policy(24, 36, WINDOW, high=14, pool=3, slots=0.5, asynchronous=True),
+    "xkv by layer": xkv_policy(WINDOW, 7, layer_fractions=(0.6, 0.1)),
 }
 
 
@@ -46,13 +49,13 @@ class PruningMachine(TreeMachine):
         run_late(self.manager.device)
 
     def decoding(self) -> list[Any]:
-        """Those that are judged are parked, unless nobody else would run."""
+        """those that are scored are parked, unless nobody else would run."""
         batch, budgets = super().decoding(), self.requests.compression
         if not isinstance(budgets, CompressionScheduler):
             return batch
-        rest = [r for r in batch if r.kv.req_pool_idx not in budgets.judged]
+        rest = [r for r in batch if r.kv.req_pool_idx not in budgets.scored]
         if not rest:
-            budgets.compress_judged()
+            budgets.compress_scored()
         return rest or batch
 
     @invariant()

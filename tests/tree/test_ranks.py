@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from sglang_diffkv.layout.ranks import RankError
 from sglang_diffkv.mem_pool.counts import RankCounts
 from sglang_diffkv.mem_pool.integrity import decision_digest
-from sglang_diffkv.policies.xkv import XKVPolicy
+from tests.policies import xkv_policy
 from tests.ranks import Pair
 from tests.tree.test_prefix_cache import CAPACITY, WINDOW, ExactTreeMachine, TreeMachine, machine_settings
 from tests.tree.test_pruning_methods import PruningMachine
@@ -122,7 +122,7 @@ class ExactRanksMachine(RanksMachine):
 class XKVMachine(PruningMachine):
     """Layers share a size, so ranks exchange the importance of their heads."""
 
-    policy = XKVPolicy(WINDOW, 3, min_retention=0.6)
+    policy = xkv_policy(WINDOW, 3, min_retention=0.6)
 
 
 class ExactXKVMachine(XKVMachine):

@@ -202,11 +202,11 @@ def test_promises_of_one_name_are_kept_apart() -> None:
     world = World(900)
     ledger, both = world.requests.ledger, [world.admit(world.tokens(80), rid="one") for _ in range(2)]
     for req in both:
-        world.requests.admit(req, world.requests.judge(req, 80, []))
+        world.requests.admit(req, world.requests.check(req, 80, []))
     assert ledger.promised_pages() == 2 * ledger.prompt_pages(80)
     ledger.forget(both[0])
     assert ledger.promised_pages() == ledger.prompt_pages(80)
-    world.requests.admit(both[1], world.requests.judge(both[1], 40, []), compacted=True)
+    world.requests.admit(both[1], world.requests.check(both[1], 40, []), compacted=True)
     assert world.requests.next_chunk_fits(both[0], 80) and both[0] not in ledger.chunks
 
 
@@ -298,15 +298,15 @@ def test_nothing_that_other_weights_computed_is_kept(world: World) -> None:
 
 def test_every_way_to_change_weights_is_hooked() -> None:
     """A method of SGLang's that is in neither list is new: does it change weights?"""
-    module, manager = compat.WEIGHT_CHANGES[0].rsplit(".", 2)[:2]
+    module, manager = compat.installed().target("change_weights")[0].rsplit(".", 2)[:2]
     known = {
         "flush_cache_after_weight_update", "init_weights_update_group", "destroy_weights_update_group",
         "get_weights_by_name", "record_weight_version_after_update",
     }  # fmt: skip
     found = {name for name in dir(getattr(import_module(module), manager)) if "weight" in name and name[0] != "_"}
-    hooked = {name.rsplit(".", 1)[1] for name in compat.WEIGHT_CHANGES}
+    hooked = {name.rsplit(".", 1)[1] for name in compat.installed().target("change_weights")}
     assert hooked <= found <= hooked | known
-    assert set(compat.WEIGHT_CHANGES) <= HOOKS.keys()
+    assert set(compat.installed().target("change_weights")) <= HOOKS.keys()
 
 
 @pytest.mark.parametrize(("action", "drops"), [(None, True), ("reset_tensors", True), ("checksum", False)])
@@ -317,7 +317,7 @@ def test_a_change_of_weights_drops_what_is_kept(
     monkeypatch.setitem(SERVED, BACKEND, world.allocator)
     retract(world, world.prompt(world.tokens(60)))
     asked = SimpleNamespace(**({} if action is None else {"action": action}))
-    answer = HOOKS[compat.WEIGHT_CHANGES[0]](lambda self, request: request, None, asked)
+    answer = HOOKS[compat.installed().target("change_weights")[0]](lambda self, request: request, None, asked)
     assert answer is asked and bool(retracted_of(world).kept) != drops
 
 
@@ -379,7 +379,7 @@ def test_one_that_does_not_fit_as_it_was_is_computed_again() -> None:
         assert len(match) == found
         req.last_node, req.prefix_len, req.prefix_indices = match.node, found, match.kv_slots.long()
         req.kv.cache_protected_len = found
-        admission = world.requests.judge(req, 1 << 30, [])
+        admission = world.requests.check(req, 1 << 30, [])
         room = ledger.available() + ledger.evictable() - tokens_wanted(req, admission.growth)
         match.unlock(world.tree)
         if found:

@@ -17,11 +17,11 @@ from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.ledger import PageLedger, pages_for
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
-from sglang_diffkv.policies.diffkv import DiffKVPolicy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
 from sglang_diffkv.srt.versions.compat import prefix_len
 from tests.helpers import begin_step
+from tests.policies import diffkv_policy
 from tests.tree.listener import Listener
 from tests.tree.stand_in import Match, StandIn, give_row, leave, offer, take_row
 
@@ -47,7 +47,7 @@ class World:
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
         host_pages: int = 0,
     ) -> None:
-        policy = policy or DiffKVPolicy(alpha_high, 0.0, 8)
+        policy = policy or diffkv_policy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
         fmt = PageFormat(64, 64, tiers, page_tokens, scored, position_bytes)
         geometry = Geometry(

@@ -1,10 +1,10 @@
 """Least total error within a number of bytes: a point of every head's curve of error against bytes.
 
 Shoham and Gersho, "Efficient Bit Allocation for an Arbitrary Set of Quantizers", IEEE Transactions on Acoustics, Speech
-and Signal Processing 36 (9), 1988: with one price ``lambda`` for a byte, every head takes the point of least
-``error + lambda * bytes`` without regard to the others, and no allocation has less error at as many bytes. Total
-bytes fall as the price rises, so the price is found by bisection. Only points on the lower convex hull of a curve are
-ever taken so, which with few heads leaves bytes over; single heads then move on while one of them gains by it.
+and Signal Processing 36 (9), 1988. With one price ``lambda`` for a byte, every head takes the point of least
+``error + lambda * bytes`` without regard to the others. No allocation has less error at as many bytes. Total bytes fall
+as the price rises, so the price is found by bisection. Only points on the lower convex hull of a curve are ever taken
+so, which with few heads leaves bytes over; single heads then move on while one of them gains by it.
 """
 
 from __future__ import annotations

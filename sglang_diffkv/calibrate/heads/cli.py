@@ -1,9 +1,9 @@
 """Fit factors of both thresholds for every layer and KV head: less error of attention in the same bytes.
 
-The Hugging Face model reads questions of a calibration file with their right replies. For each head and each factor the
-change of what attention adds to the residual stream is measured, as are the bytes; the factors chosen have the least
-sum of changes at the bytes of factor 1 everywhere. No server is started and no accuracy measured: give the file to
-calibrate --head-scale, or as policy.head_scale to a configuration, and compare. Example:
+The Hugging Face model reads questions of a calibration file with their right replies. For each head and each factor two
+things are measured: the change of what attention adds to the residual stream, and the bytes. The factors chosen have
+the least sum of changes at the bytes of factor 1 everywhere. No server is started and no accuracy measured: give the
+file to calibrate --head-scale, or as policy.head_scale to a configuration, and compare. Example:
 
     python -m sglang_diffkv.calibrate.heads --model MODEL --task gsm8k=train.jsonl \\
         --alpha-high 3 --window 64 --rotate keys --max-tokens 2048 --output heads.json

@@ -1,19 +1,19 @@
 """What a factor of a head's thresholds costs in error and takes in bytes, on one sequence of a prompt and a reply.
 
-Every token is judged once. Those that are outside the window when the prompt ends are judged by the prompt, as
-the prompt phase does: their significance is the mean attention from later prompt tokens, maximum over the query heads
-of the KV head, and ``cuts.prompt_tiers`` sorts them into tiers. The others are judged when they leave the
-window, by the attention of the ``window`` tokens behind them, as the generation phase first does; that it judges them
-again later is left out. A text without a reply is all prompt.
+Every token is scored once. Those that are outside the window when the prompt ends are scored by the prompt, as in the
+prompt phase. Their score is the mean attention from later prompt tokens, maximum over the query heads of the KV head,
+and ``cuts.prompt_tiers`` sorts them into tiers. The others are scored when they leave the window, by the attention of
+the ``window`` tokens behind them, as the generation phase first does. That it scores them again later is left out. A
+text without a reply is all prompt.
 
 The reply's queries (all queries, where there is no reply) see tokens outside their window as the tiers keep them, and
 newer ones in the high tier. A prompt's own queries see nothing compressed, so they do not count.
 
 The error is what reaches the residual stream: the head's change of the attention output, through its columns of the
 output projection, squared, over the squared norm of the residual stream at that token. Raw attention outputs of heads
-are not comparable, since the projection may amplify one and ignore another, and the norm that comes next makes only
-the change relative to the stream count, which grows from layer to layer. Errors of heads are added: their products,
-which may have either sign, are left out.
+are not comparable, since the projection may amplify one and ignore another. After the norm that comes next, only the
+change relative to the stream counts, and the stream grows from layer to layer. Errors of heads are added: their
+products, which may have either sign, are left out.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Rule:
     sinks: int = 0
     rotate: str = "none"
 
-    def judged_at(self, count: int, prompt: int, device: torch.device) -> torch.Tensor:
-        """[N] int64: the last query that each token is judged by; beyond the sequence for one never judged."""
+    def scored_at(self, count: int, prompt: int, device: torch.device) -> torch.Tensor:
+        """[N] int64: the last query that each token is scored by; beyond the sequence for one never scored."""
         position = torch.arange(count, device=device)
         return torch.where(position < prompt - self.window, prompt - 1, position + self.window)
 
     def classify(self, score: torch.Tensor, prompt: int, factor: float) -> torch.Tensor:
-        """Tier of every token once it is judged, ``PRUNED`` for none: [H, N] from scores [H, N]."""
+        """Tier of every token once it is scored, ``PRUNED`` for none: [H, N] from scores [H, N]."""
         high, low = (score.new_full((1, 1), alpha * factor) for alpha in (self.alpha_high, self.alpha_low))
         position = torch.arange(score.shape[1], device=score.device)
         # The prompt phase compares with the mean attention at the token, the generation phase with that of the moment.
@@ -70,7 +70,7 @@ def measure(seen: LayerPass, prompt: int, rule: Rule, factors: Sequence[float]) 
         q, k = rotate(q, k)
     heads, count, _ = k.shape
     grouped = q.float().unflatten(0, (heads, -1)) * seen.scale  # [H, G, N, D]
-    score = significance(grouped, k.float(), rule.judged_at(count, prompt, k.device))
+    score = significance(grouped, k.float(), rule.scored_at(count, prompt, k.device))
     tiers = torch.stack([rule.classify(score, prompt, factor) for factor in factors])  # [F, H, N]
     stored_values = _stored(rotate(v)[0] if rotation.values else v, rule.tiers, "v_bits")
     stored = _stored(k, rule.tiers, "k_bits"), rotate(*stored_values) if rotation.values else stored_values
@@ -102,8 +102,8 @@ def counted(count: int, prompt: int, window: int) -> range:
     return range(max(window, prompt if prompt < count else 0), count)
 
 
-def significance(grouped: torch.Tensor, k: torch.Tensor, judged_at: torch.Tensor) -> torch.Tensor:
-    """[H, N]: column sums of the attention from the queries behind a token up to ``judged_at`` [N], maximum over the
+def significance(grouped: torch.Tensor, k: torch.Tensor, scored_at: torch.Tensor) -> torch.Tensor:
+    """[H, N]: column sums of the attention from the queries behind a token up to ``scored_at`` [N], maximum over the
     group, over the number of those queries. grouped: scaled queries [H, G, N, D]. k: [H, N, D]."""
     heads, group, count, _ = grouped.shape
     position = torch.arange(count, device=k.device)
@@ -111,9 +111,9 @@ def significance(grouped: torch.Tensor, k: torch.Tensor, judged_at: torch.Tensor
     for first in range(0, count, QUERY_BLOCK):
         query = position[first : first + QUERY_BLOCK]
         prob = _attend(grouped[:, :, query] @ k.mT.unsqueeze(1), _causal(query, count))
-        judges = (query.unsqueeze(1) > position) & (query.unsqueeze(1) <= judged_at)  # [n, N]
-        received += prob.masked_fill(~judges, 0.0).sum(2)
-    return received.amax(1) / (judged_at.clamp(max=count - 1) - position).clamp(min=1)
+        scores_it = (query.unsqueeze(1) > position) & (query.unsqueeze(1) <= scored_at)  # [n, N]
+        received += prob.masked_fill(~scores_it, 0.0).sum(2)
+    return received.amax(1) / (scored_at.clamp(max=count - 1) - position).clamp(min=1)
 
 
 def _causal(query: torch.Tensor, count: int) -> torch.Tensor:

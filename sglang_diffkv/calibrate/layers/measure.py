@@ -121,7 +121,7 @@ class WindowScores:
         return torch.stack(found)
 
 
-def judge(scores: torch.Tensor, rule: Rule) -> PromptLayers:
+def score_layers(scores: torch.Tensor, rule: Rule) -> PromptLayers:
     """From scores [L, H, m] float32 of the tokens outside the window."""
     layers, _, tokens = scores.shape
     values = smooth(scores, rule.pool, average=True) if rule.pool > 1 else scores
@@ -151,5 +151,5 @@ def collect(path: str, prompts: Sequence[Sequence[int]], rule: Rule) -> Layers:
     found = []
     for ids in tqdm(prompts, "layers", unit="prompt"):
         read(model, list(ids))
-        found.append(judge(scores.take(), rule))
+        found.append(score_layers(scores.take(), rule))
     return Layers(found)

@@ -1,13 +1,13 @@
 """Find the thresholds that save most of a model's KV cache within a loss on plain text.
 
 Any text will do that is like what the server will read; no task files are needed. It is cut in two. On the first part
-each setting is compared with stock SGLang in bf16, token by token behind a compressed prefix (as evaluate's wikitext=,
-or its continuation= with --phase generation), and the cheapest one is chosen that keeps the budget: --max-kl, of the KL
-divergence of the next-token distribution, or --max-perplexity, in per cent. The second part, which no choice has seen,
-then says what the chosen setting loses. The first setting is what a plain server runs; what is not searched is as
-there. Nothing is pruned. Confirm with evaluate on tasks if you have any. Answers are
-kept in the work folder, so a search that was broken off goes on with the same command. Copy the result into the model's
-folder as diffkv_calibration.json. Example:
+each setting is compared with stock SGLang in bf16, token by token behind a compressed prefix. It does so as evaluate's
+wikitext=, or as its continuation= with --phase generation. The cheapest setting is chosen that keeps the budget:
+--max-kl, of the KL divergence of the next-token distribution, or --max-perplexity, in per cent. The second part, which
+no choice has seen, then says what the chosen setting loses. The first setting is what a plain server runs; what is not
+searched is as there. Nothing is pruned. Confirm with evaluate on tasks if you have any. Answers are kept in the work
+folder, so a search that was broken off goes on with the same command. Copy the result into the model's folder as
+diffkv_calibration.json. Example:
 
     python -m sglang_diffkv.calibrate --text prose.txt --model MODEL --max-kl 0.01 \\
         --work calibration --output diffkv_calibration.json
@@ -218,7 +218,7 @@ def whole_text(args: argparse.Namespace) -> PerplexityTask | ForcedTask:
 
 
 def run(args: argparse.Namespace, store: Store) -> int:
-    """Measure, choose, judge the choice on the held-out part, write it; 1 if nothing keeps the budget."""
+    """Measure, choose, grade the choice on the held-out part, write it; 1 if nothing keeps the budget."""
     budget, tokenizer = budget_of(args), load_tokenizer(args.tokenizer or args.model)
     choosing, held_out = parts(whole_text(args), args.held_out, args.n, tokenizer)
     measured = Measurements(args, store, [choosing, held_out])

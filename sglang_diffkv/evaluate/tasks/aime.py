@@ -13,7 +13,7 @@ from sglang_diffkv.evaluate.tasks.gsm8k import number
 from sglang_diffkv.evaluate.tasks.math_problems import PROMPT, last_boxed
 
 
-def judge(text: str, answers: tuple[str, ...]) -> bool:
+def grade(text: str, answers: tuple[str, ...]) -> bool:
     """Whether a reply's final number is the answer."""
     boxed = last_boxed(text)
     return number(text if boxed is None else boxed) == int(answers[0])
@@ -31,4 +31,4 @@ def load(path: Path, options: Options) -> GenerationTask:
             raise TaskFileError(f"{where}: the answer {answer!r} is no number from 0 on")
         prompt = PROMPT.format(problem=record["problem"].strip())
         examples.append(Example(str(record.get("id", line)), "aime", prompt, (answer,)))
-    return sample(build("aime", path, examples, judge, options), options)
+    return sample(build("aime", path, examples, grade, options), options)

@@ -42,7 +42,7 @@ def letter(text: str) -> str | None:
     return alone if len(alone) == 1 and alone in ascii_uppercase[:10] else None
 
 
-def judge(text: str, answers: tuple[str, ...]) -> bool:
+def grade(text: str, answers: tuple[str, ...]) -> bool:
     """Whether a reply names the right letter."""
     return letter(text) == answers[0]
 
@@ -112,14 +112,14 @@ def _gpqa(path: Path) -> Iterator[Example]:
 
 def load_mmlu(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample; questions count by subject."""
-    return sample(build("mmlu", path, list(_mmlu(path)), judge, options), options)
+    return sample(build("mmlu", path, list(_mmlu(path)), grade, options), options)
 
 
 def load_mmlu_pro(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample; questions count by category."""
-    return sample(build("mmlu_pro", path, list(_mmlu_pro(path)), judge, options), options)
+    return sample(build("mmlu_pro", path, list(_mmlu_pro(path)), grade, options), options)
 
 
 def load_gpqa(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample; questions count by domain."""
-    return sample(build("gpqa", path, list(_gpqa(path)), judge, options), options)
+    return sample(build("gpqa", path, list(_gpqa(path)), grade, options), options)

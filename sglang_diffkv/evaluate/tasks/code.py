@@ -65,7 +65,7 @@ def parts(text: str, prompt: str, entry_point: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Judge:
+class CodeGrader:
     """Judges replies by running their code; ``checks`` has each question's code before the reply and its check."""
 
     checks: Mapping[str, tuple[str, Check]]
@@ -144,12 +144,12 @@ def _mbpp(path: Path) -> Iterator[Parsed]:
 def _load(kind: str, path: Path, parsed: Iterator[Parsed], options: Options) -> GenerationTask:
     if not options.run_generated_code:
         raise TaskFileError(
-            f"{kind}: judging runs the code that the model writes, on this machine and with your rights. Where that is "
+            f"{kind}: grading runs the code that the model writes, on this machine and with your rights. Where that is "
             f"acceptable, a container for example, give {FLAG}"
         )
     found = list(parsed)
-    judge = Judge({example.id: (prompt, check) for example, prompt, check in found})
-    return sample(build(kind, path, [example for example, _, _ in found], judge, options), options)
+    grade = CodeGrader({example.id: (prompt, check) for example, prompt, check in found})
+    return sample(build(kind, path, [example for example, _, _ in found], grade, options), options)
 
 
 def load_humaneval_plus(path: Path, options: Options) -> GenerationTask:

@@ -1,7 +1,7 @@
 """Replies forced token by token, so that the generation phase of a configuration is measured.
 
 A configuration's own reply soon says something else than another's, and then their distributions cannot be compared.
-Here each is made to say the same (``evaluate/forcing``): the prompt is prefilled, and compressed at its end; the
+Here each is made to say the same (``evaluate/forcing``). The prompt is prefilled, and compressed at its end. The
 reply's tokens are decoded one by one, while the compressed cache grows and is compressed as in serving. The first token
 of a reply is not scored: its logits are the prefill pass's, to which compression did nothing.
 

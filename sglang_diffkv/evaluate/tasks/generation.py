@@ -1,4 +1,4 @@
-"""Tasks whose reply is generated greedily and judged: right or wrong, or by a score."""
+"""Tasks whose reply is generated greedily and graded: right or wrong, or by a score."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Options:
         prefix_tokens, window_tokens: of perplexity, the tokens in the cache and those scored after them.
         top_logprobs: likeliest tokens at each scored position, from which distributions are compared; 0 for none.
         max_prompt_tokens: of LongBench; longer prompts lose their middle. None for no limit.
-        run_generated_code: whether code that the model wrote may be run to judge it.
+        run_generated_code: whether code that the model wrote may be run to grade it.
     """
 
     n: int | None = None
@@ -59,28 +59,28 @@ class Example:
     plain: bool = False
 
 
-Judgement = Callable[[str, tuple[str, ...]], float]
+Grader = Callable[[str, tuple[str, ...]], float]
 """Of a reply's text and a question's ``answers``: a bool, or a score from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class ByQuestion:
-    """A judge for each question by its id, which is the question's only answer."""
+    """A grade for each question by its id, which is the question's only answer."""
 
-    judges: Mapping[str, Callable[[str], float]]
+    grades: Mapping[str, Callable[[str], float]]
 
     def __call__(self, text: str, answers: tuple[str, ...]) -> float:
-        return self.judges[answers[0]](text)
+        return self.grades[answers[0]](text)
 
 
 @dataclass(frozen=True)
 class GenerationTask:
-    """Chosen examples of a file; ``judge`` says whether a reply is right, or its score where ``metric`` is one."""
+    """Chosen examples of a file; ``grade`` says whether a reply is right, or its score where ``metric`` is one."""
 
     name: str
     path: Path
     examples: tuple[Example, ...]
-    judge: Judgement
+    grade: Grader
     max_new_tokens: int
     metric: Metric = "accuracy"
     max_prompt_tokens: int | None = None
@@ -106,18 +106,18 @@ class GenerationTask:
         try:
             record = endpoint.generate(question.prompt_ids, question.limit(self.max_new_tokens))
         except RequestError as error:
-            return Outcome(len(question.prompt_ids), **self._judged(0.0), error=str(error))
-        return Outcome.of(record, text=record.text, **self._judged(self.judge(record.text, question.answers)))
+            return Outcome(len(question.prompt_ids), **self._graded(0.0), error=str(error))
+        return Outcome.of(record, text=record.text, **self._graded(self.grade(record.text, question.answers)))
 
-    def _judged(self, judgement: float) -> dict[str, Any]:
-        return {"score": float(judgement)} if self.metric == "score" else {"right": bool(judgement)}
+    def _graded(self, grade: float) -> dict[str, Any]:
+        return {"score": float(grade)} if self.metric == "score" else {"right": bool(grade)}
 
 
 def build(
     kind: str,
     path: Path,
     examples: Sequence[Example],
-    judge: Judgement,
+    grade: Grader,
     options: Options,
     metric: Metric = "accuracy",
 ) -> GenerationTask:
@@ -129,7 +129,7 @@ def build(
         if example.id in seen:
             raise TaskFileError(f"{path.name}: two questions have the id {example.id!r}")
         seen.add(example.id)
-    return GenerationTask(f"{kind}/{stem(path)}", path, tuple(examples), judge, options.max_new_tokens, metric)
+    return GenerationTask(f"{kind}/{stem(path)}", path, tuple(examples), grade, options.max_new_tokens, metric)
 
 
 def sample(task: GenerationTask, options: Options) -> GenerationTask:

@@ -35,7 +35,7 @@ def final_number(text: str) -> Decimal | None:
     return number(text if boxed is None else boxed)
 
 
-def judge(text: str, answers: tuple[str, ...]) -> bool:
+def grade(text: str, answers: tuple[str, ...]) -> bool:
     """Whether a reply's final number is the answer."""
     return final_number(text) == Decimal(answers[0])
 
@@ -49,4 +49,4 @@ def load(path: Path, options: Options) -> GenerationTask:
             raise TaskFileError(f"{path.name}, line {line}: the answer does not end with {MARK} and a number")
         prompt = PROMPT.format(question=record["question"].strip())
         examples.append(Example(str(line), "gsm8k", prompt, (str(value),), reply=record["answer"]))
-    return sample(build("gsm8k", path, examples, judge, options), options)
+    return sample(build("gsm8k", path, examples, grade, options), options)

@@ -89,7 +89,7 @@ DATA_SETS = {
 }
 
 
-def judge(text: str, *, dataset: DataSet, answers: Sequence[str], classes: Sequence[str]) -> float:
+def grade(text: str, *, dataset: DataSet, answers: Sequence[str], classes: Sequence[str]) -> float:
     """The best score of a reply over the answers."""
     given = text.lstrip("\n").partition("\n")[0] if dataset.examples else text
     return max(dataset.score(given, answer, classes) for answer in answers)
@@ -124,17 +124,17 @@ def _example(name: str, record: Mapping[str, Any], texts: Mapping[str, str], whe
         raise TaskFileError(f"{where}: an answer of {key} has a number, got {answers[0]!r}")
     prompt = re.sub(r"\{(context|input)\}", lambda field: str(record[field[1]]), texts[key])
     example = Example(name, key, prompt, (name,), max_new_tokens=dataset.tokens, plain=dataset.plain)
-    return example, partial(judge, dataset=dataset, answers=answers, classes=classes)
+    return example, partial(grade, dataset=dataset, answers=answers, classes=classes)
 
 
 def load(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample of a file or folder; questions count by data set."""
     texts = templates(path)
-    examples, judges = [], {}
+    examples, grades = [], {}
     for file in line_files(path):
         for line, record in read_lines(file, FIELDS):
             name = f"{file.relative_to(path)}/{line}" if path.is_dir() else str(line)
-            example, judges[name] = _example(name, record, texts, f"{file.name}, line {line}")
+            example, grades[name] = _example(name, record, texts, f"{file.name}, line {line}")
             examples.append(example)
-    task = build("longbench", path, examples, ByQuestion(judges), options, "score")
+    task = build("longbench", path, examples, ByQuestion(grades), options, "score")
     return sample(replace(task, max_prompt_tokens=options.max_prompt_tokens), options)

@@ -62,7 +62,7 @@ def normalize(answer: str) -> str:
     return answer
 
 
-def judge(text: str, answers: tuple[str, ...]) -> bool:
+def grade(text: str, answers: tuple[str, ...]) -> bool:
     """Whether a reply's last box holds the answer."""
     given = last_boxed(text)
     return given is not None and normalize(given) == normalize(answers[0])
@@ -89,4 +89,4 @@ def load(path: Path, options: Options) -> GenerationTask:
         subject = record.get("type") or record.get("subject") or "math"
         prompt = PROMPT.format(problem=record["problem"].strip())
         examples.append(Example(name, str(subject), prompt, (answer,), reply=record["solution"]))
-    return sample(build("math", path, examples, judge, options), options)
+    return sample(build("math", path, examples, grade, options), options)

@@ -13,7 +13,7 @@ from sglang_diffkv.evaluate.tasks.files import TaskFileError, read_lines, stem
 from sglang_diffkv.evaluate.tasks.generation import Example, GenerationTask, Options, build, sample
 
 
-def judge(text: str, answers: tuple[str, ...]) -> bool:
+def grade(text: str, answers: tuple[str, ...]) -> bool:
     """Whether a reply has all the values."""
     return all(answer.lower() in text.lower() for answer in answers)
 
@@ -28,4 +28,4 @@ def load(path: Path, options: Options) -> GenerationTask:
         answers = tuple(str(value).strip() for value in outputs)
         prefix = record.get("answer_prefix", "")
         examples.append(Example(str(line), stem(path), record["input"], answers, reply_prefix=prefix))
-    return sample(build("needle", path, examples, judge, options), options)
+    return sample(build("needle", path, examples, grade, options), options)

@@ -39,7 +39,7 @@ def read(path: Path) -> list[Example]:
     ]
 
 
-def judge(text: str, answers: tuple[str, ...]) -> bool:
+def grade(text: str, answers: tuple[str, ...]) -> bool:
     """Whether the text after the last ``Answer:`` of a reply equals the right answer."""
     _, mark, given = text.rpartition(_MARK)
     return bool(mark) and given.strip() == answers[0].strip()
@@ -88,7 +88,7 @@ def groups(items: Iterable[Example]) -> dict[str, list[Example]]:
 
 def load(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample of the questions that the options name."""
-    task = build("reference", path, read(path), judge, options)
+    task = build("reference", path, read(path), grade, options)
     try:
         chosen = select(
             task.examples,
@@ -117,5 +117,5 @@ def load_shared(path: Path, options: Options) -> GenerationTask:
     names = sorted(together)
     random.Random(options.seed).shuffle(names)
     ordered = [example for name in names for example in together[name]]
-    task = build("shared", path, ordered, judge, options)
+    task = build("shared", path, ordered, grade, options)
     return replace(task, examples=task.examples[: options.n])

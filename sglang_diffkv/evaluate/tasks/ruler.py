@@ -34,7 +34,7 @@ def task_of(file: Path) -> str:
 
 def load(path: Path, options: Options) -> GenerationTask:
     """A fixed random sample of a file or folder; questions count by task."""
-    examples, judges = [], {}
+    examples, grades = [], {}
     for file in line_files(path):
         task = task_of(file)
         family = task.partition("_")[0]
@@ -44,8 +44,8 @@ def load(path: Path, options: Options) -> GenerationTask:
             if not isinstance(outputs, list) or not outputs:
                 raise TaskFileError(f"{file.name}, line {line}: 'outputs' must be a list of at least one value")
             name = f"{file.relative_to(path)}/{line}" if path.is_dir() else str(line)
-            judges[name] = partial(score, values=[str(value).strip() for value in outputs])
+            grades[name] = partial(score, values=[str(value).strip() for value in outputs])
             prefix = record.get("answer_prefix", "")
             limit = REPLY_TOKENS[family]
             examples.append(Example(name, task, record["input"], (name,), reply_prefix=prefix, max_new_tokens=limit))
-    return sample(build("ruler", path, examples, ByQuestion(judges), options, "score"), options)
+    return sample(build("ruler", path, examples, ByQuestion(grades), options, "score"), options)

@@ -1,8 +1,8 @@
 """Perplexity of a text, with compression at work while it is scored.
 
-One long prompt scored in one request would not measure compression: in a prefill pass the prompt's tokens attend
-to each other's keys and values as the model made them, and only the end of the prompt compresses them. Every
-configuration would give the same perplexity. So each window takes two requests:
+One long prompt scored in one request would not measure compression. In a prefill pass the prompt's tokens attend to
+each other's keys and values as the model made them. Only the end of the prompt compresses them. Every configuration
+would give the same perplexity. So each window takes two requests:
 
 1. a prompt of ``prefix_tokens`` tokens without a reply. At its end it is compressed, and joins the prefix cache;
 2. the same tokens and ``window_tokens + 1`` more, with ``logprob_start_len = prefix_tokens``. The prefix is found in

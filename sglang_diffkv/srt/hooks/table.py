@@ -1,4 +1,4 @@
-"""The hooks on SGLang: one table, a function each. All are no-ops unless diffkv is the selected backend."""
+"""The hooks on SGLang, a function each. All are no-ops unless diffkv is the selected backend."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
 from sglang_diffkv.srt.hooks import metrics
 from sglang_diffkv.srt.pool import DiffKVPool
-from sglang_diffkv.srt.scheduling.admission import ADMISSION_HOOKS
+from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of
 from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
-from sglang_diffkv.srt.startup import build, draft_model, launch
-from sglang_diffkv.srt.startup.draft_model import DRAFT_HOOKS
-from sglang_diffkv.srt.startup.kv_canary import CANARY_HOOKS
+from sglang_diffkv.srt.startup import build, draft_model, kv_canary, launch
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions import states as compat_states
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
@@ -56,7 +54,7 @@ def support_triton(original: Any, backend: str) -> bool:
 
 
 _asking_for_model = False
-"""Whether SGLang is judging the arguments by the model's architecture."""
+"""Whether SGLang is checking the arguments by the model's architecture."""
 
 
 def adjust_to_model(original: Any, server_args: Any) -> Any:
@@ -162,7 +160,7 @@ def forward(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def prepare_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Plan the decode step, without the requests that are judged beside it or have no room in it."""
+    """Plan the decode step, without the requests that are scored beside it or have no room in it."""
     requests = requests_of(self)
     if requests is None:
         return original(self, *args, **kwargs)
@@ -282,7 +280,7 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
 
 def get_next_batch_to_run(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Before anything is scheduled, ranks exchange what their devices have counted. Where nothing runs the batch is not
-    full, though SGLang marked it so for a request that was refused beside one that was about to end: nothing else would
+    full, though SGLang marked it so for a request that was refused beside one that was about to end. Nothing else would
     make it look at its queue again."""
     requests = requests_of(self)
     if requests is None:
@@ -401,51 +399,44 @@ def log_stats(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-SRT = "sglang.srt."
-ARGUMENTS = SRT + "server_args.ServerArgs."
-CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
-BATCH = SRT + "managers.schedule_batch.ScheduleBatch."
-SCHEDULER = SRT + "managers.scheduler.Scheduler."
-COMPONENTS = SRT + "managers.scheduler_components."
+_HERE = (
+    add_cli_args,
+    from_cli_args,
+    check_server_args,
+    validate_mamba_no_buffer,
+    adjust_to_model,
+    attention_backends,
+    support_triton,
+    configure_kv_cache_dtype,
+    default_radix_cache_factory,
+    enable_fused_set_kv_buffer,
+    create_memory_pool_configurator,
+    build_kv_pool,
+    build_token_to_kv_pool_allocator,
+    release_req,
+    init_next_round_input,
+    prepare_for_extend,
+    forward,
+    prepare_for_decode,
+    mix_with_running,
+    check_decode_mem,
+    retract_decode,
+    free_row,
+    get_new_batch_prefill,
+    get_next_batch_to_run,
+    process_batch_result,
+    get_internal_state,
+    pause_generation,
+    change_weights,
+    validate_beams,
+    get_total_uncached_sizes,
+    get_decode_usage_msg_parts,
+    log_stats,
+)
 
 HOOKS = {
-    ARGUMENTS + "add_cli_args": add_cli_args,
-    ARGUMENTS + "from_cli_args": from_cli_args,
-    ARGUMENTS + "check_server_args": check_server_args,
-    compat_states.WITHOUT_BUFFERS: validate_mamba_no_buffer,
-    SRT + "utils.common.support_triton": support_triton,
-    SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype": configure_kv_cache_dtype,
-    SRT + "mem_cache.registry.default_radix_cache_factory": default_radix_cache_factory,
-    SRT + "models.utils.enable_fused_set_kv_buffer": enable_fused_set_kv_buffer,
-    SRT + "model_executor.pool_configurator.create_memory_pool_configurator": create_memory_pool_configurator,
-    CONFIGURATOR + "_build_mha_kv_pool": build_kv_pool,
-    CONFIGURATOR + "_build_hybrid_linear_kv_pool": build_kv_pool,
-    CONFIGURATOR + "_build_token_to_kv_pool_allocator": build_token_to_kv_pool_allocator,
-    SRT + "managers.schedule_batch.release_req": release_req,
-    SRT + "managers.schedule_batch.Req.init_next_round_input": init_next_round_input,
-    BATCH + "prepare_for_extend": prepare_for_extend,
-    SRT + "model_executor.model_runner.ModelRunner.forward": forward,
-    BATCH + "prepare_for_decode": prepare_for_decode,
-    BATCH + "mix_with_running": mix_with_running,
-    BATCH + "check_decode_mem": check_decode_mem,
-    BATCH + "retract_decode": retract_decode,
-    SRT + "mem_cache.memory_pool.ReqToTokenPool.free": free_row,
-    SCHEDULER + "get_new_batch_prefill": get_new_batch_prefill,
-    SCHEDULER + "get_next_batch_to_run": get_next_batch_to_run,
-    SCHEDULER + "process_batch_result": process_batch_result,
-    SCHEDULER + "get_internal_state": get_internal_state,
-    SCHEDULER + "pause_generation": pause_generation,
-    **dict.fromkeys(compat.WEIGHT_CHANGES, change_weights),
-    COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes": get_total_uncached_sizes,
-    COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts": get_decode_usage_msg_parts,
-    SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats": log_stats,
-    **ADMISSION_HOOKS,
-    **CANARY_HOOKS,
-    **DRAFT_HOOKS,
+    target: hook
+    for hook in (*_HERE, *admission.HOOKS, *kv_canary.HOOKS, *draft_model.HOOKS)
+    for target in compat.installed().target(hook.__name__)
 }
-"""Target in SGLang -> AROUND hook."""
-
-HOOKS.update(zip(compat.MODEL_ADJUSTMENTS, (adjust_to_model, attention_backends), strict=True))
-
-if compat.BEAM_SEARCH:
-    HOOKS[SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init"] = validate_beams
+"""Target in SGLang -> AROUND hook. What a hook stands around is said by ``releases.py``, by the hook's name."""

@@ -10,11 +10,12 @@ from typing import Any
 
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.releases import seen_on_gpu
 from sglang_diffkv.srt.models.speculation import drafts_of
 from sglang_diffkv.srt.versions import compat
 
 MIB = 1 << 20
-STATES_GPU_VERSIONS = ("0.5.17",)
+STATES_GPU_VERSIONS = seen_on_gpu("states")
 """Versions of SGLang with which such models gave stock's tokens on a GPU, but for roundings."""
 
 

@@ -62,7 +62,7 @@ def stated_spans(server_args: Any) -> tuple[int, ...]:
         stated = configured_spans(model.hf_text_config)
         read = any(stated) and reads_window(ModelRegistry.resolve_model_cls(model.hf_config.architectures)[0])
     except Exception as error:
-        logger.info("DiffKV: the model's layers are judged once they are loaded, since SGLang says: %s", error)
+        logger.info("DiffKV: the model's layers are checked once they are loaded, since SGLang says: %s", error)
         return ()
     return stated if read else ()
 

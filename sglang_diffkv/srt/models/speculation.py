@@ -15,6 +15,7 @@ import numpy as np
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.policies.base import prunes
+from sglang_diffkv.releases import seen_on_gpu
 from sglang_diffkv.srt.versions import compat
 
 CHAIN = "--speculative-ngram-min-bfs-breadth 1 --speculative-ngram-max-bfs-breadth 1"
@@ -24,7 +25,7 @@ OF_A_MODEL = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 """Algorithms whose drafts a model makes, which has a KV cache of its own."""
 SEEN_ON_A_GPU = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """Algorithms that gave stock's tokens on a GPU, in CUDA graphs and under overlap scheduling."""
-DRAFTS_GPU_VERSIONS = ("0.5.17",)
+DRAFTS_GPU_VERSIONS = seen_on_gpu("drafts")
 """Versions of SGLang with which they did."""
 USUAL_DRAFTS = 12
 """SGLang's number where none is given."""

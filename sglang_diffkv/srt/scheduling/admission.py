@@ -25,9 +25,9 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
     chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)
     result, compacted = AddReqResult.NO_TOKEN, False
     cut = None if chunked else requests.tokens_to_branch(req)
-    with ledger.judging():
+    with ledger.checking():
         with compat.node_locked(self, req.last_node):
-            admission = requests.judge(req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio)
+            admission = requests.check(req, _whole_chunk(self), [*running, *self.can_run_list], self.new_token_ratio)
         if chunked and getattr(self, "diffkv_cut", False) and admission.needed > self.rem_chunk_tokens:
             return AddReqResult.OTHER  # SGLang follows one prompt of several chunks at a time
         with (
@@ -104,12 +104,4 @@ def preempt_to_schedule(original: Any, self: Any, *args: Any, **kwargs: Any) -> 
     return original(self, *args, **kwargs)
 
 
-ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder."
-
-ADMISSION_HOOKS = {
-    ADDER + "add_one_req": add_one_req,
-    ADDER + "add_chunked_req": add_chunked_req,
-    ADDER + "preempt_to_schedule": preempt_to_schedule,
-    ADDER + "_get_running_request_total_token_offset": get_running_request_total_token_offset,
-}
-"""Target in SGLang -> AROUND hook."""
+HOOKS = (add_one_req, add_chunked_req, preempt_to_schedule, get_running_request_total_token_offset)

@@ -1,4 +1,4 @@
-"""Admission where running requests hold a budget: a prompt fits if all that run, and it, never hold more together than
+"""Admission where running requests hold a budget. A prompt fits if all that run, and it, never hold more together than
 there is room for, by their lengths and by what they may generate yet (``mem_pool/joint_growth.py``).
 
 SGLang's admission adds up what each request is expected to take. So each running request gives a part of what all take
@@ -40,7 +40,7 @@ class AdmissionRule:
         ``adder``: SGLang's, of this pass."""
         return self.ledger.growth_of(compat.row_of(req), tokens)
 
-    def judge(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
+    def check(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
         """What a request's generated tokens take beside those of ``others``, which run or are admitted, and whether
         there is room for it. Its prompt computes ``needed`` tokens."""
         return self.ledger.growth, True
@@ -78,7 +78,7 @@ class JointAdmission(AdmissionRule):
         still generate, those that SGLang expects; all, where its end is ignored."""
         return self._tokens(self._outlooks(running, ratio)) / max(len(running), 1)
 
-    def judge(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
+    def check(self, req: Any, needed: int, others: Sequence[Any], ratio: float) -> tuple[compat.Growth, bool]:
         """Where there are no others SGLang decides alone."""
         found = self._outlooks(others, ratio)
         if not found:
@@ -124,7 +124,7 @@ class JointAdmission(AdmissionRule):
     def _room_beyond(self, needed: int) -> int:
         """High-tier tokens that a prompt of ``needed`` tokens and the one behind it leave."""
         ledger = self.ledger
-        with ledger.judging():
+        with ledger.checking():
             return ledger.available() + ledger.evictable() - needed - 1
 
     def _tokens(self, outlooks: Sequence[Outlook]) -> float:

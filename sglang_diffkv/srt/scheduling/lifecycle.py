@@ -109,7 +109,7 @@ class RequestLifecycle:
 
     # Admission
 
-    def judge(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0) -> Admission:
+    def check(self, req: Any, chunk: int, running: Sequence[Any], ratio: float = 1.0) -> Admission:
         """Whether a request's prompt has room, evicting what may go. Its matched path must be locked.
 
         Args:
@@ -121,7 +121,7 @@ class RequestLifecycle:
         needed = compat.prompt_len(req) - compat.prefix_len(req)
         path, fits_pages = self.tree.room_for(req.last_node, needed)
         compacts = chunk < needed and self._may_compact(path, needed, running)
-        growth, fits = self.admission_rule.judge(req, needed, running, ratio)
+        growth, fits = self.admission_rule.check(req, needed, running, ratio)
         return Admission(
             path,
             needed,

@@ -1,10 +1,10 @@
 """Requests that hold a budget are compressed when they have reached their limit: behind the step that brings them
-there, or, where the policy is asynchronous, *judged* beside the next pass and compressed behind that.
+there, or, where the policy is asynchronous, *scored* beside the next pass and compressed behind that.
 
-A request that is judged is *parked* where the next pass is a decode step: it is left out of SGLang's batch while that
-step is prepared and launched, and is in it again when results are processed. So whatever looks at running requests
+A request that is being scored is *parked* where the next pass is a decode step. It is left out of SGLang's batch while
+that step is prepared and launched, and is in it again when results are processed. So whatever looks at running requests
 otherwise (admission, retraction, aborts, a pause) finds it among them. It misses one step, not as many as the device
-takes: ranks agree without asking one another, and the step after that comes behind the judgement on the device.
+takes: ranks agree without asking one another, and the step after that comes behind the scoring on the device.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class CompressionScheduler(RequestListener):
     """When running requests are compressed.
 
     Attributes:
-        judged: row -> request that is judged beside the pass that comes next, or was launched last.
+        scored: row -> request that is scored beside the pass that comes next, or was launched last.
     """
 
     def __init__(self, ledger: PageLedger, tree: PrefixTree, exact: ExactRule, budgets: RunningCompression):
         self.ledger, self.manager, self.tree, self.exact, self.budgets = ledger, ledger.manager, tree, exact, budgets
-        self.judged: dict[int, Any] = {}
+        self.scored: dict[int, Any] = {}
         self._parked: Any = None  # SGLang's batch of those that were left out of the step launched last
 
     # Behind a pass
 
     def results_out(self, reqs: Sequence[Any]) -> None:
-        """As ``compress_judged``."""
-        self.compress_judged()
+        """As ``compress_scored``."""
+        self.compress_scored()
 
     def runs_on(self, reqs: Sequence[Any]) -> None:
         """As ``follow``: behind a pass over prompts the next decode step has been launched already, and behind its own
@@ -45,17 +45,17 @@ class CompressionScheduler(RequestListener):
         behind each pass."""
         self.follow(reqs)
 
-    def compress_judged(self) -> None:
-        """Compress what was judged. One that finds no pages or blocks for it goes on, and is judged again."""
-        for row, req in [*self.judged.items()]:
+    def compress_scored(self) -> None:
+        """Compress what was scored. One that finds no pages or blocks for it goes on, and is scored again."""
+        for row, req in [*self.scored.items()]:
             path = self._path(req, row)
             if path is None or not self._compress(req, row, path):
                 self.budgets.drop_judgement(row)
-        self.judged.clear()
+        self.scored.clear()
 
     def follow(self, reqs: Sequence[Any]) -> None:
         """Results are out, and ``reqs`` run on. Those that have reached their limit are compressed, where
-        they are or, if they share pages, in a copy of their own, or judged beside the next pass. One whose copy finds
+        they are or, if they share pages, in a copy of their own, or scored beside the next pass. One whose copy finds
         no pages goes on and is looked at again behind the next step."""
         for req in reqs:
             row = compat.row_of(req)
@@ -65,7 +65,7 @@ class CompressionScheduler(RequestListener):
             if path is None:
                 continue
             if self.budgets.rule.asynchronous and self.budgets.judge_beside(row):
-                self.judged[row] = req
+                self.scored[row] = req
             else:
                 self._compress(req, row, path)
 
@@ -101,8 +101,8 @@ class CompressionScheduler(RequestListener):
         return True
 
     def letting_go(self, row: int) -> None:
-        """It is not judged any more."""
-        if self.judged.pop(row, None) is not None:
+        """It is not scored any more."""
+        if self.scored.pop(row, None) is not None:
             self.budgets.drop_judgement(row)
 
     # Around a decode step
@@ -116,15 +116,15 @@ class CompressionScheduler(RequestListener):
         self.rejoin(scheduler)
 
     def leave_out(self, batch: Any) -> None:
-        """A decode step of ``batch`` is about to be prepared: park those that are judged. Where nobody else is in it,
+        """A decode step of ``batch`` is about to be prepared: park those that are scored. Where nobody else is in it,
         or SGLang cannot part the batch, they are compressed before it instead."""
-        chosen = [index for index, req in enumerate(batch.reqs) if compat.row_of(req) in self.judged]
+        chosen = [index for index, req in enumerate(batch.reqs) if compat.row_of(req) in self.scored]
         if not chosen:
             return
         possible = self._parked is None and len(chosen) < len(batch.reqs)
         parked = compat.part_batch(batch, chosen) if possible else None
         if parked is None:
-            self.compress_judged()
+            self.compress_scored()
         else:
             self._parked = parked
 

@@ -44,7 +44,7 @@ _budget: tuple[int, int] | None = None
 
 def keep_computed_dtype(runner: Any) -> None:
     """Let the cache of SGLang's model runner have the dtype in which the model computes K and V, whatever else its
-    checkpoint (FP8 with scales) or ``--kv-cache-dtype`` asked for: the tiers say what is stored, and only a raw tier
+    checkpoint (FP8 with scales) or ``--kv-cache-dtype`` asked for. The tiers say what is stored, and only a raw tier
     holds numbers of this dtype. ``check_model`` refuses one that pages cannot hold."""
     asked, computed = runner.kv_cache_dtype, runner.dtype
     if asked == computed:

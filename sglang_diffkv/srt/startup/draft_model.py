@@ -121,13 +121,5 @@ class TorchSteps:
             backend.init_forward_metadata(forward_batch)
 
 
-_SPECULATIVE = "sglang.srt.speculative."
-_FACTORY = _SPECULATIVE + "draft_utils.DraftBackendFactory."
-
-DRAFT_HOOKS = {
-    _SPECULATIVE + "spec_info.SpeculativeAlgorithm.create_worker": create_worker,
-    _FACTORY + "create_decode_backend": create_decode_backend,
-    _FACTORY + "create_draft_extend_backend": create_draft_extend_backend,
-}
-"""Target in SGLang -> AROUND hook. The factory's are without effect unless a draft model runs on torch_native, which
-SGLang itself refuses."""
+HOOKS = (create_worker, create_decode_backend, create_draft_extend_backend)
+"""The last two are without effect unless a draft model runs on torch_native, which SGLang itself refuses."""

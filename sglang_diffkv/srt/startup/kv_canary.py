@@ -16,7 +16,6 @@ import torch
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
-from sglang_diffkv.srt.versions.compat import CANARY_ON_CPU
 from sglang_diffkv.srt.versions.selection import BACKEND
 
 
@@ -96,13 +95,4 @@ def device_to_host(original: Any, cls: Any, xs_device: Any, *, d2h_stream: Any) 
     return cls(_data=copies, _event=torch.cpu.Event())
 
 
-CANARY = "sglang.srt.kv_canary."
-CANARY_HOOKS = {
-    CANARY + "capacities.CanaryLaunchCapacities.from_args": launch_capacities,
-    CANARY + "radix_cache_walker.walk_radix_cache_for_canary": walk_prefix_cache,
-}
-"""Target in SGLang -> AROUND hook."""
-
-if CANARY_ON_CPU:
-    CANARY_HOOKS[CANARY + "runner.canary_manager.create_device_stream"] = create_device_stream
-    CANARY_HOOKS[CANARY + "runner.future_tensor.FutureTensors.device_to_host"] = device_to_host
+HOOKS = (launch_capacities, walk_prefix_cache, create_device_stream, device_to_host)

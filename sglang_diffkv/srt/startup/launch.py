@@ -21,7 +21,7 @@ from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, 
 from sglang_diffkv.srt.startup import preflight
 from sglang_diffkv.srt.startup.draft_model import choose_backend
 from sglang_diffkv.srt.startup.prefill_graphs import choose_graphs
-from sglang_diffkv.srt.startup.validation import check_policy, check_server_args, judges_whole_heads
+from sglang_diffkv.srt.startup.validation import check_policy, check_server_args, scores_whole_heads
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
 
@@ -112,7 +112,7 @@ def _check(server_args: Any, config: DiffKVConfig) -> None:
     choose_backend(server_args)
     args = compat.resolved(server_args)
     drafts = drafts_of(args)
-    attention_spans = stated_spans(server_args) if drafts or judges_whole_heads(config) else ()
+    attention_spans = stated_spans(server_args) if drafts or scores_whole_heads(config) else ()
     checks = [lambda: check_server_args(server_args, config), lambda: check_policy(config, attention_spans)]
     if drafts:
         checks.append(lambda: check_drafts(config, attention_spans, by_model=drafts_by_model(args)))

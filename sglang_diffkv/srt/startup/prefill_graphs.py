@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang_diffkv.releases import seen_on_gpu
 from sglang_diffkv.srt.models.speculation import algorithm_of
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.states import model_has_states
@@ -13,7 +14,7 @@ from sglang_diffkv.srt.versions.states import model_has_states
 logger = logging.getLogger(__name__)
 
 SERVED = "breakable"
-GRAPHS_GPU_VERSIONS = ("0.5.17",)
+GRAPHS_GPU_VERSIONS = seen_on_gpu("prefill graphs")
 """Versions of SGLang with which they gave stock's tokens on a GPU."""
 
 

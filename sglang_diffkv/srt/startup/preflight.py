@@ -67,7 +67,7 @@ def ask(args: Any, config: DiffKVConfig) -> None:
         configurator.attention_spans = stated if any(stated) and model_reads_window(configurator.model_config) else ()
         draft_bytes = bytes_of_slot(args)
     except Exception as error:
-        logger.info("DiffKV: the model is judged once it is loaded, since SGLang said before: %s", error)
+        logger.info("DiffKV: the model is checked once it is loaded, since SGLang said before: %s", error)
         return
     check_model(configurator)
     planned(configurator, config, draft_bytes)

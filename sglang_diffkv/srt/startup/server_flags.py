@@ -22,7 +22,7 @@ from sglang_diffkv.srt.models.speculation import (
 )
 from sglang_diffkv.srt.startup.prefill_graphs import graphs_obstacle
 from sglang_diffkv.srt.startup.supported_flags import NO_BEARING, ONLY_WITH, ORTHOGONAL, WORKS
-from sglang_diffkv.srt.versions.compat import CANARY_ON_CPU
+from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND
 
 Predicate = Callable[[Any, Any], Any]
@@ -81,7 +81,7 @@ def _second_backend(value: Any, args: Any) -> bool:
 
 
 def _canary(value: Any, args: Any) -> bool:
-    runs = args.device != "cpu" or (CANARY_ON_CPU and os.environ.get("TRITON_INTERPRET") == "1")
+    runs = args.device != "cpu" or (compat.installed().canary_on_cpu and os.environ.get("TRITON_INTERPRET") == "1")
     return value != "none" and not runs
 
 

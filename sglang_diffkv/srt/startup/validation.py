@@ -108,19 +108,22 @@ def check_model(configurator: Any) -> None:
     _refuse_model(name, problems)
 
 
-def judges_whole_heads(config: DiffKVConfig) -> bool:
-    """Whether the method judges tokens by others of their head. Such a method is not served with sliding layers."""
+def scores_whole_heads(config: DiffKVConfig) -> bool:
+    """Whether the method scores tokens by others of their head. Such a method is not served with sliding layers."""
     policy = config.build_policy()
     rules = (policy.prompt, policy.generation)
     return policy.running is not None or not all(rule is None or isinstance(rule, Pointwise) for rule in rules)
 
 
 def check_policy(config: DiffKVConfig, attention_spans: Sequence[int]) -> None:
-    """Refuse a method that scores whole heads for layers with a sliding window. ``attention_spans``: in ``Geometry``."""
-    if any(attention_spans) and judges_whole_heads(config):
+    """Refuse a method that scores whole heads for layers with a sliding window.
+
+    ``attention_spans``: as of ``Geometry``.
+    """
+    if any(attention_spans) and scores_whole_heads(config):
         name = config.policy.name if config.policy else ""
         raise UnsupportedError(
-            f"--attention-backend diffkv: policy {name} judges the heads of all layers as a whole, and this model has "
+            f"--attention-backend diffkv: policy {name} scores the heads of all layers as a whole, and this model has "
             "layers with a sliding window. Use policy diffkv, uniform, streaming or duo in --diffkv-config for it."
         )
 

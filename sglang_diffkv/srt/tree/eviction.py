@@ -1,6 +1,6 @@
 """Eviction by pages: whole leaves of SGLang's radix tree, and of the last one only as much as is missing.
 
-A leaf's tokens are the end of its segment, so a long leaf is cut: SGLang's own split makes its end a leaf, which is
+A leaf's tokens are the end of its segment, so a long leaf is cut. SGLang's own split makes its end a leaf, which is
 evicted like any other, and the segment is trimmed to the rest. Short turns of a chat have a node each and share a
 segment once they are joined (``PathJoiner``). Such nodes go together, as far as they are next in order.
 """

@@ -1,9 +1,9 @@
 """When a prompt joins the prefix cache exactly, and what of it a running request reads there or copies.
 
 A private compressed copy takes at least half of the pages that it replaces (112 of 208 bytes a token from K8V4 to
-K4V2), so it saves memory only where nobody else reads them: the part of a prefix that other running requests hold too
-stays shared, the rest is copied with the prompt's new tokens. The copied part of the tree is unlocked, so that it may
-be evicted while the request runs. Without room for a copy the new tokens are compressed in place and never join the
+K4V2), so it saves memory only where no other request reads them. The part of a prefix that other running requests hold
+too stays shared; the rest is copied with the prompt's new tokens. The copied part of the tree is unlocked, so that it
+may be evicted while the request runs. Without room for a copy the new tokens are compressed in place and never join the
 tree. When the last other reader of a shared part leaves, the request that stays copies it too, and compresses all it
 has in place from then on.
 """
@@ -39,8 +39,8 @@ class ExactPrompts(ExactRule):
         self.reader_left = False
         self.outcomes: dict[str, int] = dict.fromkeys(("copied", "shared", "brief", "no room", "copied later"), 0)
         """Prompts so far: compressed in a copy; all but a few tokens shared with running requests; left as they are for
-        a request that ends with them; compressed in place, or left shared, for want of pages; a shared part copied
-        when its last other reader had left."""
+        a request that ends with them. Then: compressed in place, or left shared, for want of pages; a shared part
+        copied when its last other reader had left."""
 
     def prompt_begun(self, req: Any, row: int, *, alone: bool) -> None:
         """It judges for itself what it may copy of its prefix, unless that was restored for it alone."""

@@ -121,9 +121,9 @@ class KeptStates(NodeStates):
                 compat_states.give_state(req, self.rows.mamba_allocator.alloc(1), self.of_nodes[req.last_node])
 
     def plan(self, req: Any, row: int, end: int, *, shared: int) -> None:
-        """The planned pass computes the row's tokens up to ``end``: copy the state behind it, if a slot is free or the
-        tree's to give and enough tokens have made it: between chunks a quarter of all, or one long
-        prompt would have all slots. ``shared``: tokens that the row found in the prefix cache."""
+        """The planned pass computes the row's tokens up to ``end``. Copy the state behind it, if a slot is free or the
+        tree's to give and enough tokens have made it. Between chunks that is a quarter of all, or one long prompt would
+        have all slots. ``shared``: tokens that the row found in the prefix cache."""
         taken, least = self.snapshots.get(row, []), self.least_apart
         if end not in (compat.prompt_len(req), getattr(req, "diffkv_branch", 0)):
             least = max(least, end // CHUNKS_APART)

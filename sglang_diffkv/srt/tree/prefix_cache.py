@@ -1,11 +1,11 @@
 """SGLang's radix tree over page segments: nodes list KV slots, segments hold pages.
 
 With ``compressed`` fidelity a prompt is compacted before it joins the tree; with ``exact`` it joins as it was computed,
-and its request runs on a compressed copy (``Prompts``). A node refers to the segment that stores its tokens; a
-request that matches a path takes references to the pages of the path's segments, limited to the matched
-positions, so a node splits without moving a byte, and what a path takes of a row does not depend on it. A path of many
-small segments is joined to one (``PathJoiner``). Of a model with states a match ends where one is kept
-(``KeptStates``). Sizes are pages, in SGLang's unit (see ``PageLedger``).
+and its request runs on a compressed copy (``Prompts``). A node refers to the segment that stores its tokens. A request
+that matches a path takes references to the pages of the path's segments, limited to the matched positions. So a node
+splits without moving a byte, and what a path takes of a row does not depend on it. A path of many small segments is
+joined to one (``PathJoiner``). Of a model with states a match ends where one is kept (``KeptStates``). Sizes are pages,
+in SGLang's unit (see ``PageLedger``).
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A retracted request is like one that has ended, whose tokens joined the prefix cache and were evicted, but to the host.
 When SGLang is about to admit it (``Req.init_next_round_input``), what the tree has lost of it meanwhile is restored as
-a segment of a node of its own, so that SGLang's match finds all but its last token, which it computes. With exact
-fidelity the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request
-looks into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
+a segment of a node of its own. So SGLang's match finds all but its last token, which it computes. With exact fidelity
+the tree must not offer compressed prompts to others: there the node lies in a namespace that only its request looks
+into, and holds all of it. Where there is no room for the pages the request waits, as long as others run.
 
 What old weights computed is not brought back under new ones: a change of weights, and a pause that retracts all
 requests, drop all that is kept.
@@ -61,7 +61,7 @@ def why_recomputed(configurator: Any, config: DiffKVConfig) -> str:
 
 COUNTS = ("kept", "no_host_memory", "restored", "tokens_restored", "recomputed", "dropped")
 """Of ``/server_info`` and the metrics, since the start: requests whose pages went to the host, and those for which it
-had no room; of the former those that came back, tokens that they brought, those that were computed again all the same,
+had no room. Of the former: those that came back, tokens that they brought, those that were computed again all the same,
 and those that were aborted or flushed meanwhile."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
-from sglang_diffkv.srt.versions.compat import extend_end, filled_to, prompt_len, release, row_of
+from sglang_diffkv.srt.versions.compat import extend_end, filled_to, installed, prompt_len, row_of
 
 Recorder: TypeAlias = "tuple[Callable[[Any], None], Callable[[Any], None]]"
 
@@ -92,6 +92,4 @@ def prefix_cache_class() -> type:
             if running:
                 self.prompt_published(req)
 
-    if release() < (0, 5, 18):
-        return V17
-    return V21 if release() < (0, 5, 22) else V23
+    return {"V17": V17, "V21": V21, "V23": V23}[installed().tree]

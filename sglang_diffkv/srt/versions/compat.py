@@ -1,4 +1,7 @@
-"""Everything that depends on the SGLang version: tested versions, field names, tree method names."""
+"""What differs between SGLang releases, in calls: fields of requests and batches, and how arguments are decided.
+
+Which release has what is in its row of ``releases.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import copy
 import logging
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -18,11 +20,7 @@ import numpy as np
 from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.layout.ranks import Ranks
-
-TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.22", "0.5.23")
-GPU_VERSIONS = ("0.5.17", "0.5.23")
-"""Those of the tested versions that were tested on a GPU."""
-
+from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TESTED_VERSIONS, Release
 
 CONTEXT_SLACK = 4
 """Positions that SGLang adds to a model's context in its table of requests."""
@@ -62,45 +60,14 @@ def untried_on_a_gpu(device: Any, what: str, instead: str) -> list[str]:
 
 
 @cache
-def release() -> tuple[int, ...]:
-    return tuple(int(x) for x in re.findall(r"\d+", sglang_version())[:3])
-
-
-CANARY_ON_CPU = release() >= (0, 5, 18)
-"""Whether SGLang's KV canary has code for devices other than CUDA's."""
-
-BEAM_SEARCH = release() >= (0, 5, 18)
-"""Whether a request may ask for beam search."""
-
-
-MODEL_ADJUSTMENTS = (
-    (
-        "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
-        "sglang.srt.server_args.ServerArgs._resolved_attention_backends",
-    )
-    if release() < (0, 5, 21)
-    else (
-        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
-        "sglang.srt.arg_groups.model_override_base.attention_backends_of",
-    )
-)
-"""What judges arguments by the model's architecture, and what it asks for the backends of prefill and decode."""
-
-
-WEIGHT_CHANGES = tuple(
-    f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.{name}"
-    for name in (
-        *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
-        "check_weights",
-        *(() if release() < (0, 5, 21) else ("begin_weight_update", "end_weight_update")),
-    )
-)
-"""What a scheduler changes the model's weights by. Between the last two another process may write them."""
+def installed() -> Release:
+    """The row of the installed SGLang; of one that was not tested, which is refused, the newest row."""
+    return RELEASES.get(sglang_version()) or RELEASES[TESTED_VERSIONS[-1]]
 
 
 def kv_of(req: Any) -> Any:
     """What holds the request's row and ``cache_protected_len``."""
-    return req if release() < (0, 5, 18) else req.kv
+    return req if installed().row_on_request else req.kv
 
 
 def request_rows(configurator: Any, capacity: int) -> int:
@@ -142,7 +109,7 @@ def allocated_row_of(req: Any) -> int:
 
 def prefix_len(req: Any) -> int:
     """Tokens that the request's next extend pass does not compute."""
-    return req.prefix_len if release() >= (0, 5, 22) else len(req.prefix_indices)
+    return req.prefix_len if installed().request_extents else len(req.prefix_indices)
 
 
 def committed_len(req: Any) -> int:
@@ -160,7 +127,7 @@ def kv_slots_wanted(req: Any, drafts: int) -> int:
 
 def extend_end(req: Any) -> int:
     """Position after the last token of the request's next extend pass."""
-    return req.extend_end if release() >= (0, 5, 22) else req.extend_range.end
+    return req.extend_end if installed().request_extents else req.extend_range.end
 
 
 @contextmanager
@@ -218,7 +185,7 @@ def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
         pool.kv_slots_changed(rows.req_to_token[row, start : start + len(kv_slots)], kv_slots)
     rows.write((row, slice(start, start + len(kv_slots))), kv_slots)
     kv_of(req).cache_protected_len = start
-    if release() >= (0, 5, 22):
+    if installed().request_extents:
         tree.unlock(req.lock)
         req.lock = tree.lock(node)
     else:
@@ -230,7 +197,7 @@ def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
 
 
 def node_locked(adder: Any, node: Any) -> AbstractContextManager[None]:
-    """Hold a tree node while an admission is judged."""
+    """Hold a tree node while an admission is checked."""
     return adder._lock_node(node)
 
 
@@ -295,14 +262,14 @@ def expected_tokens(scheduler: Any, running: Any = None) -> Iterator[tuple[int |
     ratio = expected_ratio(scheduler)
     for req in (running or scheduler.running_batch).reqs:
         rest = min(req.sampling_params.max_new_tokens - len(req.output_ids), _most_expected())
-        whole = release() >= (0, 5, 22) and req.sampling_params.ignore_eos
+        whole = installed().whole_replies and req.sampling_params.ignore_eos
         yield row_of(req), rest * (1.0 if whole else ratio)
 
 
 def resolved(server_args: Any) -> Any:
     """The arguments with what SGLang has decided so far. From 0.5.21 on the arguments themselves are as the user gave
     them."""
-    if release() < (0, 5, 21):
+    if not installed().declared_arguments:
         return server_args
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
@@ -332,7 +299,7 @@ def decline_prefill_graphs(server_args: Any) -> None:
     """Switch graphs of passes over prompts off. Without effect before SGLang has chosen them and after its processes
     have the arguments."""
     config = resolved(server_args).cuda_graph_config
-    if release() < (0, 5, 21):
+    if not installed().declared_arguments:
         config.prefill.backend = "disabled"
         return
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
@@ -351,7 +318,7 @@ def decline_hybrid_swa_pools(server_args: Any) -> bool:
 
 def decide(server_args: Any, **fields: Any) -> None:
     """Give arguments a value that their user did not ask for."""
-    if release() < (0, 5, 21):
+    if not installed().declared_arguments:
         server_args.override("sglang_diffkv", **fields)
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
@@ -388,7 +355,7 @@ def no_prefill(running_batch: Any) -> Any:
 def queue_preempted(scheduler: Any, preempted: Sequence[Any]) -> None:
     """Requests that were taken from the running batch wait again, after a pass that admitted nobody. SGLang queues them
     itself from 0.5.22 on; before, only a pass that admits somebody did."""
-    if release() < (0, 5, 22):
+    if not installed().queues_preempted:
         for req in preempted:
             scheduler._add_request_to_queue(req)
 
@@ -396,7 +363,7 @@ def queue_preempted(scheduler: Any, preempted: Sequence[Any]) -> None:
 def set_mixed_starts(batch: Any, running: Any) -> None:
     """0.5.17 takes it for granted that each request which decodes in a pass over prompts was in the pass before, too:
     of one that was not, the token would be one position too far."""
-    if release() < (0, 5, 18):
+    if installed().mixed_starts_wrong:
         starts = [length - 1 for length in running.seq_lens_cpu.tolist()]
         batch.prefix_lens[-len(starts) :] = starts
 
@@ -429,10 +396,10 @@ def release_request(batch: Any, index: int) -> None:
     got no KV slots, or not even a row, before its batch failed holds its lock on the tree and perhaps the row."""
     req = batch.reqs[index]
     if _has_kv_slots(req):
-        more = {"server_args": _global_server_args()} if release() < (0, 5, 18) else {}
+        more = {"server_args": _global_server_args()} if installed().release_needs_arguments else {}
         batch.release_req(index, 0, **more)
         return
-    if release() >= (0, 5, 22):
+    if installed().request_extents:
         batch.tree_cache.unlock(req.lock)
     elif req.last_node is not None:
         batch.tree_cache.dec_lock_ref(req.last_node)
@@ -466,7 +433,7 @@ def send_abort(scheduler: Any, req: Any) -> None:
     from sglang.srt.managers import scheduler as module
 
     reason = req.to_finish.to_json()
-    if release() < (0, 5, 18):
+    if not installed().abort_from_request:
         answer = module.AbortReq(rid=req.rid, finished_reason=reason)
     else:
         answer = module._make_abort_req(req, finished_reason=reason)
@@ -490,4 +457,4 @@ def finish_with_error(req: Any, message: str) -> None:
 
 def disabled_prefix_cache_needs_tree() -> bool:
     """0.5.22 and later have no chunk cache: a disabled radix cache is a tree object that holds nothing."""
-    return release() >= (0, 5, 22)
+    return installed().tree_when_off

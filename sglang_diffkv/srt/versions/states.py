@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_diffkv.srt.versions.compat import decide, kv_of, release, resolved
+from sglang_diffkv.srt.versions.compat import decide, installed, kv_of, resolved
 
 
 def planned_states(hybrid: Any, ranks: int) -> Any:
@@ -12,7 +12,10 @@ def planned_states(hybrid: Any, ranks: int) -> Any:
     that have states, and ``mamba_cache_per_req``, bytes of a request's."""
     from sglang.srt.runtime_context import get_parallel
 
-    widths = {"attn_tp_size": ranks, **({} if release() < (0, 5, 22) else {"enable_cp_tp_group_sharing": False})}
+    widths = {
+        "attn_tp_size": ranks,
+        **({"enable_cp_tp_group_sharing": False} if installed().states_need_cp_sharing else {}),
+    }
     with get_parallel().override(**widths):
         return hybrid.mamba2_cache_params
 
@@ -21,7 +24,7 @@ def model_has_states(server_args: Any) -> bool:
     """Whether some of the model's layers have states, by its configuration."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    if release() < (0, 5, 21):
+    if not installed().declared_arguments:
         return mambaish_config(server_args.get_model_config()) is not None
     from sglang.srt.arg_groups.model_override_base import model_config_of
 
@@ -49,13 +52,6 @@ def take_state(req: Any) -> Any:
 
 SLOTS_A_REQUEST = 3
 """State slots for each request that SGLang lets run where there is a prefix cache: two are for what that keeps."""
-
-WITHOUT_BUFFERS = (
-    "sglang.srt.server_args.ServerArgs._validate_mamba_no_buffer"
-    if release() < (0, 5, 21)
-    else "sglang.srt.arg_groups.mamba_hook.validate_mamba_no_buffer"
-)
-"""What refuses overlap scheduling where SGLang's own prefix cache keeps states without buffers of each request."""
 
 
 def keep_without_buffers(server_args: Any) -> None:

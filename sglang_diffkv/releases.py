@@ -1,0 +1,227 @@
+"""The SGLang releases that are supported, one row each: what was tested below them, and how they differ.
+
+A new release is a row here and its list of options (``tests/data/server_args``). The row is the one before it with
+``replace``: only what changed is said. Nothing here imports SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+
+SRT = "sglang.srt."
+ARGUMENTS = SRT + "server_args.ServerArgs."
+BATCH = SRT + "managers.schedule_batch.ScheduleBatch."
+SCHEDULER = SRT + "managers.scheduler.Scheduler."
+COMPONENTS = SRT + "managers.scheduler_components."
+WEIGHTS = COMPONENTS + "weight_updater.SchedulerWeightUpdaterManager."
+ADDER = SRT + "managers.schedule_policy.PrefillAdder."
+CONFIGURATOR = SRT + "mem_cache.kv_cache_configurator.KVCacheConfigurator."
+SPECULATIVE = SRT + "speculative."
+CANARY = SRT + "kv_canary."
+
+Targets = Mapping[str, "str | tuple[str, ...] | None"]
+"""Name of a hook -> what of SGLang it stands around: one path, several, or None where a release has no such thing."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Versions of the packages below SGLang; None where a package has no part in what was tested."""
+
+    torch: str
+    triton: str
+    flashinfer: str | None = None
+    sglang_kernel: str | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """One SGLang release.
+
+    Attributes:
+        on_cpu, on_gpu: the packages with which it was tested there; None: not tested there, so refused.
+        seen_on_gpu: of what is refused on GPUs elsewhere, what was compared with stock there: ``drafts``, ``states``,
+            ``prefill graphs``.
+        targets: hooks whose target differs from ``TARGETS``.
+        tree: the prefix cache's insertion methods, a class of ``srt/tree/sglang_methods.py``.
+        row_on_request: a request has its row and lengths itself, and not in ``req.kv``.
+        request_extents: a request has ``prefix_len``, ``extend_end`` and a handle of its lock on the tree.
+        declared_arguments: arguments stay as the user gave them; what SGLang decides is declared beside them.
+        whole_replies: admission counts replies that ignore their end at their full length.
+        queues_preempted: a pass that admits nobody queues the requests it preempted.
+        states_need_cp_sharing: the shape of states depends on ``enable_cp_tp_group_sharing``.
+        tree_when_off: a disabled prefix cache is a tree object that holds nothing.
+        mixed_starts_wrong: a pass over prompts takes it for granted that what decodes in it was in the pass before.
+        abort_from_request: aborts are made of the request, not of its id.
+        release_needs_arguments: giving up a request takes the server's arguments.
+        canary_on_cpu: the KV canary has code for devices other than CUDA's.
+    """
+
+    version: str
+    on_cpu: Stack | None
+    on_gpu: Stack | None
+    seen_on_gpu: frozenset[str] = frozenset()
+    targets: Targets = field(default_factory=dict)
+    tree: str = "V17"
+    row_on_request: bool = True
+    request_extents: bool = False
+    declared_arguments: bool = False
+    whole_replies: bool = False
+    queues_preempted: bool = False
+    states_need_cp_sharing: bool = False
+    tree_when_off: bool = False
+    mixed_starts_wrong: bool = True
+    abort_from_request: bool = False
+    release_needs_arguments: bool = True
+    canary_on_cpu: bool = False
+
+    def target(self, hook: str) -> tuple[str, ...]:
+        """Paths in SGLang that a hook stands around; empty where the release has none."""
+        found = self.targets[hook] if hook in self.targets else TARGETS[hook]
+        return () if found is None else (found,) if isinstance(found, str) else found
+
+
+TARGETS: Targets = {
+    # Arguments
+    "add_cli_args": ARGUMENTS + "add_cli_args",
+    "from_cli_args": ARGUMENTS + "from_cli_args",
+    "check_server_args": ARGUMENTS + "check_server_args",
+    "validate_mamba_no_buffer": SRT + "arg_groups.mamba_hook.validate_mamba_no_buffer",
+    "adjust_to_model": SRT + "arg_groups.model_hook.handle_model_specific_adjustments",
+    "attention_backends": SRT + "arg_groups.model_override_base.attention_backends_of",
+    "support_triton": SRT + "utils.common.support_triton",
+    # What a server builds
+    "configure_kv_cache_dtype": SRT + "model_executor.model_runner.ModelRunner.configure_kv_cache_dtype",
+    "default_radix_cache_factory": SRT + "mem_cache.registry.default_radix_cache_factory",
+    "enable_fused_set_kv_buffer": SRT + "models.utils.enable_fused_set_kv_buffer",
+    "create_memory_pool_configurator": SRT + "model_executor.pool_configurator.create_memory_pool_configurator",
+    "build_kv_pool": (CONFIGURATOR + "_build_mha_kv_pool", CONFIGURATOR + "_build_hybrid_linear_kv_pool"),
+    "build_token_to_kv_pool_allocator": CONFIGURATOR + "_build_token_to_kv_pool_allocator",
+    # Requests and batches
+    "release_req": SRT + "managers.schedule_batch.release_req",
+    "init_next_round_input": SRT + "managers.schedule_batch.Req.init_next_round_input",
+    "prepare_for_extend": BATCH + "prepare_for_extend",
+    "forward": SRT + "model_executor.model_runner.ModelRunner.forward",
+    "prepare_for_decode": BATCH + "prepare_for_decode",
+    "mix_with_running": BATCH + "mix_with_running",
+    "check_decode_mem": BATCH + "check_decode_mem",
+    "retract_decode": BATCH + "retract_decode",
+    "free_row": SRT + "mem_cache.memory_pool.ReqToTokenPool.free",
+    # Admission
+    "add_one_req": ADDER + "add_one_req",
+    "add_chunked_req": ADDER + "add_chunked_req",
+    "preempt_to_schedule": ADDER + "preempt_to_schedule",
+    "get_running_request_total_token_offset": ADDER + "_get_running_request_total_token_offset",
+    # The scheduler's loop
+    "get_new_batch_prefill": SCHEDULER + "get_new_batch_prefill",
+    "get_next_batch_to_run": SCHEDULER + "get_next_batch_to_run",
+    "process_batch_result": SCHEDULER + "process_batch_result",
+    "pause_generation": SCHEDULER + "pause_generation",
+    "change_weights": (
+        *(WEIGHTS + f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
+        WEIGHTS + "check_weights",
+        WEIGHTS + "begin_weight_update",
+        WEIGHTS + "end_weight_update",
+    ),
+    "validate_beams": SRT + "beam_search.coordinator.BeamCoordinator.validate_and_init",
+    # Reports
+    "get_internal_state": SCHEDULER + "get_internal_state",
+    "get_total_uncached_sizes": COMPONENTS + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
+    "get_decode_usage_msg_parts": COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
+    "log_stats": SRT + "observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+    # The KV canary
+    "launch_capacities": CANARY + "capacities.CanaryLaunchCapacities.from_args",
+    "walk_prefix_cache": CANARY + "radix_cache_walker.walk_radix_cache_for_canary",
+    "create_device_stream": CANARY + "runner.canary_manager.create_device_stream",
+    "device_to_host": CANARY + "runner.future_tensor.FutureTensors.device_to_host",
+    # Draft models
+    "create_worker": SPECULATIVE + "spec_info.SpeculativeAlgorithm.create_worker",
+    "create_decode_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_decode_backend",
+    "create_draft_extend_backend": SPECULATIVE + "draft_utils.DraftBackendFactory.create_draft_extend_backend",
+}
+"""Hooks of the newest release, by the name of their function."""
+
+_CPU = Stack("2.13.0", "3.7.1")
+_HOPPER = Stack("2.11.0", "3.6.0", "0.6.15.post1", "0.4.5")
+
+_17 = Release(
+    "0.5.17",
+    _CPU,
+    _HOPPER,
+    seen_on_gpu=frozenset({"drafts", "states", "prefill graphs"}),
+    targets={
+        "validate_mamba_no_buffer": ARGUMENTS + "_validate_mamba_no_buffer",
+        "adjust_to_model": ARGUMENTS + "_handle_model_specific_adjustments",
+        "attention_backends": ARGUMENTS + "_resolved_attention_backends",
+        "change_weights": TARGETS["change_weights"][:-2],  # type: ignore[index]
+        "validate_beams": None,
+        "create_device_stream": None,
+        "device_to_host": None,
+    },
+)
+_21 = replace(
+    _17,
+    version="0.5.21",
+    on_gpu=None,
+    seen_on_gpu=frozenset(),
+    targets={},
+    tree="V21",
+    row_on_request=False,
+    declared_arguments=True,
+    mixed_starts_wrong=False,
+    abort_from_request=True,
+    release_needs_arguments=False,
+    canary_on_cpu=True,
+)
+_22 = replace(
+    _21,
+    version="0.5.22",
+    tree="V23",
+    request_extents=True,
+    whole_replies=True,
+    queues_preempted=True,
+    states_need_cp_sharing=True,
+    tree_when_off=True,
+)
+_23 = replace(_22, version="0.5.23", on_gpu=_HOPPER)
+
+RELEASES = {x.version: x for x in (_17, _21, _22, _23)}
+TESTED_VERSIONS = tuple(RELEASES)
+GPU_VERSIONS = tuple(x.version for x in RELEASES.values() if x.on_gpu is not None)
+"""Those of the tested versions that were tested on a GPU."""
+
+
+def seen_on_gpu(what: str) -> tuple[str, ...]:
+    """Releases on which ``what`` (see ``Release.seen_on_gpu``) was compared with stock on a GPU."""
+    return tuple(x.version for x in RELEASES.values() if what in x.seen_on_gpu)
+
+
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "triton": ("triton",),
+    "flashinfer": ("flashinfer-python",),
+    "sglang_kernel": ("sglang-kernel", "sgl-kernel"),
+}
+"""Names of the packages of a stack, the newest name first."""
+TITLES = {"torch": "torch", "triton": "triton", "flashinfer": "FlashInfer", "sglang_kernel": "sglang-kernel"}
+
+
+def untested(sglang: str | None, found: Mapping[str, str | None], *, gpu: bool) -> dict[str, str]:
+    """What to warn of, by package, if this stack is not the one that was tested with this SGLang.
+
+    Args:
+        found: installed versions, None for none. gpu: whether servers run on one.
+
+    A release that was not tested there gives no warning: it is refused elsewhere.
+    """
+    release = RELEASES.get(sglang or "")
+    stack = release and (release.on_gpu if gpu else release.on_cpu)
+    if not stack:
+        return {}
+    tested = {name: version for name, version in asdict(stack).items() if version is not None}
+    where = f"SGLang {sglang} on a {'GPU' if gpu else 'CPU'}"
+    return {
+        name: f"{TITLES[name]} {found.get(name) or 'is not installed'}: with {where} {version} was tested"
+        for name, version in tested.items()
+        if (found.get(name) or "").partition("+")[0] != version
+    }

@@ -1,0 +1,47 @@
+"""Rules as tests build them. What a test does not name is switched off, or as in the method's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from sglang_diffkv.policies.base import Policy
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+from sglang_diffkv.policies.duo import DuoPolicy, DuoPolicyConfig
+from sglang_diffkv.policies.h2o import H2OPolicy, H2OPolicyConfig
+from sglang_diffkv.policies.leankv import LeanKVPolicy, LeanKVPolicyConfig
+from sglang_diffkv.policies.options import PolicyOptions
+from sglang_diffkv.policies.pyramidkv import PyramidKVPolicy, PyramidKVPolicyConfig
+from sglang_diffkv.policies.snapkv import SnapKVPolicy, SnapKVPolicyConfig
+from sglang_diffkv.policies.streaming import StreamingPolicy, StreamingPolicyConfig
+from sglang_diffkv.policies.xkv import XKVPolicy, XKVPolicyConfig
+from sglang_diffkv.policies.zipage import ZipagePolicy, ZipagePolicyConfig
+
+Kind = TypeVar("Kind", bound=Policy)
+
+
+def _builder(kind: type[Kind], config: type[PolicyOptions] | None = None, **usual: Any) -> Callable[..., Kind]:
+    """Of a rule with its fields in their order, or by name; the others are ``usual`` or those of ``config``."""
+    names = [x.name for x in fields(kind)]  # type: ignore[arg-type]
+    options = {} if config is None else config.model_fields
+    given_by = {name: options[name].default for name in names if name in options and not options[name].is_required()}
+
+    def build(*args: Any, **given: Any) -> Kind:
+        return kind(**{**given_by, **usual, **dict(zip(names, args)), **given})
+
+    return build
+
+
+diffkv_policy = _builder(
+    DiffKVPolicy, window=0, sinks=0, horizon=0, head_scale=None, alpha_between=(), observe_every=1,
+    pressure_window=None, generated_every=1,
+)  # fmt: skip
+duo_policy = _builder(DuoPolicy, DuoPolicyConfig)
+h2o_policy = _builder(H2OPolicy, H2OPolicyConfig)
+leankv_policy = _builder(LeanKVPolicy, LeanKVPolicyConfig)
+pyramidkv_policy = _builder(PyramidKVPolicy, PyramidKVPolicyConfig)
+snapkv_policy = _builder(SnapKVPolicy, SnapKVPolicyConfig)
+streaming_policy = _builder(StreamingPolicy, StreamingPolicyConfig)
+xkv_policy = _builder(XKVPolicy, XKVPolicyConfig)
+zipage_policy = _builder(ZipagePolicy, ZipagePolicyConfig, high=None, redundancy=None, slots=1.0, constrained=False)
