@@ -42,7 +42,7 @@ def main() -> None:
 
     ops = TritonOps(state, policy, Q_HEADS, max_tokens=prompt + steps)
     row, scaling = torch.tensor([ROW], device=device), Scaling(SCALE)
-    extend = ExtendWrapper(state, ops, policy)
+    extend = ExtendWrapper(ops)
     space.append(ROW, prompt)
     space.flush()
     extend.plan(row, torch.zeros_like(row), torch.full_like(row, prompt), [0], [prompt])
@@ -50,7 +50,7 @@ def main() -> None:
     extend.run(0, q[:prompt], key[:prompt], value[:prompt], scaling)
     extend.end_prompt(ROW, prompt)
 
-    decode = DecodeWrapper(state, ops, policy)
+    decode = DecodeWrapper(ops)
     for length in range(prompt + 1, prompt + steps + 1):
         space.append(ROW, 1)
         space.flush()

@@ -120,7 +120,7 @@ class MemoryPlan:
             return build_ops(
                 state, policy, geometry, self.q_heads, config.prefill, config.decode, mixed_chunks=self.mixed_chunks
             )  # fmt: skip
-        return ReferenceOps(self.config.lossless)
+        return ReferenceOps(state, policy, self.config.lossless)
 
     def footprint(self, geometry: Geometry, capacity: int) -> Footprint:
         """What a server will hold, from objects without memory."""

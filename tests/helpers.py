@@ -179,14 +179,14 @@ def begin_step(manager: PageManager, rows: list[int], new_tokens: list[int], sta
     assert step is not None
     with manager.launching():
         most = max(new_tokens, default=0)
-        manager.ops.reserve(manager.state, manager.to_device(rows), manager.to_device(new_tokens), most)
+        manager.ops.reserve(manager.to_device(rows), manager.to_device(new_tokens), most)
     return step
 
 
 def end_decode(manager: PageManager, rows: torch.Tensor, seq_lens: torch.Tensor, scores: Any) -> None:
     """Generation-phase compaction after a decode step over rows [B]; ``scores`` as ``new_scores`` gives them."""
     if scores is not None:
-        manager.ops.compact_step(manager.state, rows, seq_lens, scores, manager.policy)
+        manager.ops.compact_step(rows, seq_lens, scores)
 
 
 def faults(manager: PageManager, rows: list[int]) -> list[int]:
@@ -198,7 +198,7 @@ def faults(manager: PageManager, rows: list[int]) -> list[int]:
 
 def new_scores(manager: PageManager, batch: int) -> Any:
     """Buffers for a decode step's searches; None if the policy never asks."""
-    return manager.ops.new_found(manager.state, batch, manager.policy) if manager.policy.searches_steps else None
+    return manager.ops.new_found(batch) if manager.policy.searches_steps else None
 
 
 def page_bytes(state: PageState, pages: list[int]) -> bytes:

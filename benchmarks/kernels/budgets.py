@@ -68,7 +68,7 @@ def compressions(
         for at, some in state.groups(layer_stride):
             times = [clock()]
             judgement = ops.judge_running(
-                some, row, length, policy, queries[at], Scaling(HEAD_DIM**-0.5), first=row % 2 == 0, most=tokens
+                some, row, length, queries[at], Scaling(HEAD_DIM**-0.5), first=row % 2 == 0, most=tokens
             )
             times.append(clock())
             ops.compact_judged(some, row, length, judgement)

@@ -84,7 +84,7 @@ class VerifyWrapper(Wrapper):
         super().__init__(*args, **more)
         assert self.queries is None, "a policy that judges running requests is refused with drafts"
         self.q_heads = q_heads
-        self._decode = DecodeWrapper(self.state, self.ops, self.policy)
+        self._decode = DecodeWrapper(self.ops)
         self._rooms: list[ChainRoom] = []  # a graph may hold any of them
         self._room: ChainRoom | None = None  # of the pass that ran last, or runs
         self._rows = self._seq_lens = torch.empty(0)
@@ -135,7 +135,7 @@ class VerifyWrapper(Wrapper):
         room.scalings[layer] = scaling
         self._ran += 1
         return self._turned_back(
-            step, self.ops.verify(self.state, layer, *form, step, *scaling, sink_logits, lse)
+            step, self.ops.verify(layer, *form, step, scaling, sink_logits, lse)
         )  # fmt: skip
 
     def replayed(self, requests: int, drafts: int) -> None:
@@ -185,13 +185,13 @@ class VerifyWrapper(Wrapper):
         decode.plan(rows, seq_lens)
         step = decode.step
         assert step is not None
-        self.ops.begin(self.state, step, True, attends=False)
+        self.ops.begin(step, True, attends=False)
         keys, values = (x.index_select(1, chosen) for x in (room.key, room.value))
         for layer in range(self.state.num_layers):
             self._append(step, layer, keys[layer], values[layer])
         if step.found is not None:
             for layers, scaling in self._searched(room):
-                self.ops.score_step(self.state, layers, room.q, room.lse, chosen, step, scaling, self.policy)
+                self.ops.score_step(layers, room.q, room.lse, chosen, step, scaling)
         decode.end()
 
     def _searched(self, room: ChainRoom) -> Iterator[tuple[range, Scaling]]:

@@ -14,35 +14,33 @@ import torch
 
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, rotated
 from sglang_diffkv.layout.query_cache import QueryCache
-from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Ops, Scaling, Step
 from sglang_diffkv.ops.decisions import untouched_tokens
-from sglang_diffkv.policies.base import Policy
 
 
 class Wrapper:
     """What decode and extend passes share.
 
     Args:
-        rotation: what is rotated before it is stored. queries: where decode steps keep their queries, for a policy
-            that judges running requests. key_means: [L, H, head_dim] float, taken off keys before they are stored, not
-            rotated; see ``sglang_diffkv/key_means.py``. Not for layers with a logit cap, which sees what softmax does
-            not.
+        ops: kernels over a state, for a policy. rotation: what is rotated before it is stored. queries: where decode
+            steps keep their queries, for a policy that judges running requests. key_means: [L, H, head_dim] float,
+            taken off keys before they are stored, not rotated; see ``sglang_diffkv/key_means.py``. Not for layers with
+            a logit cap, which sees what softmax does not.
     """
 
     decodes: bool
 
     def __init__(
         self,
-        state: PageState,
         ops: Ops,
-        policy: Policy,
         *,
         rotation: Rotation = NO_ROTATION,
         queries: QueryCache | None = None,
         key_means: torch.Tensor | None = None,
     ):
-        self.state, self.ops, self.policy, self.rotation, self.queries = state, ops, policy, rotation, queries
+        self.ops, self.rotation, self.queries = ops, rotation, queries
+        self.state, self.policy = ops.state, ops.policy
+        state = self.state
         self.key_means: torch.Tensor | None = None  # [L, H, head_dim] float32, rotated as keys are
         self._rounded_means = key_means  # the same numbers in the state's dtype, which they are rounded to
         self._given_means: torch.Tensor | None = None  # and before they are rotated, float32
@@ -57,7 +55,7 @@ class Wrapper:
     def begin(self) -> None:
         """Slots and pages for the new tokens of all layers."""
         assert self.step is not None, "plan comes first"
-        self.ops.begin(self.state, self.step, self.decodes)
+        self.ops.begin(self.step, self.decodes)
 
     def run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
@@ -90,9 +88,7 @@ class Wrapper:
     ) -> torch.Tensor | None:
         """Store new tokens, and give ``query`` back as it attends to what is stored."""
         means = None if self.key_means is None else self.key_means[layer]
-        return self.ops.append(
-            self.state, layer, key, value, step, rotation=self.rotation, key_means=means, query=query
-        )  # fmt: skip
+        return self.ops.append(layer, key, value, step, rotation=self.rotation, key_means=means, query=query)
 
     def _as_stored(
         self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -119,7 +115,7 @@ class DecodeWrapper(Wrapper):
 
     def plan(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """rows, seq_lens: [B] integers on the device, the new token counted; row 0 is padding, and gets zeros."""
-        self.step = self.ops.decode_step(self.state, rows, seq_lens, self.policy)
+        self.step = self.ops.decode_step(rows, seq_lens)
 
     def run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
@@ -130,8 +126,7 @@ class DecodeWrapper(Wrapper):
         assert rotated is not None
         if self.queries is not None:
             self.ops.store_queries(self.queries, layer, rotated, step)
-        scale, cap = scaling
-        out = self.ops.decode(self.state, layer, rotated, step, scale, self.policy, cap, sink_logits)
+        out = self.ops.decode(layer, rotated, step, scaling, sink_logits)
         return self._turned_back(step, out)
 
     def end(self) -> None:
@@ -139,9 +134,9 @@ class DecodeWrapper(Wrapper):
         step = self.step
         assert step is not None, "plan comes first"
         if step.found is not None:
-            self.ops.compact_step(self.state, step.rows, step.seq_lens, step.found, self.policy, step.num_valid)
+            self.ops.compact_step(step.rows, step.seq_lens, step.found, step.num_valid)
         if self.state.slides:
-            self.ops.slide(self.state, step.rows, step.seq_lens, step.num_valid)
+            self.ops.slide(step.rows, step.seq_lens, step.num_valid)
 
 
 class ExtendWrapper(Wrapper):
@@ -182,26 +177,18 @@ class ExtendWrapper(Wrapper):
         self._append(step, layer, key, value)
         # New tokens that see each other only: in any form attention is the same, and so are scores.
         if not step.max_prefix and not self.ops.reads_new_tokens:
-            return self._extend(step, layer, q, key, value, scaling, sink_logits)
+            return self.ops.extend(layer, q, key, value, step, scaling, sink_logits)
         means = None if self._given_means is None else self._given_means[layer]
         out = self.ops.extend_unpacked(
-            self.state, layer, q, key, value, step, scaling, self.policy,
-            rotation=self.rotation, key_means=means, sink_logits=sink_logits,
-        )  # fmt: skip
+            layer, q, key, value, step, scaling, rotation=self.rotation, key_means=means, sink_logits=sink_logits
+        )
         if out is not None:
             return out
         form = self._as_stored(step, layer, q, key, value)
-        return self._turned_back(step, self._extend(step, layer, *form, scaling, sink_logits))
-
-    def _extend(
-        self, step: Step, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,
-        sink_logits: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
-        scale, cap = scaling
-        return self.ops.extend(self.state, layer, q, key, value, step, scale, self.policy, cap, sink_logits)
+        return self._turned_back(step, self.ops.extend(layer, *form, step, scaling, sink_logits))
 
     def end_prompt(self, row: int, seq_len: int) -> None:
         """Sort a row's prompt of ``seq_len`` tokens into tiers, where the policy wants it, and drop what has left
         sliding layers' windows."""
         if seq_len > untouched_tokens(self.state, self.policy):
-            self.ops.compact_prompts(self.state, [(row, seq_len)], self.policy)
+            self.ops.compact_prompts([(row, seq_len)], self.policy)

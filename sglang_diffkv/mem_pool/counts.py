@@ -241,9 +241,7 @@ class PageCounts:
         with device.launching():
             if not np.array_equal(rows, self._snapshot_rows[0]):
                 self._snapshot_rows = (rows, device.to_device(rows))
-            values = device.ops.count_rows(
-                device.state, self._snapshot_rows[1], steps=self.lookahead, low_grows=self.low_grows
-            )
+            values = device.ops.count_rows(self._snapshot_rows[1], steps=self.lookahead, low_grows=self.low_grows)
             values, event = to_host(torch.cat([values, self._held(len(rows))], dim=1))
         total = device.space.total.copy()
         if upcoming is not None:

@@ -94,12 +94,12 @@ class PageDevice:
         """Append references to a segment's pages to a row's table. Raises TableFull, changing nothing."""
         self.space.extend(row, self.space.path_entries([(segment, lo, hi)]))
         with self.launching():
-            self.ops.attach(self.state, row, segment.row, lo, hi)
+            self.ops.attach(row, segment.row, lo, hi)
 
     def share(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
         """References to the pages of a row for another one, which has room for them: ``kernels/attach``."""
         with self.launching():
-            self.ops.attach(self.state, target, source, lo, hi, kept_only=kept_only)
+            self.ops.attach(target, source, lo, hi, kept_only=kept_only)
 
     def transfer_pages(self, layers: PageState, row: int, target: int) -> None:
         """In a group of layers the pages that a row may not write go to another one, which has room for them:
@@ -112,7 +112,7 @@ class PageDevice:
     ) -> None:
         """Copy-on-compress into a row that has room for it: ``kernels/copy_compact``."""
         with self.launching():
-            self.ops.copy_compact(self.state, target, parts, seq_len, policy, judged)
+            self.ops.copy_compact(target, parts, seq_len, policy, judged)
 
     def freeze(self, rows: Mapping[int, int]) -> None:
         """The next token of each row starts a page of its own: after its tail, so many of its last tokens, which are in
@@ -120,22 +120,22 @@ class PageDevice:
         with self.launching():
             if any(rows.values()):
                 at, tails = self.to_device([[*rows], [*rows.values()]])
-                self.ops.freeze(self.state, at, tails)
+                self.ops.freeze(at, tails)
             else:
-                self.ops.freeze(self.state, next(iter(rows)) if len(rows) == 1 else self.to_device([*rows]))
+                self.ops.freeze(next(iter(rows)) if len(rows) == 1 else self.to_device([*rows]))
         for row in rows:
             self.space.freeze(row)
 
     def keep(self, row: int) -> None:
         """A segment holds all of a row's entries before those that it may write."""
         with self.launching():
-            self.ops.keep(self.state, row)
+            self.ops.keep(row)
 
     def release(self, row: int, *, keep_fault: bool = False) -> None:
         """Drop all pages and blocks of a row."""
         with self.launching():
             fault = self.state.fault[row].clone() if keep_fault else None
-            self.ops.release(self.state, row)
+            self.ops.release(row)
             if fault is not None:
                 self.state.fault[row] = fault
         self.space.release(row)
@@ -143,13 +143,13 @@ class PageDevice:
     def trim(self, row: int, end: int) -> None:
         """Return the pages of a segment's row that hold nothing before position ``end``."""
         with self.launching():
-            self.ops.trim(self.state, row, end)
+            self.ops.trim(row, end)
 
     def measure(self, parts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
         """Tokens of each tier and pages, [n, L, H, T + 1] int32, of (row, first position, position after the last)."""
         with self.launching():
             columns = self.to_device(parts or torch.empty(0, 3)).unbind(1)
-            return self.ops.measure(self.state, *(x.contiguous() for x in columns))
+            return self.ops.measure(*(x.contiguous() for x in columns))
 
     def free_pages(self) -> int:
         """Pages in the ring. Waits for the device."""

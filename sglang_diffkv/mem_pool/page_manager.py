@@ -67,7 +67,9 @@ class PageManager:
         assert self.fmt.scored >= policy.scored_tiers(len(self.fmt.tiers)), "pages lack scores that the policy reads"
         state = PageState.of(geometry, dtype=dtype, device=device)
         lossless = geometry.fmt.high.tier.is_raw and not policy.compresses
-        self.device = PageDevice(geometry, state, make_ops(state) if make_ops else ReferenceOps(lossless))
+        self.device = PageDevice(
+            geometry, state, make_ops(state) if make_ops else ReferenceOps(state, policy, lossless)
+        )
         self.ops.decisions.use_ranks(self.ranks, state, policy, geometry.max_tokens)
         self.rows = RequestRows()
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
@@ -279,5 +281,5 @@ class PageManager:
         with self.launching():
             rows = self.to_device(list(self.rows))
             steps = self.counts.step_tokens
-            counts = self.ops.count_rows(self.state, rows, steps=steps, low_grows=self.counts.low_grows)
+            counts = self.ops.count_rows(rows, steps=steps, low_grows=self.counts.low_grows)
             return int(counts[:-1, DEMAND].sum())

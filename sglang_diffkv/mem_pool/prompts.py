@@ -61,7 +61,7 @@ def compact(
     """Sort what rows own in the high tier into tiers. ``ends``: rows, with the lengths of their sequences; there are
     certainly pages to lend to each. ``tails``: tokens at the end of each that begin a page of their own."""
     with device.launching():
-        device.ops.compact_prompts(device.state, ends, policy, tails)
+        device.ops.compact_prompts(ends, policy, tails)
     if counts.low_grows or tails is not None:
         for _ in ends:
             counts.record(-lent_pages(device, tail=tails is not None))

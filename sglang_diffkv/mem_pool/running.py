@@ -264,7 +264,7 @@ class RunningCompression:
         device, longest = self.device, self.device.geometry.max_tokens
         judge = partial(
             device.ops.judge_running,
-            device.state, 1, longest, self.policy, self.cache.queries[0], self.scaling,
+            device.state, 1, longest, self.cache.queries[0], self.scaling,
             first=False, most=min(longest, self.rule.limit + 2 * self._page), beside=0,
         )  # fmt: skip
         device.join(device.launch_beside(judge))
@@ -296,7 +296,7 @@ class RunningCompression:
 
         def judge(at: slice, layers: PageState) -> Judgement:
             return device.ops.judge_running(
-                layers, holder, length, self.policy, queries[at], self.scaling,
+                layers, holder, length, queries[at], self.scaling,
                 first=first, most=min(length, most), beside=beside,
             )  # fmt: skip
 

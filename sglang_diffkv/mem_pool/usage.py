@@ -186,7 +186,7 @@ class UsageMeter:
             for first in range(0, len(rows), READ_AT):
                 by_head = by_head + self.manager.device.measure(rows[first : first + READ_AT]).sum(0)
             ended = self.ended_counts[: len(self._ended)].flatten()
-            owners = manager.ops.count_owners(state, manager.to_device(list(manager.rows)))
+            owners = manager.ops.count_owners(manager.to_device(list(manager.rows)))
             parts = [by_head.flatten(), owners, state.counters, ended]
             values, event = to_host(torch.cat(parts))
         tokens = segments.tokens + sum(end - start for _, start, end in rows)

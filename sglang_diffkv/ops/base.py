@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -151,199 +152,203 @@ class Step:
         )
 
 
-class Ops(Protocol):
-    """Kernels over a ``PageState``. The references in ``kernels/<op>/reference.py`` are their specification.
+class RowKernels(NamedTuple):
+    """Kernels over rows that all ops call in one way; each has the arguments of its reference."""
 
-    ``judge_running``, ``compact_judged``, ``transfer_pages`` and ``copy_judged`` take a group of layers
-    (``PageState.groups``) for a state, with the queries of these layers. One group's judgement is in the memory of the
-    next one's.
+    attach: Callable[..., None]
+    transfer_pages: Callable[..., None]
+    freeze: Callable[..., None]
+    keep: Callable[..., None]
+    count_rows: Callable[..., torch.Tensor]
+    measure: Callable[..., torch.Tensor]
+    store_queries: Callable[..., None]
+
+
+class Ops(ABC):
+    """Kernels over a ``PageState``, for a policy. The references in ``kernels/<op>/reference.py`` are their
+    specification, and have more on their arguments.
+
+    Tensors are on the state's device. ``B`` requests have ``tokens`` new tokens, ``H`` KV heads, ``Hq`` query heads.
+    q is [tokens, Hq, head_dim], key [tokens, H, head_dim], value [tokens, H, v_head_dim], what attention gives [tokens,
+    Hq, v_head_dim]. ``sink_logits``: [Hq], see ``kernels/decode_attention``; None for a softmax without sinks.
+    ``rotation``: what is rotated before it is stored. ``num_valid``: [1] int32, requests that are not padding; None for
+    all.
+
+    ``judge_running``, ``compact_judged``, ``copy_judged`` and ``transfer_pages`` take a group of layers
+    (``PageState.groups``), with the queries of these layers. One group's judgement is in the memory of the next one's.
     """
 
-    decisions: Decisions
-    pads: bool
+    pads: ClassVar[bool]
     """Whether rows 0 at the end of a decode step are padding, so that shapes need not follow values."""
+    of_rows: ClassVar[RowKernels]
 
+    decisions: Decisions
     reads_new_tokens: bool
     """Whether a prompt's new tokens are read from pages, like those before them."""
 
-    def prepare_graphs(self, state: PageState, max_batch: int) -> None:
-        """Static buffers for decode steps of up to ``max_batch`` requests that a CUDA graph will hold."""
-        ...
+    def __init__(self, state: PageState, policy: Policy):
+        self.state, self.policy = state, policy
 
+    @property
+    def step_tiers(self) -> int:
+        """The first tiers whose tokens' scores decode steps keep up."""
+        return self.policy.step_tiers(len(self.state.fmt.tiers))
+
+    # Steps
+
+    @abstractmethod
+    def prepare_graphs(self, max_batch: int) -> None:
+        """Static buffers for decode steps of up to ``max_batch`` requests that a CUDA graph will hold."""
+
+    @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes on the device that the ops hold beside the state, by what they are for."""
-        ...
 
-    def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
+    @abstractmethod
+    def decode_step(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> Step:
         """A decode step over rows and seq_lens, [B] integers, whose values ``begin`` reads."""
-        ...
 
-    def begin(self, state: PageState, step: Step, decode: bool, *, attends: bool = True) -> None:
+    @abstractmethod
+    def begin(self, step: Step, decode: bool, *, attends: bool = True) -> None:
         """Slots and pages for the step's new tokens in all layers; for decode a graph may hold it. ``attends``: whether
         ``decode`` follows in its layers."""
-        ...
 
-    def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None: ...
+    @abstractmethod
+    def reserve(self, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
+        """Slots and pages for new tokens of rows, ``most`` of one at most."""
 
+    @abstractmethod
     def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
         """One to three tensors [tokens, heads, dim], rotated alike; twice gives them back. ``launches``: of the step
         that they are of."""
-        ...
 
+    @abstractmethod
     def append(
-        self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *,
-        rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *, rotation: Rotation = NO_ROTATION,
+        key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        """Store the step's new tokens. Gives ``query`` [tokens, Hq, head_dim] back as it attends to what is stored.
+        """Store the step's new tokens. Gives ``query``, like q, back as it attends to what is stored. ``key_means``:
+        [H, head_dim] float32, taken off keys; they are rotated already."""
 
-        Args:
-            rotation: what is rotated before it is stored. key_means: [H, head_dim] float32, taken off keys; they are
-                rotated already.
-        """
-        ...
+    @abstractmethod
+    def new_found(self, batch: int) -> Any:
+        """Room for what decode attention finds for the policy."""
 
-    def new_found(self, state: PageState, batch: int, policy: Policy) -> Any: ...
-
+    @abstractmethod
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
+        self, layer: int, q: torch.Tensor, step: Step, scaling: Scaling, sink_logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attention of a decode step to what is stored."""
+
+    @abstractmethod
+    def extend(
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, scaling: Scaling,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """``sink_logits``: [Hq], see ``kernels/decode_attention``; None for a softmax without sinks."""
-        ...
+        """Attention of new tokens, in the form of stored ones, to themselves and to what is stored."""
 
-    def extend(
-        self,
-        state: PageState,
-        layer: int,
-        q: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        step: Step,
-        scale: float,
-        policy: Policy,
-        cap: float,
-        sink_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
-
+    @abstractmethod
     def extend_unpacked(
-        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-        scaling: Scaling, policy: Policy, *, rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None,
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, scaling: Scaling, *,
+        rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
         """As ``extend``, of new tokens as the model gives them: they attend to stored ones that are read back from
         pages (``kernels/read_back``). None, doing nothing, where this is not done in this layer of this step.
+        ``key_means``: [H, head_dim] float32, what is taken off keys, not rotated."""
 
-        Args:
-            rotation: what is rotated before it is stored. key_means: [H, head_dim] float32, what is taken off keys, not
-                rotated.
-        """
-        ...
-
+    @abstractmethod
     def verify(
-        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-        scale: float, cap: float, sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of chains of new tokens (``Step.chains``), which are not stored, to themselves and to what their
         rows hold. Nothing changes, scores neither. ``lse``: [tokens, Hq] float32, gets each query's log-sum-exp, base
         2."""
-        ...
 
+    @abstractmethod
     def score_step(
-        self, state: PageState, layers: range, q: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, step: Step,
-        scaling: Scaling, policy: Policy,
-    ) -> None:  # fmt: skip
+        self, layers: range, q: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, step: Step, scaling: Scaling
+    ) -> None:
         """What ``decode`` does for the policy, in several layers at once, where the attention of the step's tokens is
         known. Of the tokens of ``q`` [L, tokens, Hq, head_dim] and ``lse`` [L, tokens, Hq] they are the ``chosen`` [B].
         Both are empty where no scores are kept."""
-        ...
-
-    def slide(
-        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None
-    ) -> None:
-        """Behind a decode step: sliding layers drop what has left their window. Distinct rows but for padding."""
-        ...
-
-    def compact_step(
-        self,
-        state: PageState,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        found: Any,
-        policy: Policy,
-        num_valid: torch.Tensor | None = None,
-    ) -> None: ...
-
-    def compact_prompts(
-        self,
-        state: PageState,
-        ends: Sequence[tuple[int, int]],
-        policy: Policy,
-        tails: Sequence[int] | None = None,
-    ) -> None:
-        """Prompt-phase compaction of different rows, each with the length of its sequence and, if ``tails`` are given,
-        of its tail."""
-        ...
-
-    def copy_compact(
-        self,
-        state: PageState,
-        target: int,
-        parts: Sequence[Part],
-        seq_len: int,
-        policy: Policy,
-        judged: torch.Tensor | None,
-    ) -> None: ...
 
     def store_queries(self, cache: QueryCache, layer: int, q: torch.Tensor, step: Step) -> None:
-        """Keep a decode step's queries [B, Hq, D] of the requests that have a query slot."""
-        ...
+        """Keep a decode step's queries of the requests that have a query slot."""
+        self.of_rows.store_queries(cache, layer, q.contiguous(), step.rows, step.seq_lens)
+
+    @abstractmethod
+    def slide(self, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None) -> None:
+        """Behind a decode step: sliding layers drop what has left their window. Distinct rows but for padding."""
+
+    @abstractmethod
+    def compact_step(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, found: Any, num_valid: torch.Tensor | None = None
+    ) -> None:
+        """Behind a decode step: what the policy makes of what was ``found``."""
+
+    # Compaction and copies
+
+    @abstractmethod
+    def compact_prompts(
+        self, ends: Sequence[tuple[int, int]], policy: Policy, tails: Sequence[int] | None = None
+    ) -> None:
+        """Prompt-phase compaction of different rows, each with the length of its sequence and, if ``tails`` are given,
+        of its tail. ``policy``: whose rule, this one's or another."""
+
+    @abstractmethod
+    def copy_compact(
+        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None
+    ) -> None:
+        """Copy-on-compress of parts of rows into a row that has room for them. ``policy``: as above."""
 
     def judge_running(
-        self,
-        state: PageState,
-        row: int,
-        seq_len: int,
-        policy: Policy,
-        queries: torch.Tensor,
-        scaling: Scaling,
-        *,
-        first: bool,
-        most: int,
-        beside: int | None = None,
-    ) -> Judgement:
+        self, layers: PageState, row: int, seq_len: int, queries: torch.Tensor, scaling: Scaling, *, first: bool,
+        most: int, beside: int | None = None,
+    ) -> Judgement:  # fmt: skip
         """As ``Decisions.of_running``; with ``beside`` in the memory for judgements beside forward passes, from this
         position on."""
-        ...
+        decisions = self.decisions if beside is None else self.decisions.beside(layers, beside)
+        return decisions.of_running(layers, row, seq_len, self.policy, queries, scaling, first=first, most=most)
 
-    def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
+    @abstractmethod
+    def compact_judged(self, layers: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
         """Compaction of a row that has all its tokens to itself, in one tier, as it was judged."""
-        ...
 
+    @abstractmethod
     def copy_judged(
-        self, state: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
     ) -> None:
         """Copy-on-compress of all that a row held, as it was judged."""
-        ...
 
-    def attach(
-        self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False
-    ) -> None: ...
+    # Rows
 
-    def transfer_pages(self, state: PageState, row: int, target: int) -> None: ...
+    def attach(self, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
+        self.of_rows.attach(self.state, target, source, lo, hi, kept_only=kept_only)
 
-    def freeze(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None: ...
+    def transfer_pages(self, layers: PageState, row: int, target: int) -> None:
+        self.of_rows.transfer_pages(layers, row, target)
 
-    def keep(self, state: PageState, row: int) -> None: ...
+    def freeze(self, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
+        self.of_rows.freeze(self.state, rows, tails)
 
-    def release(self, state: PageState, row: int) -> None: ...
+    def keep(self, row: int) -> None:
+        self.of_rows.keep(self.state, row)
 
-    def trim(self, state: PageState, row: int, end: int) -> None: ...
+    @abstractmethod
+    def release(self, row: int) -> None: ...
 
-    def count_rows(self, state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor: ...
+    @abstractmethod
+    def trim(self, row: int, end: int) -> None: ...
 
-    def measure(self, state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor: ...
+    def count_rows(self, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
+        return self.of_rows.count_rows(self.state, rows, steps=steps, low_grows=low_grows)
 
-    def count_owners(self, state: PageState, rows: torch.Tensor) -> torch.Tensor:
+    def measure(self, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
+        return self.of_rows.measure(self.state, rows, lo, hi)
+
+    @abstractmethod
+    def count_owners(self, rows: torch.Tensor) -> torch.Tensor:
         """Pages that ``rows`` of requests ([n] int64) alone refer to, they and the prefix cache, and it alone: [3]
         int64. Between two steps."""
-        ...

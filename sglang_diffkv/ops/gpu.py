@@ -49,7 +49,7 @@ def build_ops(
         state, policy, q_heads, geometry.max_tokens, config=config,
         least_scratch=0 if mixed_chunks else least, prefill_bytes=least if mixed_chunks else 0,
     )  # fmt: skip
-    ops.prepare_graphs(state, max(geometry.num_rows - 1, 1))
+    ops.prepare_graphs(max(geometry.num_rows - 1, 1))
     return ops
 
 
@@ -85,7 +85,7 @@ def choose_prefill(
     ragged = prefill != "triton" and not obstacle
     ops.prefill_bytes = ops.prefill_bytes if ragged else 0
     if ragged:
-        ops.use_ragged(state, scalings[0] if scalings else usual_scaling(state.fmt.head_dim), sinks=sinks)
+        ops.use_ragged(scalings[0] if scalings else usual_scaling(state.fmt.head_dim), sinks=sinks)
     reason = f" ({obstacle})" if prefill == "auto" and obstacle else ""
     by = "FlashInfer" if ragged else "Triton"
     if ragged and state.slides:

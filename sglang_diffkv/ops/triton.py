@@ -24,7 +24,7 @@ from sglang_diffkv.kernels.decode_attention.triton import (
     batches_of_each_variant,
     prepare_decode,
 )
-from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig, DecodeWorkspace
+from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.kernels.extend_attention.triton import extend_attention
 from sglang_diffkv.kernels.gather_scores.triton import gather_scores, smooth
 from sglang_diffkv.kernels.importance.triton import importance
@@ -45,11 +45,10 @@ from sglang_diffkv.kernels.sum_scores.triton import sum_scores
 from sglang_diffkv.kernels.transfer_pages.triton import transfer_pages
 from sglang_diffkv.kernels.triton_ring import Spans
 from sglang_diffkv.kernels.window_scores.triton import window_scores
-from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.layout.state import PageState, tensor_bytes
 from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops import read_back
-from sglang_diffkv.ops.base import Scaling, Step
+from sglang_diffkv.ops.base import Ops, RowKernels, Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.launches import Launches, rotate_again
@@ -65,7 +64,7 @@ WHOLE_HEADS = WholeHeadKernels(
 )  # fmt: skip
 
 
-class TritonOps:
+class TritonOps(Ops):
     """Kernels of a server on a GPU.
 
     Args:
@@ -77,6 +76,7 @@ class TritonOps:
     """
 
     pads = True
+    of_rows = RowKernels(attach, transfer_pages, freeze, keep, count_rows, measure, store_queries)
     reads_new_tokens = False
 
     def __init__(
@@ -90,8 +90,9 @@ class TritonOps:
         config: DecodeConfig | None = None,
         prefill_bytes: int = 0,
     ):
+        super().__init__(state, policy)
         self.config = config or DecodeConfig()
-        self.q_heads, self.max_tokens, self.policy, self.ragged = q_heads, max_tokens, policy, ragged
+        self.q_heads, self.max_tokens, self.ragged = q_heads, max_tokens, ragged
         self.least_scratch, self.prefill_bytes = least_scratch, prefill_bytes
         self.has_sinks = False
         """Of the model's layers: attention that sinks join is rounded once, behind them."""
@@ -100,25 +101,18 @@ class TritonOps:
         self.decisions = Decisions.of(WHOLE_HEADS, state, policy, max_tokens)
         self.buffers: list[DecodeBuffers] = []  # by growing size; a graph may hold any of them
 
-    def prepare_graphs(self, state: PageState, max_batch: int) -> None:
+    def prepare_graphs(self, max_batch: int) -> None:
         if self.buffers and self.buffers[-1].max_batch >= max_batch:
             return
-        self.buffers.append(
-            DecodeBuffers.create(
-                state,
-                max_batch,
-                self.q_heads,
-                self.max_tokens,
-                self.policy,
-                self.config,
-                0 if self.buffers else self.least_scratch,
-            )
-        )
+        least = 0 if self.buffers else self.least_scratch
+        sizes = (max_batch, self.q_heads, self.max_tokens)
+        self.buffers.append(DecodeBuffers.create(self.state, *sizes, self.policy, self.config, least))
 
-    def use_ragged(self, state: PageState, scaling: Scaling, *, sinks: bool = False) -> None:
+    def use_ragged(self, scaling: Scaling, *, sinks: bool = False) -> None:
         """New tokens of layers of this scaling attend by FlashInfer, in the scratch of the decode steps, or in memory
         of its own. ``sinks``: whether any layers have attention sinks."""
         self.has_sinks = sinks
+        state = self.state
         if not state.pages.is_meta:
             fmt, buffer = state.fmt, self.buffers[0].scratch.memory
             if self.prefill_bytes:
@@ -135,26 +129,27 @@ class TritonOps:
         lines["step constants"] += tensor_bytes(self) + tensor_bytes(self.prompt) + tensor_bytes(self.prompt.spans)
         return {**lines, "decisions": self.decisions.nbytes(), "FlashInfer's plans and results": self.prefill_bytes}
 
-    def _buffers(self, state: PageState, batch: int) -> DecodeBuffers:
+    def _buffers(self, batch: int) -> DecodeBuffers:
         if not self.buffers or self.buffers[-1].max_batch < batch:
-            self.prepare_graphs(state, 1 << (batch - 1).bit_length())
+            self.prepare_graphs(1 << (batch - 1).bit_length())
         return next(x for x in self.buffers if x.max_batch >= batch)
 
-    def _spans(self, state: PageState, batch: int) -> Spans:
+    def _spans(self, batch: int) -> Spans:
         """Where requests of a step take their pages. An extend step may have more requests than any decode step."""
         held = (self.prompt.spans, *(x.compaction.spans for x in self.buffers))
-        return next((x for x in held if x.requests >= batch), None) or Spans.create(state, batch)
+        return next((x for x in held if x.requests >= batch), None) or Spans.create(self.state, batch)
 
-    def decode_batches(self, state: PageState, most: int) -> list[int]:
+    def decode_batches(self, most: int) -> list[int]:
         """Sizes of decode steps up to ``most`` requests that between them launch every kernel any of them does."""
-        group, found = self.q_heads // state.num_heads, []
-        for searched in {self.policy.searches_steps, self.policy.searches_steps and not state.slides}:
+        state, searches, found = self.state, self.policy.searches_steps, []
+        for searched in {searches, searches and not state.slides}:
+            group = self.q_heads // state.num_heads
             found += batches_of_each_variant(state, most, group, self.config, searched=searched)
         return sorted(set(found))
 
-    def decode_step(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, policy: Policy) -> Step:
+    def decode_step(self, rows: torch.Tensor, seq_lens: torch.Tensor) -> Step:
         batch = rows.shape[0]
-        b = self._buffers(state, batch)
+        b = self._buffers(batch)
         return Step(
             rows,
             seq_lens,
@@ -165,8 +160,8 @@ class TritonOps:
             b.positions[:batch],
             b.num_valid,
             b.num_valid,
-            found=None if b.searches is None else b.searches.found(state, batch),
-            scratch=(b, b.scratch.workspaces(state, batch)),
+            found=None if b.searches is None else b.searches.found(self.state, batch),
+            scratch=(b, b.scratch.workspaces(self.state, batch)),
         )
 
     def _slice(self, step: Step, number: int) -> tuple[slice, torch.Tensor]:
@@ -175,7 +170,8 @@ class TritonOps:
         valid = step.num_valid if len(workspaces) == 1 else buffers.valid_of[number, :1]
         return slice(number * self.config.requests, (number + 1) * self.config.requests), valid
 
-    def begin(self, state: PageState, step: Step, decode: bool, *, attends: bool = True) -> None:
+    def begin(self, step: Step, decode: bool, *, attends: bool = True) -> None:
+        state = self.state
         if decode:
             torch.sub(step.seq_lens, 1, out=step.prefix_lens)
             step.num_valid.copy_((step.rows != 0).sum())
@@ -183,7 +179,7 @@ class TritonOps:
             if not self.has_sinks and (step.as_computed or self._heads_hold_all):
                 step.whole = read_back.whole_requests(state, step)
             self.ragged.plan(step)
-        reserve(state, step.rows, step.extend_lens, self._spans(state, step.rows.shape[0]), step.num_valid)
+        reserve(state, step.rows, step.extend_lens, self._spans(step.rows.shape[0]), step.num_valid)
         if decode and state.slides and step.found is not None:  # nothing is searched in sliding layers
             step.found.packed.fill_(NOTHING)
         if decode and attends:
@@ -195,43 +191,40 @@ class TritonOps:
                 part, valid = self._slice(step, number)
                 workspace.plan(state, step.rows[part], valid, judge_low=judge_low)
 
-    def reserve(self, state: PageState, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
-        count = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        reserve(state, rows, new_tokens, self._spans(state, rows.shape[0]), count)
+    def reserve(self, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
+        reserve(self.state, rows, new_tokens, self._spans(rows.shape[0]), _all_of(rows))
 
     def rotate(self, *tensors: torch.Tensor, launches: Launches | None = None) -> tuple[torch.Tensor, ...]:
         return rotate(*tensors) if launches is None else rotate_again(launches, *tensors)
 
     def append(
-        self, state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *,
-        rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, *, rotation: Rotation = NO_ROTATION,
+        key_means: torch.Tensor | None = None, query: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
         def prepare() -> PreparedAppend:
             owners = (step.token_rows, step.token_offset, step.token_position, step.num_tokens)
             return prepare_append(
-                state, key, value, *owners, rotation=rotation, key_means=key_means, query=query
+                self.state, key, value, *owners, rotation=rotation, key_means=key_means, query=query
             )  # fmt: skip
 
         again = step.launches.prepared(("append", rotation), prepare, key, value, key_means, query)
         return again(layer, key, value, key_means, query)
 
-    def new_found(self, state: PageState, batch: int, policy: Policy) -> FoundTokens:
-        kept = policy.step_tiers(len(state.fmt.tiers))
-        return FoundTokens.create(state, batch, self.config, judge_low=kept > 1, scored=kept > 0)
+    def new_found(self, batch: int) -> FoundTokens:
+        kept = self.step_tiers
+        return FoundTokens.create(self.state, batch, self.config, judge_low=kept > 1, scored=kept > 0)
 
     def decode(
-        self, state: PageState, layer: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
-        sink_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        q, attention_span = q.contiguous(), state.attention_span(layer)
-        out = torch.empty(*q.shape[:2], state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
-        for number, workspace in enumerate(step.scratch[1]):
+        self, layer: int, q: torch.Tensor, step: Step, scaling: Scaling, sink_logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        q, attention_span, workspaces = q.contiguous(), self.state.attention_span(layer), step.scratch[1]
+        out = torch.empty(*q.shape[:2], self.state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
+        for number in range(len(workspaces)):
             part, _ = self._slice(step, number)
-            some, result = (q, out) if len(step.scratch[1]) == 1 else (q[part], out[part])
-            what = (state, number, some, step, scale, policy, cap, workspace, attention_span, sink_logits)
+            some, result = (q, out) if len(workspaces) == 1 else (q[part], out[part])
+            prepare = partial(self._prepare_decode, number, some, step, scaling, attention_span, sink_logits)
             again = step.launches.prepared(
-                ("decode", number, scale, cap, attention_span), partial(self._prepare_decode, *what), some, result,
-                sink_logits
+                ("decode", number, *scaling, attention_span), prepare, some, result, sink_logits
             )  # fmt: skip
             # Nobody reads it. Of this call, since what a graph writes to has to be in the graph's own memory.
             lse = torch.empty(some.shape[:2], dtype=torch.float32, device=q.device)
@@ -239,38 +232,30 @@ class TritonOps:
         return out
 
     def _prepare_decode(
-        self, state: PageState, number: int, q: torch.Tensor, step: Step, scale: float, policy: Policy, cap: float,
-        workspace: DecodeWorkspace, attention_span: int, sink_logits: torch.Tensor | None,
+        self, number: int, q: torch.Tensor, step: Step, scaling: Scaling, attention_span: int,
+        sink_logits: torch.Tensor | None,
     ) -> PreparedDecode:  # fmt: skip
         part, valid = self._slice(step, number)
         found = None if attention_span or step.found is None else step.found.of_requests(part)
         return prepare_decode(
-            state, q, step.rows[part], step.seq_lens[part], scale, workspace, valid,
-            found=found, logit_cap=cap, attention_span=attention_span, sink_logits=sink_logits, **policy.search_rule,
+            self.state, q, step.rows[part], step.seq_lens[part], scaling.scale, step.scratch[1][number], valid,
+            found=found, logit_cap=scaling.cap, attention_span=attention_span, sink_logits=sink_logits,
+            **self.policy.search_rule,
         )  # fmt: skip
 
     def extend(
-        self,
-        state: PageState,
-        layer: int,
-        q: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        step: Step,
-        scale: float,
-        policy: Policy,
-        cap: float,
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, scaling: Scaling,
         sink_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        attention_span = state.attention_span(layer)
-        ragged = None if attention_span or step.whole is not None else self._ragged(scale, cap)
+    ) -> torch.Tensor:  # fmt: skip
+        state, policy, attention_span = self.state, self.policy, self.state.attention_span(layer)
+        ragged = None if attention_span or step.whole is not None else self._ragged(scaling)
         if ragged is None or step.max_prefix:  # FlashInfer and the scores of new tokens take a slice of a projection
             q = q.contiguous()
         scored = prompts_scored(state, step, policy) and not attention_span
         new_part = None if ragged is None else ragged.run(q, key, value)
         if new_part is not None and not step.max_prefix and sink_logits is None:  # that is all there is
             if scored:
-                score_new(state, layer, q, key, new_part[1], step, Scaling(scale, cap), policy)
+                score_new(state, layer, q, key, new_part[1], step, scaling, policy)
             return new_part[0]
         return extend_attention(
             state,
@@ -284,9 +269,9 @@ class TritonOps:
             step.prefix_lens,
             step.max_extend,
             step.max_prefix,
-            scale,
+            scaling.scale,
             update_scores=scored,
-            logit_cap=cap,
+            logit_cap=scaling.cap,
             new_part=new_part,
             judged=step.judged,
             attention_span=attention_span,
@@ -294,175 +279,119 @@ class TritonOps:
             **step.observers(policy.observation),
         )[0]
 
-    def _ragged(self, scale: float, cap: float) -> RaggedPrefill | None:
+    def _ragged(self, scaling: Scaling) -> RaggedPrefill | None:
         """FlashInfer, if it was planned for layers of this scaling; otherwise it is not used any more."""
-        if self.ragged is not None and (scale, cap) != (self.ragged.scale, self.ragged.logit_cap):
-            logger.warning(
-                "DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", scale, cap
-            )
+        if self.ragged is not None and scaling != (self.ragged.scale, self.ragged.logit_cap):
+            logger.warning("DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", *scaling)
             self.ragged = None
         return self.ragged
 
     def extend_unpacked(
-        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-        scaling: Scaling, policy: Policy, *, rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None,
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, scaling: Scaling, *,
+        rotation: Rotation = NO_ROTATION, key_means: torch.Tensor | None = None,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor | None:  # fmt: skip
-        if step.whole is None or state.attention_span(layer) or sink_logits is not None:
+        if step.whole is None or self.state.attention_span(layer) or sink_logits is not None:
             return None
-        ragged = self._ragged(*scaling)
+        ragged = self._ragged(scaling)
         if ragged is None:
             return None
         return read_back.attend(
-            state, layer, q, key, value, step, ragged, scaling, policy, rotation, key_means
+            self.state, layer, q, key, value, step, ragged, scaling, self.policy, rotation, key_means
         )  # fmt: skip
 
     def verify(
-        self, state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-        scale: float, cap: float, sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+        self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step, scaling: Scaling,
+        sink_logits: torch.Tensor | None = None, lse: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens, step.max_extend, step.max_prefix)
         out, norm = extend_attention(
-            state, layer, q.contiguous(), key, value, *lens, scale,
-            logit_cap=cap, attention_span=state.attention_span(layer), sink_logits=sink_logits, stored=False,
+            self.state, layer, q.contiguous(), key, value, *lens, scaling.scale, logit_cap=scaling.cap,
+            attention_span=self.state.attention_span(layer), sink_logits=sink_logits, stored=False,
         )  # fmt: skip
         if lse is not None:
             lse.copy_(norm)
         return out
 
     def score_step(
-        self, state: PageState, layers: range, q: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, step: Step,
-        scaling: Scaling, policy: Policy,
-    ) -> None:  # fmt: skip
-        scale, cap = scaling
+        self, layers: range, q: torch.Tensor, lse: torch.Tensor, chosen: torch.Tensor, step: Step, scaling: Scaling
+    ) -> None:
         step_scores(
-            state, layers, q, lse, chosen, step.rows, step.seq_lens, scale, step.found, step.num_valid, self.config,
-            q_heads=self.q_heads, logit_cap=cap, **policy.search_rule,
+            self.state, layers, q, lse, chosen, step.rows, step.seq_lens, scaling.scale, step.found, step.num_valid,
+            self.config, q_heads=self.q_heads, logit_cap=scaling.cap, **self.policy.search_rule,
         )  # fmt: skip
 
-    def slide(
-        self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None
-    ) -> None:
-        if num_valid is None:
-            num_valid = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
-        slide(state, rows, seq_lens, num_valid)
+    def slide(self, rows: torch.Tensor, seq_lens: torch.Tensor, num_valid: torch.Tensor | None = None) -> None:
+        slide(self.state, rows, seq_lens, _all_of(rows) if num_valid is None else num_valid)
 
     def compact_step(
-        self,
-        state: PageState,
-        rows: torch.Tensor,
-        seq_lens: torch.Tensor,
-        found: FoundTokens,
-        policy: Policy,
-        num_valid: torch.Tensor | None = None,
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, found: FoundTokens, num_valid: torch.Tensor | None = None
     ) -> None:
-        rule = self.decisions.step(state, policy)
+        rule = self.decisions.step(self.state, self.policy)
         if rule is None:
             return
-        workspace = self._buffers(state, rows.shape[0]).compaction
+        workspace = self._buffers(rows.shape[0]).compaction
         if num_valid is None:
-            num_valid = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+            num_valid = _all_of(rows)
         if isinstance(rule, StepCuts) and rule.of_sum:
-            sum_scores(state, rows, num_valid, workspace.sums)
-        compact_step(state, rows, seq_lens, found, workspace, num_valid, rule)
+            sum_scores(self.state, rows, num_valid, workspace.sums)
+        compact_step(self.state, rows, seq_lens, found, workspace, num_valid, rule)
 
     def compact_prompts(
-        self,
-        state: PageState,
-        ends: Sequence[tuple[int, int]],
-        policy: Policy,
-        tails: Sequence[int] | None = None,
+        self, ends: Sequence[tuple[int, int]], policy: Policy, tails: Sequence[int] | None = None
     ) -> None:
         most = 1 if isinstance(policy.prompt, WholeHead) else PROMPTS  # rows whose heads are judged whole go one by one
         for first in range(0, len(ends), most):
             some = slice(first, first + most)
-            for _, layers in state.groups(policy.layer_stride):
+            for _, layers in self.state.groups(policy.layer_stride):
                 cuts = self.decisions.of_row(layers, *ends[first], policy)
                 if cuts is not None:
                     self._compact(layers, ends[some], cuts, None if tails is None else tails[some])
 
     def _compact(
-        self,
-        state: PageState,
-        ends: Sequence[tuple[int, int]],
-        cuts: Cuts,
-        tails: Sequence[int] | None = None,
+        self, layers: PageState, ends: Sequence[tuple[int, int]], cuts: Cuts, tails: Sequence[int] | None = None
     ) -> None:
         columns = tuple(zip(*ends, strict=True))
-        rows, seq_lens, *last = to_device(columns if tails is None else (*columns, tuple(tails)), state.device)
-        compact_prompts(state, rows, seq_lens, self.prompt, cuts, *last)
+        rows, seq_lens, *last = to_device(columns if tails is None else (*columns, tuple(tails)), layers.device)
+        compact_prompts(layers, rows, seq_lens, self.prompt, cuts, *last)
 
     def copy_compact(
-        self,
-        state: PageState,
-        target: int,
-        parts: Sequence[Part],
-        seq_len: int,
-        policy: Policy,
-        judged: torch.Tensor | None,
+        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None
     ) -> None:
-        for at, layers in state.groups(policy.layer_stride):
+        for at, layers in self.state.groups(policy.layer_stride):
             known = None if judged is None else judged[at]
             cuts = self.decisions.of_parts(layers, parts, seq_len, policy, known)
-            for source, lo, hi in parts:
-                copy_compact(layers, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=known)
+            self._copy(layers, target, parts, seq_len, cuts, known)
 
-    def store_queries(self, cache: QueryCache, layer: int, q: torch.Tensor, step: Step) -> None:
-        store_queries(cache, layer, q.contiguous(), step.rows, step.seq_lens)
+    def _copy(
+        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, cuts: Cuts,
+        judged: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        for source, lo, hi in parts:
+            copy_compact(layers, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=judged)
 
-    def judge_running(
-        self,
-        state: PageState,
-        row: int,
-        seq_len: int,
-        policy: Policy,
-        queries: torch.Tensor,
-        scaling: Scaling,
-        *,
-        first: bool,
-        most: int,
-        beside: int | None = None,
-    ) -> Judgement:
-        decisions = self.decisions if beside is None else self.decisions.beside(state, beside)
-        return decisions.of_running(state, row, seq_len, policy, queries, scaling, first=first, most=most)
-
-    def compact_judged(self, state: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
-        put_scores(state, row, judgement.scores)
-        self._compact(state, [(row, seq_len)], judgement.cuts)
+    def compact_judged(self, layers: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
+        put_scores(layers, row, judgement.scores)
+        self._compact(layers, [(row, seq_len)], judgement.cuts)
 
     def copy_judged(
-        self, state: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
     ) -> None:
-        cuts, scores = judgement.cuts, judgement.scores
-        for source, lo, hi in parts:
-            copy_compact(state, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=scores)
+        self._copy(layers, target, parts, seq_len, judgement.cuts, judgement.scores)
 
-    def attach(self, state: PageState, target: int, source: int, lo: int, hi: int, *, kept_only: bool = False) -> None:
-        attach(state, target, source, lo, hi, kept_only=kept_only)
+    def release(self, row: int) -> None:
+        release(self.state, row, self.prompt.spans)
 
-    def transfer_pages(self, state: PageState, row: int, target: int) -> None:
-        transfer_pages(state, row, target)
+    def trim(self, row: int, end: int) -> None:
+        trim(self.state, row, end, self.prompt.spans)
 
-    def freeze(self, state: PageState, rows: int | torch.Tensor, tails: torch.Tensor | None = None) -> None:
-        freeze(state, rows, tails)
-
-    def keep(self, state: PageState, row: int) -> None:
-        keep(state, row)
-
-    def release(self, state: PageState, row: int) -> None:
-        release(state, row, self.prompt.spans)
-
-    def trim(self, state: PageState, row: int, end: int) -> None:
-        trim(state, row, end, self.prompt.spans)
-
-    def count_rows(self, state: PageState, rows: torch.Tensor, *, steps: int, low_grows: bool) -> torch.Tensor:
-        return count_rows(state, rows, steps=steps, low_grows=low_grows)
-
-    def measure(self, state: PageState, rows: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> torch.Tensor:
-        return measure(state, rows, lo, hi)
-
-    def count_owners(self, state: PageState, rows: torch.Tensor) -> torch.Tensor:
+    def count_owners(self, rows: torch.Tensor) -> torch.Tensor:
         if not self.buffers:
-            return count_owners(state, rows, torch.empty_like(state.refcount))
+            return count_owners(self.state, rows, torch.empty_like(self.state.refcount))
         memory = self.buffers[0].scratch.memory  # no decode step needs it before the next
-        return count_owners(state, rows, memory[: memory.numel() // 4 * 4].view(torch.int32))
+        return count_owners(self.state, rows, memory[: memory.numel() // 4 * 4].view(torch.int32))
+
+
+def _all_of(rows: torch.Tensor) -> torch.Tensor:
+    """``num_valid`` of rows without padding."""
+    return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)

@@ -94,36 +94,36 @@ def warm_up(
         for stored in ((), (prefix,)) if prefix else ((),):  # pages as they are, and read back where that is done
             step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
             step.prefixes, step.as_computed = stored, bool(stored)
-            ops.begin(state, step, decode=False)
-            ops.append(state, 0, key[:1], value[:1], step, **form)
+            ops.begin(step, decode=False)
+            ops.append(0, key[:1], value[:1], step, **form)
             for layer, scaling, sink in _kinds_of_layers(ops, state, scalings, sinks):
-                tokens, (scale, cap) = (q[:1], key[:1], value[:1]), scaling
-                if ops.extend_unpacked(state, layer, *tokens, step, scaling, policy, **form, sink_logits=sink) is None:
-                    ops.extend(state, layer, *tokens, step, scale, policy, cap, sink)
+                tokens = (q[:1], key[:1], value[:1])
+                if ops.extend_unpacked(layer, *tokens, step, scaling, **form, sink_logits=sink) is None:
+                    ops.extend(layer, *tokens, step, scaling, sink)
     if drafts:
         step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, drafts, 1, (drafts,))
-        for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
-            ops.verify(state, layer, q[:1], key[:1], value[:1], step, scale, cap, sink)
+        for layer, scaling, sink in _kinds_of_layers(ops, state, scalings, sinks):
+            ops.verify(layer, q[:1], key[:1], value[:1], step, scaling, sink)
         _warm_up_scores(ops, state, policy, q[:1], scalings)
     append(state, 0, key, value, none, none, none, no_rows, **form)
     _warm_up_decode(ops, state, policy, dtype, scalings, sinks, form)
     for tier_kept in (False, True):
-        ops.attach(state, 2, 1, 0, 0, kept_only=tier_kept)
-    ops.trim(state, 2, 0)
-    ops.release(state, 2)
-    ops.count_rows(state, one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
-    ops.measure(state, one_row, none[:1], none[:1])
-    ops.count_owners(state, one_row)
+        ops.attach(2, 1, 0, 0, kept_only=tier_kept)
+    ops.trim(2, 0)
+    ops.release(2)
+    ops.count_rows(one_row, steps=1, low_grows=policy.compresses and len(fmt.tiers) > 1)
+    ops.measure(one_row, none[:1], none[:1])
+    ops.count_owners(one_row)
     if changes:
-        ops.compact_prompts(state, [(1, 0)], policy)
+        ops.compact_prompts([(1, 0)], policy)
         if tail_tokens(state, policy):
-            ops.compact_prompts(state, [(1, 0)], policy, [0])
+            ops.compact_prompts([(1, 0)], policy, [0])
     for own in judged:
         for known in (None, own[0]):
-            ops.copy_compact(state, 2, [(1, 0, 0)], 0, policy, known)
+            ops.copy_compact(2, [(1, 0, 0)], 0, policy, known)
     if queries is not None:
         _warm_up_running(ops, state, policy, queries, scalings[0])
-    ops.copy_compact(state, 2, [(1, 0, 0)], 0, KEEP, None)  # the prefix cache joins segments whatever the policy
+    ops.copy_compact(2, [(1, 0, 0)], 0, KEEP, None)  # the prefix cache joins segments whatever the policy
 
 
 def _warm_up_scores(
@@ -131,13 +131,13 @@ def _warm_up_scores(
 ) -> None:  # fmt: skip
     """Of a step whose attention is known, of padding alone. ``q``: [1, Hq, head_dim]."""
     rows = torch.zeros(1, dtype=torch.int64, device=state.device)
-    step = ops.decode_step(state, rows, torch.ones_like(rows), policy)
+    step = ops.decode_step(rows, torch.ones_like(rows))
     if step.found is None:
         return
-    ops.begin(state, step, decode=True, attends=False)
+    ops.begin(step, decode=True, attends=False)
     queries = q.expand(state.num_layers, *q.shape).contiguous()
     for scaling in set(scalings):
-        ops.score_step(state, range(state.num_layers), queries, queries[..., 0].float(), rows, step, scaling, policy)
+        ops.score_step(range(state.num_layers), queries, queries[..., 0].float(), rows, step, scaling)
 
 
 def _kinds_of_layers(
@@ -159,10 +159,10 @@ def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: 
     _, _, window, q_heads, dim = queries.queries.shape
     rows = torch.zeros(1, dtype=torch.int64, device=state.device)
     q = torch.zeros(1, q_heads, dim, dtype=queries.queries.dtype, device=state.device)
-    ops.store_queries(queries, 0, q, ops.decode_step(state, rows, torch.ones_like(rows), policy))
+    ops.store_queries(queries, 0, q, ops.decode_step(rows, torch.ones_like(rows)))
     for first, (at, layers) in product((True, False), state.groups(policy.layer_stride)):
         asked = queries.queries[0, at]
-        judgement = ops.judge_running(layers, 1, window, policy, asked, scaling, first=first, most=window)
+        judgement = ops.judge_running(layers, 1, window, asked, scaling, first=first, most=window)
         if len(state.fmt.tiers) == 1:
             ops.compact_judged(layers, 1, window, judgement)
             ops.transfer_pages(layers, 1, 2)
@@ -177,7 +177,7 @@ def _warm_up_decode(
     its own, and a server may run without any."""
     fmt, device = state.fmt, state.device
     most = ops.buffers[-1].max_batch if ops.buffers else 1
-    for batch in ops.decode_batches(state, most):
+    for batch in ops.decode_batches(most):
         q, key, value = (
             torch.zeros(batch, heads, dim, dtype=dtype, device=device)
             for heads, dim in (
@@ -187,11 +187,11 @@ def _warm_up_decode(
             )
         )
         rows, lengths = (torch.full((batch,), x, dtype=torch.int64, device=device) for x in (0, 1))
-        step = ops.decode_step(state, rows, lengths, policy)
-        ops.begin(state, step, decode=True)
-        ops.append(state, 0, key, value, step, **form, query=q)
-        for layer, (scale, cap), sink in _kinds_of_layers(ops, state, scalings, sinks):
-            ops.decode(state, layer, q, step, scale, policy, cap, sink)
-        ops.slide(state, rows, lengths, step.num_valid)
+        step = ops.decode_step(rows, lengths)
+        ops.begin(step, decode=True)
+        ops.append(0, key, value, step, **form, query=q)
+        for layer, scaling, sink in _kinds_of_layers(ops, state, scalings, sinks):
+            ops.decode(layer, q, step, scaling, sink)
+        ops.slide(rows, lengths, step.num_valid)
         if step.found is not None:
-            ops.compact_step(state, rows, lengths, step.found, policy, step.num_valid)
+            ops.compact_step(rows, lengths, step.found, step.num_valid)

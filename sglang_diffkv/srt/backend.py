@@ -46,21 +46,21 @@ class DiffKVAttnBackend(AttentionBackend):
         self.layers = {layer: index for index, layer in enumerate(pool.layers)}
         self.last_layer = pool.layers[-1]
         config = load_config()
-        core = (self.state, manager.ops, manager.policy)
+        ops = manager.ops
         rotation = Rotation.named(config.rotate)
         running = manager.running
         if running is not None:
             running.scaling = _one_scaling(scalings) or running.scaling
         queries = None if running is None else running.cache
         means = self._key_means(runner, config, scalings, sinks)
-        self.decode = DecodeWrapper(*core, rotation=rotation, queries=queries, key_means=means)
-        self.extend = ExtendWrapper(*core, rotation=rotation, key_means=means)
+        self.decode = DecodeWrapper(ops, rotation=rotation, queries=queries, key_means=means)
+        self.extend = ExtendWrapper(ops, rotation=rotation, key_means=means)
         self.mixed = MixedWrapper(self.extend, self.decode)
         self.verify: VerifyWrapper | None = None
         self.drafts_mask: Any = None
         self.needs_cpu_seq_lens = not manager.drafts  # SGLang need not wait for what was accepted
         if manager.drafts:
-            self.verify = VerifyWrapper(*core, q_heads=manager.q_heads, rotation=rotation, key_means=means)
+            self.verify = VerifyWrapper(ops, q_heads=manager.q_heads, rotation=rotation, key_means=means)
         self.new_tokens: ExtendWrapper | MixedWrapper | VerifyWrapper | None = self.extend
         """Of the pass that runs, where it is no decode step; None while SGLang captures graphs of a pass over prompts,
         which has no requests."""
@@ -114,7 +114,7 @@ class DiffKVAttnBackend(AttentionBackend):
     # What SGLang's graph runner asks
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.manager.ops.prepare_graphs(self.state, max_bs)
+        self.manager.ops.prepare_graphs(max_bs)
         if self.verify is not None:
             self.verify.prepare_graphs(max_bs, self.manager.drafts)
             self.drafts_mask = compat.unread_mask(max_bs, self.manager.drafts, self.state.device)

@@ -115,7 +115,7 @@ def start(
     )
     manager = PageManager(geometry, policy, dtype=torch.bfloat16, device="cpu", q_heads=heads * group)
     state, ops = manager.state, TritonOps(manager.state, policy, heads * group, 4096)
-    ops.prepare_graphs(state, 64)
+    ops.prepare_graphs(64)
     rotation = Rotation.named(config.rotate)
     queries = None if manager.running is None else manager.running.cache
     less = key_means and rotation.keys and queries is None and sinks is None
@@ -160,61 +160,59 @@ def call_again(
         if compresses and before is prefix:
             step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         planned, ops.ragged, step.as_computed = ops.ragged, ragged, kept
-        ops.begin(state, step, decode=False)
+        ops.begin(step, decode=False)
         for layer in range(2):
-            ops.append(state, layer, key, value, step, **form)
-            if ops.extend_unpacked(
-                state, layer, q, key, value, step, scaling, policy, **form, sink_logits=sinks
-            ) is None:  # fmt: skip
-                ops.extend(state, layer, q, key, value, step, scaling.scale, policy, scaling.cap, sinks)
+            ops.append(layer, key, value, step, **form)
+            if ops.extend_unpacked(layer, q, key, value, step, scaling, **form, sink_logits=sinks) is None:
+                ops.extend(layer, q, key, value, step, scaling, sinks)
         ops.ragged = planned
     if manager.running is None:
         chains = Step.chains(rows, prefix, DRAFTS)
         ahead = torch.zeros(batch * DRAFTS, 3 * heads + ops.q_heads, dim, dtype=torch.bfloat16)
         new = ahead[:, : ops.q_heads], ahead[:, -2 * heads : -heads], ahead[:, -heads:]
         for layer in range(2):
-            ops.verify(state, layer, *new, chains, *scaling, sinks)
-    ops.reserve(state, rows, lengths, 1)
+            ops.verify(layer, *new, chains, scaling, sinks)
+    ops.reserve(rows, lengths, 1)
     for number in (1, 16, 17):
-        ops.attach(state, number + 1, number, number, 2 * number, kept_only=True)
-        ops.attach(state, number + 1, number, number, 2 * number)
-        ops.trim(state, number, number)
-        ops.release(state, number)
-        ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, KEEP, None)
+        ops.attach(number + 1, number, number, 2 * number, kept_only=True)
+        ops.attach(number + 1, number, number, 2 * number)
+        ops.trim(number, number)
+        ops.release(number)
+        ops.copy_compact(number + 1, [(number, number, 2 * number)], 5 * number, KEEP, None)
         if compresses:
-            ops.compact_prompts(state, [(number, number)], policy)
-            ops.compact_prompts(state, [(2, number), (1, 5), (3, number)], policy)
+            ops.compact_prompts([(number, number)], policy)
+            ops.compact_prompts([(2, number), (1, 5), (3, number)], policy)
             if tail_tokens(state, policy):
-                ops.compact_prompts(state, [(2, number), (1, 5), (3, number)], policy, [number, 0, 1])
+                ops.compact_prompts([(2, number), (1, 5), (3, number)], policy, [number, 0, 1])
             for judged in (None, torch.zeros(state.num_layers, heads, number)):
-                ops.copy_compact(state, number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
+                ops.copy_compact(number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
     for steps in (1, 3):
-        ops.count_rows(state, rows, steps=steps, low_grows=policy.compresses and len(state.fmt.tiers) > 1)
-    ops.measure(state, rows, prefix, lengths)
-    ops.count_owners(state, rows)
+        ops.count_rows(rows, steps=steps, low_grows=policy.compresses and len(state.fmt.tiers) > 1)
+    ops.measure(rows, prefix, lengths)
+    ops.count_owners(rows)
     if form["rotation"] != NO_ROTATION:
         for tensors in ((q, key, value), (q,), (q,)):
             ops.rotate(*tensors, launches=step.launches)
-    step = ops.decode_step(state, rows, lengths, policy)
-    ops.begin(state, step, decode=True)
+    step = ops.decode_step(rows, lengths)
+    ops.begin(step, decode=True)
     for layer in range(2):
-        ops.append(state, layer, key[:batch], value[:batch], step, **form, query=wide[:batch, heads:])
-        ops.decode(state, layer, q[:batch], step, scaling.scale, policy, scaling.cap, sinks)
+        ops.append(layer, key[:batch], value[:batch], step, **form, query=wide[:batch, heads:])
+        ops.decode(layer, q[:batch], step, scaling, sinks)
     if manager.running is None and step.found is not None:
         chain_q = torch.zeros(2, batch, ops.q_heads, dim, dtype=torch.bfloat16)
         chosen = torch.arange(batch + 1)[1:]
         for first in range(2):
-            ops.score_step(state, range(first, 2), chain_q, chain_q[..., 0].float(), chosen, step, scaling, policy)
-    ops.slide(state, rows, lengths)
+            ops.score_step(range(first, 2), chain_q, chain_q[..., 0].float(), chosen, step, scaling)
+    ops.slide(rows, lengths)
     if step.found is not None:
-        ops.compact_step(state, rows, lengths, step.found, policy)
+        ops.compact_step(rows, lengths, step.found)
     if manager.running is not None:
         queries = manager.running.cache
         ops.store_queries(queries, 1, q[:batch], step)
         for number, (at, layers) in product((16, 17, 64), state.groups(policy.layer_stride)):
             asked, length = queries.queries[-1, at], number + 16
             judgement = ops.judge_running(
-                layers, number, length, policy, asked, scaling, first=number == 17, most=length
+                layers, number, length, asked, scaling, first=number == 17, most=length
             )  # fmt: skip
             ops.copy_judged(layers, number + 1, [(number, number, 2 * number)], length, judgement)
             if len(state.fmt.tiers) == 1:

@@ -100,9 +100,9 @@ def test_a_step_keeps_nothing_that_its_kernels_write_to(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("sglang_diffkv.ops.triton.prepare_decode", prepare)
     one = torch.ones(1, dtype=torch.int64, device=DEVICE)
-    step, q = ops.decode_step(manager.state, one, one, WINDOW), torch.zeros(1, HEADS * GROUP, DIM, device=DEVICE)
+    step, q = ops.decode_step(one, one), torch.zeros(1, HEADS * GROUP, DIM, device=DEVICE)
     for _ in range(2):
-        assert ops.decode(manager.state, 0, q.to(BF16), step, 0.1, WINDOW, 0.0).shape == q.shape
+        assert ops.decode(0, q.to(BF16), step, Scaling(0.1)).shape == q.shape
     gc.collect()
     assert [x() for refs in written for x in refs] == [None] * 4
 

@@ -174,7 +174,7 @@ def test_a_window_of_queries_is_the_prompt_s_in_any_chunks(chunks):
     q = torch.randn(LENGTH, 2 * GROUP, 64, generator=random).bfloat16()
     key, value = (torch.randn(LENGTH, 2, 64, generator=random).bfloat16() for _ in range(2))
     start, row = 0, torch.tensor([1])
-    extend = ExtendWrapper(state, ReferenceOps(), snapkv_policy(Budget(20), window=8))
+    extend = ExtendWrapper(ReferenceOps(state, snapkv_policy(Budget(20), window=8)))
     for count in chunks:
         end = start + count
         manager.space.append(1, count)

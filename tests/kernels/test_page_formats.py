@@ -11,9 +11,11 @@ import torch
 
 import sglang_diffkv
 from sglang_diffkv.config import load_config
+from sglang_diffkv.kernels import launch
 from sglang_diffkv.kernels.decode_attention.triton_workspace import DecodeConfig
 from sglang_diffkv.layout.page_format import EMPTY
 from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.ops.decisions import compacts
 from sglang_diffkv.ops.reference import ReferenceOps
@@ -34,7 +36,7 @@ from tests.kernels.triton_helpers import (
 )
 from tests.policies import diffkv_policy, duo_policy
 
-GROUP, SCALE = 2, 0.05
+GROUP, SCALING = 2, Scaling(0.05)
 ROWS, COUNTS, NEW = [1, 2, 3], [61, 23, 30], [6, 3, 2]
 LAST = 65534
 """The largest position of 16 bits."""
@@ -106,7 +108,7 @@ def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, 
     raise_positions(state, base)
     twin = clone_state(state)
     config = DecodeConfig(tile=16, programs=5, ahead=4, score_parts=2, score_tokens=16)
-    ops, ref = TritonOps(state, policy, 2 * GROUP, 400, config=config), ReferenceOps()
+    ops, ref = TritonOps(state, policy, 2 * GROUP, 400, config=config), ReferenceOps(twin, policy)
     rows = torch.tensor(ROWS, device=DEVICE)
 
     def drawn(count: int) -> list[torch.Tensor]:
@@ -119,13 +121,13 @@ def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, 
     step.judged = judged
     twin_step = Step.extend(rows, torch.tensor(before, device=DEVICE), new, before, NEW)
     twin_step.judged = {number: x.clone() for number, x in judged.items()}
-    ops.begin(state, step, decode=False)
-    ref.begin(twin, twin_step, decode=False)
+    ops.begin(step, decode=False)
+    ref.begin(twin_step, decode=False)
     q, key, value = drawn(sum(NEW))
-    ops.append(state, 0, key, value, step)
-    ref.append(twin, 0, key, value, twin_step)
-    out = ops.extend(state, 0, q, key, value, step, SCALE, policy, 0.0)
-    assert close(out, ref.extend(twin, 0, q, key, value, twin_step, SCALE, policy, 0.0)) < 6e-3
+    ops.append(0, key, value, step)
+    ref.append(0, key, value, twin_step)
+    out = ops.extend(0, q, key, value, step, SCALING)
+    assert close(out, ref.extend(0, q, key, value, twin_step, SCALING)) < 6e-3
     same_tokens(state, twin, ROWS)
     for number, x in judged.items():
         torch.testing.assert_close(x, twin_step.judged[number], rtol=3e-2, atol=2e-4, equal_nan=True)
@@ -133,20 +135,20 @@ def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, 
 
     after = [x + y for x, y in zip(before, NEW, strict=True)]
     if compacts(state, policy):
-        ops.compact_prompts(state, [(2, after[1])], policy)
-        ref.compact_prompts(twin, [(2, after[1])], policy)
+        ops.compact_prompts([(2, after[1])], policy)
+        ref.compact_prompts([(2, after[1])], policy)
     same_tokens(state, twin, ROWS)
 
     lengths = torch.tensor(after, device=DEVICE) + 1
-    step, twin_step = ops.decode_step(state, rows, lengths, policy), ref.decode_step(twin, rows, lengths, policy)
+    step, twin_step = ops.decode_step(rows, lengths), ref.decode_step(rows, lengths)
     assert int(lengths[0]) - 1 == last
-    ops.begin(state, step, decode=True)
-    ref.begin(twin, twin_step, decode=True)
+    ops.begin(step, decode=True)
+    ref.begin(twin_step, decode=True)
     q, key, value = drawn(len(ROWS))
-    ops.append(state, 0, key, value, step)
-    ref.append(twin, 0, key, value, twin_step)
-    out = ops.decode(state, 0, q, step, SCALE, policy, 0.0)
-    assert close(out, ref.decode(twin, 0, q, twin_step, SCALE, policy, 0.0)) < 6e-3
+    ops.append(0, key, value, step)
+    ref.append(0, key, value, twin_step)
+    out = ops.decode(0, q, step, SCALING)
+    assert close(out, ref.decode(0, q, twin_step, SCALING)) < 6e-3
     same_tokens(state, twin, ROWS)
     if step.found is not None:
         got, expected = step.found.unpack(), twin_step.found
@@ -156,32 +158,32 @@ def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, 
             assert not (got.least_slot >= 0).any() and not got.candidate_score[got.candidate_slot >= 0].any()
         pack(expected, step.found)
         step.found.packed[..., :-1] = 2**63 - 1
-        ops.compact_step(state, rows, lengths, step.found, policy, step.num_valid)
-        ref.compact_step(twin, rows, lengths, twin_step.found, policy)
+        ops.compact_step(rows, lengths, step.found, step.num_valid)
+        ref.compact_step(rows, lengths, twin_step.found)
         assert torch.equal(state.hole[rows], twin.hole[rows])
     same_tokens(state, twin, ROWS)
 
     known = torch.rand(1, 2, base + 20, generator=generator).to(DEVICE) * 2 / base if scored else None
     parts = [(1, base, base + 30), (1, base + 30, last + 1)]
-    ops.copy_compact(state, 5, parts, last + 1, policy, known)
-    ref.copy_compact(twin, 5, parts, last + 1, policy, known)
+    ops.copy_compact(5, parts, last + 1, policy, known)
+    ref.copy_compact(5, parts, last + 1, policy, known)
     same_tokens(state, twin, [5])
-    for name, one in ((ops, state), (ref, twin)):
-        name.attach(one, 6, 1, base + 7, last)
-        name.trim(one, 6, last - 9)
+    for some in (ops, ref):
+        some.attach(6, 1, base + 7, last)
+        some.trim(6, last - 9)
     same_tokens(state, twin, [6])
     lo, hi = (torch.tensor([x] * 3, device=DEVICE) for x in (base + 8, last - 11))
     asked = torch.tensor([1, 5, 6], device=DEVICE)
     for name in ("range_lo", "range_hi"):
         assert getattr(state, name).dtype == {2: torch.int16, 4: torch.int32}[position_bytes]
-    counted = ops.measure(state, asked, lo, hi)
-    assert torch.equal(counted, ref.measure(twin, asked, lo, hi)) and counted.any()
+    counted = ops.measure(asked, lo, hi)
+    assert torch.equal(counted, ref.measure(asked, lo, hi)) and counted.any()
 
 
 def test_a_number_of_bits_is_only_a_configuration() -> None:
     """No source file knows of these tiers, and every kernel serves them."""
     config, package = load_config('{"tiers": ["K7V5", "K5V3"]}'), Path(sglang_diffkv.__file__).parent
-    for root in (package, package / "kernels"):  # the latter may be a link
+    for root in (package, Path(launch.__file__).parent):
         for path in root.rglob("*.py"):
             assert not re.search(r"K7V5|K5V3", path.read_text()), path
     check_kernels(" ".join(config.tiers), diffkv_policy(1.0, 0.2, 6), 2, 2, LAST)

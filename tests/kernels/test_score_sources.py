@@ -156,11 +156,11 @@ def test_both_sets_of_ops_keep_the_same(source, rule):
     kept = []
     for stride in strides:
         policy = Scored(source, rule, layer_stride=stride)
-        for make in (lambda state, policy: ReferenceOps(), lambda state, policy: TritonOps(state, policy, 4, 400)):
+        for make in (ReferenceOps, lambda state, policy: TritonOps(state, policy, 4, 400)):
             state = clone_state(manager.state)
             ops = make(state, policy)
-            ops.copy_compact(state, 2, [(1, 0, 17), (1, 17, 29)], 29, policy, None)
-            ops.compact_prompts(state, [(1, 29)], policy)
+            ops.copy_compact(2, [(1, 0, 17), (1, 17, 29)], 29, policy, None)
+            ops.compact_prompts([(1, 29)], policy)
             kept += [tier_map(state, row, 29) == 0 for row in (1, 2)]
     assert all(np.array_equal(x, kept[0]) for x in kept)
     assert kept[0][..., :3].all() and kept[0][..., 24:].all() and not kept[0].all()

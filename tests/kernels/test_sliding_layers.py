@@ -33,12 +33,14 @@ def make(ops: str, tiers: str, policy, attention_spans: tuple[int, ...]) -> Page
     lossless = tiers == "BF16"
 
     def make_ops(state):
-        return TritonOps(state, policy, GROUP, 300) if ops == "triton" else ReferenceOps(lossless and ops == "raw")
+        if ops == "triton":
+            return TritonOps(state, policy, GROUP, 300)
+        return ReferenceOps(state, policy, lossless and ops == "raw")
 
     manager = PageManager(geometry, policy, dtype=BF16, device=DEVICE, make_ops=make_ops)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
     if isinstance(manager.ops, TritonOps):
-        manager.ops.prepare_graphs(manager.state, len(ROWS))
+        manager.ops.prepare_graphs(len(ROWS))
         manager.ops.buffers[0].scratch.memory.fill_(0x5A)
     return manager
 
@@ -62,8 +64,7 @@ def run(manager: PageManager, scaling: Scaling, sink, *, compact_chunks: bool, *
     all tokens gives. ``form``: rotation and key means of the wrappers."""
     generator = torch.Generator().manual_seed(7)
     state = manager.state
-    core = (state, manager.ops, manager.policy)
-    extend, decode = ExtendWrapper(*core, **form), DecodeWrapper(*core, **form)
+    extend, decode = ExtendWrapper(manager.ops, **form), DecodeWrapper(manager.ops, **form)
     layers = range(state.num_layers)
     past = {(layer, row): [] for layer in layers for row in ROWS}
     lengths = dict.fromkeys(ROWS, 0)
@@ -183,8 +184,7 @@ def test_copies_slide_and_copies_as_they_are_do_not():
     for ops in ("reference", "triton"):
         manager = make(ops, "BF16", UniformPolicy(), (5, 0))
         generator = torch.Generator().manual_seed(1)
-        core = (manager.state, manager.ops, manager.policy)
-        extend, count = ExtendWrapper(*core), 60
+        extend, count = ExtendWrapper(manager.ops), 60
         manager.space.append(1, count)
         manager.space.flush()
         one = torch.tensor([1], device=DEVICE)
@@ -196,7 +196,7 @@ def test_copies_slide_and_copies_as_they_are_do_not():
         for row, policy, least in ((3, manager.policy, count - 4 - SLACK), (4, KEEP, 0)):
             manager.space.append(row, count)
             manager.space.flush()
-            manager.ops.copy_compact(manager.state, row, [(1, 0, count)], count, policy, None)
+            manager.ops.copy_compact(row, [(1, 0, count)], count, policy, None)
             seen = visible(manager.state, row)
             assert sorted(seen.at(0, 0).position.tolist()) == list(range(least, count))
             assert sorted(seen.at(1, 0).position.tolist()) == list(range(count))
@@ -213,7 +213,7 @@ def test_a_shared_token_stays():
         held = visible(state, row).position.tolist()
         rows = torch.tensor([row], device=DEVICE)
         for position in held:
-            manager.ops.slide(state, rows, torch.tensor([position + retained_tokens(5) + 1], device=DEVICE))
+            manager.ops.slide(rows, torch.tensor([position + retained_tokens(5) + 1], device=DEVICE))
         assert visible(state, row).position.tolist() == held and int(state.hole[row].max()) == -1
 
 
@@ -227,5 +227,5 @@ def test_a_step_that_found_no_page_slides_past_the_scratch_page():
         state.page_table[state.row_blocks[ROWS[0], 0], 0, 0, 0] = state.scratch_page
         before = state.hole.clone()
         at = torch.tensor([7 + retained_tokens(5) + 1], device=DEVICE)
-        manager.ops.slide(state, torch.tensor(ROWS[:1], device=DEVICE), at)
+        manager.ops.slide(torch.tensor(ROWS[:1], device=DEVICE), at)
         assert (state.tiers[0].positions[state.scratch_page] == 7).all() and torch.equal(state.hole, before)

@@ -70,7 +70,7 @@ def busy_manager(tiers: str) -> PageManager:
     assert segment is not None
     manager.attach_prefix(3, [(segment, 0, 37)])
     manager.attach_prefix(6, [(segment, 0, 18), (segment, 18, 59)])
-    manager.ops.trim(manager.state, segment.row, 61)
+    manager.ops.trim(segment.row, 61)
     segment.hi = 61
     add_prompt(manager, 3, 19, generator)
     manager.prompts.share_min_tokens = 30

@@ -23,6 +23,7 @@ from sglang_diffkv.kernels.decode_attention.triton_workspace import (
     score_programs,
     tile_constants,
 )
+from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.uniform import UniformPolicy
 from tests.kernels.triton_helpers import (
@@ -325,16 +326,16 @@ def test_a_step_in_slices_is_the_step(policy):
         outs = []
         for one, requests in ((state, 3), (twin, 512)):
             ops = TritonOps(one, policy, 2, 400, config=DecodeConfig(tile=16, programs=9, requests=requests))
-            ops.prepare_graphs(one, 7)
+            ops.prepare_graphs(7)
             ops.buffers[0].scratch.memory.fill_(255)  # what FlashInfer leaves there
-            step = ops.decode_step(one, rows, seq_lens, policy)
+            step = ops.decode_step(rows, seq_lens)
             assert len(step.scratch[1]) == -(-7 // requests)
-            ops.begin(one, step, decode=True)
+            ops.begin(step, decode=True)
             for layer in range(one.num_layers):
-                ops.append(one, layer, key, value, step)
-                outs.append(ops.decode(one, layer, q, step, 0.1, policy, 0.0))
+                ops.append(layer, key, value, step)
+                outs.append(ops.decode(layer, q, step, Scaling(0.1)))
             if step.found is not None:
-                ops.compact_step(one, rows, seq_lens, step.found, policy, step.num_valid)
+                ops.compact_step(rows, seq_lens, step.found, step.num_valid)
         layers = state.num_layers
         for got, expected in zip(outs[:layers], outs[layers:], strict=True):
             assert close(got, expected) < 2e-3 and not got[len(chosen) :].any()

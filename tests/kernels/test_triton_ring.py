@@ -160,7 +160,7 @@ class Twins:
             self.manager.space.append(row, count)
         self.flush()
         index, new = torch.tensor(rows, device=DEVICE), torch.tensor(counts, device=DEVICE)
-        self.both(lambda ops, state: ops.reserve(state, index, new, max(counts)), "reserve")
+        self.both(lambda ops, state: ops.reserve(index, new, max(counts)), "reserve")
         start = torch.tensor([self.lengths.get(row, 0) for row in rows], device=DEVICE)
         owner = torch.arange(len(rows), device=DEVICE).repeat_interleave(new)
         offset = torch.arange(sum(counts), device=DEVICE) - (new.cumsum(0) - new)[owner]
@@ -203,7 +203,7 @@ class Twins:
                 self.compact(row, self.lengths[row])
 
     def compact(self, row: int, length: int) -> None:
-        self.both(lambda ops, state: ops.compact_prompts(state, [(row, length)], self.policy), "compact_prompt")
+        self.both(lambda ops, state: ops.compact_prompts([(row, length)], self.policy), "compact_prompt")
 
     def decode(self) -> None:
         rows = [row for row in self.lengths if self.lengths[row] < LENGTH - 1]
@@ -221,7 +221,7 @@ class Twins:
 
         def compact(ops: ReferenceOps | TritonOps, state: PageState) -> None:
             found = packed if isinstance(ops, TritonOps) else scores
-            ops.compact_step(state, index, lengths, found, self.policy)
+            ops.compact_step(index, lengths, found)
 
         self.both(compact, "compact_step")
         self.without_faults(rows)
@@ -247,7 +247,7 @@ class Twins:
     def attach(self, target: int, source: int, end: int) -> None:
         self.manager.space.extend(target, self.manager.space.bound(source))
         self.flush()
-        self.both(lambda ops, state: ops.attach(state, target, source, 0, end), "attach")
+        self.both(lambda ops, state: ops.attach(target, source, 0, end), "attach")
 
     def copy(self) -> None:
         """A row of its own with the tokens of a segment, in two parts."""
@@ -262,14 +262,14 @@ class Twins:
         self.manager.space.extend(row, (LENGTH // 8 + 2,) * len(self.manager.fmt.tiers))
         self.flush()
         self.lengths[row] = end
-        self.both(lambda ops, state: ops.copy_compact(state, row, parts, end, self.policy, None), "copy_compact")
+        self.both(lambda ops, state: ops.copy_compact(row, parts, end, self.policy, None), "copy_compact")
         self.without_faults([row])
 
     def trim(self) -> None:
         if self.segments:
             row = self.chance.choice(sorted(self.segments))
             self.segments[row] = end = self.chance.randint(0, self.segments[row])
-            self.both(lambda ops, state: ops.trim(state, row, end), "trim")
+            self.both(lambda ops, state: ops.trim(row, end), "trim")
 
     def end(self) -> None:
         """Of a row or a segment."""
@@ -278,7 +278,7 @@ class Twins:
             self.release(self.chance.choice(rows))
 
     def release(self, row: int) -> None:
-        self.both(lambda ops, state: ops.release(state, row), "release")
+        self.both(lambda ops, state: ops.release(row), "release")
         self.manager.space.release(row)
         self.flush()
         self.lengths.pop(row, None)
@@ -301,7 +301,7 @@ class Reordered(Twins):
     def __init__(self, manager: PageManager, seed: int, order: Order):
         super().__init__(manager, seed)
         self.order = order
-        self.ops = [TritonOps(self.state, self.policy, 2, LENGTH) for _ in range(2)]
+        self.ops = [TritonOps(state, self.policy, 2, LENGTH) for state in (self.state, self.twin)]
 
     def both(self, run: Callable[[ReferenceOps | TritonOps, PageState], None], name: str) -> None:
         self.done[name] = self.done.get(name, 0) + 1
@@ -316,7 +316,10 @@ class Specified(Twins):
 
     def __init__(self, manager: PageManager, seed: int):
         super().__init__(manager, seed)
-        self.kernels, self.reference = TritonOps(self.state, self.policy, 2, LENGTH), ReferenceOps()
+        self.kernels, self.reference = (
+            TritonOps(self.state, self.policy, 2, LENGTH),
+            ReferenceOps(self.twin, self.policy),
+        )
 
     def both(self, run: Callable[[ReferenceOps | TritonOps, PageState], None], name: str) -> None:
         """Compaction of a prompt fills the row's own pages while it reads them, and not pages of the ring as the

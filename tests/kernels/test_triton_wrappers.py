@@ -23,8 +23,7 @@ def queries(state, count, generator):
 def make(manager, rotation=NO_ROTATION):
     """Wrappers over Triton ops for a manager's state."""
     ops = TritonOps(manager.state, manager.policy, manager.state.num_heads * GROUP, 200)
-    core = (manager.state, ops, manager.policy)
-    return ExtendWrapper(*core, rotation=rotation), DecodeWrapper(*core, rotation=rotation)
+    return ExtendWrapper(ops, rotation=rotation), DecodeWrapper(ops, rotation=rotation)
 
 
 def grow(manager, rows, counts):
@@ -83,7 +82,7 @@ def test_queries_are_kept_as_keys_are_stored():
     cache = QueryCache.create(slots=1, rows=8, layers=1, window=5, q_heads=GROUP, head_dim=64, device=DEVICE)
     cache.slot_of[2] = 0
     ops = TritonOps(state, manager.policy, GROUP, 200)
-    decode = DecodeWrapper(state, ops, manager.policy, rotation=Rotation(True, True), queries=cache)
+    decode = DecodeWrapper(ops, rotation=Rotation(True, True), queries=cache)
     grow(manager, [2], [1])
     decode.plan(torch.tensor([2], device=DEVICE), torch.tensor([1], device=DEVICE))
     decode.begin()
@@ -103,7 +102,7 @@ def test_step_replays_from_a_graph():
         add_prompt(manager, 1, 40, generator)
         add_prompt(manager, 2, 25, generator)
         _, decode = make(manager)
-        decode.ops.prepare_graphs(manager.state, 4)
+        decode.ops.prepare_graphs(4)
         static = [torch.zeros(2, 4, n, 64, dtype=BF16, device=DEVICE) for n in (2 * GROUP, 2, 2)]
         results = torch.zeros(2, 4, 2 * GROUP, 64, dtype=BF16, device=DEVICE)
         ids, seq_lens = (torch.full((4,), x, dtype=torch.int64, device=DEVICE) for x in (0, 1))

@@ -54,8 +54,7 @@ class Prompts:
         fmt = make_format(tiers, DIM)
         self.manager = make_manager(fmt, layers=LAYERS, heads=HEADS, policy=policy, make_ops=make_ops, pages=600)
         means = None if means is None else means.to(DEVICE)
-        core = (self.manager.state, self.manager.ops, policy)
-        self.wrapper = ExtendWrapper(*core, rotation=rotation, key_means=means)
+        self.wrapper = ExtendWrapper(self.manager.ops, rotation=rotation, key_means=means)
         self.scaling, self.sinks, self.generator = scaling, sinks, torch.Generator().manual_seed(2)
         self.outs: list[torch.Tensor] = []
 
@@ -118,6 +117,10 @@ def ops_of(policy: Policy, made: list[TritonOps], scaling: Scaling = SCALING) ->
     return make
 
 
+def reference_of(policy: Policy) -> OpsOf:
+    return lambda state: ReferenceOps(state, policy)
+
+
 @pytest.mark.cover(2)
 @pytest.mark.parametrize("means", [False, True], ids=["", "means"])
 @pytest.mark.parametrize("rotated", ["none", "both", "keys"])
@@ -133,7 +136,7 @@ def test_passes_give_what_the_references_give(tiers: str, policy: Policy, rotate
     mine = run(ops_of(policy, made), tiers, policy, rotation, common)
     library: Any = made[0].ragged
     assert library.asked == [(51, 51)] * 2 + [(13 + 71 + 9 + 74, 83)] * 2 + [(78 + 10 + 77, 11)] * 2
-    expected = run(lambda state: ReferenceOps(), tiers, policy, rotation, common)
+    expected = run(reference_of(policy), tiers, policy, rotation, common)
     limit = 2e-2 if tiers == "BF16" and DEVICE == "cpu" else 1.2e-2  # the interpreter cuts off what it stores
     for got, known in zip(mine.outs, expected.outs, strict=True):
         assert close(got, known) < limit
@@ -145,7 +148,7 @@ def test_passes_give_what_the_references_give(tiers: str, policy: Policy, rotate
 def test_a_logit_cap_and_no_rotation() -> None:
     scaling, made = Scaling(0.1, 4.0), []
     mine = run(ops_of(SCORED, made, scaling), "K8V4 K4V2", SCORED, NO_ROTATION, None, scaling)
-    expected = run(lambda state: ReferenceOps(), "K8V4 K4V2", SCORED, NO_ROTATION, None, scaling)
+    expected = run(reference_of(SCORED), "K8V4 K4V2", SCORED, NO_ROTATION, None, scaling)
     assert made[0].ragged is not None
     for got, known in zip(mine.outs + mine.scores, expected.outs + expected.scores, strict=True):
         assert close(got, known) < 2e-2
@@ -171,7 +174,7 @@ def test_pages_are_attended_to_as_they_are(why: str, monkeypatch: pytest.MonkeyP
         return ops
 
     mine = run(told, "K8V4 K4V2", policy, BOTH, None, SCALING, sinks)
-    expected = run(lambda state: ReferenceOps(), "K8V4 K4V2", policy, BOTH, None, SCALING, sinks)
+    expected = run(reference_of(policy), "K8V4 K4V2", policy, BOTH, None, SCALING, sinks)
     library: Any = made[0].ragged
     if why == "another scaling":
         assert library is None
@@ -185,7 +188,7 @@ def test_a_prompt_is_read_back_until_its_tokens_are_dropped() -> None:
     """A policy that prunes has pruned nothing of a prompt that it has not compacted."""
     policy = snapkv_policy(Budget(20), window=4)
     made: list[TritonOps] = []
-    twins = [Prompts(make, "K8V4", policy, BOTH) for make in (ops_of(policy, made), lambda state: ReferenceOps())]
+    twins = [Prompts(make, "K8V4", policy, BOTH) for make in (ops_of(policy, made), reference_of(policy))]
     for twin in twins:
         twin.extend([1], [30])
         twin.extend([2, 1], [17, 21])
@@ -207,7 +210,8 @@ def test_a_prompt_is_read_back_until_its_tokens_are_dropped() -> None:
 
 
 def test_a_segment_as_computed_leaves_its_reader_so() -> None:
-    prompts = Prompts(lambda state: ReferenceOps(), "K8V4", snapkv_policy(Budget(20), window=4), BOTH)
+    policy = snapkv_policy(Budget(20), window=4)
+    prompts = Prompts(reference_of(policy), "K8V4", policy, BOTH)
     manager = prompts.manager
     prompts.extend([1], [30])
     manager.prompts.untouched.add(1)

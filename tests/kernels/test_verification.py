@@ -38,13 +38,17 @@ def make(tiers: str, kind: str, policy: Policy | None = None, *, rotation=NO_ROT
     layers, heads = (1, 1) if kind == "triton" else (2, 2)
     manager = make_manager(make_format(tiers), layers=layers, heads=heads, window=6, policy=policy)
     state, policy = manager.state, manager.policy
-    ops = TritonOps(state, policy, GROUP * heads, 200) if kind == "triton" else ReferenceOps(not policy.compresses)
+    ops = (
+        TritonOps(state, policy, GROUP * heads, 200)
+        if kind == "triton"
+        else ReferenceOps(state, policy, not policy.compresses)
+    )
     generator = torch.Generator().manual_seed(3)
     for row, length in ((1, 20), (2, 9), (3, 17)):
         add_prompt(manager, row, length, generator)
     more = {"rotation": rotation, "key_means": means}
-    verify = VerifyWrapper(state, ops, policy, q_heads=GROUP * heads, **more)
-    return manager, DecodeWrapper(state, ops, policy, **more), verify
+    verify = VerifyWrapper(ops, q_heads=GROUP * heads, **more)
+    return manager, DecodeWrapper(ops, **more), verify
 
 
 def drawn(manager, generator):
@@ -151,7 +155,7 @@ def test_kernels_verify_as_the_reference(tiers, splits, monkeypatch):
     """Also where programs that share a head's pages have several each, or none."""
     monkeypatch.setattr("sglang_diffkv.kernels.extend_attention.triton.MOST_SPLITS", splits)
     manager, _, verify = make(tiers, "triton")
-    reference = VerifyWrapper(manager.state, ReferenceOps(), manager.policy, q_heads=GROUP)
+    reference = VerifyWrapper(ReferenceOps(manager.state, manager.policy), q_heads=GROUP)
     layers = drawn(manager, torch.Generator().manual_seed(6))
     for rows, lengths, drafts in (([1, 2, 3], [20, 9, 17], DRAFTS), ([3, 1, 1], [17, 12, 15], 1)):
         for wrapper in (verify, reference):

@@ -99,8 +99,9 @@ class DiffKVServer:
         geometry = Geometry(
             fmt, *high.shape, pages_for(capacity, fmt.high.tokens, high.size), rows + 1, 512, max_tokens=longest
         )
-        self.ops = CountingOps(high, window, 0)
-        self.manager = PageManager(geometry, diffkv_policy(1.0, 0.0, window), make_ops=lambda state: self.ops)
+        policy = diffkv_policy(1.0, 0.0, window)
+        self.manager = PageManager(geometry, policy, make_ops=lambda state: CountingOps(state, policy, high, 0))
+        self.ops = self.manager.ops
         self.manager.prompts.share_min_tokens = share_min_tokens
         self.ledger = PageLedger(self.manager, capacity)
         self.capacity, self.compacts_chunks = capacity, compacts_chunks
@@ -150,14 +151,14 @@ class DiffKVServer:
         manager.plan_step(rows, counts, starts, ending=ending, compacting=compacting)
         step = manager.launch_step()
         assert step is not None
-        manager.ops.reserve(manager.state, torch.tensor(rows), torch.tensor(counts), max(counts))
+        manager.ops.reserve(torch.tensor(rows), torch.tensor(counts), max(counts))
         manager.end_prompts(step)
 
     def decode(self, reqs: list[Request]) -> None:
         manager, rows = self.manager, [req.row for req in reqs]
         manager.plan_step(rows, [1] * len(rows), [manager.rows.length(row) for row in rows])
         manager.launch_step()
-        manager.ops.decode_step(manager.state, torch.tensor(rows), torch.tensor(rows), manager.policy)
+        manager.ops.decode_step(torch.tensor(rows), torch.tensor(rows))
         manager.counts.report()
 
     def release(self, row: int) -> None:

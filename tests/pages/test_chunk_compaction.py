@@ -67,7 +67,7 @@ def test_a_launched_step_says_what_is_compacted_behind_it() -> None:
     assert not isinstance(step, LaunchedStep) and manager.counts.upcoming is step
     launched = manager.launch_step()
     assert launched == step.launched() and manager.counts.upcoming is None and manager.launch_step() is None
-    manager.ops.reserve(manager.state, torch.tensor(step.rows), torch.tensor(step.new_tokens), 200)
+    manager.ops.reserve(torch.tensor(step.rows), torch.tensor(step.new_tokens), 200)
     at = torch.arange(200).repeat(3)
     key = torch.randn(600, manager.geometry.num_heads, 64)
     for layer in range(manager.geometry.num_layers):

@@ -40,7 +40,7 @@ def test_random_chains(drafts: int, late: int) -> None:
         fmt, 2, 2, num_pages=180 if drafts == 7 else 130, num_rows=ROWS + 1, num_segments=4, max_tokens=200 + 2 * drafts
     )
     manager = PageManager(geometry, diffkv_policy(1.0, 0.05, 8), drafts=drafts)
-    verify = VerifyWrapper(manager.state, manager.ops, manager.policy, q_heads=2)
+    verify = VerifyWrapper(manager.ops, q_heads=2)
     draw, generator = random.Random(drafts + late), torch.Generator().manual_seed(1)
     unheard: deque[dict[int, int]] = deque()  # accepted by the device, and not known to the host
     true: dict[int, int] = {}

@@ -53,8 +53,8 @@ def test_triton_cuts_prompts_and_copies():
     ops = TritonOps(manager.state, policy, 4, 400)
     manager.space.extend(2, (40,))
     with manager.launching():
-        ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
-        ops.compact_prompts(manager.state, [(1, 40)], policy)
+        ops.copy_compact(2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
+        ops.compact_prompts([(1, 40)], policy)
     for row in (1, 2):
         assert (tier_map(manager.state, row, 40) == tiers_of(40, 6, 3, lower=1)).all()
 

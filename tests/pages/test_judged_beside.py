@@ -40,7 +40,7 @@ def policy(**changes: Any) -> ZipagePolicy:
 def manager_of(tiers: str, chosen: ZipagePolicy, kernels: str = "reference") -> PageManager:
     """With rows 1 to 3 past their prompts, 1 and 2 one step before their limit."""
     triton = partial(TritonOps, policy=chosen, q_heads=2, max_tokens=400)
-    make_ops = triton if kernels == "triton" else lambda state: ReferenceOps()
+    make_ops = triton if kernels == "triton" else lambda state: ReferenceOps(state, chosen)
     manager = make_manager(make_format(tiers, page_tokens=4), pages=600, policy=chosen, make_ops=make_ops)
     running = running_of(manager)
     generator = torch.Generator().manual_seed(1)

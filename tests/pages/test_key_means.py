@@ -59,8 +59,7 @@ def outputs(
         fmt, LAYERS, HEADS, 400, num_rows=3, num_segments=2, max_tokens=200, attention_spans=attention_spans
     )
     manager = PageManager(geometry, policy, dtype=torch.bfloat16)
-    core = (manager.state, manager.ops, policy)
-    extend, decode = (kind(*core, rotation=rotation, key_means=means) for kind in (ExtendWrapper, DecodeWrapper))
+    extend, decode = (kind(manager.ops, rotation=rotation, key_means=means) for kind in (ExtendWrapper, DecodeWrapper))
     q, value = queries_and_values(key.shape[0])
     count = key.shape[0]
     row, outs, start = torch.tensor([1]), [], 0
@@ -122,7 +121,7 @@ def test_a_logit_cap_is_no_place_for_them() -> None:
     key, common = keys_with_much_in_common()
     fmt = PageFormat(DIM, DIM, (Tier(8, 8),), 8)
     manager = PageManager(Geometry(fmt, LAYERS, HEADS, 100, 3, 2, 100), UniformPolicy(), dtype=torch.bfloat16)
-    wrapper = ExtendWrapper(manager.state, manager.ops, manager.policy, key_means=common)
+    wrapper = ExtendWrapper(manager.ops, key_means=common)
     wrapper.plan(torch.tensor([1]), torch.tensor([0]), torch.tensor([4]), [0], [4])
     with pytest.raises(AssertionError, match="cap"):
         wrapper.run(0, torch.zeros(4, 6, DIM), key[:4], key[:4], Scaling(0.1, 30.0))

@@ -51,7 +51,7 @@ def test_the_smallest_norms_stay(tier, dtype, budget, window, sinks):
     expected = chosen(session, length, kept, window, sinks)
     manager.space.extend(2, (length,))
     with manager.launching():
-        manager.ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, length)], length, policy, None)
+        manager.ops.copy_compact(2, [(1, 0, 17), (1, 17, length)], length, policy, None)
     assert np.array_equal(tier_map(manager.state, 2, length) == 0, expected)
     manager.device.release(2)
     session.end_prompt(1)
@@ -78,8 +78,8 @@ def test_triton_cuts_prompts_and_copies():
     ops = TritonOps(manager.state, policy, 4, 400)
     manager.space.extend(2, (31,))
     with manager.launching():
-        ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, 31)], 31, policy, None)
-        ops.compact_prompts(manager.state, [(1, 31)], policy)
+        ops.copy_compact(2, [(1, 0, 17), (1, 17, 31)], 31, policy, None)
+        ops.compact_prompts([(1, 31)], policy)
     for row in (1, 2):
         assert np.array_equal(tier_map(manager.state, row, 31) == 0, expected)
 

@@ -18,6 +18,7 @@ from sglang_diffkv.kernels.append.reference import append
 from sglang_diffkv.kernels.table import max_entries, row_table
 from sglang_diffkv.layout.geometry import Geometry, Path
 from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.running import RunningCompression
@@ -42,11 +43,15 @@ def policy(stride: int | None, tiers: str, **changes: Any) -> ZipagePolicy:
     return replace(usual, layer_stride=stride, **changes)
 
 
+def ops_of(chosen: ZipagePolicy, kernels: str, heads: int) -> OpsOf:
+    triton = partial(TritonOps, policy=chosen, q_heads=heads, max_tokens=400)
+    return triton if kernels == "triton" else partial(ReferenceOps, policy=chosen)
+
+
 def manager_of(
     tiers: str, chosen: ZipagePolicy, kernels: str = "reference", layers: int = LAYERS, heads: int = 2
 ) -> PageManager:
-    triton = partial(TritonOps, policy=chosen, q_heads=heads, max_tokens=400)
-    make_ops = triton if kernels == "triton" else lambda state: ReferenceOps()
+    make_ops = ops_of(chosen, kernels, heads)
     fmt = make_format(tiers, page_tokens=4)
     manager = make_manager(fmt, layers=layers, heads=heads, pages=1000, policy=chosen, make_ops=make_ops)
     running, generator = running_of(manager), torch.Generator().manual_seed(1)
@@ -186,7 +191,8 @@ def test_copies_of_prompts_are_the_same(tiers, kernels):
         found = []
         for stride in (None, 2):
             here = clone_state(manager.state)
-            manager.ops.copy_compact(here, TARGET, parts, length, replace(chosen, layer_stride=stride), judged)
+            rule = replace(chosen, layer_stride=stride)
+            ops_of(chosen, kernels, 1)(here).copy_compact(TARGET, parts, length, rule, judged)
             found.append(held(here, TARGET))
         assert same(*found) and len(found[0]) == 3 * KEEP
 

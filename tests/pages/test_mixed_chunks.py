@@ -46,7 +46,7 @@ class Passes:
 
     def __init__(self, tiers: tuple[str, ...], policy: Policy, kernels: str, *, mixed: bool):
         triton = partial(TritonOps, policy=policy, q_heads=HEADS * GROUP, max_tokens=LONGEST)
-        ops: Any = triton if kernels == "triton" else lambda state: ReferenceOps()
+        ops: Any = triton if kernels == "triton" else lambda state: ReferenceOps(state, policy)
         fmt = make_format(tiers, DIM, DIM, page_tokens=4 if tiers == ("BF16",) else 8)
         self.manager: PageManager = make_manager(
             fmt, policy=policy, layers=LAYERS, heads=HEADS, max_tokens=LONGEST, make_ops=ops, q_heads=HEADS * GROUP
@@ -54,8 +54,7 @@ class Passes:
         manager, queries = self.manager, None
         if manager.running is not None:
             queries = manager.running.cache
-        core = (manager.state, manager.ops, policy)
-        self.extend, self.decode = ExtendWrapper(*core), DecodeWrapper(*core, queries=queries)
+        self.extend, self.decode = ExtendWrapper(manager.ops), DecodeWrapper(manager.ops, queries=queries)
         self.together, self.mixed = MixedWrapper(self.extend, self.decode), mixed
 
     def run(self, prompt: tuple[int, int] | None, decoding: list[int], seed: int) -> list[torch.Tensor]:

@@ -96,7 +96,7 @@ def test_a_copy_keeps_what_compaction_in_place_keeps() -> None:
     manager = session.manager
     manager.space.extend(2, (50,))
     with manager.launching():
-        manager.ops.copy_compact(manager.state, 2, [(1, 0, 9), (1, 9, 41)], 41, manager.policy, None)
+        manager.ops.copy_compact(2, [(1, 0, 9), (1, 9, 41)], 41, manager.policy, None)
     copied = tier_map(manager.state, 2, 41)
     session.end_prompt(1)
     assert np.array_equal(copied, tier_map(manager.state, 1, 41))

@@ -15,7 +15,7 @@ from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import MOST_TIERS
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.mem_pool.page_manager import PageManager
-from sglang_diffkv.ops import reference, triton
+from sglang_diffkv.ops import Scaling, reference, triton
 from sglang_diffkv.ops.base import Step
 from sglang_diffkv.policies.base import NEVER, Policy
 from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
@@ -169,7 +169,7 @@ def test_tokens_lie_where_they_would_with_all_scores(policy: Policy, tiers: tupl
         for row, parts, seen in ((2, [(1, 0, length)], None), (3, [(1, 0, 25), (1, 25, length)], judged)):
             manager.space.extend(row, (length,) * len(tiers))
             with manager.launching():
-                manager.ops.copy_compact(manager.state, row, parts, length, rule, seen)
+                manager.ops.copy_compact(row, parts, length, rule, seen)
         found.append([held(manager, row, length) for row in (1, 2, 3)])
     assert scored == [policy.scored_tiers(len(tiers)), len(tiers)]
     for mine, other in zip(*found, strict=True):
@@ -187,8 +187,8 @@ def test_ops_score_prompts_as_the_policy_says(ops: Any, policy: Policy, monkeypa
 
     monkeypatch.setattr(ops, "extend_attention", extend_attention)
     state = make_manager(make_format(PAIR), policy=policy).state
-    some = ops.TritonOps(state, policy, 4, 400) if ops is triton else ops.ReferenceOps(False)
+    some = ops.TritonOps(state, policy, 4, 400) if ops is triton else ops.ReferenceOps(state, policy)
     q, key, value = (torch.zeros(3, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
     step = Step.extend(torch.tensor([1]), torch.tensor([0]), torch.tensor([3]), [0], [3])
-    some.extend(state, 0, q, key, value, step, 0.1, policy, 0.0)
+    some.extend(0, q, key, value, step, Scaling(0.1))
     assert asked == [policy is not ALONE]

@@ -9,6 +9,7 @@ import torch
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.mem_pool.integrity import check_integrity
+from sglang_diffkv.ops import Scaling
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import prunes
 from tests.dense import Session
@@ -47,8 +48,8 @@ def test_triton_cuts_prompts_and_copies():
     ops = TritonOps(manager.state, policy, 4, 400)
     manager.space.extend(2, (40,))
     with manager.launching():
-        ops.copy_compact(manager.state, 2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
-        ops.compact_prompts(manager.state, [(1, 40)], policy)
+        ops.copy_compact(2, [(1, 0, 17), (1, 17, 40)], 40, policy, None)
+        ops.compact_prompts([(1, 40)], policy)
     for row in (1, 2):
         assert ((tier_map(manager.state, row, 40) == 0) == stays(40, 6, 3)).all()
 
@@ -64,15 +65,15 @@ def test_triton_steps():
     rows = torch.tensor([1])
     for length in range(21, 24):
         manager.plan_step([1], [1], [length - 1])
-        step = ops.decode_step(manager.state, rows, torch.tensor([length]), policy)
+        step = ops.decode_step(rows, torch.tensor([length]))
         with manager.launching():
             manager.launch_step()
-            ops.begin(manager.state, step, decode=True)
+            ops.begin(step, decode=True)
             for layer in range(2):
                 q, key, value = (torch.randn(1, heads, 64).bfloat16() for heads in (4, 2, 2))
-                ops.append(manager.state, layer, key, value, step)
-                ops.decode(manager.state, layer, q, step, 0.1, policy, 0.0)
-            ops.compact_step(manager.state, rows, step.seq_lens, step.found, policy, step.num_valid)
+                ops.append(layer, key, value, step)
+                ops.decode(layer, q, step, Scaling(0.1))
+            ops.compact_step(rows, step.seq_lens, step.found, step.num_valid)
         check_integrity(manager)
         assert ((tier_map(manager.state, 1, length) == 0) == stays(length, 5, 2)).all()
 

@@ -202,7 +202,7 @@ def test_a_last_chunk_of_one_token_is_counted():
     manager.plan_step(list(rows), [1] * 5, [16] * 5)
     manager.launch_step()
     index = manager.to_device(rows)
-    manager.ops.reserve(manager.state, index, manager.to_device([1] * 5), 1)
+    manager.ops.reserve(index, manager.to_device([1] * 5), 1)
     for row in rows:
         manager.prompts.end(row)
     assert manager.counts.free_bound() <= manager.device.free_pages()

@@ -228,7 +228,7 @@ def test_a_copy_keeps_what_compaction_in_place_keeps(policy: XKVPolicy) -> None:
     session.extend({1: 31})
     manager.space.extend(2, (40,))
     with manager.launching():
-        manager.ops.copy_compact(manager.state, 2, [(1, 0, 9), (1, 9, 31)], 31, policy, None)
+        manager.ops.copy_compact(2, [(1, 0, 9), (1, 9, 31)], 31, policy, None)
     copied = tier_map(manager.state, 2, 31)
     session.end_prompt(1)
     assert np.array_equal(copied, tier_map(manager.state, 1, 31))

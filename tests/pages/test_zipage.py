@@ -147,8 +147,8 @@ def test_what_stays_is_the_papers_choice(redundancy, first):
     manager, queries = filled("BF16", chosen)
     scores = expected_scores(manager, queries, 0.0 if first else chosen.decay)
     values = expected_values(manager, scores, chosen, first)
-    ops = ReferenceOps()
-    judgement = ops.judge_running(manager.state, 1, LENGTH, chosen, queries, SCALING, first=first, most=LENGTH)
+    ops = ReferenceOps(manager.state, chosen)
+    judgement = ops.judge_running(manager.state, 1, LENGTH, queries, SCALING, first=first, most=LENGTH)
     np.testing.assert_allclose(judgement.scores.numpy(), scores, rtol=1e-4, atol=1e-7)
     ops.compact_judged(manager.state, 1, LENGTH, judgement)
     check_integrity(manager)
@@ -176,8 +176,8 @@ def test_triton_keeps_what_the_reference_does(tiers, high, first):
     manager.space.flush()
     twin.row_blocks.copy_(state.row_blocks)
     results = []
-    for ops, here in ((ReferenceOps(), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
-        judgement = ops.judge_running(here, 1, LENGTH, chosen, queries, SCALING, first=first, most=LENGTH)
+    for ops, here in ((ReferenceOps(twin, chosen), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
+        judgement = ops.judge_running(here, 1, LENGTH, queries, SCALING, first=first, most=LENGTH)
         scores = judgement.scores.clone()
         ops.copy_judged(here, 5, [(1, 0, LENGTH)], LENGTH, judgement)
         maps = [tier_map(here, 5, LENGTH)]
@@ -343,15 +343,15 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(frozen):
     for row in (2, 5, 6):
         manager.space.extend(row, (40,))
     manager.space.flush()
-    manager.ops.attach(state, 2, 1, 0, LENGTH - own)
+    manager.ops.attach(2, 1, 0, LENGTH - own)
     manager.rows.grow(2, LENGTH - own, in_prompt=False)
     add_prompt(manager, 2, own, generator, compact=False)
     if frozen:
         manager.device.freeze({2: 0})
     whole, twin = clone_state(state), clone_state(state)
     results = []
-    for ops, here in ((ReferenceOps(), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
-        judgement = ops.judge_running(here, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
+    for ops, here in ((ReferenceOps(twin, chosen), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
+        judgement = ops.judge_running(here, 2, LENGTH, queries, SCALING, first=False, most=LENGTH)
         before, free = here.entries[2].clone(), int(here.counters[1] - here.counters[0])
         writable = before - here.own_entry[2]
         ops.compact_judged(here, 2, LENGTH, judgement)
@@ -362,10 +362,10 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(frozen):
         assert (held == -(-KEEP // 4)).all() and (here.own_tokens[2, :, :, 0] == KEEP).all()
         taken = free - int(here.counters[1] - here.counters[0])
         assert taken == int((held - writable[..., 0]).sum()) and not here.own_entry[2].any()
-        ops.release(here, 5)
+        ops.release(5)
         results.append(tier_map(here, 2, LENGTH))
     assert DEVICE != "cpu" or (results[0] == results[1]).all()
-    reference = ReferenceOps()
-    judgement = reference.grade_running(whole, 2, LENGTH, chosen, queries, SCALING, first=False, most=LENGTH)
+    reference = ReferenceOps(whole, chosen)
+    judgement = reference.judge_running(whole, 2, LENGTH, queries, SCALING, first=False, most=LENGTH)
     reference.copy_judged(whole, 6, [(2, 0, LENGTH)], LENGTH, judgement)
     assert (tier_map(whole, 6, LENGTH) == results[0]).all()

@@ -21,7 +21,7 @@ def held_by_head(manager: PageManager) -> list[list[list[int]]]:
     """Tokens of each tier and pages of each (layer, head): [L][H][T + 1]."""
     with manager.launching():
         columns = manager.to_device(live_parts(manager) or torch.empty(0, 3)).unbind(1)
-        return manager.ops.measure(manager.state, *(x.contiguous() for x in columns)).sum(0).tolist()
+        return manager.ops.measure(*(x.contiguous() for x in columns)).sum(0).tolist()
 
 
 def pages_of(manager: PageManager, rows: list[int]) -> set[int]:

@@ -56,7 +56,7 @@ class Twin:
             ragged = RaggedPrefill(heads * group, heads, dim, dim, BF16, torch.device(DEVICE), 0.1)
 
         def make_ops(state: PageState) -> Ops:
-            return TritonOps(state, rule, heads * group, 400, ragged) if triton else ReferenceOps()
+            return TritonOps(state, rule, heads * group, 400, ragged) if triton else ReferenceOps(state, rule)
 
         rule = method or replace(diffkv_policy(1.0, 0.2, window), **policy)
         self.manager = make_manager(fmt, layers=LAYERS, heads=heads, pages=pages, policy=rule, make_ops=make_ops)

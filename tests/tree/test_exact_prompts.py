@@ -185,7 +185,7 @@ def test_the_last_reader_copies_what_it_shared() -> None:
     world.manager.counts.settle()
     assert world.allocator.ledger.protected() == 0
     assert world.allocator.ledger.evictable_pages > evictable
-    held = world.manager.ops.measure(world.manager.state, *(torch.tensor([x]) for x in (row, 0, 149)))[0, 0, 0]
+    held = world.manager.ops.measure(*(torch.tensor([x]) for x in (row, 0, 149)))[0, 0, 0]
     assert held[:2].tolist() == [8 + 5 + 0, 136], "the window and what was generated since the prompt stay high"
     world.check()
     world.decode(stays)

@@ -163,7 +163,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.requests.plan_prefill([req])
         req.sampling_params.max_new_tokens = 250
         step = self.manager.launch_step()
-        self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([end - start]), end - start)
+        self.manager.ops.reserve(torch.tensor([row]), torch.tensor([end - start]), end - start)
         self._write(req, start, end)
         self.launched(req, start, end)
         self._judge(row)
@@ -208,7 +208,7 @@ class TreeMachine(RuleBasedStateMachine):
                 if not self.manager.state.attention_span(layer):
                     decode_attention(self.manager.state, layer, q, index, lens, 1.0, scores=scores, window=WINDOW)
             end_decode(self.manager, index, lens, scores)
-            self.manager.ops.slide(self.manager.state, index, lens)
+            self.manager.ops.slide(index, lens)
             self.requests.after_step(batch)
             assert not faults(self.manager, rows), "the ledger let the ring run empty"
             self.check_step(batch)
@@ -325,7 +325,7 @@ class TreeMachine(RuleBasedStateMachine):
         segments = [s for s in self.manager.held_segments if s.as_computed]
         if segments:
             columns = zip(*[(s.row, s.lo, s.hi) for s in segments], strict=True)
-            held = self.manager.ops.measure(self.manager.state, *map(torch.tensor, columns))
+            held = self.manager.ops.measure(*map(torch.tensor, columns))
             for segment, counts in zip(segments, held, strict=True):
                 assert (counts[..., 0] == segment.hi - segment.lo).all()
                 assert not counts[..., 1 : len(self.tiers)].any()

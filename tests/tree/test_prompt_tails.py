@@ -124,7 +124,7 @@ def test_a_tail_takes_no_promised_page(count: int, tail: int) -> None:
                 world.pool.write((row, slice(start, end)), world.allocator.alloc(end - start).int())
         world.requests.plan_prefill(some)
         step, new = world.manager.launch_step(), [end - start for start, end in zip(starts, ends, strict=True)]
-        world.manager.ops.reserve(world.manager.state, torch.tensor(rows), torch.tensor(new), max(new))
+        world.manager.ops.reserve(torch.tensor(rows), torch.tensor(new), max(new))
         for row, start, many in zip(rows, starts, new, strict=True):
             world._write(row, start, many)
         lost = faults(world.manager, rows)

@@ -77,7 +77,7 @@ class PruningMachine(TreeMachine):
         for req in batch:
             row = req.kv.req_pool_idx
             rows, length = torch.tensor([row]), self.manager.rows.length(row)
-            held = self.manager.ops.measure(state, rows, torch.tensor([0]), torch.tensor([length]))
+            held = self.manager.ops.measure(rows, torch.tensor([0]), torch.tensor([length]))
             most = int(held[0, ..., :-1].sum(2).max())
             if self.manager.rows.shared(row) == 0:
                 assert most <= running.held(row), "a row holds more than the host believes"

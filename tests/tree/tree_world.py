@@ -101,7 +101,7 @@ class World:
         row, prefix = req.kv.req_pool_idx, prefix_len(req)
         count = req.extend_end - prefix
         step = self.manager.launch_step()
-        self.manager.ops.reserve(self.manager.state, torch.tensor([row]), torch.tensor([count]), count)
+        self.manager.ops.reserve(torch.tensor([row]), torch.tensor([count]), count)
         self._write(row, prefix, count)
         self.manager.end_prompts(step)
 
@@ -147,4 +147,4 @@ class World:
 
     def low_tokens(self, segment: Segment) -> int:
         columns = (torch.tensor([x]) for x in (segment.row, segment.lo, segment.hi))
-        return int(self.manager.ops.measure(self.manager.state, *columns)[..., 1].sum())
+        return int(self.manager.ops.measure(*columns)[..., 1].sum())
