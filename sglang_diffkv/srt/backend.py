@@ -217,7 +217,7 @@ class DiffKVAttnBackend(AttentionBackend):
     # Layers: ``torch.compile`` of a model (--enable-torch-compile) stops before each, and goes on behind it
 
     def _asked(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, more: Mapping[str, Any]
+        self, q: torch.Tensor, k: Any, v: Any, layer: Any, sinks: torch.Tensor | None
     ) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor, Scaling, torch.Tensor | None]:
         """What a layer asks, as ``Wrapper.run`` takes it."""
         if k is None or v is None:
@@ -225,7 +225,7 @@ class DiffKVAttnBackend(AttentionBackend):
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        return self.layers[layer.layer_id], q, k, v, scaling_of(layer), _sink_logits(more)
+        return self.layers[layer.layer_id], q, k, v, scaling_of(layer), sinks
 
     def _answer(
         self, wrapper: DecodeWrapper | ExtendWrapper | MixedWrapper | VerifyWrapper, layer: Any, out: torch.Tensor
@@ -242,16 +242,17 @@ class DiffKVAttnBackend(AttentionBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
+        sinks = _sink_logits(more)
         if (wrapper := self.new_tokens) is None:
-            _sink_logits(more)
             return q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
-        return self._answer(wrapper, layer, wrapper.run(*self._asked(q, k, v, layer, more)))
+        return self._answer(wrapper, layer, wrapper.run(*self._asked(q, k, v, layer, sinks)))
 
     @torch.compiler.disable
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
     ) -> torch.Tensor:
-        return self._answer(self.decode, layer, self.decode.run(*self._asked(q, k, v, layer, more)))
+        sinks = _sink_logits(more)
+        return self._answer(self.decode, layer, self.decode.run(*self._asked(q, k, v, layer, sinks)))
 
     def support_triton(self) -> bool:
         return self.state.pages.is_cuda
