@@ -135,11 +135,11 @@ class PageManagerMachine(RuleBasedStateMachine):
                 self.session.end_prompt(row)
                 if seal_from is not None and model.length - model.shared >= seal_from:
                     model.own_from = model.length
-                    frozen = self.manager.rows.frozen(row)
-                    if tail and frozen != model.length:  # there were pages for it
+                    frozen_to = self.manager.rows.frozen(row)
+                    if tail and frozen_to != model.length:  # there were pages for it
                         event("a tail")
-                        assert model.length - model.shared >= seal_from + tail and frozen == model.length - tail
-                        model.own_from = frozen
+                        assert model.length - model.shared >= seal_from + tail and frozen_to == model.length - tail
+                        model.own_from = frozen_to
         self.model.check(frozen, list(counts))
 
     @rule(data=st.data(), steps=st.integers(1, 8))
@@ -194,9 +194,9 @@ class PageManagerMachine(RuleBasedStateMachine):
         if others and data.draw(st.booleans()):  # another request has put a part of it in the tree before
             other = data.draw(st.sampled_from(others))
             path, lo = self.model.path_to(other, other.hi), other.hi
-        frozen = self.manager.rows.frozen(row) or 0
+        frozen_to = self.manager.rows.frozen(row) or 0
         hi = data.draw(st.integers(lo + 1, model.length)) if kind == "part" else model.length
-        hi = frozen if kind == "frozen" and frozen > lo else hi
+        hi = frozen_to if kind == "frozen" and frozen_to > lo else hi
         frozen = self.model.freeze([])
         may = self.manager.prompts.can_publish(row)
         if not may and data.draw(st.booleans()):
@@ -204,7 +204,7 @@ class PageManagerMachine(RuleBasedStateMachine):
         segment = self.session.share(row, lo, hi)
         assert (segment is not None) == may
         if segment is not None:
-            model.own_from = model.own_from if hi == frozen else model.length
+            model.own_from = model.own_from if hi == frozen_to else model.length
             complete = model.path is not None and lo == model.kept_from and hi == model.own_from
             model.path = [*model.path, (segment, lo, hi)] if complete else None
             model.kept_from, model.shared = model.own_from, hi
