@@ -45,7 +45,7 @@ CASES = [
     # tiers, policy, tiers with scores, bytes of a position, the largest position
     ("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 2, LAST),
     pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.2, 6), 2, 2, LAST, marks=pytest.mark.full),
-    ("K8V4 K4V2", diffkv_policy(1e9, 0.0, 6), 0, 2, LAST),
+    pytest.param("K8V4 K4V2", diffkv_policy(1e9, 0.0, 6), 0, 2, LAST, marks=pytest.mark.full),
     ("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 4, 70_000),
     pytest.param("K8V4 K4V2", diffkv_policy(1.0, 0.0, 6, 2), 1, 2, 32_800, marks=pytest.mark.full),
     (THREE, diffkv_policy(1.5, 0.0, 6, alpha_between=(0.5,)), 2, 2, LAST),

@@ -113,7 +113,7 @@ SINK = torch.tensor([2.0, -1.0, 5.0])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("sink", [None, SINK], ids=["", "sinks"])
 @pytest.mark.parametrize("ops", ["raw", "reference", "triton"])
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 def test_lossless_layers_see_what_is_in_reach(ops, sink, cap, attention_spans):
     """Though all else is dropped, behind each chunk and in each step."""
     manager = make(ops, "BF16", UniformPolicy(), attention_spans)

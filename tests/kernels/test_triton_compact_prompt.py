@@ -175,7 +175,7 @@ def test_a_tail_begins_a_page_of_its_own(tiers, alphas, prompts, before, first, 
     check_integrity(manager)
 
 
-@pytest.mark.parametrize("tiers", ["K8V4 K4V2", FOUR])
+@pytest.mark.parametrize("tiers", ["K8V4 K4V2", pytest.param(FOUR, marks=FULL)])
 def test_a_second_chunk_joins_what_went_down(tiers):
     policy = with_between(diffkv_policy(1.0, 0.0, window=5), len(tiers.split()))
     manager = make_manager(make_format(tiers, page_tokens=4), pages=160, window=5)

@@ -112,6 +112,7 @@ def test_lossless_gives_stock_tokens(
     _check(hybrid.serve(server_of, SHARED, LOSSLESS), stock, "stock")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.full)], ids=["overlap", "no overlap"])
 def test_what_is_found(overlap: bool, hybrid_of: Callable[[str], Hybrid], server_of: Callable[..., Server]) -> None:
     """At the ends of prompts, requests and chunks, and where a second request parted from a first."""

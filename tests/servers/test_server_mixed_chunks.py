@@ -102,8 +102,9 @@ def test_tokens_between_chunks_are_stock_s(prompts: list[list[int]], server_of: 
     check_idle(server)
 
 
+@pytest.mark.full
 @between_chunks
-@pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
+@pytest.mark.parametrize("fidelity", ["compressed", "exact"])
 def test_a_small_pool_between_chunks(fidelity: str, prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
     args = [*BETWEEN, "--max-total-tokens", "1100", "--schedule-conservativeness", "0.1"]
     server = server_of("diffkv", args, config={"prefix_fidelity": fidelity}, env=STRICT)

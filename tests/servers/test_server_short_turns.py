@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,10 +21,14 @@ POOL, TURNS, NEW, REPLY = 1200, 120, 6, 3
 """The chat has 1,080 tokens in the end."""
 MOST_WASTE = 1.3
 
-CONFIGS: list[dict[str, Any]] = [{"tiers": ["BF16"]}, {"prefix_fidelity": "compressed"}, {"prefix_fidelity": "exact"}]
+CONFIGS = [
+    pytest.param({"tiers": ["BF16"]}, id="lossless", marks=pytest.mark.full),
+    pytest.param({"prefix_fidelity": "compressed"}, id="compressed"),
+    pytest.param({"prefix_fidelity": "exact"}, id="exact"),
+]
 
 
-@pytest.fixture(params=CONFIGS, ids=["lossless", "compressed", "exact"])
+@pytest.fixture(params=CONFIGS)
 def server(request: pytest.FixtureRequest, server_of: Callable[..., Server]) -> Server:
     return server_of("diffkv", ["--max-total-tokens", str(POOL)], config=request.param, env=STRICT)
 
@@ -40,7 +43,8 @@ def _turn(server: Server, history: list[int], seed: int) -> int:
     return int(reply["meta_info"]["cached_tokens"])
 
 
-def test_a_chat_of_short_turns_fills_the_pool_with_tokens(server: Server) -> None:
+def test_short_turns_waste_few_pages(server: Server) -> None:
+    """Of one long chat that fills the pool, then of three in turns."""
     history: list[int] = []
     found = [_turn(server, history, seed) for seed in range(TURNS)]
     assert len(history) == TURNS * (NEW + REPLY)
@@ -49,9 +53,6 @@ def test_a_chat_of_short_turns_fills_the_pool_with_tokens(server: Server) -> Non
     cache = stats_of(server)["prefix_cache"]
     assert cache["joined"] > 0
     assert cache["pages_over_needed"] <= MOST_WASTE, cache
-
-
-def test_chats_in_turns_waste_few_pages(server: Server) -> None:
     server.flush_cache()
     chats: list[list[int]] = [[] for _ in range(3)]
     for turn in range(20):

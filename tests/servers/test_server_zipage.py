@@ -75,7 +75,7 @@ def crowded(server_of: Callable[..., Server], asynchronous: bool, **options: Any
     return server_of("diffkv", args, config=config, env=STRICT)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [pytest.param(False, marks=pytest.mark.full), True])
 def test_more_run_than_fit_with_their_limits(asynchronous: bool, server_of: Callable[..., Server]) -> None:
     """Requests that are not at their limits at the same time: more run than limits fit, none is retracted, and each
     gets the tokens that it gets alone, where nobody is parked. Most prompts join the prefix cache, so their first
@@ -119,7 +119,7 @@ KINDS: dict[str, dict[str, Any]] = {
 PENALISED: dict[str, Any] = {"sampling_params": {"frequency_penalty": 2.0}}
 
 
-@pytest.mark.parametrize("penalties", [False, True])
+@pytest.mark.parametrize("penalties", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_parked_requests_keep_what_they_asked_for(penalties: bool, server_of: Callable[..., Server]) -> None:
     """Requests with parameters of every kind leave their batch and come back, each with its own. Beside penalties,
     which SGLang accumulates by batch, nobody is parked. Some are aborted meanwhile."""
