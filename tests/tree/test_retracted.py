@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
@@ -22,8 +23,9 @@ from sglang_diffkv.srt.tree.retracted import Kept, Retracted, why_recomputed
 from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.compat import tokens_wanted
 from sglang_diffkv.srt.versions.selection import BACKEND
+from tests.helpers import visible
 from tests.tree.stand_in import Match, StandIn
-from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
+from tests.tree.test_prefix_cache import HEADS, LAYERS, ROWS, TreeMachine, machine_settings
 from tests.tree.tree_world import World
 
 
@@ -530,10 +532,23 @@ class SlidingRetractedMachine(RetractedMachine):
     attention_spans = (12, 0)
     tiers = (Tier(8, 4), Tier(4, 2))
 
-    def check_stored(self, req: Any, times: Any) -> None:
-        """A sliding layer holds its window."""
-        assert (times[1] == 1).all() and (times[0] <= 1).all()
-        assert (times[0, :, -12:] == 1).all(), "a token in the window is missing"
+
+def test_the_shortest_match_that_sliding_layers_serve_has_all_that_the_next_query_sees() -> None:
+    """Of a prompt of 48 tokens a layer of span 12 holds positions from 5 on. The query behind a match of 16 tokens sees
+    positions 5 to 16, its own included. The query behind a match of 15 would see position 4."""
+    for shared, found in ((15, 0), (16, 16)):
+        machine = SlidingRetractedMachine()
+        machine.read(seed=0, length=46, tail=1)
+        machine.admit(seed=0, length=shared, tail=3)
+        req = machine.running[-1]
+        assert req.prefix_len == found
+        machine.every_row_reads_its_own_tokens()
+    seen = visible(machine.manager.state, req.kv.req_pool_idx)
+    assert all(sorted(seen.at(0, head).position) == list(range(5, 16)) for head in range(HEADS))
+    times = torch.ones(LAYERS, HEADS, found, dtype=torch.int64)
+    times[0, :, :6] = 0
+    with pytest.raises(AssertionError, match="the next query may see"):
+        machine.check_stored(req, times)
 
 
 class FullHostMachine(RetractedMachine):
