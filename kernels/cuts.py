@@ -24,11 +24,11 @@ def check_between(between: torch.Tensor | None, layers: int, heads: int, num_tie
 class Cuts:
     """What becomes of a prompt's tokens.
 
-    Without ``values`` a token is judged by itself: with a score at or above ``high * (1 / (position + 1))`` it stays in
+    Without ``values`` a token is scored by itself: with a score at or above ``high * (1 / (position + 1))`` it stays in
     the high tier, at or above ``low * (1 / (position + 1))`` it stays, in the lowest tier at least. With more than two
     tiers the thresholds ``between`` say in which: each, from the high tier on, is what the next tier asks for.
 
-    With ``values`` heads were judged as a whole, for two tiers at most: a token is above a cut if its value is greater,
+    With ``values`` heads were scored as a whole, for two tiers at most: a token is above a cut if its value is greater,
     or equal and its position at most the cut's ``tie``.
 
     The newest ``window`` and first ``sinks`` tokens stay as they are; where layers differ, ``lasting`` says how many
@@ -53,7 +53,7 @@ class Cuts:
         if self.lasting is not None:
             assert self.lasting.shape == (layers, 2) and self.lasting.dtype == torch.int32
             assert self.lasting.is_contiguous()
-        assert self.values is None or num_tiers <= 2, "whole heads are judged for two tiers at most"
+        assert self.values is None or num_tiers <= 2, "whole heads are scored for two tiers at most"
         if self.values is not None:
             assert self.values.shape[:2] == (layers, heads) and self.values.dtype == torch.float32
             assert self.values.is_contiguous()

@@ -26,12 +26,12 @@ class Held:
 
 
 def held_tokens(
-    state: PageState, part: Part, tier: int, judged: torch.Tensor | None = None, *, own: bool = False
+    state: PageState, part: Part, tier: int, shared_scores: torch.Tensor | None = None, *, own: bool = False
 ) -> Held | None:
     """A part's tokens of one tier, None if the row has no page there.
 
     Args:
-        judged: [L, H, n] float32, scores by position for positions below n where they are numbers; elsewhere the
+        shared_scores: [L, H, n] float32, scores by position for positions below n where they are numbers; elsewhere the
             pages' own scores count, 0 where the tier has none.
         own: only tokens in pages that the row owns.
     """
@@ -46,15 +46,15 @@ def held_tokens(
     if own:
         entry = torch.arange(width, device=page.device)
         held &= (entry >= state.own_entry[source, :, :, tier].unsqueeze(2)).unsqueeze(3)
-    return Held(part, tier, page, position, held, _scores(view.scores_of(page), position, held, judged))
+    return Held(part, tier, page, position, held, _scores(view.scores_of(page), position, held, shared_scores))
 
 
 def _scores(
-    stored: torch.Tensor, position: torch.Tensor, held: torch.Tensor, judged: torch.Tensor | None
+    stored: torch.Tensor, position: torch.Tensor, held: torch.Tensor, shared_scores: torch.Tensor | None
 ) -> torch.Tensor:
-    if judged is None:
+    if shared_scores is None:
         return stored
-    known = held & (position < judged.shape[2])
+    known = held & (position < shared_scores.shape[2])
     at = torch.where(known, position, 0).long().flatten(2)
-    own = judged.gather(2, at).view(position.shape)
+    own = shared_scores.gather(2, at).view(position.shape)
     return torch.where(known & ~own.isnan(), own, stored)

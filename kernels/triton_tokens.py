@@ -1,4 +1,4 @@
-"""Device functions over the tokens of pages: move them as they are or into a lower tier, and judge a prompt's."""
+"""Device functions over the tokens of pages: move them as they are or into a lower tier, and score a prompt's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from sglang_diffkv.kernels.triton_table import (
 
 def cut_arguments(cuts: Cuts) -> tuple[Any, ...]:
     """``high_cut``, ``between``, ``low_cut``, ``tie_high``, ``tie_low``, ``values`` and ``values_len`` of kernels. If
-    heads were not judged as a whole, the last four are not read. With two tiers ``between`` is None."""
+    heads were not scored as a whole, the last four are not read. With two tiers ``between`` is None."""
     if cuts.values is None:
         return cuts.high, cuts.between, cuts.low, cuts.high, cuts.low, cuts.high, 0
     return cuts.high, None, cuts.low, cuts.tie_high, cuts.tie_low, cuts.values, cuts.values.shape[2]
@@ -95,7 +95,7 @@ def prompt_decision(
 ):  # fmt: skip
     """``cuts.prompt_tiers`` for [T] tokens of ``TIER``, which rise to no tier above it: a tuple of masks, at place 0
     those that stay, at place k those that go down k tiers. ``cuts`` and ``ties`` of ``load_cuts``. ``WHOLE``: heads
-    were judged as a whole; ``values`` points to those of this head."""
+    were scored as a whole; ``values`` points to those of this head."""
     lasting = (position >= seq_len - window) | (position < sinks)
     above = ()
     if WHOLE:
@@ -118,13 +118,13 @@ def prompt_decision(
 
 @triton.jit
 def held_page(
-    entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, row_blocks,
+    entry, source, lo, hi, layer, head, shared_scores, shared_len, pages, page_table, range_lo, range_hi, row_blocks,
     TIER: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """A page of a row, and for its [T] slots: scores, positions, and whether the page's range and [lo, hi) hold them.
-    ``judged`` points to this head's scores by position for positions below ``judged_len``, which count where they are
-    numbers."""
+    ``shared_scores`` points to this head's scores by position for positions below ``shared_len``, which count where
+    they are numbers."""
     column = table_column(entry, TIER, MAX_BLOCKS)
     at = table_index(row_blocks, source, layer, head, column, True, MAX_BLOCKS, L, H)
     page = pages + tl.load(page_table + at).to(tl.int64) * PAGE_BYTES
@@ -135,8 +135,8 @@ def held_page(
     position = load_positions(page, POSITIONS, slot, live)
     held = live & (position >= first) & (position < last)
     score = load_scores(page, SCORES, slot, held).to(tl.float32, bitcast=True)
-    known = held & (position < judged_len)
-    own = tl.load(judged + tl.where(known, position, 0), mask=known, other=0.0)
+    known = held & (position < shared_len)
+    own = tl.load(shared_scores + tl.where(known, position, 0), mask=known, other=0.0)
     return page, tl.where(known & (own == own), own, score), position, held
 
 

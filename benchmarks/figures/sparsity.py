@@ -69,9 +69,9 @@ def pruned_share(store: Store, configuration: str) -> float:
 def predicted_share(lengths: Lengths, fraction: float, prompt_only: bool) -> float:
     """Share of tokens that a budget of ``fraction`` prunes, of the prompt or of the whole request."""
     prompts, totals = torch.tensor(lengths, dtype=torch.int64).unbind(1)
-    judged = prompts if prompt_only else totals
-    kept = Budget(fraction=fraction).kept(judged, WINDOW)
-    return int((judged - kept).sum()) / int(totals.sum())
+    scored = prompts if prompt_only else totals
+    kept = Budget(fraction=fraction).kept(scored, WINDOW)
+    return int((scored - kept).sum()) / int(totals.sum())
 
 
 def matching_fraction(lengths: Lengths, share: float, prompt_only: bool) -> tuple[float, float]:

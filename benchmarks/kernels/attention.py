@@ -18,7 +18,7 @@ from sglang_diffkv.ops.gpu import decode_obstacle
 
 WINDOW = 64
 SAMPLED = 4
-"""Of generated tokens each so-manieth observes, where they are sampled."""
+"""Every Nth generated token observes, where they are sampled."""
 TIERS = "K8V4 K4V2"
 MIXES = ((TIERS, 1.0), (TIERS, 0.5), (TIERS, 0.0))
 MORE_TIERS = (("K8V4 K4V4 K4V2", 0.25), ("K8V8 K8V4 K4V4 K4V2", 0.25))
@@ -59,7 +59,7 @@ def served_config(case: Case) -> DecodeConfig:
 
 def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda", every: int = 1) -> Callable[[], None]:
     """A function that attends once in each of ``layers`` layers, with or without score update and searches.
-    ``every``: scores of each so-manieth request are updated, in each layer of others."""
+    ``every``: scores of every Nth request are updated, in each layer of others."""
     state = build_state(case, layers, device=device)
     batch = case.batch
     q = torch.randn(layers, batch, case.q_heads, case.head_dim, device=device).bfloat16()
@@ -68,8 +68,8 @@ def diffkv_run(case: Case, scores: bool, layers: int, device: str = "cuda", ever
     valid = torch.tensor([batch], dtype=torch.int32, device=device)
     config, longest = served_config(case), case.length if scores else 0
     workspace = DecodeWorkspace.create(state, batch, case.q_heads, max_tokens=longest, config=config)
-    found = FoundTokens.create(state, batch, config, judge_low=False) if scores else None  # as DiffKV without pruning
-    workspace.plan(state, rows, valid, judge_low=False)
+    found = FoundTokens.create(state, batch, config, score_low=False) if scores else None  # as DiffKV without pruning
+    workspace.plan(state, rows, valid, score_low=False)
     out = torch.empty(batch, case.q_heads, case.head_dim, dtype=torch.bfloat16, device=device)
     lse = torch.empty(batch, case.q_heads, device=device)
 

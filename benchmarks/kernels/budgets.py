@@ -50,8 +50,8 @@ def compressions(
     tier: str, tokens: int, way: str, repeats: int, layers: int = LAYERS, device: str = "cuda",
     clock: Clock = gpu_clock, layer_stride: int | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Milliseconds to judge a row and to move what it keeps, ``layer_stride`` layers at a time, medians over
-    ``repeats`` rows; of both, over as many rows more, between whose layers nobody waits; and bytes for judging."""
+    """Milliseconds to score a row and to move what it keeps, ``layer_stride`` layers at a time, medians over
+    ``repeats`` rows; of both, over as many rows more, between whose layers nobody waits; and bytes for scoring."""
     case = Case(2 * repeats, Q_HEADS, KV_HEADS, HEAD_DIM, tokens, tier, 1.0, longest=tokens * STRETCH)
     state = build_state(case, layers, device=device)
     positions = state.tiers[0].positions
@@ -63,18 +63,18 @@ def compressions(
     queries = torch.randn(layers, policy.window, Q_HEADS, HEAD_DIM, device=device).to(state.dtype)
 
     def compress(row: int, clock: Clock) -> tuple[float, float]:
-        """Seconds to judge and to move."""
-        judged = moved = 0.0
+        """Seconds to score and to move."""
+        scored = moved = 0.0
         for at, some in state.groups(layer_stride):
             times = [clock()]
-            judgement = ops.judge_running(
+            scoring = ops.score_running(
                 some, row, length, queries[at], Scaling(HEAD_DIM**-0.5), first=row % 2 == 0, most=tokens
             )
             times.append(clock())
-            ops.compact_judged(some, row, length, judgement)
+            ops.compact_scored(some, row, length, scoring)
             times.append(clock())
-            judged, moved = judged + times[1] - times[0], moved + times[2] - times[1]
-        return judged, moved
+            scored, moved = scored + times[1] - times[0], moved + times[2] - times[1]
+        return scored, moved
 
     parts = [compress(row, clock) for row in range(1, repeats + 1)]
     together = []
@@ -84,7 +84,7 @@ def compressions(
         together.append(clock() - began)
     warm = 3 if repeats > 3 else 0
     return {
-        "judge_ms": 1e3 * statistics.median(judged for judged, _ in parts[warm:]),
+        "judge_ms": 1e3 * statistics.median(scored for scored, _ in parts[warm:]),
         "move_ms": 1e3 * statistics.median(moved for _, moved in parts[warm:]),
         "together_ms": 1e3 * statistics.median(together),
         "memory_bytes": ops.decisions.nbytes(),
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = compressions(tier, tokens, way, args.repeats, LAYERS, args.device, clock, stride)
         rows.append({"tier": tier, "tokens": tokens, "redundancy": way, "layer_stride": stride, **found})
         print(json.dumps(rows[-1]), flush=True)
-    names = ["tier", "budget", "redundancy", "layer stride", "judge, ms", "move, ms", "together, ms", "memory, MB"]
+    names = ["tier", "budget", "redundancy", "layer stride", "score, ms", "move, ms", "together, ms", "memory, MB"]
     cells = [
         [
             x["tier"], str(x["tokens"]), x["redundancy"], str(x["layer_stride"]),

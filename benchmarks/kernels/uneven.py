@@ -74,9 +74,9 @@ def rate(shape: str, batch: int, high: float, *, scores: bool, timer: Timer = me
     rows = torch.arange(1, batch + 1, device=device)
     seq_lens = torch.tensor([round(length * max(row)) for row in sizes], device=device)
     valid = torch.tensor([batch], dtype=torch.int32, device=device)
-    searches = FoundTokens.create(state, batch, judge_low=False) if scores else None
+    searches = FoundTokens.create(state, batch, score_low=False) if scores else None
     workspace = DecodeWorkspace.create(state, batch, Q_HEADS, max_tokens=case.length if scores else 0)
-    workspace.plan(state, rows, valid, judge_low=False)
+    workspace.plan(state, rows, valid, score_low=False)
 
     def attend() -> None:
         for layer in range(layers):

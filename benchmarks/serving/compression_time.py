@@ -17,10 +17,10 @@ from typing import Any
 from benchmarks.serving.client import BenchmarkError
 
 OWN = re.compile(
-    r"(sums|scores|gather|smooth|last_alike|charge|top|digit|choose|equal|tie|above"  # judges
+    r"(sums|scores|gather|smooth|last_alike|charge|top|digit|choose|equal|tie|above"  # scores
     r"|put|spare|compact|return|transfer_pages|count|take|copy)_kernel"  # moves
 )
-"""Of the kernels that judge and move, those that no decode step launches."""
+"""Of the kernels that score and move, those that no decode step launches."""
 PASS = re.compile(r"gemm|nvjet|cutlass|cublas|attn|split_kernel|append_kernel|norm|act_and_mul", re.IGNORECASE)
 """Of every pass of a model."""
 PAUSE = 1000.0

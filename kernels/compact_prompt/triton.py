@@ -60,7 +60,7 @@ def compact_prompts(
 
     Args:
         rows, seq_lens: [B] int64, contiguous, as many as the workspace is for at most, different rows; one where heads
-            were judged as a whole.
+            were scored as a whole.
         tails: [B] int64, contiguous, or None for none.
     """
     cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))

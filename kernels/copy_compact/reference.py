@@ -20,7 +20,7 @@ def copy_compact(
     parts: Sequence[Part],
     seq_len: int,
     cuts: Cuts,
-    judged: torch.Tensor | None = None,
+    shared_scores: torch.Tensor | None = None,
 ) -> None:
     """Append the tokens of ``parts`` to the own pages of ``target``, each in the tier that ``cuts`` say, or not
     at all. No page of a source changes, and a token never rises above the tier it is in.
@@ -31,11 +31,13 @@ def copy_compact(
         target: a row without a hole in its own pages.
         parts: (row, lo, hi): the tokens of a row with position in [lo, hi); disjoint, in order.
         seq_len: tokens of the target's sequence, for the window.
-        judged: [L, H, n] float32, scores by position for positions below n where they are numbers; elsewhere the
+        shared_scores: [L, H, n] float32, scores by position for positions below n where they are numbers; elsewhere the
             pages' own scores count.
     """
     tiers = len(state.tiers)
-    found = [x for part in parts for tier in range(tiers) if (x := held_tokens(state, part, tier, judged)) is not None]
+    found = [
+        x for part in parts for tier in range(tiers) if (x := held_tokens(state, part, tier, shared_scores)) is not None
+    ]
     if not found:
         return
     score = torch.cat([x.score.flatten(2) for x in found], 2)  # [L, H, N]

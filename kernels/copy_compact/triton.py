@@ -25,13 +25,13 @@ def copy_compact(
     spans: Spans,
     cuts: Cuts,
     *,
-    judged: torch.Tensor | None = None,
+    shared_scores: torch.Tensor | None = None,
 ) -> None:
     """``reference.copy_compact`` of one part, by cuts that may be those of several.
 
     Args:
         spans: of any number of requests.
-        judged: [L, H, n] float32, contiguous.
+        shared_scores: [L, H, n] float32, contiguous.
     """
     assert target != source
     cuts.check(state.num_layers, state.num_heads, len(state.fmt.tiers))
@@ -40,15 +40,19 @@ def copy_compact(
     tiers = len(fmt.tiers)
     counts = torch.empty(count, tiers, dtype=torch.int32, device=state.device)
     known = 0
-    if judged is not None:
-        assert judged.shape[:2] == (layers, heads) and judged.dtype == torch.float32 and judged.is_contiguous()
-        known = judged.shape[2]
+    if shared_scores is not None:
+        assert (
+            shared_scores.shape[:2] == (layers, heads)
+            and shared_scores.dtype == torch.float32
+            and shared_scores.is_contiguous()
+        )
+        known = shared_scores.shape[2]
     if not known:
-        judged = torch.empty(1, device=state.device)
+        shared_scores = torch.empty(1, device=state.device)
     every = format_constants(fmt)
     shape = {"PAGE_BYTES": fmt.page_bytes, "MAX_BLOCKS": state.row_blocks.shape[1], "L": state.row_layers, "H": heads}
     whole = cuts.values is not None
-    rule = (judged, known, seq_len, cuts.window, cuts.sinks, cuts.lasting, *cut_arguments(cuts), counts)
+    rule = (shared_scores, known, seq_len, cuts.window, cuts.sinks, cuts.lasting, *cut_arguments(cuts), counts)
     count_kernel[(count,)](
         source, lo, hi, *rule, state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks,
         state.entries,

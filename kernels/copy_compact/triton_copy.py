@@ -28,17 +28,17 @@ from sglang_diffkv.kernels.triton_tokens import (
 
 
 @triton.jit
-def judged_page(
-    entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, cuts, ties, values, values_len,
-    pages, page_table, range_lo, range_hi, row_blocks,
+def scored_page(
+    entry, source, lo, hi, layer, head, shared_scores, shared_len, seq_len, window, sinks, cuts, ties, values,
+    values_len, pages, page_table, range_lo, range_hi, row_blocks,
     TIER: tl.constexpr, LAYOUT: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A page of the source row, and for its [T] slots: score words, positions, and what becomes of those in [lo, hi),
-    as ``prompt_decision`` says it. ``judged`` and ``values`` point to those of this layer and head."""
+    as ``prompt_decision`` says it. ``shared_scores`` and ``values`` point to those of this layer and head."""
     page, score, position, held = held_page(
-        entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, row_blocks,
-        TIER, LAYOUT[I_TOKENS], LAYOUT[I_SCORES], LAYOUT[I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H,
+        entry, source, lo, hi, layer, head, shared_scores, shared_len, pages, page_table, range_lo, range_hi,
+        row_blocks, TIER, LAYOUT[I_TOKENS], LAYOUT[I_SCORES], LAYOUT[I_POSITIONS], PAGE_BYTES, MAX_BLOCKS, L, H,
     )  # fmt: skip
     chosen = prompt_decision(
         score, position, held, seq_len, window, sinks, cuts, ties, values, values_len, TIER, TIERS, WHOLE
@@ -74,11 +74,11 @@ def counted_with(totals, chosen, TIER: tl.constexpr, TIERS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"],
-    do_not_specialize_on_alignment=["judged", "entries"],
+    do_not_specialize=["source", "lo", "hi", "shared_len", "seq_len", "window", "sinks", "values_len"],
+    do_not_specialize_on_alignment=["shared_scores", "entries"],
 )
 def count_kernel(
-    source, lo, hi, judged, judged_len, seq_len, window, sinks, lasting,
+    source, lo, hi, shared_scores, shared_len, seq_len, window, sinks, lasting,
     high_cut, between, low_cut, tie_high, tie_low, values, values_len,
     counts, pages, page_table, range_lo, range_hi, row_blocks, entries,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
@@ -88,7 +88,7 @@ def count_kernel(
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
-    judged += flat.to(tl.int64) * judged_len
+    shared_scores += flat.to(tl.int64) * shared_len
     values += flat.to(tl.int64) * values_len
     cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, flat, TIERS, L * H, WHOLE)
     window, sinks = lasting_of(window, sinks, lasting, layer)
@@ -97,9 +97,9 @@ def count_kernel(
         totals = totals + (0,)
     for tier in tl.static_range(TIERS):
         for entry in range(0, tl.load(entries + at + tier)):
-            _page, _score, _position, chosen = judged_page(
-                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, cuts, ties, values,
-                values_len, pages, page_table, range_lo, range_hi, row_blocks,
+            _page, _score, _position, chosen = scored_page(
+                entry, source, lo, hi, layer, head, shared_scores, shared_len, seq_len, window, sinks, cuts, ties,
+                values, values_len, pages, page_table, range_lo, range_hi, row_blocks,
                 tier, layout_of(LAYOUTS, tier), TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
             )  # fmt: skip
             totals = counted_with(totals, chosen, tier, TIERS)
@@ -132,11 +132,11 @@ def take_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["source", "target", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"],
-    do_not_specialize_on_alignment=["judged", "entries", "own_entry", "own_tokens"],
+    do_not_specialize=["source", "target", "lo", "hi", "shared_len", "seq_len", "window", "sinks", "values_len"],
+    do_not_specialize_on_alignment=["shared_scores", "entries", "own_entry", "own_tokens"],
 )
 def copy_kernel(
-    target, source, lo, hi, judged, judged_len, seq_len, window, sinks, lasting,
+    target, source, lo, hi, shared_scores, shared_len, seq_len, window, sinks, lasting,
     high_cut, between, low_cut, tie_high, tie_low, values, values_len, counts,
     raw_like, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, own_tokens,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
@@ -147,7 +147,7 @@ def copy_kernel(
     layer, head = flat // H, flat % H
     source_at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS
     target_at = ((target.to(tl.int64) * L + layer) * H + head) * TIERS
-    judged += flat.to(tl.int64) * judged_len
+    shared_scores += flat.to(tl.int64) * shared_len
     values += flat.to(tl.int64) * values_len
     cuts, ties = load_cuts(high_cut, between, low_cut, tie_high, tie_low, flat, TIERS, L * H, WHOLE)
     window, sinks = lasting_of(window, sinks, lasting, layer)
@@ -159,9 +159,9 @@ def copy_kernel(
     for tier in tl.static_range(TIERS):
         slot = tl.arange(0, padded(LAYOUTS[tier][I_TOKENS]))
         for entry in range(0, tl.load(entries + source_at + tier)):
-            page, score, position, chosen = judged_page(
-                entry, source, lo, hi, layer, head, judged, judged_len, seq_len, window, sinks, cuts, ties, values,
-                values_len, pages, page_table, range_lo, range_hi, row_blocks,
+            page, score, position, chosen = scored_page(
+                entry, source, lo, hi, layer, head, shared_scores, shared_len, seq_len, window, sinks, cuts, ties,
+                values, values_len, pages, page_table, range_lo, range_hi, row_blocks,
                 tier, layout_of(LAYOUTS, tier), TIERS, PAGE_BYTES, MAX_BLOCKS, L, H, WHOLE,
             )  # fmt: skip
             for to in tl.static_range(tier, TIERS):

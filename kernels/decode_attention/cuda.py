@@ -153,7 +153,7 @@ def table_pointers(state: PageState) -> dict[str, int]:
 def prepare_split(
     state: PageState, q: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, sm_scale: float,
     workspace: Any, constants: dict[str, Any],
-    *, logit_cap: float, attention_span: int, every: int, scored: bool, judge_low: bool, early: bool,
+    *, logit_cap: float, attention_span: int, every: int, scored: bool, score_low: bool, early: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """What starts the pass for a ``layer`` and its ``q``, of the form of this one. Arguments as of
     :func:`~sglang_diffkv.kernels.decode_attention.triton.decode_attention`, which has checked them; ``workspace`` is a
@@ -168,7 +168,7 @@ def prepare_split(
         fmt, group, state.num_layers, state.num_heads, state.row_blocks.shape[1], workspace.offsets.shape[2],
         workspace.programs, constants["TURN"], constants["WEIGHTS"], constants["TILES"], config.copies,
         resident_of(fmt, config.copies, config.resident, shared_memory_of(state.device)),
-        (tiers if judge_low else 1) if scored else 0, logit_cap > 0, attention_span > 0, early, rows.dtype ==
+        (tiers if score_low else 1) if scored else 0, logit_cap > 0, attention_span > 0, early, rows.dtype ==
         torch.int64, seq_lens.dtype == torch.int64, q.dtype == torch.bfloat16,
     )  # fmt: skip
     arguments = Arguments(

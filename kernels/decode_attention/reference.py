@@ -22,7 +22,7 @@ class StepScores:
     """What one decode step's attention learns for the policy, for all layers.
 
     Slots are own slots (see ``PageState``), -1 where there is none. Scores are means of the attention
-    received from later tokens, maximum or mean over the query heads of a KV head. Without ``judge_low`` tokens of the
+    received from later tokens, maximum or mean over the query heads of a KV head. Without ``score_low`` tokens of the
     low tier keep the scores they have, and none of them is searched for. Without ``scored`` no score is updated or
     read, only the token that leaves the window is searched for, and its score is 0.
     """
@@ -31,11 +31,11 @@ class StepScores:
     candidate_score: torch.Tensor  # [B, L, H] float32
     least_slot: torch.Tensor  # [B, L, H, T] int64, the tier's least significant token outside the window
     least_score: torch.Tensor  # [B, L, H, T] float32
-    judge_low: bool = True
+    score_low: bool = True
     scored: bool = True
 
     @classmethod
-    def create(cls, state: PageState, batch: int, judge_low: bool = True, scored: bool = True) -> StepScores:
+    def create(cls, state: PageState, batch: int, score_low: bool = True, scored: bool = True) -> StepScores:
         heads, device = (batch, state.num_layers, state.num_heads), state.device
         tiers = (*heads, len(state.tiers))
         return cls(
@@ -43,7 +43,7 @@ class StepScores:
             torch.zeros(heads, device=device),
             torch.full(tiers, EMPTY, dtype=torch.int64, device=device),
             torch.zeros(tiers, device=device),
-            judge_low and scored,
+            score_low and scored,
             scored,
         )
 
@@ -118,7 +118,7 @@ def decode_attention(
         window, sinks: newest and first tokens that the policy must not touch.
         horizon: where given, a token with more later tokens than this has an exponential mean of the attention
             received, of weight ``1 / horizon`` for the newest, and not the mean over all of them.
-        every: scores take in what the tokens at each so-manieth position give, as if as many had given it; those
+        every: scores take in what the tokens at every Nth position give, counted N times; those
             before the ``every``-th, the ``2 * every``-th and so on leave them as they are.
         logit_cap: 0 for none, else logits become ``cap * tanh(logits / cap)``.
         reduce: ``max`` or ``mean``: what a token's score takes of the attention from a KV head's query heads.
@@ -163,8 +163,8 @@ def decode_attention(
     for p, view, valid in zip(probs, gathered, valids, strict=True):
         out = out + _weighted_values(p, view, valid)
     if scores is not None:
-        judged = len(tables) if scores.judge_low else 1
-        for tier, (p, position, valid) in enumerate(zip(probs[:judged], positions, valids, strict=False)):
+        shared_scores = len(tables) if scores.score_low else 1
+        for tier, (p, position, valid) in enumerate(zip(probs[:shared_scores], positions, valids, strict=False)):
             page, old = tables[tier][0], gathered[tier].scores if scores.scored else None
             received = p.amax(2) if reduce == "max" else p.mean(2)
             _update_scores(

@@ -43,7 +43,7 @@ class FoundTokens:
     of tier t."""
 
     packed: torch.Tensor  # [B, L, H, T + 1, most parts] int64
-    judge_low: bool = True
+    score_low: bool = True
     scored: bool = True
 
     @classmethod
@@ -53,7 +53,7 @@ class FoundTokens:
         batch: int,
         config: DecodeConfig | None = None,
         *,
-        judge_low: bool = True,
+        score_low: bool = True,
         scored: bool = True,
     ) -> FoundTokens:
         shape = (
@@ -63,17 +63,17 @@ class FoundTokens:
             len(state.fmt.tiers) + 1,
             (config or DecodeConfig()).score_parts or MAX_SCORE_PARTS,
         )
-        return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device), judge_low and scored, scored)
+        return cls(torch.full(shape, NOTHING, dtype=torch.int64, device=state.device), score_low and scored, scored)
 
     def unpack(self) -> StepScores:
         best = self.packed.amin(4)  # [B, L, H, T + 1]
         slot = torch.where(best == NOTHING, -1, best & 0xFFFFFFFF)
         score = (best >> 32).int().view(torch.float32)
         score = torch.where(best == NOTHING, float("inf"), score)
-        return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:], self.judge_low, self.scored)
+        return StepScores(slot[..., 0], score[..., 0], slot[..., 1:], score[..., 1:], self.score_low, self.scored)
 
     def of_requests(self, which: slice) -> FoundTokens:
-        return FoundTokens(self.packed[which], self.judge_low, self.scored)
+        return FoundTokens(self.packed[which], self.score_low, self.scored)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class SearchRoom:
     a head of each."""
 
     memory: torch.Tensor  # int64
-    judge_low: bool
+    score_low: bool
     scored: bool
     config: DecodeConfig
 
@@ -96,7 +96,7 @@ class SearchRoom:
         """For a step of ``batch`` requests."""
         parts = score_programs(state, batch, self.config)[0]
         shape = (batch, state.num_layers, state.num_heads, len(state.fmt.tiers) + 1, parts)
-        return FoundTokens(self.memory[: math.prod(shape)].view(shape), self.judge_low, self.scored)
+        return FoundTokens(self.memory[: math.prod(shape)].view(shape), self.score_low, self.scored)
 
 
 def join_plan(
@@ -208,13 +208,13 @@ def prepare_decode(
     max_parts = 1
     if found is not None:
         assert workspace.room > 0 or not found.scored, "scores are wanted: create the workspace with max_tokens"
-        wanted = (len(fmt.tiers) if found.judge_low else 1) if found.scored else 0
+        wanted = (len(fmt.tiers) if found.score_low else 1) if found.scored else 0
         assert fmt.scored >= wanted, "steps update no scores of a tier that has none"
         max_parts = found.packed.shape[4]
         parts = min(parts, max_parts)
         assert found.packed.shape[0] >= batch and found.packed.is_contiguous()
     scored = found is not None and found.scored
-    judge_low = scored and found is not None and found.judge_low
+    score_low = scored and found is not None and found.score_low
     constants = {**format_constants(fmt), **tile_constants(fmt, config)}
     shape = {"MAX_BLOCKS": state.row_blocks.shape[1], "L": state.num_layers, "H": heads, "G": group}
     shape["ROOM_FOR"] = workspace.offsets.shape[2]
@@ -225,7 +225,7 @@ def prepare_decode(
     if config.cuda:
         split = prepare_split(
             state, q, rows, seq_lens, sm_scale, workspace, constants,
-            logit_cap=logit_cap, attention_span=attention_span, every=every, scored=scored, judge_low=judge_low,
+            logit_cap=logit_cap, attention_span=attention_span, every=every, scored=scored, score_low=score_low,
             early=early,
         )  # fmt: skip
     else:
@@ -240,7 +240,7 @@ def prepare_decode(
             ),
             dict(
                 **constants, **shape, GP=max(8, triton.next_power_of_2(group)), PROGRAMS=workspace.programs,
-                AHEAD=config.ahead, HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=judge_low, ASM=not INTERPRETED,
+                AHEAD=config.ahead, HAS_CAP=logit_cap > 0, KEEP=scored, KEEP_LOW=score_low, ASM=not INTERPRETED,
                 EARLY=early, SLIDES=attention_span > 0, num_warps=config.warps, num_stages=config.stages, **limit,
                 **overlap,
             ),
@@ -258,7 +258,7 @@ def prepare_decode(
         ),
         dict(
             **kept, **shape, **joining, UNITS=workspace.starts.shape[1],
-            SIZE=config.score_tokens, SCORED=scored, JUDGE_LOW=judge_low, EARLY=early, MEAN=reduce == "mean",
+            SIZE=config.score_tokens, SCORED=scored, SCORE_LOW=score_low, EARLY=early, MEAN=reduce == "mean",
             HAS_SINK=sink_logits is not None, MERGED=config.cuda, num_warps=config.score_warps, **overlap,
         ),
     )  # fmt: skip

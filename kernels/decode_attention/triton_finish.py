@@ -239,7 +239,7 @@ def finish_kernel(
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr,
     TILES: tl.constexpr, WEIGHTS: tl.constexpr, SIZE: tl.constexpr,
-    SCORED: tl.constexpr, JUDGE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr,
+    SCORED: tl.constexpr, SCORE_LOW: tl.constexpr, ROOM_FOR: tl.constexpr, UNITS: tl.constexpr, TURN: tl.constexpr,
     EARLY: tl.constexpr, JOINERS: tl.constexpr, AT_ONCE: tl.constexpr, LSE_AT_ONCE: tl.constexpr, MEAN: tl.constexpr,
     HAS_SINK: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
@@ -348,7 +348,7 @@ def finish_kernel(
     store_found(found_ptr + max_parts, least, part, parts, max_parts)
     for tier in tl.static_range(1, TIERS):
         least = tl.full([], NOTHING, tl.int64)
-        if JUDGE_LOW:
+        if SCORE_LOW:
             own_first = tl.load(own_entry + counts + tier)
             fitting = tl.maximum(room - kept_from - tokens_before, 0) // TILES[tier]
             start, stop, page, page_ahead, position, old = first_tokens(

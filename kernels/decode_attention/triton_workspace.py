@@ -88,12 +88,12 @@ def padded_slots(layout: TierLayout, tile: int) -> int:
 )
 def offsets_kernel(
     offsets, parts_of, rows, num_valid, batch, parts, most_parts, entries, own_entry,
-    SLOTS: tl.constexpr, JUDGED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
+    SLOTS: tl.constexpr, TIERS_SCORED: tl.constexpr, TIERS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     ROOM_FOR: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Grid (L * H): exclusive prefix sum over the requests of the slots that a head's own pages have, ``SLOTS`` each in
-    the first ``JUDGED`` tiers. It also gives how many programs of the score pass each request's head gets. That is its
-    share of the layer's slots, of ``parts`` for each head if all were equal, and ``most_parts`` at most."""
+    the first ``TIERS_SCORED`` tiers. It also gives how many programs of the score pass each request's head gets. That
+    is its share of the layer's slots, of ``parts`` for each head if all were equal, and ``most_parts`` at most."""
     b = tl.arange(0, R)
     place = tl.program_id(0)
     layer, head = place // H, place % H
@@ -104,7 +104,7 @@ def offsets_kernel(
     total = tl.zeros([R], tl.int64)
     for one in tl.static_range(H):
         at = ((row * L + layer) * H + one) * TIERS
-        for tier in tl.static_range(JUDGED):
+        for tier in tl.static_range(TIERS_SCORED):
             own = tl.load(entries + at + tier, mask=live, other=0) - tl.load(own_entry + at + tier, mask=live, other=0)
             total += own * SLOTS[tier]
             need = tl.where(head == one, need + own * SLOTS[tier], need)
@@ -200,7 +200,7 @@ class DecodeWorkspace:
         """``max_tokens`` is the longest sequence whose scores are kept; 0 if none are."""
         return DecodeScratch.create(state, batch, q_heads, max_tokens=max_tokens, config=config).workspace(state, batch)
 
-    def plan(self, state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, *, judge_low: bool = True) -> None:
+    def plan(self, state: PageState, rows: torch.Tensor, num_valid: torch.Tensor, *, score_low: bool = True) -> None:
         """Share out the work of all layers, and give each request room for its logits: once a step, after ``reserve``.
 
         ``rows`` [B] and ``num_valid`` [1] as for :func:`decode_attention`.
@@ -224,8 +224,8 @@ class DecodeWorkspace:
             even, most = even_parts(state, batch, self.config)[0], score_programs(state, batch, self.config)[0]
             offsets_kernel[(layers * heads,)](
                 self.offsets, self.parts_of, rows, num_valid, batch, even, most, state.entries, state.own_entry,
-                SLOTS=slots, JUDGED=tiers if judge_low else 1, ROOM_FOR=room_for, R=triton.next_power_of_2(room_for),
-                **shape, num_warps=1,
+                SLOTS=slots, TIERS_SCORED=tiers if score_low else 1, ROOM_FOR=room_for,
+                R=triton.next_power_of_2(room_for), **shape, num_warps=1,
             )  # fmt: skip
 
 
@@ -301,13 +301,13 @@ class DecodeScratch:
         least_bytes: int = 0,
         layer_bytes: int = 0,
         rest_bytes: int = 0,
-        judge_low: bool = True,
+        score_low: bool = True,
         config: DecodeConfig | None = None,
     ) -> DecodeScratch:
         """``max_tokens`` is the longest sequence whose scores are kept, 0 if none are; ``densest``, how many times its
         share of all pages a head may own; by default what heads can differ by without pruning. ``least_bytes``,
         ``layer_bytes``, ``rest_bytes``: of ``memory``, ``of_layers`` and ``rest``, for others that use them.
-        ``judge_low``: whether lower tiers' scores are kept, too."""
+        ``score_low``: whether lower tiers' scores are kept, too."""
         config = config or DecodeConfig()
         fmt, heads, layers = state.fmt, state.num_heads, state.num_layers
         programs = config.programs or resident_programs(state, config)
@@ -315,7 +315,7 @@ class DecodeScratch:
         # more pages than there are; a head whose tokens are all high owns the more of them the denser the low tier is.
         most = min(max_batch, config.requests)
         layouts = tuple(zip(fmt.layouts, tile_constants(fmt, config)["TILES"], strict=True))
-        layouts = layouts if judge_low else layouts[:1]
+        layouts = layouts if score_low else layouts[:1]
         waste = max(padded_slots(x, n) / x.tokens for x, n in layouts)
         longest = (int(max_tokens * waste * 1.5) // 128 + 4) * 128 if max_tokens else 0
         page_slots = max(padded_slots(x, n) for x, n in layouts)

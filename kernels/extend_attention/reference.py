@@ -13,7 +13,7 @@ from sglang_diffkv.layout.state import PageState
 
 QUERY_BLOCK = 256
 OBSERVED = 64
-"""What others' queries say of a shared token counts as this many queries at most when a request judges it anew."""
+"""What others' queries say of a shared token counts as this many queries at most when a request scores it anew."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def extend_attention(
     *,
     update_scores: bool = False,
     logit_cap: float = 0.0,
-    judged: dict[int, torch.Tensor] | None = None,
+    shared_scores: dict[int, torch.Tensor] | None = None,
     observe_from: torch.Tensor | None = None,
     observe_every: int = 0,
     reduce: str = "max",
@@ -68,8 +68,8 @@ def extend_attention(
         update_scores: record how much attention each own token received from the new tokens, in the tiers that have
             scores; the high one does. These are column sums without the token's own query, joined over query heads as
             ``reduce`` says.
-        judged: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens of the
-            request, which it shares: their mean scores go there and not into the pages.
+        shared_scores: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens
+            of the request, which it shares: their mean scores go there and not into the pages.
         observe_from: [B] int64: queries at such positions and later ones count, in this call and as the observers of
             the means so far; None for all. observe_every: of those before, every Nth counts, N times (``Observers``);
             0: none.
@@ -110,8 +110,8 @@ def extend_attention(
             lse[start:end] = found / math.log(2)
         if update_scores:
             _record(state, layer, row, prefix, count, received, observers)
-            if judged and number in judged:
-                _judge(state, layer, row, prefix, count, received, judged[number][layer], observers)
+            if shared_scores and number in shared_scores:
+                _score(state, layer, row, prefix, count, received, shared_scores[number][layer], observers)
         start = end
     return torch.cat(outs) if outs else q.new_zeros(0, q.shape[1], value.shape[2])
 
@@ -209,9 +209,9 @@ def _record(
         own = entry >= state.own_entry[row, layer, :, tier].unsqueeze(1)
         own &= entry < state.entries[row, layer, :, tier].unsqueeze(1)
         earlier = own.unsqueeze(2) & (position >= 0) & (position < prefix)
-        judged = (before - observers.before(position + 1)).clamp(min=0)
-        total = view.scores[page] * judged + received[tier].unflatten(1, (width, -1))
-        mean = total / (judged + after - before).clamp(min=1)
+        shared_scores = (before - observers.before(position + 1)).clamp(min=0)
+        total = view.scores[page] * shared_scores + received[tier].unflatten(1, (width, -1))
+        mean = total / (shared_scores + after - before).clamp(min=1)
         target = page.unsqueeze(2).expand(position.shape)[earlier]
         slot = torch.arange(view.layout.tokens, device=page.device).expand(position.shape)[earlier]
         view.scores[target, slot] = mean[earlier]
@@ -225,19 +225,19 @@ def _record(
     view.scores[page, slot % tokens] = received[-1] / (after - observers.before(prefix + offset + 1)).clamp(min=1)
 
 
-def _judge(
+def _score(
     state: PageState,
     layer: int,
     row: int,
     prefix: int,
     count: int,
     received: list[torch.Tensor],
-    judged: torch.Tensor,
+    shared_scores: torch.Tensor,
     observers: Observers,
 ) -> None:
-    """Fold the column sums into ``judged`` [H, n], mean scores of the first n tokens. Where it holds none yet, the
-    pages' own scores stand for ``OBSERVED`` queries at most."""
-    rows, shared = torch.tensor([row], device=state.device), judged.shape[1]
+    """Fold the column sums into ``shared_scores`` [H, n], mean scores of the first n tokens. Where it holds none yet,
+    the pages' own scores stand for ``OBSERVED`` queries at most."""
+    rows, shared = torch.tensor([row], device=state.device), shared_scores.shape[1]
     ends = torch.tensor([shared, prefix, prefix + count], device=state.device)
     at_shared, before, after = observers.before(ends)
     for tier, view in enumerate(state.tiers):
@@ -249,8 +249,8 @@ def _judge(
         known = (position >= lo.unsqueeze(2)) & (position < hi.clamp(max=shared).unsqueeze(2))
         at = position[known].long()
         head = torch.arange(page.shape[0], device=page.device).view(-1, 1, 1).expand(position.shape)[known]
-        so_far = judged[head, at]
+        so_far = shared_scores[head, at]
         so_far = torch.where(so_far.isnan(), view.scores[page][known], so_far)
         seen = (at_shared - observers.before(at + 1)).clamp(0, OBSERVED) + before - at_shared
         total = so_far * seen + received[tier].unflatten(1, (width, -1))[known]
-        judged[head, at] = total / (seen + after - before).clamp(min=1)
+        shared_scores[head, at] = total / (seen + after - before).clamp(min=1)

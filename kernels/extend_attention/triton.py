@@ -82,7 +82,7 @@ def extend_attention(
     update_scores: bool = False,
     logit_cap: float = 0.0,
     new_part: tuple[torch.Tensor, torch.Tensor] | None = None,
-    judged: dict[int, torch.Tensor] | None = None,
+    shared_scores: dict[int, torch.Tensor] | None = None,
     observe_from: torch.Tensor | None = None,
     observe_every: int = 0,
     reduce: str = "max",
@@ -102,7 +102,7 @@ def extend_attention(
             the high one does.
         new_part: output [tokens, Hq, v_head_dim] and lse [tokens, Hq] float32, base 2, of the new tokens' causal
             attention among themselves, where another kernel computed it. Without a prefix they are the result.
-        judged: as for the reference; tensors [L, H, n] float32, contiguous.
+        shared_scores: as for the reference; tensors [L, H, n] float32, contiguous.
         observe_from, observe_every, reduce, attention_span: as for the reference; ``new_part`` is of queries that see
             all new tokens before them. sink_logits: [Hq] of any float type.
         stored: False if the new tokens are not appended.
@@ -174,7 +174,7 @@ def extend_attention(
     if update_scores:
         _update_scores(
             state, layer, q, key, lse, rows, starts, extend_lens, prefix_lens, max_extend, max_prefix, sm_scale,
-            logit_cap, judged or {}, observe_from, observe_every, reduce,
+            logit_cap, shared_scores or {}, observe_from, observe_every, reduce,
         )  # fmt: skip
     return out, lse
 
@@ -230,13 +230,13 @@ def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor)
 def _update_scores(
     state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
     starts: torch.Tensor, extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, max_prefix: int,
-    sm_scale: float, logit_cap: float, judged: dict[int, torch.Tensor], observe_from: torch.Tensor | None,
+    sm_scale: float, logit_cap: float, shared_scores: dict[int, torch.Tensor], observe_from: torch.Tensor | None,
     observe_every: int, reduce: str,
 ) -> None:  # fmt: skip
     lens = (rows, starts, extend_lens, prefix_lens)
     rule: dict[str, Any] = {"observe_from": observe_from, "observe_every": observe_every, "reduce": reduce}
     if max_prefix:
-        prepare_score_pages(state, q, *lens, max_prefix, sm_scale, logit_cap, judged, **rule)(layer, q, lse)
+        prepare_score_pages(state, q, *lens, max_prefix, sm_scale, logit_cap, shared_scores, **rule)(layer, q, lse)
     prepare_score_new(state, q, key, *lens, max_extend, sm_scale, logit_cap, **rule)(layer, q, key, lse)
 
 
@@ -253,8 +253,8 @@ def _scored(
 
 def prepare_score_pages(
     state: PageState, q: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, extend_lens: torch.Tensor,
-    prefix_lens: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float, judged: dict[int, torch.Tensor],
-    *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+    prefix_lens: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float, shared_scores: dict[int,
+    torch.Tensor], *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
 ) -> Callable[[int, torch.Tensor, torch.Tensor], None]:  # fmt: skip
     """A function that gives ``extend_attention``'s scores of tokens in pages in a layer. It takes ``q`` of the form of
     this one and ``lse``, [tokens, Hq] float32, base 2, of the queries' logits with keys as they are stored."""
@@ -268,7 +268,7 @@ def prepare_score_pages(
     launches = []
     for tier in _constants(*_shape(state))[: state.fmt.scored]:
         programs = min(64, triton.cdiv(max_prefix, tier["N"]))
-        for number, scores in [(None, None), *judged.items()]:
+        for number, scores in [(None, None), *shared_scores.items()]:
             length = q.shape[1] if scores is None else scores.shape[-1]
             launch = Launch(
                 page_scores_kernel,
@@ -277,14 +277,14 @@ def prepare_score_pages(
                     None, None, starts, extend_lens, prefix_lens, since, rows, *tables, None, length, number or 0, None,
                     sm_scale, logit_cap,
                 ),
-                dict(M=SCORE_QUERIES, JUDGE=number is not None, **tier, **common, num_warps=2, num_stages=2),
+                dict(M=SCORE_QUERIES, SHARED=number is not None, **tier, **common, num_warps=2, num_stages=2),
             )  # fmt: skip
             launches.append((launch, scores))
 
     def score_again(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
         assert lse.is_contiguous()
         for launch, scores in launches:
-            launch(q=q, lse=lse, judged=lse if scores is None else scores, layer=layer)
+            launch(q=q, lse=lse, shared_scores=lse if scores is None else scores, layer=layer)
 
     return score_again
 

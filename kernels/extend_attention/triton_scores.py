@@ -170,28 +170,28 @@ def page_received(
 
 
 @triton.jit(
-    do_not_specialize=["layer", "request", "judged_len"],
-    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "since", "rows", "judged"],
+    do_not_specialize=["layer", "request", "shared_len"],
+    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "since", "rows", "shared_scores"],
 )
 def page_scores_kernel(
     q, lse, starts, extend_lens, prefix_lens, since, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, write_slot, judged, judged_len, request, layer, sm_scale, logit_cap,
+    own_entry, write_slot, shared_scores, shared_len, request, layer, sm_scale, logit_cap,
     TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
-    JUDGE: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, EVERY: tl.constexpr,
+    SHARED: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, EVERY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin.
 
-    With ``JUDGE`` grid (1, H, programs): the first ``judged_len`` tokens of ``request``, which it shares; their scores
-    go to ``judged`` [L, H, judged_len], NaN where there is none yet, and not into the pages.
+    With ``SHARED`` grid (1, H, programs): the first ``shared_len`` tokens of ``request``, which it shares; their scores
+    go to ``shared_scores`` [L, H, judged_len], NaN where there is none yet, and not into the pages.
     ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, and did in earlier
     steps, none with 0.
     """
     b = tl.program_id(0)
-    if JUDGE:
+    if SHARED:
         b = request
     head = tl.program_id(1)
     RAW: tl.constexpr = KB == 16
@@ -220,10 +220,10 @@ def page_scores_kernel(
     begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
     end_tile = count * CHUNKS
     most = prefix
-    if JUDGE:
+    if SHARED:
         end_tile = begin_tile
         begin_tile = 0
-        most = judged_len
+        most = shared_len
     for tile in range(begin_tile + tl.program_id(2), end_tile, tl.num_programs(2)):
         page, lo, hi = tile_page(
             tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
@@ -234,7 +234,7 @@ def page_scores_kernel(
         numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
         words = pages.to(tl.pointer_type(raw_type if RAW else tl.int16)) + page_at // 2
         position = load_positions(pages + page_at, POSITIONS, slot, live)
-        judge = live & (position >= lo) & (position < tl.minimum(hi, most))
+        in_view = live & (position >= lo) & (position < tl.minimum(hi, most))
         kmask = live[:, None] & (kcol[None, :] < KW)
         kptr = words + KEYS // 2 + slot[:, None] * (KW * chunks_of(KB)) + kcol[None, :]
         k = load_words(kptr, kmask, KW, KB)  # [N, KWP] each
@@ -269,16 +269,16 @@ def page_scores_kernel(
         if MEAN:
             received = received / G
         score_ptr = (numbers + SCORES // 4).to(tl.pointer_type(tl.float32))
-        score = tl.load(score_ptr, mask=judge, other=0.0)
-        if JUDGE:
-            judged_at = (layer * H + head).to(tl.int64) * judged_len + tl.where(judge, position, 0)
-            score_ptr = judged + judged_at
-            so_far = tl.load(score_ptr, mask=judge, other=0.0)
+        score = tl.load(score_ptr, mask=in_view, other=0.0)
+        if SHARED:
+            scored_at = (layer * H + head).to(tl.int64) * shared_len + tl.where(in_view, position, 0)
+            score_ptr = shared_scores + scored_at
+            so_far = tl.load(score_ptr, mask=in_view, other=0.0)
             score = tl.where(so_far == so_far, so_far, score)
-            shared = observers_before(judged_len, all_from, EVERY)
+            shared = observers_before(shared_len, all_from, EVERY)
             queries = tl.maximum(shared - observers_before(position + 1, all_from, EVERY), 0)
             queries = tl.minimum(queries, OBSERVED) + before - shared
         else:
             queries = tl.maximum(before - observers_before(position + 1, all_from, EVERY), 0)
         seen = queries.to(tl.float32) * score + received
-        tl.store(score_ptr, seen / tl.maximum((queries + after - before).to(tl.float32), 1.0), mask=judge)
+        tl.store(score_ptr, seen / tl.maximum((queries + after - before).to(tl.float32), 1.0), mask=in_view)

@@ -1,4 +1,4 @@
-"""Scores of a sequence's tokens by position, for methods that judge a head as a whole."""
+"""Scores of a sequence's tokens by position, for methods that score a head as a whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gather_scores(
     window: int,
     sinks: int = 0,
     sums: bool = False,
-    judged: torch.Tensor | None = None,
+    shared_scores: torch.Tensor | None = None,
     own: bool = False,
 ) -> torch.Tensor:
     """Write the value of each token of ``parts``, of all tiers, to its position, and NaN where there is none.
@@ -31,7 +31,7 @@ def gather_scores(
         seq_len: tokens of the sequence.
         window, sinks: newest and first tokens, whose value is infinite.
         sums: values are scores times the sequence's tokens that are later: sums of attention, not means.
-        judged: [L, H, m] float32, scores by position for positions below m where they are numbers.
+        shared_scores: [L, H, m] float32, scores by position for positions below m where they are numbers.
         own: only tokens in pages that the rows own.
 
     Returns:
@@ -41,7 +41,7 @@ def gather_scores(
     stored = torch.zeros(values.shape[:2], dtype=torch.int64, device=values.device)
     for row, lo, hi in parts:
         for tier in range(len(state.tiers)):
-            x = held_tokens(state, (row, lo, min(hi, values.shape[2])), tier, judged, own=own)
+            x = held_tokens(state, (row, lo, min(hi, values.shape[2])), tier, shared_scores, own=own)
             if x is None:
                 continue
             value = x.score * (seq_len - 1 - x.position) if sums else x.score

@@ -21,12 +21,12 @@ NO_VALUE = tl.constexpr(float("-inf"))
 
 
 @triton.jit(
-    do_not_specialize=["source", "lo", "hi", "judged_len", "seq_len", "window", "sinks", "values_len"],
-    do_not_specialize_on_alignment=["judged", "entries", "own_entry"],
+    do_not_specialize=["source", "lo", "hi", "shared_len", "seq_len", "window", "sinks", "values_len"],
+    do_not_specialize_on_alignment=["shared_scores", "entries", "own_entry"],
 )
 def gather_kernel(
-    source, lo, hi, judged, judged_len, seq_len, window, sinks, values, values_len, stored, pages, page_table, range_lo,
-    range_hi, row_blocks, entries, own_entry,
+    source, lo, hi, shared_scores, shared_len, seq_len, window, sinks, values, values_len, stored, pages, page_table,
+    range_lo, range_hi, row_blocks, entries, own_entry,
     TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SUMS: tl.constexpr,
     OWN: tl.constexpr,
@@ -35,14 +35,14 @@ def gather_kernel(
     flat = tl.program_id(0)
     layer, head = flat // H, flat % H
     at = ((source.to(tl.int64) * L + layer) * H + head) * TIERS + TIER
-    judged += flat.to(tl.int64) * judged_len
+    shared_scores += flat.to(tl.int64) * shared_len
     values += flat.to(tl.int64) * values_len
     first = tl.load(own_entry + at) if OWN else 0
     found = tl.zeros([1], tl.int64)
     for entry in range(first + tl.program_id(1), tl.load(entries + at), tl.num_programs(1)):
         _, score, position, held = held_page(
-            entry, source, lo, hi, layer, head, judged, judged_len, pages, page_table, range_lo, range_hi, row_blocks,
-            TIER, TOKENS, SCORES, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
+            entry, source, lo, hi, layer, head, shared_scores, shared_len, pages, page_table, range_lo, range_hi,
+            row_blocks, TIER, TOKENS, SCORES, POSITIONS, PAGE_BYTES, MAX_BLOCKS, L, H,
         )  # fmt: skip
         if SUMS:
             score = score * (seq_len - 1 - position).to(tl.float32)
@@ -61,19 +61,23 @@ def gather_scores(
     window: int,
     sinks: int = 0,
     sums: bool = False,
-    judged: torch.Tensor | None = None,
+    shared_scores: torch.Tensor | None = None,
     own: bool = False,
 ) -> torch.Tensor:
     """``reference.gather_scores``."""
     layers, heads, fmt = state.num_layers, state.num_heads, state.fmt
     assert values.shape[:2] == (layers, heads) and values.dtype == torch.float32 and values.is_contiguous()
     length, known = values.shape[2], 0
-    if judged is not None:
-        assert judged.shape[:2] == (layers, heads) and judged.dtype == torch.float32 and judged.is_contiguous()
-        known = judged.shape[2]
+    if shared_scores is not None:
+        assert (
+            shared_scores.shape[:2] == (layers, heads)
+            and shared_scores.dtype == torch.float32
+            and shared_scores.is_contiguous()
+        )
+        known = shared_scores.shape[2]
     values.fill_(float("nan"))
     stored = torch.zeros(layers, heads, dtype=torch.int64, device=values.device)
-    scores = judged if judged is not None and known else torch.empty(1, device=values.device)
+    scores = shared_scores if shared_scores is not None and known else torch.empty(1, device=values.device)
     names = ("TOKENS", "SCORES", "POSITIONS")
     for row, lo, hi in parts:
         for tier, layout in enumerate(fmt.layouts):

@@ -56,7 +56,7 @@ def step_scores(
         layers.start, q, lse, q.shape[1], chosen, found.packed, most, state.pages, state.page_table, state.range_lo,
         state.range_hi, state.row_blocks, state.entries, state.own_entry, rows, seq_lens, num_valid, window, sinks,
         horizon or NO_LIMIT, every, sm_scale, logit_cap,
-        **constants, TILES=tile_constants(fmt, config)["TILES"], JUDGED=len(fmt.tiers) if found.judge_low else 1,
+        **constants, TILES=tile_constants(fmt, config)["TILES"], TIERS_SCORED=len(fmt.tiers) if found.score_low else 1,
         SCORED=found.scored, MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, G=q_heads // heads,
         HAS_CAP=logit_cap > 0, ASM=not INTERPRETED, MEAN=reduce == "mean", num_warps=1, num_stages=2,
     )  # fmt: skip

@@ -128,11 +128,11 @@ def search_tier(
 def search_kernel(
     first, q, lse, tokens, chosen, found, max_parts, pages, page_table, range_lo, range_hi, row_blocks, entries,
     own_entry, rows, seq_lens, num_valid, window, sinks, horizon, every, sm_scale, logit_cap,
-    LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.constexpr, JUDGED: tl.constexpr, SCORED: tl.constexpr,
+    LAYOUTS: tl.constexpr, TILES: tl.constexpr, TIERS: tl.constexpr, TIERS_SCORED: tl.constexpr, SCORED: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr,
     G: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H, parts, layers): the programs of a head share its own tiles of the first ``JUDGED`` tiers round
+    """Grid (B * H, parts, layers): the programs of a head share its own tiles of the first ``TIERS_SCORED`` tiers round
     robin. ``first``: of the layers; ``tokens``: of ``q`` and ``lse`` of a layer; ``found`` has room for ``max_parts``.
     """
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -159,7 +159,7 @@ def search_kernel(
         query_sums = tl.sum(tl.load(q_ptr + g[None, :] * D + d[:, None], mask=inside, other=0.0).to(tl.float32), 0)
     for tier in tl.static_range(TIERS):
         least = tl.full([], NOTHING, tl.int64)
-        if tier < JUDGED:
+        if tier < TIERS_SCORED:
             candidate, least = search_tier(
                 part, parts, q_ptr, norm, query_sums, newest, window, sinks, horizon, every, sm_scale * LOG2E,
                 logit_cap, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, row, layer, head,

@@ -82,7 +82,7 @@ class VerifyWrapper(Wrapper):
 
     def __init__(self, *args: Any, q_heads: int, **more: Any):
         super().__init__(*args, **more)
-        assert self.queries is None, "a policy that judges running requests is refused with drafts"
+        assert self.queries is None, "a policy that scores running requests is refused with drafts"
         self.q_heads = q_heads
         self._decode = DecodeWrapper(self.ops)
         self._rooms: list[ChainRoom] = []  # a graph may hold any of them

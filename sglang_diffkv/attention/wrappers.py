@@ -23,7 +23,7 @@ class Wrapper:
 
     Args:
         ops: kernels over a state, for a policy. rotation: what is rotated before it is stored. queries: where decode
-            steps keep their queries, for a policy that judges running requests. key_means: [L, H, head_dim] float,
+            steps keep their queries, for a policy that scores running requests. key_means: [L, H, head_dim] float,
             taken off keys before they are stored, not rotated; see ``sglang_diffkv/key_means.py``. Not for layers with
             a logit cap, which sees what softmax does not.
     """
@@ -153,7 +153,7 @@ class ExtendWrapper(Wrapper):
         counts: list[int],
         *,
         prompts: list[int] | None = None,
-        judged: dict[int, torch.Tensor] | None = None,
+        shared_scores: dict[int, torch.Tensor] | None = None,
         as_computed: bool = False,
     ) -> None:
         """rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are the latter two on
@@ -161,13 +161,13 @@ class ExtendWrapper(Wrapper):
 
         Args:
             prompts: of each request, where its prompt ends, if not with this pass: a policy that observes the last
-                queries of a prompt has to know. judged: as in ``Step``. as_computed: every head holds all stored tokens
-                of these requests, also where the policy drops some.
+                queries of a prompt has to know. shared_scores: as in ``Step``. as_computed: every head holds all
+                stored tokens of these requests, also where the policy drops some.
         """
         ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
         observe_from = self.policy.observation.since(ends)
         self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
-        self.step.judged, self.step.as_computed = judged or {}, as_computed
+        self.step.shared_scores, self.step.as_computed = shared_scores or {}, as_computed
 
     def run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,

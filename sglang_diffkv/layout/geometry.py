@@ -153,6 +153,6 @@ class Geometry:
         return 1 + 2 * -(-entries // TABLE_BLOCK) + max(len(self.fmt.tiers), 2) * min(rows, 2 * entries)
 
     @property
-    def judged_tokens(self) -> int:
+    def scored_tokens(self) -> int:
         """Shared tokens whose scores running prompts may keep at once, for exact prefixes."""
         return self.num_pages // self.heads * self.fmt.high.tokens // 8

@@ -37,7 +37,7 @@ PADDING_STEPS = 2
 """Steps of ``FIELD_ALIGN`` bytes that a page may be larger than its high-tier tokens need, if lower tiers fill it
 better."""
 HIGH_SHARE = 0.25
-"""Share of tokens in the high tier that this is judged for; lower tiers have equal parts of the rest. Measured where a
+"""Share of tokens in the high tier that this is scored for; lower tiers have equal parts of the rest. Measured where a
 question is answered with the default configuration: 0.24."""
 EMPTY = -1
 """Position of an empty slot, and page id of an unused table entry."""

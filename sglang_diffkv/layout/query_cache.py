@@ -1,4 +1,4 @@
-"""The newest queries of running requests, for methods that judge tokens by them: tensors only, no decisions."""
+"""The newest queries of running requests, for methods that score tokens by them: tensors only, no decisions."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class PageState:
         and what has numbers for each layer is a view. The state itself where ``stride`` is None or not below its
         layers.
 
-        Ops that judge and compact by a policy's prompt rule take a group for a state, ``transfer_pages`` does too.
+        Ops that score and compact by a policy's prompt rule take a group for a state, ``transfer_pages`` does too.
         """
         if stride is None or stride >= self.num_layers:
             yield slice(None), self

@@ -108,11 +108,16 @@ class PageDevice:
             self.ops.transfer_pages(layers, row, target)
 
     def copy(
-        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None = None
+        self,
+        target: int,
+        parts: Sequence[Part],
+        seq_len: int,
+        policy: Policy,
+        shared_scores: torch.Tensor | None = None,
     ) -> None:
         """Copy-on-compress into a row that has room for it: ``kernels/copy_compact``."""
         with self.launching():
-            self.ops.copy_compact(target, parts, seq_len, policy, judged)
+            self.ops.copy_compact(target, parts, seq_len, policy, shared_scores)
 
     def freeze(self, rows: Mapping[int, int]) -> None:
         """The next token of each row starts a page of its own: after its tail, so many of its last tokens, which are in

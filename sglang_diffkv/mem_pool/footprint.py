@@ -77,7 +77,7 @@ class Footprint:
         measured = (max(min(geometry.num_rows, READ_AT), MEASURE_AT) + SUMS) * row
         at_most = {
             "usage reports": measured + ended,
-            "scores of exact prefixes": 4 * geometry.heads * geometry.judged_tokens if exact else 0,
+            "scores of exact prefixes": 4 * geometry.heads * geometry.scored_tokens if exact else 0,
         }
         host = {"retracted requests": host_bytes}
         return cls(*({name: size for name, size in part.items() if size} for part in (held, at_most, host)))

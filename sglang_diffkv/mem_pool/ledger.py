@@ -231,16 +231,16 @@ class PageLedger:
         manager = self.manager
         if manager.running is not None or any(manager.geometry.attention_spans):
             return sum(self.growth_of(row, tokens) for row, tokens in expected)
-        others, judged = 0.0, []
+        others, scored = 0.0, []
         for row, tokens in expected:
             length = 0 if row is None else manager.rows.length(row)
             if row is None or length < ROW_ESTIMATE_TOKENS or manager.rows.in_prompt(row):
                 others += tokens
             else:
-                judged.append((row, length, tokens))
+                scored.append((row, length, tokens))
         growth = others * self.growth_estimate()
-        if judged:
-            rows, lengths, more = (np.array(x) for x in zip(*judged, strict=True))
+        if scored:
+            rows, lengths, more = (np.array(x) for x in zip(*scored, strict=True))
             growth += float(self._estimates(rows, lengths) @ more)
         return growth
 

@@ -43,7 +43,7 @@ class PageManager:
 
     Args:
         make_ops: makes the ops for the state; by default the reference.
-        q_heads: query heads, for a policy that judges running requests; by default as many as KV heads.
+        q_heads: query heads, for a policy that scores running requests; by default as many as KV heads.
         drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
         host_pages: pages of host memory for retracted requests.
     """

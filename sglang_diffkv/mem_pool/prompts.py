@@ -12,8 +12,8 @@ With compressed fidelity a prompt's pages are *frozen* at its end for the tree t
 tail has the newest tokens, which are in the high tier only because they are new. They stay the request's own and go
 down as others follow, which they could not in the tree's pages. They join the tree with the reply.
 
-A copy is judged by its own request: while the prompt runs, the attention that shared tokens receive is folded into
-scores of the row (``judged``), never into pages that others read.
+A copy is scored by its own request: while the prompt runs, the attention that shared tokens receive is folded into
+scores of the row (``shared_scores``), never into pages that others read.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Prompts:
             never. tail: of these, the last that are not, where as many are left before them.
         plans: row -> copy, carried out at the end of the pass that is planned. pending: row -> its prompt's new pages.
         untouched: rows whose prompt stays as it is, for a request that ends with it.
-        judged: row -> [L, H, shared tokens] float32, NaN where not judged yet.
+        shared_scores: row -> [L, H, shared tokens] float32, NaN where there is none yet.
         outcomes: prompts so far: compressed in place; left as they are, by the policy or as shorter than its window.
     """
 
@@ -89,7 +89,7 @@ class Prompts:
         self.plans: dict[int, CopyPlan] = {}
         self.pending: dict[int, Segment] = {}
         self.untouched: set[int] = set()
-        self.judged: dict[int, torch.Tensor] = {}
+        self.shared_scores: dict[int, torch.Tensor] = {}
         self.outcomes = {"compressed": 0, "as computed": 0}
 
     def freeze_from(self, share_min_tokens: int, tail: int) -> None:
@@ -127,7 +127,7 @@ class Prompts:
         for row, tail in frozen.items():
             self.rows.freeze(row, tail)
         for row in rows:
-            self.judged.pop(row, None)
+            self.shared_scores.pop(row, None)
             self.counts.touch(row)
             self.rows.end_prompt(row)
 
@@ -170,16 +170,16 @@ class Prompts:
 
     # Copies
 
-    def judge(self, row: int) -> None:
-        """From now on, the row's passes judge the shared tokens for its copy, if there is room for their scores and
+    def score_shared(self, row: int) -> None:
+        """From now on, the row's passes score the shared tokens for its copy, if there is room for their scores and
         they matter. Otherwise the copy goes by what is known of them."""
         geometry, shared = self.device.geometry, self.rows.shared(row)
         if not self.policy.scored_tiers(len(self.device.fmt.tiers)):
             return
-        if sum(x.shape[2] for x in self.judged.values()) + shared > geometry.judged_tokens:
+        if sum(x.shape[2] for x in self.shared_scores.values()) + shared > geometry.scored_tokens:
             return
         with self.device.launching():
-            self.judged[row] = torch.full(
+            self.shared_scores[row] = torch.full(
                 (geometry.num_layers, geometry.num_heads, shared), float("nan"), device=self.device.state.device
             )
 
@@ -214,14 +214,14 @@ class Prompts:
 
     def _carry_out(self, row: int) -> None:
         """Behind the pass: part with the prompt's pages and copy."""
-        plan, judged = self.plans.pop(row), self.judged.pop(row, None)
+        plan, shared_scores = self.plans.pop(row), self.shared_scores.pop(row, None)
         length, shared = self.rows.length(row), self.rows.shared(row)
         self.device.share(plan.segment_row, row, shared, length, kept_only=True)
         pending = self.pending[row] = Segment(plan.segment_row, shared, length, as_computed=True, first=shared)
         self.segments.counts_of.changed(pending)
         self.restart(row, plan.kept, length)
         parts = rows_of([*plan.copied, (pending, shared, length)])
-        self.device.copy(row, parts, length, self.policy, judged)
+        self.device.copy(row, parts, length, self.policy, shared_scores)
         self.counts.record(-plan.pages)
         if not plan.publish:
             self.drop_pending(row)
@@ -300,7 +300,7 @@ class Prompts:
 
     def forget(self, row: int) -> None:
         """The row is released: give up what was not carried out or taken."""
-        self.judged.pop(row, None)
+        self.shared_scores.pop(row, None)
         self.untouched.discard(row)
         if plan := self.plans.pop(row, None):
             self.segments.return_row(plan.segment_row)

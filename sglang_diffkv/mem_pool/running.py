@@ -1,9 +1,9 @@
-"""Running requests that hold a budget: what is kept to judge them, and their compression while they run.
+"""Running requests that hold a budget: what is kept to score their tokens, and their compression while they run.
 
 A request's newest queries are kept (*query slot*) from shortly before it reaches its limit. All decisions follow from
 lengths, which the host knows: nothing waits for the device, and ranks agree.
 
-A row may be scored *beside* the next pass (``judge_beside``), on a stream of its own. Meanwhile it is in no decode
+A row may be scored *beside* the next pass (``score_beside``), on a stream of its own. Meanwhile it is in no decode
 step, so nothing writes what is read. Its pages, its part of the page table and its query slot are its own. Pages that
 others hold for it are immutable and stay while it refers to them. What is written is memory that nothing else uses. All
 that changes pages, tables or counts (``compress``, or a release) is launched in order with the passes as ever, after
@@ -31,7 +31,7 @@ from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
 from sglang_diffkv.ops.base import Scaling
-from sglang_diffkv.ops.decisions import ALIGNED, Judgement
+from sglang_diffkv.ops.decisions import ALIGNED, Scoring
 from sglang_diffkv.policies.base import Policy, Running, TopCount
 
 
@@ -44,7 +44,7 @@ def query_slots(running: Running, geometry: Geometry) -> int:
 
 
 def query_cache(policy: Policy, geometry: Geometry, q_heads: int, **where: Any) -> QueryCache | None:
-    """What keeps the queries of running requests, if the policy judges them by these. ``where``: dtype and device."""
+    """What keeps the queries of running requests, if the policy scores them by these. ``where``: dtype and device."""
     rule = policy.running
     if rule is None:
         return None
@@ -65,14 +65,14 @@ class Budgeted:
 
     Attributes:
         held, at: tokens that each head held, at most, when the row was ``at`` tokens long. own: those of them that lay
-            in pages of its own. judged: whether it was compressed before. slot: its query slot; since: its length when
+            in pages of its own. scored: whether it was compressed before. slot: its query slot; since: its length when
             it got it.
     """
 
     held: int
     at: int
     own: int
-    judged: bool
+    scored: bool
     slot: int | None = None
     since: int = 0
 
@@ -83,7 +83,7 @@ class RunningCompression:
     Attributes:
         scaling: of the model's layers, all alike. copies: whether rows may have to move to be compressed.
         exact_prefixes: whether the prefix cache keeps all of a prompt's tokens.
-        compressions: so far; beside: those of them that were judged so. waited: steps that rows at their limit waited
+        compressions: so far; beside: those of them that were scored so. waited: steps that rows at their limit waited
             for a query slot or for pages. late: tokens of rows beyond their limit when they were compressed.
     """
 
@@ -112,13 +112,13 @@ class RunningCompression:
         self._kept = self._pages_of(self.rule.keep)
         free, copy = (0, self.copy_pages // device.geometry.heads) if self.copies else (-self.rule.keep % self._page, 0)
         sizes = {"free": free, "page": self._page, "copy": copy, "slots": cache.slots, "queries": self.rule.queries}
-        sizes["missed"] = int(self.rule.asynchronous)  # while it is judged
+        sizes["missed"] = int(self.rule.asynchronous)  # while it is scored
         self.saw = Saw(self.rule.limit - self.rule.keep, **sizes)
         """How rows go on that hold their budget."""
         self._rows: dict[int, Budgeted] = {}
         self._about: set[int] = set()  # rows that have a query slot
         self._free = list(range(cache.slots - 1, -1, -1))
-        self._judged: dict[int, tuple[int, Beside[Judgement]]] = {}  # row -> its length, and what was judged
+        self._scored: dict[int, tuple[int, Beside[Scoring]]] = {}  # row -> its length, and what was scored
         self._positions = 0  # of the memory for these, in use
 
     def share_prefixes(self, *, exact: bool) -> None:
@@ -143,7 +143,7 @@ class RunningCompression:
         if row not in self.prompts.untouched:
             own = min(own, keep)
             shared = shared if self.exact_prefixes else min(shared, self.device.space.most_tokens(row))
-        self._rows[row] = Budgeted(shared + own, length, own, judged=length - shared > keep)
+        self._rows[row] = Budgeted(shared + own, length, own, scored=length - shared > keep)
 
     def held(self, row: int) -> int:
         """Tokens that each head of a row holds, at most; its length where it is not past its prompt."""
@@ -157,7 +157,7 @@ class RunningCompression:
         return min(more, rule.limit - (length if length <= rule.limit else rule.keep))
 
     def _pages_of(self, tokens: int) -> int:
-        """Pages, at most, of a head that keeps ``tokens`` of a row's own as they were judged. What is low stays low."""
+        """Pages, at most, of a head that keeps ``tokens`` of a row's own as they were scored. What is low stays low."""
         if self._high is None:
             return -(-tokens // self._page)
         high = min(tokens, self._high)
@@ -192,7 +192,7 @@ class RunningCompression:
         free = (free - grown) % page if self._one_tier else 0
         if not self._one_tier and (counted := -(-int(self.counts.private[row]) // self.device.geometry.heads)):
             pages = counted
-            if known.judged and not published:
+            if known.scored and not published:
                 kept = min(kept, counted - grown // page)
         pages, copy = pages + shared_pages, self._copy_pages(row, due)
         return Outlook(pages, pages, free, kept, due, left, min(expected, left), copy)
@@ -211,7 +211,7 @@ class RunningCompression:
 
     def follow(self, row: int) -> bool:
         """Behind a step of the row: keep its queries from now on if it is about to reach its limit. True if it is
-        there, and was seen by as many queries as judge it."""
+        there, and was seen by as many queries as score it."""
         known, length, rule = self._rows.get(row), self.rows.length(row), self.rule
         if known is None:
             return False
@@ -257,66 +257,66 @@ class RunningCompression:
         return blocks_of(space.bound(row)) + blocks_of(space.dense_entries(self.rule.keep))
 
     def take_memory(self) -> None:
-        """At start, with no rows: judge nothing beside the passes, at the longest length, so that what PyTorch keeps
+        """At start, with no rows: score nothing beside the passes, at the longest length, so that what PyTorch keeps
         for judgements there is taken now and not while requests run."""
         if not self.rule.asynchronous:
             return
         device, longest = self.device, self.device.geometry.max_tokens
-        judge = partial(
-            device.ops.judge_running,
+        score = partial(
+            device.ops.score_running,
             device.state, 1, longest, self.cache.queries[0], self.scaling,
             first=False, most=min(longest, self.rule.limit + 2 * self._page), beside=0,
         )  # fmt: skip
-        device.join(device.launch_beside(judge))
+        device.join(device.launch_beside(score))
 
-    def judge_beside(self, row: int) -> bool:
+    def score_beside(self, row: int) -> bool:
         """Judge all that a row holds, which must not change until it is compressed or the judgement is dropped, beside
         what is launched next. Between steps. False, doing nothing, if the memory for that is taken by others."""
         length = self.rows.length(row)
         if self._positions + length > self.device.geometry.max_tokens:
             return False
-        judge = self._judging(row, row, self._positions)
-        self._judged[row] = length, self.device.launch_beside(partial(judge, slice(None), self.device.state))
+        score = self._scoring_of(row, row, self._positions)
+        self._scored[row] = length, self.device.launch_beside(partial(score, slice(None), self.device.state))
         self._positions += -(-length // ALIGNED) * ALIGNED
         return True
 
-    def drop_judgement(self, row: int) -> Judgement | None:
-        """What is launched from now on may change the row. Returns what it was judged beside the passes, if it was."""
-        found = self._judged.pop(row, None)
-        if not self._judged:
+    def drop_scoring(self, row: int) -> Scoring | None:
+        """What is launched from now on may change the row. Returns what it was scored beside the passes, if it was."""
+        found = self._scored.pop(row, None)
+        if not self._scored:
             self._positions = 0
         return None if found is None else self.device.join(found[1])
 
-    def _judging(self, row: int, holder: int, beside: int | None) -> Callable[[slice, PageState], Judgement]:
+    def _scoring_of(self, row: int, holder: int, beside: int | None) -> Callable[[slice, PageState], Scoring]:
         """What launches the judgement of a row in some layers, whose tokens ``holder`` holds by then, in the memory for
         those beside passes from position ``beside`` on."""
         device, known, length = self.device, self._rows[row], self.rows.length(row)
         assert known.slot is not None
-        queries, first, most = self.cache.queries[known.slot], not known.judged, device.space.most_tokens(row)
+        queries, first, most = self.cache.queries[known.slot], not known.scored, device.space.most_tokens(row)
 
-        def judge(at: slice, layers: PageState) -> Judgement:
-            return device.ops.judge_running(
+        def score(at: slice, layers: PageState) -> Scoring:
+            return device.ops.score_running(
                 layers, holder, length, queries[at], self.scaling,
                 first=first, most=min(length, most), beside=beside,
             )  # fmt: skip
 
-        return judge
+        return score
 
-    def _judgements(self, row: int, holder: int) -> Iterator[tuple[PageState, Judgement]]:
+    def _scorings(self, row: int, holder: int) -> Iterator[tuple[PageState, Scoring]]:
         """Of a row that is compressed now, one group of layers after the other: each is in the memory of the one
-        before, which was carried out by then. Called before anything changes; ``holder`` as for ``_judging``."""
-        judgement = self.drop_judgement(row)
-        if judgement is not None:
-            assert judgement.scores.shape[2] == self.rows.length(row), "a row grew while it was judged"
+        before, which was carried out by then. Called before anything changes; ``holder`` as for ``_scoring_of``."""
+        scoring = self.drop_scoring(row)
+        if scoring is not None:
+            assert scoring.scores.shape[2] == self.rows.length(row), "a row grew while it was scored"
             self.beside += 1
-            return iter([(self.device.state, judgement)])
-        return self._judged_in_turn(self._judging(row, holder, None))
+            return iter([(self.device.state, scoring)])
+        return self._scored_in_turn(self._scoring_of(row, holder, None))
 
-    def _judged_in_turn(self, judge: Callable[[slice, PageState], Judgement]) -> Iterator[tuple[PageState, Judgement]]:
+    def _scored_in_turn(self, score: Callable[[slice, PageState], Scoring]) -> Iterator[tuple[PageState, Scoring]]:
         for at, layers in self.device.state.groups(self.policy.layer_stride):
             with self.device.launching():
-                judgement = judge(at, layers)
-            yield layers, judgement
+                scoring = score(at, layers)
+            yield layers, scoring
 
     def compress(self, row: int, path: Path) -> bool:
         """All that a row holds is scored, if it was not, and what stays moves together. It moves in the row's own
@@ -344,7 +344,7 @@ class RunningCompression:
         self.counts.touch(row, decoded=True)
         self._return_slot(row, known)
         self.late += self.held(row) - self.rule.limit
-        known.held, known.at, known.judged = min(self.rule.keep, self.held(row)), length, True
+        known.held, known.at, known.scored = min(self.rule.keep, self.held(row)), length, True
         known.own = known.held
         self.compressions += 1
         return True
@@ -352,13 +352,13 @@ class RunningCompression:
     def _gather(self, row: int, old: int | None, length: int) -> None:
         """Compress a row in its own pages, and add what stays of the rest (Zipage, 4.4), which goes to row ``old``."""
         device = self.device
-        for layers, judgement in self._judgements(row, row):
+        for layers, scoring in self._scorings(row, row):
             with device.launching():
-                device.ops.compact_judged(layers, row, length, judgement)
+                device.ops.compact_scored(layers, row, length, scoring)
             if old is not None:
                 device.transfer_pages(layers, row, old)
                 with device.launching():
-                    device.ops.copy_judged(layers, row, [(old, 0, length)], length, judgement)
+                    device.ops.copy_scored(layers, row, [(old, 0, length)], length, scoring)
         if old is None:
             return
         self.segments.return_row(old)
@@ -366,20 +366,20 @@ class RunningCompression:
         self.rows.unseal(row)
 
     def _copy(self, row: int, old: int, path: Path, length: int) -> None:
-        """Compress a row in new pages; row ``old`` has what is its own until then. Where layers are judged in turn, the
+        """Compress a row in new pages; row ``old`` has what is its own until then. Where layers are scored in turn, the
         row has parted with its pages when the second group is, so ``old`` has all that it held."""
         device, shared, stride = self.device, self.rows.shared(row), self.policy.layer_stride
         if stride is None:
-            judgements: Iterable[tuple[PageState, Judgement]] = [*self._judgements(row, row)]
+            scorings: Iterable[tuple[PageState, Scoring]] = [*self._scorings(row, row)]
             device.share(old, row, shared, length, kept_only=True)
         else:
-            judgements = self._judgements(row, old)
+            scorings = self._scorings(row, old)
             device.share(old, row, 0, length)
         self.prompts.restart(row, [], length, room=self.rule.keep)
         parts = [*rows_of(path), (old, shared, length)]
-        for layers, judgement in judgements:
+        for layers, scoring in scorings:
             with device.launching():
-                device.ops.copy_judged(layers, row, parts, length, judgement)
+                device.ops.copy_scored(layers, row, parts, length, scoring)
         self.segments.return_row(old)
         self.rows.unseal(row)
 
@@ -387,7 +387,7 @@ class RunningCompression:
 
     def forget(self, row: int) -> None:
         """The row is released."""
-        self.drop_judgement(row)
+        self.drop_scoring(row)
         known = self._rows.pop(row, None)
         if known is not None:
             self._return_slot(row, known)
@@ -415,7 +415,7 @@ class RunningCompression:
     def digest(self) -> list[Sequence[int]]:
         """All that ranks have to agree on."""
         rows = [(row, x.held, x.at, -1 if x.slot is None else x.slot) for row, x in self._rows.items()]
-        return [*rows, [*self._judged]]
+        return [*rows, [*self._scored]]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless query slots have one holder each, on the host and on the device, and no row of
@@ -427,9 +427,9 @@ class RunningCompression:
         assert all(found[row] == slot for slot, row in taken.items()), "the device does not know of a query slot"
         assert all(row in self.rows for row in self._rows), "a row that was released has a budget"
         assert self._about == set(taken.values()), "rows with a query slot miscounted"
-        for row, (length, _) in self._judged.items():
-            assert row in self._about and length == self.rows.length(row), f"row {row} changed while it was judged"
-        assert self._judged or not self._positions, "memory of judgements is lost"
+        for row, (length, _) in self._scored.items():
+            assert row in self._about and length == self.rows.length(row), f"row {row} changed while it was scored"
+        assert self._scored or not self._positions, "memory of judgements is lost"
         tokens = self.device.state.own_tokens
         for row in self._rows:
             if not self.rows.shared(row) and self.rows.frozen(row) is None:

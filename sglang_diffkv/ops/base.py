@@ -15,7 +15,7 @@ from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation
 from sglang_diffkv.layout.query_cache import QueryCache
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.layout.transfer import to_device
-from sglang_diffkv.ops.decisions import Decisions, Judgement
+from sglang_diffkv.ops.decisions import Decisions, Scoring
 from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.policies.base import Observation, Policy
 
@@ -72,9 +72,9 @@ class Step:
     found: Any = None
     scratch: Any = None
     launches: Launches = field(default_factory=Launches)
-    judged: dict[int, torch.Tensor] = field(default_factory=dict)
+    shared_scores: dict[int, torch.Tensor] = field(default_factory=dict)
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
-    NaN where not judged yet."""
+    NaN where there is none yet."""
     observe_from: torch.Tensor | None = None
     """[B] int64: from this position on all new tokens observe, see ``Observation``; None for 0."""
 
@@ -174,7 +174,7 @@ class Ops(ABC):
     ``rotation``: what is rotated before it is stored. ``num_valid``: [1] int32, requests that are not padding; None for
     all.
 
-    ``judge_running``, ``compact_judged``, ``copy_judged`` and ``transfer_pages`` take a group of layers
+    ``score_running``, ``compact_scored``, ``copy_scored`` and ``transfer_pages`` take a group of layers
     (``PageState.groups``), with the queries of these layers. One group's judgement is in the memory of the next one's.
     """
 
@@ -299,28 +299,28 @@ class Ops(ABC):
 
     @abstractmethod
     def copy_compact(
-        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None
+        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, shared_scores: torch.Tensor | None
     ) -> None:
         """Copy-on-compress of parts of rows into a row that has room for them. ``policy``: as above."""
 
-    def judge_running(
+    def score_running(
         self, layers: PageState, row: int, seq_len: int, queries: torch.Tensor, scaling: Scaling, *, first: bool,
         most: int, beside: int | None = None,
-    ) -> Judgement:  # fmt: skip
+    ) -> Scoring:  # fmt: skip
         """As ``Decisions.of_running``; with ``beside`` in the memory for judgements beside forward passes, from this
         position on."""
         decisions = self.decisions if beside is None else self.decisions.beside(layers, beside)
         return decisions.of_running(layers, row, seq_len, self.policy, queries, scaling, first=first, most=most)
 
     @abstractmethod
-    def compact_judged(self, layers: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
-        """Compaction of a row that has all its tokens to itself, in one tier, as it was judged."""
+    def compact_scored(self, layers: PageState, row: int, seq_len: int, scoring: Scoring) -> None:
+        """Compaction of a row that has all its tokens to itself, in one tier, as it was scored."""
 
     @abstractmethod
-    def copy_judged(
-        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+    def copy_scored(
+        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, scoring: Scoring
     ) -> None:
-        """Copy-on-compress of all that a row held, as it was judged."""
+        """Copy-on-compress of all that a row held, as it was scored."""
 
     # Rows
 

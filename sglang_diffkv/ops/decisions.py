@@ -69,7 +69,7 @@ def tail_tokens(state: PageState, policy: Policy) -> int:
 
 @dataclass(frozen=True)
 class WholeHeadKernels:
-    """The ops that judge whole heads; each has the arguments of its reference."""
+    """The ops that score whole heads; each has the arguments of its reference."""
 
     gather: Callable[..., torch.Tensor]
     key_norms: Callable[..., torch.Tensor]
@@ -100,7 +100,7 @@ REFERENCE = WholeHeadKernels(
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Scoring:
     """Of all tokens that a running request holds."""
 
     cuts: Cuts
@@ -145,7 +145,7 @@ class Decisions:
             rooms = rooms if policy.running is None else 3
             decisions.memory = torch.empty(rooms, cells, device=state.device)
             if policy.running is not None and policy.running.asynchronous:
-                assert policy.layer_stride is None, "all layers are judged before any is moved"
+                assert policy.layer_stride is None, "all layers are scored before any is moved"
                 decisions.second = torch.empty(rooms, cells, device=state.device)
             for budget in (getattr(rule, name, None) for name in ("budget", "high")):
                 if isinstance(budget, Budget):
@@ -181,18 +181,18 @@ class Decisions:
         return self._prompt(state, [(row, 0, seq_len)], seq_len, policy, None, own=True)
 
     def of_parts(
-        self, state: PageState, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None
+        self, state: PageState, parts: Sequence[Part], seq_len: int, policy: Policy, shared_scores: torch.Tensor | None
     ) -> Cuts:
-        """For copies of ``parts``; ``judged`` as for ``copy_compact``."""
-        cuts = self._prompt(state, parts, seq_len, policy, judged, own=False)
+        """For copies of ``parts``; ``shared_scores`` as for ``copy_compact``."""
+        cuts = self._prompt(state, parts, seq_len, policy, shared_scores, own=False)
         return cuts or self._pointwise(KEEP.prompt, state, policy)
 
     def of_running(
         self, state: PageState, row: int, seq_len: int, policy: Policy, queries: torch.Tensor,
         scaling: tuple[float, float], *, first: bool, most: int,
-    ) -> Judgement:  # fmt: skip
-        """For all tokens that ``row`` holds, judged by its newest ``queries`` [L, w, Hq, D], see
-        ``kernels/window_scores``. ``first``: it was not judged before. ``most``: tokens of a head, at most."""
+    ) -> Scoring:  # fmt: skip
+        """For all tokens that ``row`` holds, scored by its newest ``queries`` [L, w, Hq, D], see
+        ``kernels/window_scores``. ``first``: it was not scored before. ``most``: tokens of a head, at most."""
         rule, running = policy.prompt, policy.running
         assert isinstance(rule, TopCount) and running is not None
         scale, cap = scaling
@@ -204,7 +204,7 @@ class Decisions:
         values.copy_(scores)
         newest = values[..., max(seq_len - policy.window, 0) :]
         newest.masked_fill_(~newest.isnan(), float("inf"))
-        return Judgement(self._top_count(rule, state, parts, values, stored, policy, smooth=first, most=most), scores)
+        return Scoring(self._top_count(rule, state, parts, values, stored, policy, smooth=first, most=most), scores)
 
     def step(self, state: PageState, policy: Policy) -> StepTensors | None:
         """For generation steps; None if nothing happens in them."""
@@ -282,7 +282,8 @@ class Decisions:
         return self.limits[key]
 
     def _prompt(
-        self, state: PageState, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None, *,
+        self, state: PageState, parts: Sequence[Part], seq_len: int, policy: Policy, shared_scores: torch.Tensor |
+        None, *,
         own: bool,
     ) -> Cuts | None:  # fmt: skip
         rule, limits = policy.prompt, (policy.window, policy.sinks)
@@ -293,17 +294,17 @@ class Decisions:
         if isinstance(rule, Pointwise):
             return self._pointwise(rule, state, policy)
         if state.slides:
-            raise UnsupportedError(f"{type(rule).__name__} does not judge layers with a sliding window")
+            raise UnsupportedError(f"{type(rule).__name__} does not score layers with a sliding window")
         if len(state.fmt.tiers) > 2:
             raise UnsupportedError(f"{type(rule).__name__} sorts the tokens of a head into two tiers at most")
         heads = (state.num_layers, state.num_heads, seq_len)
         values = self._room(state, 0, heads)
         if isinstance(rule, LeastMass):
-            self._scores(policy, state, parts, values, seq_len, judged, own=own)
+            self._scores(policy, state, parts, values, seq_len, shared_scores, own=own)
             shares = (rule.low, rule.out) if len(state.fmt.tiers) > 1 else (rule.out, rule.out)
             upper, lower = self.kernels.least(values, shares, window=policy.window, sinks=policy.sinks)
             return Cuts(upper[0], lower[0], *limits, values, upper[1], lower[1])
-        stored = self._scores(policy, state, parts, values, seq_len, judged, *limits, own=own)
+        stored = self._scores(policy, state, parts, values, seq_len, shared_scores, *limits, own=own)
         if isinstance(rule, TopCount):
             return self._top_count(rule, state, parts, values, stored, policy, smooth=True)
         if rule.smooth > 1:
@@ -320,7 +321,7 @@ class Decisions:
 
     def _scores(
         self, policy: Policy, state: PageState, parts: Sequence[Part], values: torch.Tensor, seq_len: int,
-        judged: torch.Tensor | None, window: int = 0, sinks: int = 0, *, own: bool,
+        shared_scores: torch.Tensor | None, window: int = 0, sinks: int = 0, *, own: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Fill ``values`` with what the policy scores tokens by, and return how many each head has. Those of ``window``
         and ``sinks`` have an infinite one."""
@@ -328,7 +329,13 @@ class Decisions:
         if isinstance(source, KeyNorm):
             return self.kernels.key_norms(state, parts, values, seq_len, window=window, sinks=sinks, own=own)
         assert isinstance(rule, WholeHead)
-        given = {"window": window, "sinks": sinks, "sums": rule.quantity == "sum", "judged": judged, "own": own}
+        given = {
+            "window": window,
+            "sinks": sinks,
+            "sums": rule.quantity == "sum",
+            "shared_scores": shared_scores,
+            "own": own,
+        }
         stored = self.kernels.gather(state, parts, values, seq_len, **given)
         if isinstance(source, Random):
             self.kernels.random(values, source.seed, state.first_layer, source.first_head)
@@ -395,7 +402,7 @@ class Decisions:
         return low, self.kernels.count(values, lasting + (given.double() * rule.high).ceil().long())
 
     def _shared(self, state: PageState, length: int) -> Shared | None:
-        """How importance is exchanged; None where there is one rank or nothing to judge."""
+        """How importance is exchanged; None where there is one rank or nothing to score."""
         if self.ranks.alone or not length:
             return None
         shape = (2, state.num_layers, length)

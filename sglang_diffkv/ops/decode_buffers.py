@@ -53,11 +53,11 @@ class DecodeBuffers:
             max_batch,
             q_heads,
             max_tokens=max_tokens if kept else 0,
-            densest=DENSEST if kept and policy.judges_low else 0.0,
+            densest=DENSEST if kept and policy.scores_low else 0.0,
             least_bytes=least_scratch,
             layer_bytes=CompactWorkspace.nbytes(state, max_batch),
             rest_bytes=search_bytes,
-            judge_low=kept > 1,
+            score_low=kept > 1,
             config=config,
         )
         searches = None

@@ -56,7 +56,7 @@ def score_stored(
             observers["observe_from"] = observers["observe_from"][first:last]
         starts = step.starts[first:last] - tokens.start
         lens = (step.rows[first:last], starts, step.extend_lens[first:last], step.prefix_lens[first:last])
-        judged = {number - first: scores for number, scores in step.judged.items()}
-        return prepare_score_pages(state, queries, *lens, step.max_prefix, *scaling, judged, **observers)
+        shared_scores = {number - first: scores for number, scores in step.shared_scores.items()}
+        return prepare_score_pages(state, queries, *lens, step.max_prefix, *scaling, shared_scores, **observers)
 
     step.launches.prepared(("stored scores", scaling), prepare, queries)(layer, queries, norm.contiguous())

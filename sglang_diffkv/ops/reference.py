@@ -32,7 +32,7 @@ from sglang_diffkv.kernels.sum_scores.reference import sum_scores
 from sglang_diffkv.kernels.transfer_pages.reference import transfer_pages
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Ops, RowKernels, Scaling, Step
-from sglang_diffkv.ops.decisions import Decisions, Judgement
+from sglang_diffkv.ops.decisions import Decisions, Scoring
 from sglang_diffkv.ops.launches import Launches
 from sglang_diffkv.policies.base import Policy
 
@@ -110,7 +110,8 @@ class ReferenceOps(Ops):
         scored, observation = self.policy.scored_tiers(len(self.state.fmt.tiers)) > 0, self.policy.observation
         return extend_attention(
             self.state, layer, q, key, value, *lens, scaling.scale, update_scores=scored and not attention_span,
-            logit_cap=scaling.cap, judged=step.judged, observe_from=step.observe_from, observe_every=observation.every,
+            logit_cap=scaling.cap, shared_scores=step.shared_scores, observe_from=step.observe_from,
+            observe_every=observation.every,
             reduce=observation.reduce, attention_span=attention_span, sink_logits=sink_logits,
         )  # fmt: skip
 
@@ -162,21 +163,21 @@ class ReferenceOps(Ops):
                 compact_prompt(layers, row, seq_len, cuts, tail)
 
     def copy_compact(
-        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None
+        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, shared_scores: torch.Tensor | None
     ) -> None:
         for at, layers in self.state.groups(policy.layer_stride):
-            known = None if judged is None else judged[at]
+            known = None if shared_scores is None else shared_scores[at]
             cuts = self.decisions.of_parts(layers, parts, seq_len, policy, known)
             copy_compact(layers, target, parts, seq_len, cuts, known)
 
-    def compact_judged(self, layers: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
-        put_scores(layers, row, judgement.scores)
-        compact_prompt(layers, row, seq_len, judgement.cuts)
+    def compact_scored(self, layers: PageState, row: int, seq_len: int, scoring: Scoring) -> None:
+        put_scores(layers, row, scoring.scores)
+        compact_prompt(layers, row, seq_len, scoring.cuts)
 
-    def copy_judged(
-        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+    def copy_scored(
+        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, scoring: Scoring
     ) -> None:
-        copy_compact(layers, target, parts, seq_len, judgement.cuts, judgement.scores)
+        copy_compact(layers, target, parts, seq_len, scoring.cuts, scoring.scores)
 
     def release(self, row: int) -> None:
         release(self.state, row)

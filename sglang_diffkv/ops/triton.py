@@ -49,7 +49,7 @@ from sglang_diffkv.layout.state import PageState, tensor_bytes
 from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops import read_back
 from sglang_diffkv.ops.base import Ops, RowKernels, Scaling, Step
-from sglang_diffkv.ops.decisions import Decisions, Judgement, WholeHeadKernels
+from sglang_diffkv.ops.decisions import Decisions, Scoring, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
 from sglang_diffkv.ops.launches import Launches, rotate_again
 from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new
@@ -186,10 +186,10 @@ class TritonOps(Ops):
             buffers, workspaces = step.scratch
             if len(workspaces) > 1:
                 buffers.share_out(step.num_valid)
-            judge_low = step.found is not None and step.found.judge_low
+            score_low = step.found is not None and step.found.score_low
             for number, workspace in enumerate(workspaces):
                 part, valid = self._slice(step, number)
-                workspace.plan(state, step.rows[part], valid, judge_low=judge_low)
+                workspace.plan(state, step.rows[part], valid, score_low=score_low)
 
     def reserve(self, rows: torch.Tensor, new_tokens: torch.Tensor, most: int) -> None:
         reserve(self.state, rows, new_tokens, self._spans(rows.shape[0]), _all_of(rows))
@@ -212,7 +212,7 @@ class TritonOps(Ops):
 
     def new_found(self, batch: int) -> FoundTokens:
         kept = self.step_tiers
-        return FoundTokens.create(self.state, batch, self.config, judge_low=kept > 1, scored=kept > 0)
+        return FoundTokens.create(self.state, batch, self.config, score_low=kept > 1, scored=kept > 0)
 
     def decode(
         self, layer: int, q: torch.Tensor, step: Step, scaling: Scaling, sink_logits: torch.Tensor | None = None
@@ -273,7 +273,7 @@ class TritonOps(Ops):
             update_scores=scored,
             logit_cap=scaling.cap,
             new_part=new_part,
-            judged=step.judged,
+            shared_scores=step.shared_scores,
             attention_span=attention_span,
             sink_logits=sink_logits,
             **step.observers(policy.observation),
@@ -340,7 +340,7 @@ class TritonOps(Ops):
     def compact_prompts(
         self, ends: Sequence[tuple[int, int]], policy: Policy, tails: Sequence[int] | None = None
     ) -> None:
-        most = 1 if isinstance(policy.prompt, WholeHead) else PROMPTS  # rows whose heads are judged whole go one by one
+        most = 1 if isinstance(policy.prompt, WholeHead) else PROMPTS  # rows whose heads are scored whole go one by one
         for first in range(0, len(ends), most):
             some = slice(first, first + most)
             for _, layers in self.state.groups(policy.layer_stride):
@@ -356,28 +356,28 @@ class TritonOps(Ops):
         compact_prompts(layers, rows, seq_lens, self.prompt, cuts, *last)
 
     def copy_compact(
-        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, judged: torch.Tensor | None
+        self, target: int, parts: Sequence[Part], seq_len: int, policy: Policy, shared_scores: torch.Tensor | None
     ) -> None:
         for at, layers in self.state.groups(policy.layer_stride):
-            known = None if judged is None else judged[at]
+            known = None if shared_scores is None else shared_scores[at]
             cuts = self.decisions.of_parts(layers, parts, seq_len, policy, known)
             self._copy(layers, target, parts, seq_len, cuts, known)
 
     def _copy(
         self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, cuts: Cuts,
-        judged: torch.Tensor | None,
+        shared_scores: torch.Tensor | None,
     ) -> None:  # fmt: skip
         for source, lo, hi in parts:
-            copy_compact(layers, target, source, lo, hi, seq_len, self.prompt.spans, cuts, judged=judged)
+            copy_compact(layers, target, source, lo, hi, seq_len, self.prompt.spans, cuts, shared_scores=shared_scores)
 
-    def compact_judged(self, layers: PageState, row: int, seq_len: int, judgement: Judgement) -> None:
-        put_scores(layers, row, judgement.scores)
-        self._compact(layers, [(row, seq_len)], judgement.cuts)
+    def compact_scored(self, layers: PageState, row: int, seq_len: int, scoring: Scoring) -> None:
+        put_scores(layers, row, scoring.scores)
+        self._compact(layers, [(row, seq_len)], scoring.cuts)
 
-    def copy_judged(
-        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, judgement: Judgement
+    def copy_scored(
+        self, layers: PageState, target: int, parts: Sequence[Part], seq_len: int, scoring: Scoring
     ) -> None:
-        self._copy(layers, target, parts, seq_len, judgement.cuts, judgement.scores)
+        self._copy(layers, target, parts, seq_len, scoring.cuts, scoring.scores)
 
     def release(self, row: int) -> None:
         release(self.state, row, self.prompt.spans)

@@ -84,15 +84,17 @@ def warm_up(
     none = torch.zeros(many, dtype=torch.int64, device=device)
     one_row, no_rows = torch.ones(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int32, device=device)
     changes = compacts(state, policy)
-    judged = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if changes and copies else []
+    shared_scores = [{0: torch.zeros(state.num_layers, heads, 1, device=device)}] if changes and copies else []
     form: dict[str, Any] = {"rotation": rotation, "key_means": None if key_means is None else key_means[0]}
     rotation.of(ops.rotate, q[:1], key[:1], value[:1])
     if rotation.values:
         ops.rotate(value.new_zeros(1, ops.q_heads, fmt.v_head_dim))
-    for prefix, scores in [(0, {}), (1, {}), *((1, x) for x in judged)]:
+    for prefix, scores in [(0, {}), (1, {}), *((1, x) for x in shared_scores)]:
         one, zero = none[:1], none[:1]
         for stored in ((), (prefix,)) if prefix else ((),):  # pages as they are, and read back where that is done
-            step = Step(one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), judged=scores)
+            step = Step(
+                one_row, zero, zero, zero, one, zero, zero, no_rows, no_rows, 1, prefix, (1,), shared_scores=scores
+            )
             step.prefixes, step.as_computed = stored, bool(stored)
             ops.begin(step, decode=False)
             ops.append(0, key[:1], value[:1], step, **form)
@@ -118,7 +120,7 @@ def warm_up(
         ops.compact_prompts([(1, 0)], policy)
         if tail_tokens(state, policy):
             ops.compact_prompts([(1, 0)], policy, [0])
-    for own in judged:
+    for own in shared_scores:
         for known in (None, own[0]):
             ops.copy_compact(2, [(1, 0, 0)], 0, policy, known)
     if queries is not None:
@@ -162,11 +164,11 @@ def _warm_up_running(ops: TritonOps, state: PageState, policy: Policy, queries: 
     ops.store_queries(queries, 0, q, ops.decode_step(rows, torch.ones_like(rows)))
     for first, (at, layers) in product((True, False), state.groups(policy.layer_stride)):
         asked = queries.queries[0, at]
-        judgement = ops.judge_running(layers, 1, window, asked, scaling, first=first, most=window)
+        scoring = ops.score_running(layers, 1, window, asked, scaling, first=first, most=window)
         if len(state.fmt.tiers) == 1:
-            ops.compact_judged(layers, 1, window, judgement)
+            ops.compact_scored(layers, 1, window, scoring)
             ops.transfer_pages(layers, 1, 2)
-        ops.copy_judged(layers, 2, [(1, 0, window)], window, judgement)
+        ops.copy_scored(layers, 2, [(1, 0, window)], window, scoring)
 
 
 def _warm_up_decode(

@@ -35,7 +35,7 @@ class Observation:
     queries: int = 0
     """Newest tokens of a prompt that all observe in the prompt phase; 0: all."""
     every: int = 0
-    """Of the tokens before them, each so-manieth observes, for as many as that; 0: none."""
+    """Every Nth of the tokens before them observes, and counts N times; 0: none."""
     reduce: Literal["max", "mean"] = "max"
     """Over the query heads of a KV head."""
 
@@ -77,7 +77,7 @@ class Pointwise:
     thresholds of the tiers from the second to the last but one, falling; those that are too many are not used.
 
     The mean attention of a prompt's token at 0-based position ``i`` is ``1 / (i + 1)``, that of a generation step
-    ``1 / length``. There the candidate, which leaves the window, is judged, and if it stays the least significant token
+    ``1 / length``. There the candidate, which leaves the window, is scored, and if it stays the least significant token
     (DiffKV's Algorithm 1).
     """
 
@@ -239,14 +239,14 @@ class Count:
 
 @dataclass(frozen=True)
 class Running:
-    """A running request never holds more than ``limit`` tokens a head for long: once it does, all of them are judged
+    """A running request never holds more than ``limit`` tokens a head for long: once it does, all of them are scored
     again, by its newest queries, and ``keep`` stay.
 
     A token's score is then the larger of its new one and ``decay`` times the one it had. ``queries``: newest queries
-    that judge, each by its attention to the tokens up to its own. The policy's prompt rule says which tokens stay; it
+    that score, each by its attention to the tokens up to its own. The policy's prompt rule says which tokens stay; it
     smooths values the first time only. ``slots``: requests whose queries are kept at the same time, as a share of those
     that may run; the others wait, and hold more meanwhile. ``constrained``: no more run than have their queries kept.
-    ``asynchronous``: a request is judged beside the next pass, and is in no decode step meanwhile.
+    ``asynchronous``: a request is scored beside the next pass, and is in no decode step meanwhile.
     """
 
     limit: int
@@ -277,9 +277,9 @@ class Policy:
     horizon: int = 0
     """Later tokens after which a score forgets, see ``kernels/decode_attention``; 0: it is a mean over all."""
     generated_every: int = 1
-    """Of generated tokens, each so-manieth observes those before it, for as many."""
+    """Every Nth generated token observes those before it, and counts N times."""
     layer_stride: int | None = None
-    """Layers that are judged and compacted at a time, by a rule that judges each head by itself; None: all."""
+    """Layers that are scored and compacted at a time, by a rule that scores each head by itself; None: all."""
 
     @property
     def score_source(self) -> ScoreSource:
@@ -315,7 +315,7 @@ class Policy:
 
     @property
     def running(self) -> Running | None:
-        """When a running request is judged again; None: never. Generation steps then keep no scores up."""
+        """When a running request is scored again; None: never. Generation steps then keep no scores up."""
         return None
 
     def scored_tiers(self, tiers: int) -> int:
@@ -335,7 +335,7 @@ class Policy:
         """Of so many tiers, the first ones whose tokens' scores generation steps keep up."""
         if not self.searches_steps:
             return 0
-        return min(self.scored_tiers(tiers), tiers if self.judges_low else 1)
+        return min(self.scored_tiers(tiers), tiers if self.scores_low else 1)
 
     @property
     def compresses(self) -> bool:
@@ -343,7 +343,7 @@ class Policy:
         return self.prompt is not None or self.generation is not None
 
     @property
-    def judges_low(self) -> bool:
+    def scores_low(self) -> bool:
         """False if no decision of a generation step reads scores of lower tiers, which are then not kept up there."""
         return self.prunes or isinstance(self.generation, Share)
 

@@ -36,8 +36,8 @@ class Budget:
         """Tokens that a head keeps of ``length`` (int64; any shape, [layers, KV heads] where heads differ), never fewer
         than the ``window`` that stays in any case. ``limits``: what ``limits`` gives, if it was asked before."""
         tokens, fraction = limits or self.limits(length.device)
-        judged = (length - window).clamp(min=0) if self.beside else length
-        share = (judged.double() * fraction).ceil().long().clamp(min=tokens)
+        scored = (length - window).clamp(min=0) if self.beside else length
+        share = (scored.double() * fraction).ceil().long().clamp(min=tokens)
         share = share + window if self.beside else share.clamp(min=window)
         return torch.minimum(length, share)
 

@@ -40,7 +40,7 @@ from sglang_diffkv.policies.options import PolicyOptions
 OBSERVERS = 256
 """Newest tokens of a prompt that all observe where others are sampled."""
 EVERY = 4
-"""Of the others each so-manieth observes where nothing is said."""
+"""Every Nth of the others observes, by default."""
 
 
 def filling_window(window: int, page_tokens: int) -> int:
@@ -56,7 +56,7 @@ class DiffKVPolicy(Policy):
     """Thresholds ``alpha_high`` and ``alpha_low`` in units of the mean attention; newest ``window`` and first
     ``sinks`` tokens stay high. ``horizon``: later tokens after which scores forget, 0 for never.
     ``head_scale``: [layers][KV heads] positive factors of all thresholds, None for 1 everywhere.
-    ``observe_every``: of a prompt's tokens but the newest, each so-manieth observes; ``generated_every``: the same of
+    ``observe_every``: of a prompt's tokens but the newest, every Nth observes; ``generated_every``: the same of
     generated ones. ``pressure_window``: the window that is left to running requests before one is retracted, None for
     no other.
 
@@ -145,10 +145,12 @@ class DiffKVPolicyConfig(PolicyOptions):
     horizon: Tokens = Field(default=0, description="later tokens after which scores forget; 0: never")
     observe_every: Every | None = Field(
         default=None,
-        description=f"of a prompt's tokens but the newest {OBSERVERS}, each so-manieth judges those before it; by "
-        f"default each {EVERY}th, or as many as the window has tokens if these are fewer",
+        description=f"every Nth prompt query contributes to the scores and counts N times; the newest {OBSERVERS} do "
+        f"always. Default: {EVERY}, or the window if that is smaller",
     )
-    generated_every: Every = Field(default=1, description="of generated tokens, each so-manieth judges those before it")
+    generated_every: Every = Field(
+        default=1, description="every Nth generated token contributes to the scores and counts N times"
+    )
     pressure_window: Window | None = Field(
         default=64,
         description="a smaller window, to which the replies of running requests are compressed once more, before one "
@@ -173,13 +175,13 @@ class DiffKVPolicyConfig(PolicyOptions):
         if self.observe_every is not None and self.observe_every > self.window:
             raise ValueError(
                 f"observe_every {self.observe_every} is above window {self.window}: a chunk's last tokens outside the "
-                "window would be judged by nobody"
+                "window would have no score"
             )
         for name, window in (("window", self.window), ("pressure_window", self.pressure_window or self.window)):
             if self.generated_every > window:
                 raise ValueError(
                     f"generated_every {self.generated_every} is above {name} {window}: tokens would leave it that "
-                    "nobody has judged"
+                    "have no score"
                 )
         falling = (self.alpha_high, *self.alpha_between, self.alpha_low)
         if list(falling) != sorted(falling, reverse=True):

@@ -18,7 +18,7 @@ What differs from the authors' code:
 - window and pooling are those of the paper's experiments, 8 and a maximum over 7 neighbours; the code's defaults are
   others;
 - each KV head chooses once, where the code repeats keys and values and chooses for each query head;
-- a prefix that comes from the prefix cache was judged when it was cached; budgets then count the request's own prompt
+- a prefix that comes from the prefix cache was scored when it was cached; budgets then count the request's own prompt
   tokens only.
 """
 
@@ -60,7 +60,7 @@ class PyramidKVPolicyConfig(BudgetOptions):
     """A budget for each layer, falling from the first to the last, applied once at the end of the prompt."""
 
     name: Literal["pyramidkv"] = "pyramidkv"
-    window: Window = Field(default=8, description="newest prompt tokens: they stay, and judge the others")
+    window: Window = Field(default=8, description="newest prompt tokens: they stay, and score the others")
     pool: Pool = Field(default=7, description="width of the max-pooling of scores, odd")
     beta: Beta = Field(default=20, description="by how much the last layer keeps less than the mean")
 

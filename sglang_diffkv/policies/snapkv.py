@@ -10,7 +10,7 @@ heads of a KV head.
 What differs from the paper:
 
 - each KV head chooses once, where the paper's code repeats keys and values and chooses for each query head;
-- a prefix that comes from the prefix cache was judged when it was cached; the budget then counts the request's
+- a prefix that comes from the prefix cache was scored when it was cached; the budget then counts the request's
   own prompt tokens only.
 """
 
@@ -52,7 +52,7 @@ class SnapKVPolicyConfig(BudgetOptions):
     """A static budget for each head, applied once at the end of the prompt."""
 
     name: Literal["snapkv"] = "snapkv"
-    window: Window = Field(default=32, description="newest prompt tokens: they stay, and judge the others")
+    window: Window = Field(default=32, description="newest prompt tokens: they stay, and score the others")
     pool: Pool = Field(default=7, description="width of the max-pooling of scores, odd")
 
     @field_validator("pool")

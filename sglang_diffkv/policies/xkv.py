@@ -17,7 +17,7 @@ What differs from the paper:
   at the end of a prompt, and find the same sizes;
 - what each head keeps it chooses by its own query heads' attention, where the paper does not say which heads share a
   choice;
-- a prefix that comes from the prefix cache was judged when it was cached; sizes and retention are then those of the
+- a prefix that comes from the prefix cache was scored when it was cached; sizes and retention are then those of the
   request's own prompt tokens.
 """
 
@@ -88,7 +88,7 @@ class XKVPolicyConfig(PolicyOptions):
     layer_fractions: ByLayer[Fraction] | None = Field(
         default=None, description="[layers] share of the tokens outside the window that stay"
     )
-    window: Window = Field(default=8, description="newest prompt tokens: they stay, and judge the others")
+    window: Window = Field(default=8, description="newest prompt tokens: they stay, and score the others")
     pool: Pool = Field(default=7, description="width of the average pooling of scores, odd")
     high: Fraction = Field(
         default=1.0, description="with two tiers, the share of the kept tokens that stay in the high one"

@@ -91,7 +91,7 @@ class ZipagePolicyConfig(PolicyOptions):
     name: Literal["zipage"] = "zipage"
     max_blocks: Blocks = Field(description="blocks that a request holds at most; all but one of them are kept")
     block: Block = Field(default=256, description="tokens of a block")
-    window: Observers = Field(default=16, description="newest queries, which judge; their tokens stay")
+    window: Observers = Field(default=16, description="newest queries, which score; their tokens stay")
     decay: Fraction = Field(default=0.8, description="of the scores of earlier times; 0: only the last counts")
     pool: Pool = Field(default=5, description="width of the max-pooling of the first time, odd")
     redundancy: Weight = Field(default=0.2, description="weight of how much a key repeats others; 0: none")
@@ -110,7 +110,7 @@ class ZipagePolicyConfig(PolicyOptions):
         "all where scheduling is constrained",
     )
     asynchronous: Switch = Field(
-        default=False, description="requests are judged beside the next pass, and left out of it if it is a decode step"
+        default=False, description="requests are scored beside the next pass, and left out of it if it is a decode step"
     )
     layer_stride: Layers | None = Field(
         default=None, description="layers that are compressed at a time, in the memory of so many; null: all"
@@ -126,7 +126,7 @@ class ZipagePolicyConfig(PolicyOptions):
         if self.window > self.block:
             raise ValueError(f"window {self.window} must be within a block of {self.block}")
         if self.asynchronous and self.layer_stride is not None:
-            raise ValueError("layer_stride is not for asynchronous: all layers are judged before any is moved")
+            raise ValueError("layer_stride is not for asynchronous: all layers are scored before any is moved")
         return self
 
     def build(self) -> ZipagePolicy:

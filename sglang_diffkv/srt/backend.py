@@ -203,11 +203,13 @@ class DiffKVAttnBackend(AttentionBackend):
             raise RuntimeError("diffkv: SGLang runs a prefill that it did not schedule")
         count = len(launched.rows) - launched.decoding  # requests whose prompts run; those that decode come last
         tensors = (rows[:count], forward_batch.extend_prefix_lens[:count], forward_batch.extend_seq_lens[:count])
-        judged = self.manager.prompts.judged
-        judged = {i: judged[row] for i, row in enumerate(launched.rows) if row in judged}
+        shared_scores = self.manager.prompts.shared_scores
+        shared_scores = {i: shared_scores[row] for i, row in enumerate(launched.rows) if row in shared_scores}
         numbers = (launched.start[:count], launched.new_tokens[:count])
         as_computed = all(map(self.manager.rows.as_computed, launched.rows[:count]))
-        self.extend.plan(*tensors, *numbers, prompts=launched.prompts, judged=judged, as_computed=as_computed)
+        self.extend.plan(
+            *tensors, *numbers, prompts=launched.prompts, shared_scores=shared_scores, as_computed=as_computed
+        )
         if launched.decoding:
             # Copies, which lie where kernels were compiled for: at addresses that 16 divides.
             self.decode.plan(rows[count:].clone(), forward_batch.seq_lens[count:].clone())

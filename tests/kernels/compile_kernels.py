@@ -158,7 +158,7 @@ def call_again(
         since = (before + 2).tolist() if policy.observation.queries else None
         step = Step.extend(rows, before, lengths, before.tolist(), lengths.tolist(), since)
         if compresses and before is prefix:
-            step.judged = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
+            step.shared_scores = {batch - 1: torch.zeros(state.num_layers, heads, 8 * batch + 1)}
         planned, ops.ragged, step.as_computed = ops.ragged, ragged, kept
         ops.begin(step, decode=False)
         for layer in range(2):
@@ -184,8 +184,8 @@ def call_again(
             ops.compact_prompts([(2, number), (1, 5), (3, number)], policy)
             if tail_tokens(state, policy):
                 ops.compact_prompts([(2, number), (1, 5), (3, number)], policy, [number, 0, 1])
-            for judged in (None, torch.zeros(state.num_layers, heads, number)):
-                ops.copy_compact(number + 1, [(number, number, 2 * number)], 5 * number, policy, judged)
+            for shared_scores in (None, torch.zeros(state.num_layers, heads, number)):
+                ops.copy_compact(number + 1, [(number, number, 2 * number)], 5 * number, policy, shared_scores)
     for steps in (1, 3):
         ops.count_rows(rows, steps=steps, low_grows=policy.compresses and len(state.fmt.tiers) > 1)
     ops.measure(rows, prefix, lengths)
@@ -211,12 +211,12 @@ def call_again(
         ops.store_queries(queries, 1, q[:batch], step)
         for number, (at, layers) in product((16, 17, 64), state.groups(policy.layer_stride)):
             asked, length = queries.queries[-1, at], number + 16
-            judgement = ops.judge_running(
+            scoring = ops.score_running(
                 layers, number, length, asked, scaling, first=number == 17, most=length
             )  # fmt: skip
-            ops.copy_judged(layers, number + 1, [(number, number, 2 * number)], length, judgement)
+            ops.copy_scored(layers, number + 1, [(number, number, 2 * number)], length, scoring)
             if len(state.fmt.tiers) == 1:
-                ops.compact_judged(layers, number, length, judgement)
+                ops.compact_scored(layers, number, length, scoring)
                 ops.transfer_pages(layers, number, number + 1)
 
 

@@ -97,12 +97,12 @@ def test_what_is_out_of_reach_is_not_seen(tiers, attention_span):
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("judge_low", [True, False])
+@pytest.mark.parametrize("score_low", [True, False])
 @pytest.mark.parametrize("programs", [1, 3])
-def test_many_pages_and_many_units(programs, judge_low):
+def test_many_pages_and_many_units(programs, score_low):
     """A program that walks more than 32 pages of a tier, looked up 32 at a time, and more than 32 tiers of heads."""
-    fmt = replace(make_format("K8V4 K4V2", 64, page_tokens=4), scored=2 if judge_low else 1)
-    policy = diffkv_policy(1.0, 0.1 if judge_low else 0.0, WINDOW)
+    fmt = replace(make_format("K8V4 K4V2", 64, page_tokens=4), scored=2 if score_low else 1)
+    policy = diffkv_policy(1.0, 0.1 if score_low else 0.0, WINDOW)
     geometry = Geometry(fmt, 1, 2, 900, num_rows=14, num_segments=2, max_tokens=400)
     manager = PageManager(geometry, policy, dtype=BF16, device=DEVICE)
     manager.state.pages.view(torch.int16).fill_(0x7FFF)
@@ -119,10 +119,10 @@ def test_many_pages_and_many_units(programs, judge_low):
     workspace = DecodeWorkspace.create(state, batch + 1, 8, max_tokens=400, config=config)
     workspace.partial_out.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
-    workspace.plan(state, rows, valid, judge_low=judge_low)
+    workspace.plan(state, rows, valid, score_low=score_low)
     twin = clone_state(state)
-    found = FoundTokens.create(state, batch + 1, config, judge_low=judge_low)
-    expected = StepScores.create(state, batch, judge_low)
+    found = FoundTokens.create(state, batch + 1, config, score_low=score_low)
+    expected = StepScores.create(state, batch, score_low)
     out, lse = decode_attention(state, 0, q, rows, seq_lens, 0.1, workspace, valid, found=found, window=WINDOW)
     ref_out, ref_lse = reference(twin, 0, q[:-1], rows[:-1], seq_lens[:-1], 0.1, scores=expected, window=WINDOW)
     held = torch.tensor(lengths, device=DEVICE) > 0

@@ -65,13 +65,13 @@ def test_ranks_exchange_their_heads(kind: str, ranks: int) -> None:
     tokens = reference.importance(values, alone)
 
     def parts(kernel: Any, device: str) -> list[tuple[list[int], torch.Tensor]]:
-        def judge(of: Ranks) -> tuple[list[int], torch.Tensor]:
+        def score(of: Ranks) -> tuple[list[int], torch.Tensor]:
             mine = values[:, 2 * of.rank : 2 * of.rank + 2].contiguous().to(device)
             out = torch.empty(3, 1, 300, device=device)
             room = torch.empty(2, 3, 300, device=device)
             return kernel(mine, out, reference.Shared(of.size, of.add, room)).tolist(), out.cpu()
 
-        return with_one_sum(judge, ranks)
+        return with_one_sum(score, ranks)
 
     expected = parts(reference.importance, "cpu")
     for found, out in [*expected, *parts(on_gpu.importance, DEVICE)]:

@@ -116,11 +116,11 @@ def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, 
         return [torch.randn(count, *size, generator=generator).to(DEVICE, BF16) for size in sizes]
 
     before, new = [base + x for x in COUNTS], torch.tensor(NEW, device=DEVICE)
-    judged = {2: torch.full((1, 2, before[2]), float("nan"), device=DEVICE)} if scored else {}
+    shared_scores = {2: torch.full((1, 2, before[2]), float("nan"), device=DEVICE)} if scored else {}
     step = Step.extend(rows, torch.tensor(before, device=DEVICE), new, before, NEW)
-    step.judged = judged
+    step.shared_scores = shared_scores
     twin_step = Step.extend(rows, torch.tensor(before, device=DEVICE), new, before, NEW)
-    twin_step.judged = {number: x.clone() for number, x in judged.items()}
+    twin_step.shared_scores = {number: x.clone() for number, x in shared_scores.items()}
     ops.begin(step, decode=False)
     ref.begin(twin_step, decode=False)
     q, key, value = drawn(sum(NEW))
@@ -129,8 +129,8 @@ def check_kernels(tiers: str, policy: Policy, scored: int, position_bytes: int, 
     out = ops.extend(0, q, key, value, step, SCALING)
     assert close(out, ref.extend(0, q, key, value, twin_step, SCALING)) < 6e-3
     same_tokens(state, twin, ROWS)
-    for number, x in judged.items():
-        torch.testing.assert_close(x, twin_step.judged[number], rtol=3e-2, atol=2e-4, equal_nan=True)
+    for number, x in shared_scores.items():
+        torch.testing.assert_close(x, twin_step.shared_scores[number], rtol=3e-2, atol=2e-4, equal_nan=True)
     take_scores(state, twin)
 
     after = [x + y for x, y in zip(before, NEW, strict=True)]

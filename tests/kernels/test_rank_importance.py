@@ -50,11 +50,11 @@ def test_ranks_in_processes_decide_alike(backend: str, tmp_path: Path) -> None:
         values = importance_of(kind, length, SIZE)
         out = torch.empty(SIZE, LAYERS, 1, length)
 
-        def judge(of: Ranks, values=values, out=out, length=length) -> list[int]:
+        def score(of: Ranks, values=values, out=out, length=length) -> list[int]:
             mine = values[:, 2 * of.rank : 2 * of.rank + 2].contiguous()
             room = torch.empty(2, LAYERS, length)
             return reference.importance(mine, out[of.rank], reference.Shared(of.size, of.add, room)).tolist()
 
-        tokens, _ = with_one_sum(judge, SIZE)
+        tokens, _ = with_one_sum(score, SIZE)
         bits = out[0].nan_to_num(nan=-1.0).view(torch.int32).flatten().tolist()
         assert found == [kind, length, tokens, bits]

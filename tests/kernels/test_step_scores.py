@@ -56,7 +56,7 @@ def queries(state, group, generator):
     return q.to(DEVICE, BF16), torch.randn(*shape, generator=generator).to(DEVICE) + 3.0
 
 
-def both(manager, generator, group, tile=16, most=2, *, judge_low=True, scored=True, layers=range(2), **rule):
+def both(manager, generator, group, tile=16, most=2, *, score_low=True, scored=True, layers=range(2), **rule):
     """What the kernel and the reference found, in this order, and their states. The last request is padding."""
     state = manager.state
     twin = clone_state(state)
@@ -65,9 +65,9 @@ def both(manager, generator, group, tile=16, most=2, *, judge_low=True, scored=T
     rows = torch.tensor([2, 5, 3, 0], device=DEVICE)
     seq_lens = torch.tensor([*LENGTHS, 1], device=DEVICE)
     config = DecodeConfig(tile=tile, score_parts=most)
-    found = FoundTokens.create(state, 4, config, judge_low=judge_low, scored=scored)
+    found = FoundTokens.create(state, 4, config, score_low=score_low, scored=scored)
     found.packed[:, layers].random_(0, 100)
-    expected = StepScores.create(state, 3, judge_low, scored)
+    expected = StepScores.create(state, 3, score_low, scored)
     valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     scale = 0.3 / state.fmt.head_dim**0.5
     if not scored:
@@ -114,7 +114,7 @@ def test_the_kernel_is_its_reference(tiers, dim, group, page_tokens, tile, most,
 
 def test_lower_tiers_keep_their_scores_where_nothing_is_pruned():
     manager, generator = make("K8V4 K4V2", 64, 8, diffkv_policy(1.0, 0.0, WINDOW))
-    got, expected, state, twin = both(manager, generator, 4, judge_low=False)
+    got, expected, state, twin = both(manager, generator, 4, score_low=False)
     check(got, expected, state, twin)
     assert (got.least_slot[..., 1] == -1).all() and (got.least_slot[..., 0] >= 0).any()
 

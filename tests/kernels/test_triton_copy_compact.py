@@ -55,20 +55,20 @@ def test_copies_are_the_reference_s(tiers, dim, v_dim, judging, sinks, scales):
     segments = [manager.segments.share(1, 0, 45)]
     manager.space.flush()
     assert segments[0] is not None
-    judged = None
+    shared_scores = None
     if judging:
-        judged = torch.rand(2, 2, 31, generator=generator).to(DEVICE) * 0.2
-        judged[:, :, 7:20] = float("nan")
+        shared_scores = torch.rand(2, 2, 31, generator=generator).to(DEVICE) * 0.2
+        shared_scores[:, :, 7:20] = float("nan")
     manager.space.extend(TARGET, (30,) * len(manager.fmt.tiers))
     manager.space.flush()
     twin = clone_state(state)
     policy = replace(manager.policy, sinks=sinks)
     policy = scaled(policy, state, generator) if scales else policy
     spans = Spans.create(state, 1)
-    cuts = Decisions().of_parts(state, [], 48, policy, judged)
+    cuts = Decisions().of_parts(state, [], 48, policy, shared_scores)
     for source, lo, hi in ((segments[0].row, 3, 40), (2, 0, 23)):
-        copy_compact(state, TARGET, source, lo, hi, 48, spans, cuts, judged=judged)
-        reference.copy_compact(twin, TARGET, [(source, lo, hi)], 48, cuts, judged)
+        copy_compact(state, TARGET, source, lo, hi, 48, spans, cuts, shared_scores=shared_scores)
+        reference.copy_compact(twin, TARGET, [(source, lo, hi)], 48, cuts, shared_scores)
         for name in COUNTS:
             assert torch.equal(getattr(state, name), getattr(twin, name)), name
         for tier in range(len(state.tiers)):

@@ -64,7 +64,7 @@ CASES = [
 
 
 def run_both(
-    manager, tiers, group, programs, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, judge_low=True,
+    manager, tiers, group, programs, tile, *, cap=0.0, lengths=(61, 0, 9), dtype=BF16, scores=True, score_low=True,
     score_tokens=32, cuda=False, **rule,
 ):  # fmt: skip
     generator = torch.Generator().manual_seed(len(tiers) + group)
@@ -82,11 +82,11 @@ def run_both(
     workspace = DecodeWorkspace.create(state, 4, q.shape[1], max_tokens=400 if scores else 0, config=config)
     for scratch in (workspace.partial_out, workspace.logits, workspace.tile_max):
         scratch.fill_(float("nan"))
-    found = FoundTokens.create(state, 4, config, judge_low=judge_low) if scores else None
-    expected_scores = StepScores.create(state, 3, judge_low) if scores else None
+    found = FoundTokens.create(state, 4, config, score_low=score_low) if scores else None
+    expected_scores = StepScores.create(state, 3, score_low) if scores else None
     valid = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     results = []
-    workspace.plan(state, rows, valid, judge_low=judge_low)
+    workspace.plan(state, rows, valid, score_low=score_low)
     for layer in range(state.num_layers):
         got = decode_attention(
             state, layer, q, rows, seq_lens, scale, workspace, valid, found=found, window=WINDOW, logit_cap=cap, **rule
@@ -144,10 +144,10 @@ def test_what_stands_on_the_scratch_page_is_not_found(scored):
     rows, seq_lens = torch.tensor([3], device=DEVICE), torch.tensor([61], device=DEVICE)
     q = torch.randn(1, 4, 64, generator=generator).to(DEVICE, BF16)
     workspace = DecodeWorkspace.create(state, 1, 4, max_tokens=400 if scored else 0)
-    found = FoundTokens.create(state, 1, judge_low=False, scored=scored)
+    found = FoundTokens.create(state, 1, score_low=False, scored=scored)
     expected = StepScores.create(clone_state(state), 1, False, scored)
     valid = torch.ones(1, dtype=torch.int32, device=DEVICE)
-    workspace.plan(state, rows, valid, judge_low=False)
+    workspace.plan(state, rows, valid, score_low=False)
     for layer in range(state.num_layers):
         twin = clone_state(state)
         reference(twin, layer, q, rows, seq_lens, 0.1, scores=expected, window=WINDOW, every=7)
@@ -448,7 +448,7 @@ def test_a_few_batches_need_every_kernel(monkeypatch, searched):
 
 def test_the_low_tier_is_not_judged_where_nothing_asks():
     manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
-    results, state, twin, found, expected = run_both(manager, "low", 4, 13, 32, judge_low=False)
+    results, state, twin, found, expected = run_both(manager, "low", 4, 13, 32, score_low=False)
     for (out, _), (ref_out, _) in results:
         assert close(out[0], ref_out[0]) < 6e-3
     rows, got = torch.tensor([2, 3], device=DEVICE), found.unpack()
@@ -520,8 +520,8 @@ def test_requests_share_the_room_for_logits():
         assert torch.equal(state.tiers[tier].scores[page].view(torch.int32), scores[tier])
 
 
-@pytest.mark.parametrize("judge_low", [True, False])
-def test_shared_pages_take_no_room(judge_low):
+@pytest.mark.parametrize("score_low", [True, False])
+def test_shared_pages_take_no_room(score_low):
     """Only own pages' logits are kept; after a shared prefix a request scores its own tokens as the reference does."""
     manager = make_manager(make_format("K8V4 K4V2", 64, page_tokens=8), window=WINDOW)
     generator, state = torch.Generator().manual_seed(8), manager.state
@@ -535,10 +535,10 @@ def test_shared_pages_take_no_room(judge_low):
     q = torch.randn(2, 4, 64, generator=generator).to(DEVICE, BF16)
     config = DecodeConfig(tile=16, programs=11, score_parts=2, score_tokens=32)
     workspace = DecodeWorkspace.create(state, 2, 4, max_tokens=100, config=config)
-    found = FoundTokens.create(state, 2, config, judge_low=judge_low)
-    expected = StepScores.create(state, 2, judge_low)
+    found = FoundTokens.create(state, 2, config, score_low=score_low)
+    expected = StepScores.create(state, 2, score_low)
     valid = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    workspace.plan(state, rows, valid, judge_low=judge_low)
+    workspace.plan(state, rows, valid, score_low=score_low)
     own = (state.entries - state.own_entry)[2]
     assert (own < state.entries[2]).any() and own.any()
     twin = clone_state(state)

@@ -41,7 +41,7 @@ WINDOWS = [
     ((48, 30, 13), 4), ((54, 200, 9), 3), ((9, 66, 0), 2),
 ]  # fmt: skip
 """Position of each request from which on all observe: from the first on; from new tokens on; in the prefix; behind
-all. And of those before each so-manieth."""
+all. And every Nth of those before."""
 
 
 @pytest.mark.cover(2)
@@ -197,8 +197,8 @@ def test_shared_tokens_are_judged_for_a_copy(tiers, since):
     segment = manager.segments.share(1, 0, 85)
     assert segment is not None
     manager.attach_prefix(2, [(segment, 0, 77)])
-    judged = {1: torch.full((1, 2, 77), float("nan"), device=DEVICE)}
-    expected = {1: judged[1].clone()}
+    shared_scores = {1: torch.full((1, 2, 77), float("nan"), device=DEVICE)}
+    expected = {1: shared_scores[1].clone()}
     at = 77
     for count in (9, 5):
         begin_step(manager, [3, 2], [4, count], [manager.rows.length(3), at])
@@ -219,11 +219,11 @@ def test_shared_tokens_are_judged_for_a_copy(tiers, since):
             settings["observe_from"] = torch.tensor([0, since], device=DEVICE)
         extend_attention(
             state, 0, q, key, value, rows, starts, extend_lens, prefix_lens, max(4, count), at, 0.1,
-            judged=judged, **settings,
+            shared_scores=shared_scores, **settings,
         )  # fmt: skip
-        reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, judged=expected, **settings)
-        torch.testing.assert_close(judged[1], expected[1], rtol=3e-2, atol=2e-4, equal_nan=True)
+        reference(twin, 0, q, key, value, rows, extend_lens, prefix_lens, 0.1, shared_scores=expected, **settings)
+        torch.testing.assert_close(shared_scores[1], expected[1], rtol=3e-2, atol=2e-4, equal_nan=True)
         after = state.tiers[0].scores[held_pages(state, torch.tensor([segment.row], device=DEVICE), 0)]
         assert torch.equal(kept.view(torch.int32), after.view(torch.int32)), "a page that others read was written"
         at += count
-    assert judged[1].isfinite().float().mean() > 0.5
+    assert shared_scores[1].isfinite().float().mean() > 0.5

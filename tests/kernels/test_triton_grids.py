@@ -43,7 +43,7 @@ def test_long_prompts(monkeypatch, dim, group, prefix):
     append.append(state, 0, key, value, each, each, each, one, rotation=Rotation(True, True), query=q)
     extend.extend_attention(
         state, 0, q, key, value, one, one, one, one, tokens, prefix, 0.1, update_scores=True,
-        judged={0: torch.empty(2, heads, 1, device="meta")},
+        shared_scores={0: torch.empty(2, heads, 1, device="meta")},
     )  # fmt: skip
     assert {"rotate_kernel", "append_kernel", "rotated_append_kernel", "ragged_kernel", "new_scores_kernel"} <= set(
         grids

@@ -69,8 +69,10 @@ class Prompts:
         numbers = [torch.tensor(x, device=DEVICE) for x in (rows, starts, counts)]
         as_computed = all(map(manager.rows.as_computed, rows))
         prompts = [start + 90 for start in starts]
-        judged = {rows.index(row): found for row, found in manager.prompts.judged.items() if row in rows}
-        self.wrapper.plan(*numbers, starts, counts, prompts=prompts, judged=judged, as_computed=as_computed)
+        shared_scores = {rows.index(row): found for row, found in manager.prompts.shared_scores.items() if row in rows}
+        self.wrapper.plan(
+            *numbers, starts, counts, prompts=prompts, shared_scores=shared_scores, as_computed=as_computed
+        )
         self.wrapper.begin()
         for layer in range(LAYERS):
             q, key, value = (
@@ -84,7 +86,9 @@ class Prompts:
     def scores(self, *rows: int) -> list[torch.Tensor]:
         """Of what rows share and judge, and what each row holds in the high tier."""
         state, view = self.manager.state, self.manager.state.tiers[0]
-        found = [scores[~scores.isnan()] for scores in self.manager.prompts.judged.values()]  # a low tier has none
+        found = [
+            scores[~scores.isnan()] for scores in self.manager.prompts.shared_scores.values()
+        ]  # a low tier has none
         for row in rows if view.scores is not None else ():
             pages = held_pages(state, torch.tensor([row], device=DEVICE), 0)
             position = view.positions[pages]
@@ -100,11 +104,11 @@ def run(make_ops: OpsOf, *given: Any) -> Passes:
     segment = prompts.manager.segments.share(1, 0, 45)
     assert segment is not None
     prompts.manager.attach_prefix(2, [(segment, 0, 33)])
-    prompts.manager.prompts.judge(2)
+    prompts.manager.prompts.score_shared(2)
     prompts.extend([3, 1, 4, 2], [13, 20, 9, 41])
     prompts.extend([1, 4, 2], [7, 1, 3])
-    judged = prompts.manager.prompts.judged.values()
-    assert bool(judged) == (prompts.manager.state.tiers[0].scores is not None)
+    shared_scores = prompts.manager.prompts.shared_scores.values()
+    assert bool(shared_scores) == (prompts.manager.state.tiers[0].scores is not None)
     return Passes(prompts.outs, prompts.scores(1, 2, 3, 4))
 
 

@@ -75,16 +75,18 @@ def test_values_are_what_a_scan_of_the_pages_finds(tiers, own):
     manager, parts = two_parts(tiers)
     parts = [(2, 0, 61)] if own else parts
     expected = gathered(manager, parts, own, 61)
-    judged = torch.full((2, 2, 20), NAN)
-    judged[..., 6:9] = 7.0
+    shared_scores = torch.full((2, 2, 20), NAN)
+    shared_scores[..., 6:9] = 7.0
     known = np.arange(61)[None, None] * np.ones_like(expected)
     with_judged = np.where((known >= 6) & (known < 9) & ~np.isnan(expected), 7.0, expected)
-    for scores, here in ((None, expected), (judged, with_judged)):
+    for scores, here in ((None, expected), (shared_scores, with_judged)):
         values = torch.empty(2, 2, 61)
-        stored = reference.gather_scores(manager.state, parts, values, 61, window=0, judged=scores, own=own)
+        stored = reference.gather_scores(manager.state, parts, values, 61, window=0, shared_scores=scores, own=own)
         np.testing.assert_array_equal(values.numpy(), here)
         assert np.array_equal(stored.numpy(), (~np.isnan(expected)).sum(2))
-        reference.gather_scores(manager.state, parts, values, 61, window=4, sinks=5, sums=True, judged=scores, own=own)
+        reference.gather_scores(
+            manager.state, parts, values, 61, window=4, sinks=5, sums=True, shared_scores=scores, own=own
+        )
         sums = here * (60 - np.arange(61)).astype(np.float32)
         sums[..., 57:] = np.where(np.isnan(sums[..., 57:]), np.nan, np.inf)
         sums[..., :5] = np.where(np.isnan(sums[..., :5]), np.nan, np.inf)
@@ -96,11 +98,11 @@ def test_values_are_what_a_scan_of_the_pages_finds(tiers, own):
 @pytest.mark.parametrize("sums", [False, True])
 def test_triton_gathers_what_the_reference_does(tiers, dim, v_dim, sums):
     manager, parts = two_parts(tiers, dim, v_dim)
-    judged = torch.rand(2, 2, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    judged[..., 6:9] = NAN
-    for given, own, scores in ((parts, False, None), (parts, False, judged), ([(2, 0, 61)], True, None)):
+    shared_scores = torch.rand(2, 2, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    shared_scores[..., 6:9] = NAN
+    for given, own, scores in ((parts, False, None), (parts, False, shared_scores), ([(2, 0, 61)], True, None)):
         values = torch.empty(2, 2, 2, 61, device=DEVICE)
-        more = {"window": 6, "sinks": 4, "sums": sums, "judged": scores, "own": own}
+        more = {"window": 6, "sinks": 4, "sums": sums, "shared_scores": scores, "own": own}
         got = on_gpu.gather_scores(manager.state, given, values[0], 61, **more)
         expected = reference.gather_scores(manager.state, given, values[1], 61, **more)
         assert torch.equal(got, expected) and int(got.min()) > 0
@@ -202,15 +204,17 @@ def test_copies_match_reference(tiers, dim, v_dim, judging, rule):
     """Of a path of two parts, the first with tokens in both tiers, each head chooses once."""
     manager, parts = two_parts(tiers, dim, v_dim)
     state, policy = manager.state, Whole(rule)
-    judged = torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(5)).to(DEVICE) * 0.1 if judging else None
+    shared_scores = (
+        torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(5)).to(DEVICE) * 0.1 if judging else None
+    )
     manager.space.extend(5, (30,) * len(manager.fmt.tiers))
     manager.space.flush()
     twin = clone_state(state)
-    cuts = Decisions.of(WHOLE_HEADS, state, policy, 100).of_parts(state, parts, 61, policy, judged)
+    cuts = Decisions.of(WHOLE_HEADS, state, policy, 100).of_parts(state, parts, 61, policy, shared_scores)
     spans = Spans.create(state, 1)
     for source, lo, hi in parts:
-        copy_compact(state, 5, source, lo, hi, 61, spans, cuts, judged=judged)
-    copy_reference(twin, 5, parts, 61, Decisions().of_parts(twin, parts, 61, policy, judged), judged)
+        copy_compact(state, 5, source, lo, hi, 61, spans, cuts, shared_scores=shared_scores)
+    copy_reference(twin, 5, parts, 61, Decisions().of_parts(twin, parts, 61, policy, shared_scores), shared_scores)
     for name in ("entries", "own_tokens", "fault"):
         assert torch.equal(getattr(state, name), getattr(twin, name)), name
     assert_same_tokens(state, twin, 5, exact=False)

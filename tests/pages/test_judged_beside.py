@@ -28,7 +28,7 @@ from tests.late import run_late
 from tests.policies import zipage_policy
 
 LIMIT, KEEP, WINDOW, PROMPT = 24, 16, 4, 12
-JUDGED, OTHER, NEW = (1, 2), 3, 4
+TIERS_SCORED, OTHER, NEW = (1, 2), 3, 4
 
 
 def policy(**changes: Any) -> ZipagePolicy:
@@ -45,12 +45,12 @@ def manager_of(tiers: str, chosen: ZipagePolicy, kernels: str = "reference") -> 
     running = running_of(manager)
     generator = torch.Generator().manual_seed(1)
     running.cache.queries.copy_(torch.randn(running.cache.queries.shape[1:], generator=generator))
-    for row in (*JUDGED, OTHER):
+    for row in (*TIERS_SCORED, OTHER):
         add_prompt(manager, row, PROMPT - 3 * (row == OTHER), torch.Generator().manual_seed(row))
         running.began(row)
     while manager.rows.length(1) < LIMIT - 1:
-        decode(manager, [*JUDGED, OTHER])
-        assert not any(running.follow(row) for row in (*JUDGED, OTHER))
+        decode(manager, [*TIERS_SCORED, OTHER])
+        assert not any(running.follow(row) for row in (*TIERS_SCORED, OTHER))
     return manager
 
 
@@ -109,10 +109,10 @@ def test_what_stays_is_what_stays_between_two_steps(tiers, kernels, late, first)
         for round_ in range(1 if first else 2):
             due = []
             while not due:
-                decode(manager, [*JUDGED])
-                due = [row for row in JUDGED if running.follow(row)]
-            assert due == [*JUDGED]
-            assert all(running.judge_beside(row) if beside else running.compress(row, []) for row in due)
+                decode(manager, [*TIERS_SCORED])
+                due = [row for row in TIERS_SCORED if running.follow(row)]
+            assert due == [*TIERS_SCORED]
+            assert all(running.score_beside(row) if beside else running.compress(row, []) for row in due)
             running.check_integrity()
             if not round_:
                 others_go_on(manager)
@@ -122,8 +122,8 @@ def test_what_stays_is_what_stays_between_two_steps(tiers, kernels, late, first)
             running.check_integrity()
             manager.counts.settle()
             check_integrity(manager)
-        assert running.compressions == len(JUDGED) * (1 if first else 2) == running.beside or not beside
-        found.append([held(manager, row) for row in JUDGED])
+        assert running.compressions == len(TIERS_SCORED) * (1 if first else 2) == running.beside or not beside
+        found.append([held(manager, row) for row in TIERS_SCORED])
     for (expected, tokens), (got, theirs) in zip(*found, strict=True):
         assert (got == expected).all() and theirs == tokens
     assert (found[0][0][0] < len(tiers.split())).sum(2).min() == KEEP
@@ -137,13 +137,13 @@ def test_a_request_that_leaves_while_it_is_judged(late):
     launched: list[str] = []
     if late:
         run_late(manager.device, launched)
-    decode(manager, [*JUDGED])
-    assert all(running.follow(row) and running.judge_beside(row) for row in JUDGED)
+    decode(manager, [*TIERS_SCORED])
+    assert all(running.follow(row) and running.score_beside(row) for row in TIERS_SCORED)
     release = manager.device.release
     manager.device.release = lambda row, **more: (launched.append(f"released {row}"), release(row, **more))  # type: ignore[method-assign,assignment]
     free = manager.device.free_pages()
     manager.release(1)
-    assert launched == ["judged"] * late + ["released 1"]
+    assert launched == ["scored"] * late + ["released 1"]
     assert manager.device.free_pages() > free and int(running.cache.slot_of[1]) < 0
     running.check_integrity()
     others = page_bytes(state, sorted(set(visible(state, 2).page.tolist()))) if DEVICE == "cpu" else b""
@@ -151,7 +151,7 @@ def test_a_request_that_leaves_while_it_is_judged(late):
     if DEVICE == "cpu":
         assert page_bytes(state, sorted(set(visible(state, 2).page.tolist()))) == others
     assert running.compress(2, []) and running.compressions == running.beside == 1
-    assert running.drop_judgement(1) is None
+    assert running.drop_scoring(1) is None
     running.check_integrity()
     check_integrity(manager)
 
@@ -160,14 +160,14 @@ def test_a_dropped_judgement_changes_nothing():
     """A row that finds no pages for it goes on and is judged again."""
     manager = manager_of("BF16", policy())
     running = running_of(manager)
-    decode(manager, [*JUDGED])
-    assert running.follow(1) and running.judge_beside(1)
+    decode(manager, [*TIERS_SCORED])
+    assert running.follow(1) and running.score_beside(1)
     before = held(manager, 1)[1]
-    running.drop_judgement(1)
+    running.drop_scoring(1)
     running.check_integrity()
     assert held(manager, 1)[1] == before
     decode(manager, [1])
-    assert running.follow(1) and running.judge_beside(1) and running.compress(1, [])
+    assert running.follow(1) and running.score_beside(1) and running.compress(1, [])
     assert running.held(1) == KEEP
 
 
@@ -176,13 +176,13 @@ def test_judgements_share_a_memory_of_the_longest_sequence():
     manager = manager_of("BF16", policy())
     running = running_of(manager)
     longest = manager.geometry.max_tokens
-    decode(manager, [*JUDGED])
-    assert all(running.follow(row) for row in JUDGED)
-    assert running.judge_beside(1)
+    decode(manager, [*TIERS_SCORED])
+    assert all(running.follow(row) for row in TIERS_SCORED)
+    assert running.score_beside(1)
     running._positions = longest - LIMIT + 1
-    assert not running.judge_beside(2), "there is no room"
+    assert not running.score_beside(2), "there is no room"
     running._positions = (longest - LIMIT) // ALIGNED * ALIGNED
-    assert running.judge_beside(2)
+    assert running.score_beside(2)
     assert running.compress(1, []) and running._positions and running.compress(2, []) and not running._positions
 
 

@@ -187,12 +187,12 @@ def test_copies_of_prompts_are_the_same(tiers, kernels):
     known = torch.rand(3, 1, 25, generator=generator).to(DEVICE)
     known[..., ::3] = float("nan")
     parts = [(segment.row, 3, 25), (ROW, 25, length)]
-    for judged in (None, known) if kernels == "reference" else (known,):
+    for scored in (None, known) if kernels == "reference" else (known,):
         found = []
         for stride in (None, 2):
             here = clone_state(manager.state)
             rule = replace(chosen, layer_stride=stride)
-            ops_of(chosen, kernels, 1)(here).copy_compact(TARGET, parts, length, rule, judged)
+            ops_of(chosen, kernels, 1)(here).copy_compact(TARGET, parts, length, rule, scored)
             found.append(held(here, TARGET))
         assert same(*found) and len(found[0]) == 3 * KEEP
 

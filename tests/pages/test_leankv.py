@@ -105,7 +105,7 @@ def test_algorithm_1(candidate, least_high, least_low, moves):
 
 def test_scores_of_the_low_tier_are_kept_up_though_nothing_is_pruned():
     policy = leankv_policy(0.1, 0.0)
-    assert policy.judges_low and not prunes(policy, 2)
+    assert policy.scores_low and not prunes(policy, 2)
     assert prunes(leankv_policy(0.1, 0.001), 2)
 
 

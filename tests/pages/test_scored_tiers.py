@@ -164,9 +164,9 @@ def test_tokens_lie_where_they_would_with_all_scores(policy: Policy, tiers: tupl
                 session.step([1])
         length = manager.rows.length(1)
         check_integrity(manager)
-        judged = torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(3)) * 0.1
-        judged[:, :, ::3] = float("nan")
-        for row, parts, seen in ((2, [(1, 0, length)], None), (3, [(1, 0, 25), (1, 25, length)], judged)):
+        shared_scores = torch.rand(2, 2, 30, generator=torch.Generator().manual_seed(3)) * 0.1
+        shared_scores[:, :, ::3] = float("nan")
+        for row, parts, seen in ((2, [(1, 0, length)], None), (3, [(1, 0, 25), (1, 25, length)], shared_scores)):
             manager.space.extend(row, (length,) * len(tiers))
             with manager.launching():
                 manager.ops.copy_compact(row, parts, length, rule, seen)

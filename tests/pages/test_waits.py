@@ -13,7 +13,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
 from tests.kernels.triton_helpers import DEVICE, add_prompt, make_format, make_manager
-from tests.pages.test_judged_beside import JUDGED, OTHER, decode, policy, running_of
+from tests.pages.test_judged_beside import OTHER, TIERS_SCORED, decode, policy, running_of
 from tests.pages.test_judged_beside import manager_of as judging
 from tests.policies import diffkv_policy
 
@@ -62,8 +62,8 @@ def test_running_requests_are_compressed(tiers: str) -> None:
     """The second one; of the first the kernels are compiled."""
     manager = judging(tiers, policy(asynchronous=False), "triton")
     running = running_of(manager)
-    decode(manager, [*JUDGED, OTHER])
-    assert [running.follow(row) for row in (*JUDGED, OTHER)] == [True, True, False]
-    assert running.compress(JUDGED[0], [])
+    decode(manager, [*TIERS_SCORED, OTHER])
+    assert [running.follow(row) for row in (*TIERS_SCORED, OTHER)] == [True, True, False]
+    assert running.compress(TIERS_SCORED[0], [])
     with no_waiting():
-        assert running.compress(JUDGED[1], [])
+        assert running.compress(TIERS_SCORED[1], [])

@@ -281,10 +281,10 @@ def test_ranks_keep_what_one_rank_with_all_heads_keeps(
     alone = classify_prompt(policy, score, position, 90, 2)
     scores, positions = score.chunk(ranks, 1), position.chunk(ranks, 1)
 
-    def judge(of: Ranks) -> torch.Tensor:
+    def score(of: Ranks) -> torch.Tensor:
         return classify_prompt(policy, scores[of.rank], positions[of.rank], 90, 2, kernels=kernels, ranks=of)
 
-    assert torch.equal(torch.cat(with_one_sum(judge, ranks), 1), alone)
+    assert torch.equal(torch.cat(with_one_sum(score, ranks), 1), alone)
     apart = torch.cat([classify_prompt(policy, *part, 90, 2) for part in zip(scores, positions)], 1)
     assert not torch.equal(apart, alone), "each by itself would keep something else"
 

@@ -148,9 +148,9 @@ def test_what_stays_is_the_papers_choice(redundancy, first):
     scores = expected_scores(manager, queries, 0.0 if first else chosen.decay)
     values = expected_values(manager, scores, chosen, first)
     ops = ReferenceOps(manager.state, chosen)
-    judgement = ops.judge_running(manager.state, 1, LENGTH, queries, SCALING, first=first, most=LENGTH)
-    np.testing.assert_allclose(judgement.scores.numpy(), scores, rtol=1e-4, atol=1e-7)
-    ops.compact_judged(manager.state, 1, LENGTH, judgement)
+    scoring = ops.score_running(manager.state, 1, LENGTH, queries, SCALING, first=first, most=LENGTH)
+    np.testing.assert_allclose(scoring.scores.numpy(), scores, rtol=1e-4, atol=1e-7)
+    ops.compact_scored(manager.state, 1, LENGTH, scoring)
     check_integrity(manager)
     stays = tier_map(manager.state, 1, LENGTH) == 0
     assert (stays.sum(2) == KEEP).all() and stays[..., LENGTH - WINDOW :].all()
@@ -177,12 +177,12 @@ def test_triton_keeps_what_the_reference_does(tiers, high, first):
     twin.row_blocks.copy_(state.row_blocks)
     results = []
     for ops, here in ((ReferenceOps(twin, chosen), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
-        judgement = ops.judge_running(here, 1, LENGTH, queries, SCALING, first=first, most=LENGTH)
-        scores = judgement.scores.clone()
-        ops.copy_judged(here, 5, [(1, 0, LENGTH)], LENGTH, judgement)
+        scoring = ops.score_running(here, 1, LENGTH, queries, SCALING, first=first, most=LENGTH)
+        scores = scoring.scores.clone()
+        ops.copy_scored(here, 5, [(1, 0, LENGTH)], LENGTH, scoring)
         maps = [tier_map(here, 5, LENGTH)]
         if len(state.fmt.tiers) == 1:
-            ops.compact_judged(here, 1, LENGTH, judgement)
+            ops.compact_scored(here, 1, LENGTH, scoring)
             maps.append(tier_map(here, 1, LENGTH))
         results.append((scores, maps))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-3 if DEVICE == "cpu" else 0.02, atol=1e-6)
@@ -351,13 +351,13 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(frozen):
     whole, twin = clone_state(state), clone_state(state)
     results = []
     for ops, here in ((ReferenceOps(twin, chosen), twin), (TritonOps(state, chosen, 2 * GROUP, 400), state)):
-        judgement = ops.judge_running(here, 2, LENGTH, queries, SCALING, first=False, most=LENGTH)
+        scoring = ops.score_running(here, 2, LENGTH, queries, SCALING, first=False, most=LENGTH)
         before, free = here.entries[2].clone(), int(here.counters[1] - here.counters[0])
         writable = before - here.own_entry[2]
-        ops.compact_judged(here, 2, LENGTH, judgement)
+        ops.compact_scored(here, 2, LENGTH, scoring)
         ops.transfer_pages(here, 2, 5)
         assert torch.equal(here.entries[5], before - writable)
-        ops.copy_judged(here, 2, [(5, 0, LENGTH)], LENGTH, judgement)
+        ops.copy_scored(here, 2, [(5, 0, LENGTH)], LENGTH, scoring)
         held = here.entries[2, :, :, 0]
         assert (held == -(-KEEP // 4)).all() and (here.own_tokens[2, :, :, 0] == KEEP).all()
         taken = free - int(here.counters[1] - here.counters[0])
@@ -366,6 +366,6 @@ def test_what_others_hold_for_a_row_joins_its_own_pages(frozen):
         results.append(tier_map(here, 2, LENGTH))
     assert DEVICE != "cpu" or (results[0] == results[1]).all()
     reference = ReferenceOps(whole, chosen)
-    judgement = reference.judge_running(whole, 2, LENGTH, queries, SCALING, first=False, most=LENGTH)
-    reference.copy_judged(whole, 6, [(2, 0, LENGTH)], LENGTH, judgement)
+    scoring = reference.score_running(whole, 2, LENGTH, queries, SCALING, first=False, most=LENGTH)
+    reference.copy_scored(whole, 6, [(2, 0, LENGTH)], LENGTH, scoring)
     assert (tier_map(whole, 6, LENGTH) == results[0]).all()

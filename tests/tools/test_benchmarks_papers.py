@@ -96,7 +96,7 @@ def test_xkv_s_tables_have_the_paper_s_form(tmp_path, monkeypatch, capsys):
     assert started == ["stock", *(f"{name} {ratio}%" for ratio in (10, 5) for name in xkv.FEATURES)]
     text = (tmp_path / "xkv.md").read_text()
     table = lines_of(text, "Table II: methods")
-    assert table[0][1:3] == ["policy", "judges by attention"] and table[-1] == ["XKV", "`xkv`", *["yes"] * 4]
+    assert table[0][1:3] == ["policy", "scores by attention"] and table[-1] == ["XKV", "`xkv`", *["yes"] * 4]
     header, _, *rows = lines_of(text, "Table III: 10% of the prompt's tokens kept")
     assert header == ["model", "method", "lcc", "qasper", "trec", "gsm8k/gsm8k", "mean"]
     assert [x[1] for x in rows] == ["bf16", *xkv.FEATURES]

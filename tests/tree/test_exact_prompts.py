@@ -116,10 +116,10 @@ def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
     world.leave(world.prompt([*prefix, 1]), insert=False)
     world.allocator.ledger.promise("other", [], 860)  # no room for a copy
     req = world.start(prefix + world.tokens(30))
-    assert world.manager.prompts.judged
+    assert world.manager.prompts.shared_scores
     world.plan(req)
     world.launch(req)
-    assert not world.manager.prompts.judged
+    assert not world.manager.prompts.shared_scores
     assert world.requests.exact.outcomes["no room"] == 1
     assert not world.requests.exact.joins(req.kv.req_pool_idx)
 
@@ -127,10 +127,10 @@ def test_a_copy_s_scores_are_dropped_with_the_prompt() -> None:
 def test_scores_of_a_long_prefix_are_not_kept() -> None:
     world = World(400)
     prefix = world.tokens(100)
-    assert world.manager.geometry.judged_tokens < len(prefix)
+    assert world.manager.geometry.scored_tokens < len(prefix)
     world.leave(world.prompt([*prefix, 1]), insert=False)
     req = world.start(prefix + world.tokens(30))
-    assert not world.manager.prompts.judged
+    assert not world.manager.prompts.shared_scores
     world.plan(req)
     world.launch(req)
     assert world.requests.exact.outcomes["copied"] == 2, "the copy goes by what is known of the prefix"

@@ -91,7 +91,7 @@ class TreeMachine(RuleBasedStateMachine):
         for layer in range(LAYERS):
             append(self.manager.state, layer, key, key, rows, at - start, at)
 
-    def _judge(self, row: int) -> None:
+    def _score(self, row: int) -> None:
         """Random significance for the tokens that the row may still move."""
         state, rows = self.manager.state, torch.tensor([row])
         width = max_entries(state, rows, 0)
@@ -166,9 +166,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.manager.ops.reserve(torch.tensor([row]), torch.tensor([end - start]), end - start)
         self._write(req, start, end)
         self.launched(req, start, end)
-        self._judge(row)
-        if row in self.manager.prompts.judged:
-            self.manager.prompts.judged[row].uniform_(0, 0.05, generator=self.scores)
+        self._score(row)
+        if row in self.manager.prompts.shared_scores:
+            self.manager.prompts.shared_scores[row].uniform_(0, 0.05, generator=self.scores)
         self.manager.end_prompts(step)
         if last:
             assert not faults(self.manager, [row]), "a prompt or its copy found the ring empty"

@@ -269,8 +269,8 @@ def test_long_paths_are_looked_at_quickly(monkeypatch: pytest.MonkeyPatch) -> No
     history: list[int] = []
     for _ in range(70):
         end(world, turn(world, history, new=24, reply=16))
-    judged = []
+    scored = []
     gain = world.tree.joiner._gain
-    monkeypatch.setattr(world.tree.joiner, "_gain", lambda *args: (judged.append(1), gain(*args))[1])
+    monkeypatch.setattr(world.tree.joiner, "_gain", lambda *args: (scored.append(1), gain(*args))[1])
     end(world, turn(world, history, new=24, reply=16))
-    assert len(judged) < 3 * MOST_PARTS * MOST_PARTS / 2
+    assert len(scored) < 3 * MOST_PARTS * MOST_PARTS / 2

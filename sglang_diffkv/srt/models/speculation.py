@@ -107,7 +107,7 @@ def chain_worker(worker: type, *, ngram: bool) -> type:
     class NgramWorker(ChainWorker):
         def _prepare_draft_tokens(self, batch: Any) -> tuple[np.ndarray, np.ndarray]:
             """Where the n-grams have too few proposals, SGLang fills up with tokens 0 behind the first one. Here each
-            token follows the one before it, so that any of them is judged at the position where it stands."""
+            token follows the one before it, so that any of them is scored at the position where it stands."""
             drafts, _ = super()._prepare_draft_tokens(batch)
             chain = np.tril(np.ones((self.draft_token_num, self.draft_token_num), dtype=bool))
             return drafts, np.tile(chain.ravel(), len(batch.reqs))

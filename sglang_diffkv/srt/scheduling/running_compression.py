@@ -50,7 +50,7 @@ class CompressionScheduler(RequestListener):
         for row, req in [*self.scored.items()]:
             path = self._path(req, row)
             if path is None or not self._compress(req, row, path):
-                self.budgets.drop_judgement(row)
+                self.budgets.drop_scoring(row)
         self.scored.clear()
 
     def follow(self, reqs: Sequence[Any]) -> None:
@@ -64,7 +64,7 @@ class CompressionScheduler(RequestListener):
             path = self._path(req, row)
             if path is None:
                 continue
-            if self.budgets.rule.asynchronous and self.budgets.judge_beside(row):
+            if self.budgets.rule.asynchronous and self.budgets.score_beside(row):
                 self.scored[row] = req
             else:
                 self._compress(req, row, path)
@@ -103,7 +103,7 @@ class CompressionScheduler(RequestListener):
     def letting_go(self, row: int) -> None:
         """It is not scored any more."""
         if self.scored.pop(row, None) is not None:
-            self.budgets.drop_judgement(row)
+            self.budgets.drop_scoring(row)
 
     # Around a decode step
 

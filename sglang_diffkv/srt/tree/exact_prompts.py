@@ -43,11 +43,11 @@ class ExactPrompts(ExactRule):
         copied when its last other reader had left."""
 
     def prompt_begun(self, req: Any, row: int, *, alone: bool) -> None:
-        """It judges for itself what it may copy of its prefix, unless that was restored for it alone."""
+        """It scores for itself what it may copy of its prefix, unless that was restored for it alone."""
         if alone:
             self.restored.add(row)
         elif any(x.lock_ref < 2 for x in self.tree.nodes(req.last_node)):
-            self.manager.prompts.judge(row)
+            self.manager.prompts.score_shared(row)
 
     def chunk_planned(self, req: Any, row: int, end: int, *, ends: bool, alone: bool) -> None:
         """A prompt that the planned pass ends is copied, or shared, or neither. One that was restored for its request
