@@ -128,10 +128,7 @@ def test_layers_of_passes_match_references(
         ops[0].ragged = Library(SCALING)
     means = torch.randn(LAYERS, HEADS, DIM, generator=generator).to(DEVICE, BF16) if rotation.keys else None
     wrappers = [
-        [
-            kind(manager.state, some, manager.policy, rotation=rotation, key_means=means)
-            for kind in (ExtendWrapper, DecodeWrapper)
-        ]
+        [kind(some, rotation=rotation, key_means=means) for kind in (ExtendWrapper, DecodeWrapper)]
         for manager, some in zip(managers, ops, strict=True)
     ]
 

@@ -40,9 +40,9 @@ def grow(manager, rows, counts):
 def test_prompt_and_steps_match_references(rotation):
     mine, reference = (make_manager(make_format("K8V4 K4V2"), layers=1, heads=1, window=6) for _ in range(2))
     generator = torch.Generator().manual_seed(2)
-    state, policy = mine.state, mine.policy
+    state = mine.state
     extend, decode = make(mine, rotation)
-    twins = [kind(reference.state, reference.ops, policy, rotation=rotation) for kind in (ExtendWrapper, DecodeWrapper)]
+    twins = [kind(reference.ops, rotation=rotation) for kind in (ExtendWrapper, DecodeWrapper)]
     rows, lengths = [2, 1], [13, 22]
     ids = torch.tensor(rows, device=DEVICE)
     key, value = vectors(state, 35, generator)

@@ -32,7 +32,7 @@ from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.speculation import check_drafts
 from sglang_diffkv.srt.startup import launch, preflight
 from sglang_diffkv.srt.startup.validation import check_layers, check_model, check_policy, check_server_args
-from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS, installed
+from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS
 from tests.policies import diffkv_policy
 
 
@@ -586,13 +586,15 @@ def test_no_model_writes_k_and_v_by_itself(monkeypatch: pytest.MonkeyPatch, ours
 
 @pytest.mark.server
 def test_a_start_that_died_without_a_word_says_why() -> None:
+    from sglang.srt.server_args import ServerArgs
+
     options = ["--enable-flexkv", "--is-embedding", "--kv-canary-real-data", "all"]
     reasons = [
         "FlexKV, which moves K and V by KV slot: drop --enable-flexkv",
         "--is-embedding: ",
         "--kv-canary-real-data all: use",
     ]
-    if installed().abort_from_request:
+    if hasattr(ServerArgs, "enable_unified_cache_external_linker"):
         options.append("--enable-unified-cache-external-linker")
         reasons.append(
             "an external KV store, which moves K and V by KV slot: drop --enable-unified-cache-external-linker"

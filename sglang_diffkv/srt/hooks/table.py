@@ -11,7 +11,7 @@ from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, deci
 from sglang_diffkv.srt.hooks import metrics
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling import admission
-from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of
+from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of, requests_of_tree
 from sglang_diffkv.srt.scheduling.lifecycle import BatchRefused, RequestLifecycle
 from sglang_diffkv.srt.scheduling.refused_requests import refuse_in_decode, tell_refused, undo_prefill
 from sglang_diffkv.srt.startup import build, draft_model, kv_canary, launch
@@ -223,7 +223,7 @@ def free_row(original: Any, self: Any, req: Any) -> Any:
 def release_req(original: Any, *args: Any, **kwargs: Any) -> Any:
     """A request is retracted: what its row holds goes to host memory first, unless SGLang says that it is to be
     computed again."""
-    requests = requests_of(kwargs.get("tree_cache"))
+    requests = requests_of_tree(kwargs.get("tree_cache"))
     if requests is not None and kwargs.get("offload_kv", True):
         requests.retracting(kwargs["req"])
     return original(*args, **kwargs)
@@ -231,7 +231,7 @@ def release_req(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *args: Any, **kwargs: Any) -> Any:
     """A request is matched to be admitted, and not only to be put in order."""
-    requests = requests_of(tree_cache)
+    requests = requests_of_tree(tree_cache)
     if requests is None:
         return original(self, tree_cache, *args, **kwargs)
     with requests.retracted.admitting(self):

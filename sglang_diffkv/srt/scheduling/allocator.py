@@ -50,6 +50,11 @@ the decode log line, metrics and the canary."""
 
 
 def requests_of(owner: Any) -> RequestLifecycle | None:
-    """The requests of SGLang's scheduler, batch, admission or prefix cache; None if another backend serves."""
-    allocator = getattr(owner, "token_to_kv_pool_allocator", None)
+    """The requests of SGLang's scheduler, batch or admission; None if another backend serves."""
+    allocator = owner.token_to_kv_pool_allocator
     return allocator.requests if isinstance(allocator, DiffKVAllocator) else None
+
+
+def requests_of_tree(tree: Any) -> RequestLifecycle | None:
+    """The same of SGLang's prefix cache, where there is one. A stand-in for it may have no allocator."""
+    return requests_of(tree) if hasattr(tree, "token_to_kv_pool_allocator") else None

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -253,7 +253,7 @@ class RequestLifecycle:
         alone = [self.retracted.reads_alone(req) for req in reqs]
         for part in self.listeners:
             for req, row, alone_, count, start in zip(reqs, rows, alone, counts, starts, strict=True):
-                with self.refusing(reqs, req):
+                with self.refusing(reqs, req) if part.refuses or self.manager.ranks.alone else nullcontext():
                     part.chunk_planned(req, row, start + count, ends=row in step.ending, alone=alone_)
         return step
 

@@ -18,14 +18,21 @@ which SGLang calls. ``startup/wiring.py`` makes the parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.srt.versions import compat
 
 
 class RequestListener:
-    """Hears of events in the order in which they are listed here; ``req`` is SGLang's request."""
+    """Hears of events in the order in which they are listed here; ``req`` is SGLang's request.
+
+    Attributes:
+        refuses: an error in ``chunk_planned`` ends that request alone, on several ranks too, since all ranks meet it.
+            Of other listeners that holds on one rank: ranks that do not all meet an error would part.
+    """
+
+    refuses: ClassVar[bool] = False
 
     # Before anything is scheduled
 

@@ -26,7 +26,7 @@ class ExactPrompts(ExactRule):
         least_published: a prompt with fewer new tokens than this joins the tree with its reply, compressed.
     """
 
-    keeps_prompts = True
+    keeps_prompts = refuses = True
 
     def __init__(self, tree: DiffKVPrefixCache, least_published: int):
         self.tree, self.least_published = tree, least_published
