@@ -205,7 +205,7 @@ def kept(twin: Twin, row: int) -> list[set[int]]:
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(snapkv_policy(Budget(12), 6, 3), id="snapkv"),
+        pytest.param(snapkv_policy(Budget(12), 6, 3), id="snapkv", marks=pytest.mark.full),
         pytest.param(h2o_policy(Budget(12), 6), id="h2o", marks=pytest.mark.full),
     ],
 )

@@ -89,7 +89,7 @@ def _check(server: Server, expected: list[Record], what: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "overlap"),
     [
-        pytest.param(kind, overlap, marks=() if overlap and kind == "qwen3_next" else pytest.mark.full)
+        pytest.param(kind, overlap, marks=() if overlap and kind == "lfm2" else pytest.mark.full)
         for kind in KINDS
         for overlap in (True, False)
     ],

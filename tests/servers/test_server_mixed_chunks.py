@@ -53,6 +53,16 @@ def one_by_one(server: Server, prompts: list[list[int]]) -> list[Record]:
     return client.run(server.url, prompts, NEW_TOKENS, concurrency=1, top_logprobs=2)
 
 
+STOCK: list[Record] = []
+
+
+def stock_tokens(server_of: Callable[..., Server], prompts: list[list[int]]) -> list[Record]:
+    """Stock's replies to one prompt after another, by one server for all tests."""
+    if not STOCK:
+        STOCK.extend(one_by_one(server_of(stock_backend(), CHUNKS), prompts))
+    return STOCK
+
+
 def crowd(server: Server, prompts: list[list[int]], **more: Any) -> list[list[int]]:
     """Replies to requests that come while others decode. None asks for log-probabilities, with which SGLang does not
     mix."""
@@ -80,7 +90,7 @@ def check_mixed(server: Server, least: int) -> dict[str, Any]:
 def test_lossless_gives_stock_tokens(
     flags: list[str], prompts: list[list[int]], server_of: Callable[..., Server]
 ) -> None:
-    expected = one_by_one(server_of(stock_backend(), CHUNKS), prompts)
+    expected = stock_tokens(server_of, prompts)
     server = server_of("diffkv", [*MIXED, *flags], config={"tiers": ["BF16"]}, env=STRICT)
     check_tokens(crowd(server, prompts), expected, "mixed")
     check_mixed(server, REQUESTS // 2)
@@ -95,7 +105,7 @@ between_chunks = pytest.mark.skipif(
 @between_chunks
 def test_tokens_between_chunks_are_stock_s(prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
     """A prompt that has begun waits while others decode."""
-    expected = one_by_one(server_of(stock_backend(), CHUNKS), prompts)
+    expected = stock_tokens(server_of, prompts)
     server = server_of("diffkv", BETWEEN, config={"tiers": ["BF16"]}, env=STRICT)
     check_tokens(crowd(server, prompts), expected, "between chunks")
     assert any_between(server.log_text())
