@@ -21,10 +21,11 @@ POOL, TURNS, NEW, REPLY = 1200, 120, 6, 3
 """The chat has 1,080 tokens in the end."""
 MOST_WASTE = 1.3
 
+LOSSLESS, COMPRESSED, EXACT = {"tiers": ["BF16"]}, {"prefix_fidelity": "compressed"}, {"prefix_fidelity": "exact"}
 CONFIGS = [
-    pytest.param({"tiers": ["BF16"]}, id="lossless", marks=pytest.mark.full),
-    pytest.param({"prefix_fidelity": "compressed"}, id="compressed"),
-    pytest.param({"prefix_fidelity": "exact"}, id="exact"),
+    pytest.param(LOSSLESS, id="lossless", marks=pytest.mark.full),
+    pytest.param(COMPRESSED, id="compressed"),
+    pytest.param(EXACT, id="exact"),
 ]
 
 
@@ -75,7 +76,7 @@ def _chat(server: Server, turns: int) -> list[Record]:
 def test_turns_over_joined_segments_have_stock_s_tokens(server_of: Callable[..., Server]) -> None:
     args = ["--max-total-tokens", str(POOL)]
     stock = _chat(server_of(stock_backend(), args), 60)
-    server = server_of("diffkv", args, config=CONFIGS[0], env=STRICT)
+    server = server_of("diffkv", args, config=LOSSLESS, env=STRICT)
     found = _chat(server, 60)
     assert stats_of(server)["prefix_cache"]["joined"] > 0
     assert found[-1].cached_tokens > 500
@@ -95,7 +96,7 @@ def test_a_request_that_does_not_fit_alone_starts_over(tmp_path: Path) -> None:
     """Where small segments could not be joined, the last request of a batch computes its prompt as a whole once."""
     args = ["--max-total-tokens", str(POOL)]
     env = {**STRICT, **install(tmp_path, "untidy_plugin", UNTIDY)}
-    with Server(NANO, "diffkv", args, diffkv_config=CONFIGS[1], env=env, timeout=START_TIMEOUT) as server:
+    with Server(NANO, "diffkv", args, diffkv_config=COMPRESSED, env=env, timeout=START_TIMEOUT) as server:
         history: list[int] = []
         for seed in range(70):
             _turn(server, history, seed)
