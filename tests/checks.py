@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 def check_scores(session: Session, rows: list[int]) -> None:
     """Stored scores of own tokens are the dense means; those of shared tokens are what they were. Lower tiers' are
-    compared where the policy's steps judge them."""
-    kept = session.fmt.scored if session.manager.policy.judges_low else min(session.fmt.scored, 1)
+    compared where the policy's steps score them."""
+    kept = session.fmt.scored if session.manager.policy.scores_low else min(session.fmt.scored, 1)
     for row in rows:
         seen = visible(session.state, row)
         mine = seen.pick(seen.own & (seen.tier < kept))
         total = session.dense[row].received.numpy()[mine.position, mine.layer, mine.head]
-        judged = np.maximum(len(session.dense[row].received) - 1 - mine.position, 1)
-        np.testing.assert_allclose(mine.score, total / judged, rtol=1e-3, atol=2e-6)
+        observers = np.maximum(len(session.dense[row].received) - 1 - mine.position, 1)
+        np.testing.assert_allclose(mine.score, total / observers, rtol=1e-3, atol=2e-6)
 
 
 def check_searches(session: Session, rows: list[int], found: StepScores) -> None:

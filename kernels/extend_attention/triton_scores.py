@@ -186,7 +186,7 @@ def page_scores_kernel(
     """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin.
 
     With ``SHARED`` grid (1, H, programs): the first ``shared_len`` tokens of ``request``, which it shares; their scores
-    go to ``shared_scores`` [L, H, judged_len], NaN where there is none yet, and not into the pages.
+    go to ``shared_scores`` [L, H, shared_len], NaN where there is none yet, and not into the pages.
     ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, and did in earlier
     steps, none with 0.
     """

@@ -258,7 +258,7 @@ class RunningCompression:
 
     def take_memory(self) -> None:
         """At start, with no rows: score nothing beside the passes, at the longest length, so that what PyTorch keeps
-        for judgements there is taken now and not while requests run."""
+        for scorings there is taken now and not while requests run."""
         if not self.rule.asynchronous:
             return
         device, longest = self.device, self.device.geometry.max_tokens
@@ -270,7 +270,7 @@ class RunningCompression:
         device.join(device.launch_beside(score))
 
     def score_beside(self, row: int) -> bool:
-        """Judge all that a row holds, which must not change until it is compressed or the judgement is dropped, beside
+        """Score all that a row holds, which must not change until it is compressed or the scoring is dropped, beside
         what is launched next. Between steps. False, doing nothing, if the memory for that is taken by others."""
         length = self.rows.length(row)
         if self._positions + length > self.device.geometry.max_tokens:
@@ -288,7 +288,7 @@ class RunningCompression:
         return None if found is None else self.device.join(found[1])
 
     def _scoring_of(self, row: int, holder: int, beside: int | None) -> Callable[[slice, PageState], Scoring]:
-        """What launches the judgement of a row in some layers, whose tokens ``holder`` holds by then, in the memory for
+        """What launches the scoring of a row in some layers, whose tokens ``holder`` holds by then, in the memory for
         those beside passes from position ``beside`` on."""
         device, known, length = self.device, self._rows[row], self.rows.length(row)
         assert known.slot is not None
@@ -429,7 +429,7 @@ class RunningCompression:
         assert self._about == set(taken.values()), "rows with a query slot miscounted"
         for row, (length, _) in self._scored.items():
             assert row in self._about and length == self.rows.length(row), f"row {row} changed while it was scored"
-        assert self._scored or not self._positions, "memory of judgements is lost"
+        assert self._scored or not self._positions, "memory of scorings is lost"
         tokens = self.device.state.own_tokens
         for row in self._rows:
             if not self.rows.shared(row) and self.rows.frozen(row) is None:

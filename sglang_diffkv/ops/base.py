@@ -175,7 +175,7 @@ class Ops(ABC):
     all.
 
     ``score_running``, ``compact_scored``, ``copy_scored`` and ``transfer_pages`` take a group of layers
-    (``PageState.groups``), with the queries of these layers. One group's judgement is in the memory of the next one's.
+    (``PageState.groups``), with the queries of these layers. One group's scoring is in the memory of the next one's.
     """
 
     pads: ClassVar[bool]
@@ -307,7 +307,7 @@ class Ops(ABC):
         self, layers: PageState, row: int, seq_len: int, queries: torch.Tensor, scaling: Scaling, *, first: bool,
         most: int, beside: int | None = None,
     ) -> Scoring:  # fmt: skip
-        """As ``Decisions.of_running``; with ``beside`` in the memory for judgements beside forward passes, from this
+        """As ``Decisions.of_running``; with ``beside`` in the memory for scorings beside forward passes, from this
         position on."""
         decisions = self.decisions if beside is None else self.decisions.beside(layers, beside)
         return decisions.of_running(layers, row, seq_len, self.policy, queries, scaling, first=first, most=most)
