@@ -140,7 +140,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x == "zipage" else pytest.mark.full) for x in CONFIGS])
+@pytest.mark.full
+@pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_are_those_of_passes_apart(
     name: str, prompts: list[list[int]], server_of: Callable[..., Server]
 ) -> None:
@@ -233,6 +234,7 @@ def test_budgets_see_those_that_decode_beside_prompts() -> None:
     assert followed == [prompt, runs, joined]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("fidelity", ["compressed", pytest.param("exact", marks=pytest.mark.full)])
 def test_a_small_pool(fidelity: str, prompts: list[list[int]], server_of: Callable[..., Server]) -> None:
     """Where the next tokens of those that run do not fit beside a prompt, the pass is one over prompts alone, and

@@ -88,7 +88,7 @@ def test_replies_are_those_of_a_roomy_pool(server_of: Callable[..., Server]) -> 
     ("config", "args"),
     [
         (COMPRESSED, ()),
-        (EXACT, (*ALONE, *CHUNKED)),
+        pytest.param(EXACT, (*ALONE, *CHUNKED), marks=pytest.mark.full),
         *(
             pytest.param(config, args, marks=pytest.mark.full)
             for config, args in ((COMPRESSED, ALONE), (EXACT, ()), (COMPRESSED, CHUNKED), (LOSSLESS, ALONE))
@@ -199,7 +199,9 @@ def test_new_weights_get_nothing_of_old_ones(server: Server) -> None:
     assert _counts(server)["kept"] == updated["kept"]
     assert _again(server, range(20, 24))["kept"] == updated["kept"]
     server.flush_cache()
-    kept = _again(server, range(24, 28))["kept"]
+    for first in (24, 28, 32):  # on a slow machine requests may come too far apart for a retraction
+        if (kept := _again(server, range(first, first + 4))["kept"]) > updated["kept"]:
+            break
     assert kept > updated["kept"]
     server.flush_cache()
     assert server.post("/update_weights_from_disk", {**update, "flush_cache": True}).json()["success"]
@@ -222,6 +224,7 @@ def test_logprobs_are_computed_again(server: Server) -> None:
     assert _check_balanced(server)["kept"] == before["kept"]
 
 
+@pytest.mark.full
 def test_host_memory_for_none_is_said_once(server_of: Callable[..., Server]) -> None:
     config = {**COMPRESSED, "host_gib": 1e-5}
     server = server_of("diffkv", ("--max-total-tokens", "480", *TIGHT[2:]), config=config, env=STRICT)

@@ -25,7 +25,7 @@ LOSSLESS, COMPRESSED, EXACT = {"tiers": ["BF16"]}, {"prefix_fidelity": "compress
 CONFIGS = [
     pytest.param(LOSSLESS, id="lossless", marks=pytest.mark.full),
     pytest.param(COMPRESSED, id="compressed"),
-    pytest.param(EXACT, id="exact"),
+    pytest.param(EXACT, id="exact", marks=pytest.mark.full),
 ]
 
 

@@ -96,6 +96,7 @@ def test_tiers_serve_and_hold_less(fidelity: str, model: Path, server_of: Callab
     assert finished["token_bytes"] < 0.4 * finished["bf16_bytes"]
 
 
+@pytest.mark.full
 def test_duo_is_served(model: Path, stock: list[Record], server_of: Callable[..., Server]) -> None:
     """Of the layer that sees everything one head streams. Where it keeps all of a sequence the tokens are stock's."""
     pattern = [[0.0, 0.0]] * 5 + [[1.0, 0.0]]

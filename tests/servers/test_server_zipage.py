@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {"tiers": ["BF16"], "policy": POLICY, "page_tokens": 16
 @pytest.mark.parametrize(
     ("ranks", "asynchronous", "flags"),
     [
-        (1, False, []),
+        pytest.param(1, False, [], marks=pytest.mark.full),
         (1, True, ["--disable-overlap-schedule"]),
         pytest.param(2, False, [], marks=pytest.mark.full),
         pytest.param(2, True, [], marks=pytest.mark.full),
