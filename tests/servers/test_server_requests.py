@@ -174,6 +174,7 @@ def test_beams_are_declined(server: Server) -> None:
         last = [x for x in response.text.splitlines() if x.startswith("data: {")][-1]
         reason = json.loads(last.removeprefix("data: "))["meta_info"]["finish_reason"]
         assert (reason["type"], reason["status_code"]) == ("abort", 400) and refused in reason["message"]
+    server.generate({"text": "Hello", "sampling_params": plain})  # the prompt is cached for both that are compared
     reply = server.generate({"text": "Hello", "sampling_params": plain})
     ignored = server.generate({"text": "Hello", "sampling_params": plain, "beam_width": 4})
     assert ignored["output_ids"] == reply["output_ids"]
