@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn.functional import max_pool1d, pad
 
-from sglang_diffkv.kernels.parts import Part, held_tokens
+from sglang_diffkv.kernels.parts import Held, Part, held_tokens
 from sglang_diffkv.layout.state import PageState
 
 
@@ -37,6 +37,27 @@ def gather_scores(
     Returns:
         [L, H] int64, tokens found.
     """
+
+    def scores(x: Held) -> torch.Tensor:
+        return (x.score * (seq_len - 1 - x.position) if sums else x.score)[x.held]
+
+    return put_values(state, parts, values, seq_len, scores, window, sinks, shared_scores, own=own)
+
+
+def put_values(
+    state: PageState,
+    parts: Sequence[Part],
+    values: torch.Tensor,
+    seq_len: int,
+    value_of: Callable[[Held], torch.Tensor],
+    window: int,
+    sinks: int,
+    shared_scores: torch.Tensor | None = None,
+    *,
+    own: bool = False,
+) -> torch.Tensor:
+    """What ``gather_scores`` does, for any value. ``value_of``: those of the tokens held in pages of one tier, [k], in
+    the order of ``Held.held``."""
     values.fill_(float("nan"))
     stored = torch.zeros(values.shape[:2], dtype=torch.int64, device=values.device)
     for row, lo, hi in parts:
@@ -44,10 +65,10 @@ def gather_scores(
             x = held_tokens(state, (row, lo, min(hi, values.shape[2])), tier, shared_scores, own=own)
             if x is None:
                 continue
-            value = x.score * (seq_len - 1 - x.position) if sums else x.score
-            lasting = (x.position >= seq_len - window) | (x.position < sinks)
             layer, head, _, _ = x.held.nonzero(as_tuple=True)
-            values[layer, head, x.position[x.held].long()] = value.masked_fill(lasting, float("inf"))[x.held]
+            position = x.position[x.held].long()
+            lasting = (position >= seq_len - window) | (position < sinks)
+            values[layer, head, position] = value_of(x).masked_fill(lasting, float("inf"))
             stored += x.held.sum((2, 3))
     return stored
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sglang_diffkv.kernels.append.reference import read_tokens
-from sglang_diffkv.kernels.parts import Part, held_tokens
+from sglang_diffkv.kernels.gather_scores.reference import put_values
+from sglang_diffkv.kernels.parts import Held, Part
 from sglang_diffkv.layout.state import PageState
 
 LEAST_NORM = 1e-20
@@ -29,17 +30,10 @@ def key_norms(
 
     Args and returns: those of ``kernels/gather_scores``.
     """
-    values.fill_(float("nan"))
-    stored = torch.zeros(values.shape[:2], dtype=torch.int64, device=values.device)
-    for row, lo, hi in parts:
-        for tier, view in enumerate(state.tiers):
-            x = held_tokens(state, (row, lo, min(hi, values.shape[2])), tier, own=own)
-            if x is None:
-                continue
-            layer, head, _, slot = x.held.nonzero(as_tuple=True)
-            key, _ = read_tokens(view, x.page.unsqueeze(3).expand(x.held.shape)[x.held], slot)
-            value, position = 1.0 / key.norm(dim=1).clamp(min=LEAST_NORM), x.position[x.held].long()
-            lasting = (position >= seq_len - window) | (position < sinks)
-            values[layer, head, position] = value.masked_fill(lasting, float("inf"))
-            stored += x.held.sum((2, 3))
-    return stored
+
+    def shortness(x: Held) -> torch.Tensor:
+        page, slot = x.page.unsqueeze(3).expand(x.held.shape)[x.held], x.held.nonzero()[:, 3]
+        key, _ = read_tokens(state.tiers[x.tier], page, slot)
+        return 1.0 / key.norm(dim=1).clamp(min=LEAST_NORM)
+
+    return put_values(state, parts, values, seq_len, shortness, window, sinks, own=own)

@@ -11,23 +11,12 @@ import torch
 from sglang_diffkv.config import load_config
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.kernels.random_scores.reference import random_scores
-from sglang_diffkv.mem_pool.integrity import check_integrity
-from sglang_diffkv.ops.triton import TritonOps
-from sglang_diffkv.policies.base import Random, prunes
+from sglang_diffkv.policies.base import Random
 from sglang_diffkv.policies.budget import Budget
 from sglang_diffkv.policies.random_eviction import RandomPolicy
-from tests.dense import Session
-from tests.helpers import make_format, make_manager, tier_map
+from tests.helpers import tier_map
 from tests.kernels.triton_helpers import DEVICE
-
-
-def session_of(policy: RandomPolicy, tier: str, length: int, dtype: torch.dtype = torch.bfloat16) -> Session:
-    """A prompt in two chunks that is not compacted yet."""
-    manager = make_manager(make_format((tier,), 96, 64, page_tokens=5), policy=policy, dtype=dtype)
-    session = Session(manager, spread=3.0)
-    session.extend({1: length - length // 3}, check=False)
-    session.extend({1: length // 3}, check=False)
-    return session
+from tests.pages.cut_prompts import check_cut, check_triton_cut, session_of
 
 
 def drawn(policy: RandomPolicy, length: int) -> np.ndarray:
@@ -46,33 +35,15 @@ def drawn(policy: RandomPolicy, length: int) -> np.ndarray:
 def test_what_is_drawn_stays(tier, dtype, budget, window, sinks):
     policy, length = RandomPolicy(budget, window, sinks, Random(5)), 37
     session, expected = session_of(policy, tier, length, dtype), drawn(policy, length)
-    manager = session.manager
-    manager.space.extend(2, (length,))
-    with manager.launching():
-        manager.ops.copy_compact(2, [(1, 0, 17), (1, 17, length)], length, policy, None)
-    assert np.array_equal(tier_map(manager.state, 2, length) == 0, expected)
-    manager.device.release(2)
-    session.end_prompt(1)
-    assert np.array_equal(tier_map(manager.state, 1, length) == 0, expected) and prunes(policy, 1)
-    for _ in range(6):
-        session.step([1], check=False)
-    after = tier_map(manager.state, 1, length + 6) == 0
-    assert np.array_equal(after[..., :length], expected) and after[..., length:].all(), "generated tokens stay"
-    check_integrity(manager)
+    check_cut(session, policy, length, expected)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the map of tiers reads the CPU's memory")
 def test_triton_cuts_prompts_and_copies():
     policy = RandomPolicy(Budget(11), 4, 2, Random(1 << 31))
     session = session_of(policy, "K8V4", 31)
-    manager, expected = session.manager, drawn(policy, 31)
-    ops = TritonOps(manager.state, policy, 4, 400)
-    manager.space.extend(2, (31,))
-    with manager.launching():
-        ops.copy_compact(2, [(1, 0, 17), (1, 17, 31)], 31, policy, None)
-        ops.compact_prompts([(1, 31)], policy)
-    for row in (1, 2):
-        assert np.array_equal(tier_map(manager.state, row, 31) == 0, expected)
+    expected = drawn(policy, 31)
+    check_triton_cut(session, policy, 31, expected)
 
 
 def test_a_draw_can_be_repeated_and_seeds_and_ranks_differ():
