@@ -143,7 +143,7 @@ def test_a_request_that_leaves_while_it_is_judged(late):
     manager.device.release = lambda row, **more: (launched.append(f"released {row}"), release(row, **more))  # type: ignore[method-assign,assignment]
     free = manager.device.free_pages()
     manager.release(1)
-    assert launched == ["scored"] * late + ["released 1"]
+    assert launched == ["judged"] * late + ["released 1"]
     assert manager.device.free_pages() > free and int(running.cache.slot_of[1]) < 0
     running.check_integrity()
     others = page_bytes(state, sorted(set(visible(state, 2).page.tolist()))) if DEVICE == "cpu" else b""
