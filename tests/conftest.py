@@ -12,6 +12,7 @@ import os
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from hypothesis import settings
 
 from tests.covering import covering
+from tests.quick_interpreter import quick
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -65,6 +67,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ENVIRONMENT] = dict(os.environ)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        config.add_cleanup(entered(quick()))
+
+
+def entered(context: AbstractContextManager[Any]) -> Callable[[], object]:
+    """Enter a context; what leaves it."""
+    stack = ExitStack()
+    stack.enter_context(context)
+    return stack.close
 
 
 @pytest.hookimpl(wrapper=True)
