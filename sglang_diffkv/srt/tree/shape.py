@@ -53,7 +53,7 @@ def _spread(depths: list[dict[str, int]], start: int, end: int) -> None:
 
 def _most(tenants: Mapping[Any, dict[str, int]]) -> list[dict[str, object]]:
     ordered = sorted(tenants.items(), key=lambda found: -found[1]["tokens"])
-    named = [{"tenant": tenant_of(name), **counts} for name, counts in ordered[:MOST_TENANTS]]
+    named: list[dict[str, object]] = [{"tenant": tenant_of(name), **counts} for name, counts in ordered[:MOST_TENANTS]]
     rest = [counts for _, counts in ordered[MOST_TENANTS:]]
     if rest:
         sums = {name: sum(x[name] for x in rest) for name in rest[0]}
