@@ -17,6 +17,9 @@ MOST_ROWS, MOST_TEXT, MOST_DEPTH = 200, 400, 6
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 """Content security policy of a page that is served."""
 
+LONG_TEXT = 24
+"""Characters up to which a cell stays on one line."""
+
 _LIGHT = ["f3f7fc", "dfeaf6", "c7dbef", "a9c8e6", "86b1da", "6399cb", "447fb8", "2c65a0", "184c86", "0a3468"]
 _DARK = ["16202c", "1a2d42", "1e3b5a", "234a74", "2a5b90", "356eab", "4a85c2", "6b9fd4", "94bbe3", "c2daf2"]
 _BRIGHT_TEXT = (range(7, LEVELS), range(0, 6))
@@ -58,7 +61,7 @@ button:hover{border-color:var(--fill)}
 .tiles dd.note{font-size:.8rem;color:var(--soft)}
 .scroll{overflow:auto;max-height:34rem;margin:.25rem 0 .75rem;border:1px solid var(--line);border-radius:.4rem;
 width:fit-content;max-width:100%}
-table{border-collapse:separate;border-spacing:0;font-size:.88rem;font-variant-numeric:tabular-nums}
+table{min-width:13rem;border-collapse:separate;border-spacing:0;font-size:.88rem;font-variant-numeric:tabular-nums}
 caption{caption-side:top;text-align:left;color:var(--soft);font-size:.85rem;padding:.4rem .6rem;
 border-bottom:1px solid var(--line)}
 th,td{padding:.25rem .6rem;text-align:left;vertical-align:top}
@@ -71,11 +74,10 @@ tbody th{font-weight:600;position:sticky;left:0;background:var(--paper);max-widt
 .map{font-size:.78rem}
 .map th,.map td{padding:.12rem .4rem;text-align:right;white-space:nowrap;min-width:0}
 .map tbody tr>*{border-top:0}
-.bar{display:block;width:7rem;max-width:26vw;height:.7rem;margin-top:.4rem;background:var(--line);border-radius:.2rem;
+.bar{display:block;width:7rem;max-width:16vw;height:.7rem;margin-top:.4rem;background:var(--line);border-radius:.2rem;
 overflow:hidden}
 .bar i{display:block;height:100%;background:var(--fill)}
 .flow{display:flex;flex-wrap:wrap;gap:0 1rem;align-items:flex-start}
-.flow table{min-width:13rem}
 details>summary{cursor:pointer;font-weight:600;margin:.5rem 0}
 footer{margin:2.5rem auto 2rem;color:var(--soft);font-size:.85rem}
 @media (max-width:30rem){th,td{padding:.25rem .4rem}.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}
@@ -179,7 +181,7 @@ def _kind(content: Any) -> str | None:
     """The class of a cell: of a number, of a text that may break anywhere, or none."""
     if is_number(content):
         return "n"
-    return "t" if not isinstance(content, Html) and len(str(content)) > 24 else None
+    return "t" if not isinstance(content, Html) and len(str(content)) > LONG_TEXT else None
 
 
 def heat_map(caption: str, corner: str, values: Sequence[Sequence[float]], columns: Sequence[str]) -> Html:
@@ -232,8 +234,15 @@ def _nested(value: Any) -> bool:
 
 
 def _fields(name: str, fields: Mapping[Any, Any], unit: str) -> Html:
-    rows = [(shown(str(key)), figure(str(key), value, unit)) for key, value in [*fields.items()][:MOST_ROWS]]
+    rows = [
+        (shown(str(key)), _to_the_right(figure(str(key), value, unit))) for key, value in [*fields.items()][:MOST_ROWS]
+    ]
     return table(_left_out(name, len(fields)), ("name", "value"), rows)
+
+
+def _to_the_right(text: str) -> Html:
+    """A cell below ``value``: numbers and words at the right, but for long texts."""
+    return tag("td", text, class_="n" if len(text) <= LONG_TEXT else "t")
 
 
 def _records(name: str, records: Sequence[Mapping[Any, Any]]) -> Html:
@@ -269,7 +278,7 @@ def figure(name: str, value: Any, unit: str = "") -> str:
     words = name.split("_")
     if "bytes" in words or (unit == "bytes" and isinstance(value, int)):
         return size(value)
-    return percent(value) if "share" in words else number(value)
+    return percent(value) if "share" in words and isinstance(value, float) else number(value)
 
 
 def document(title: str, lead: Sequence[Any], parts: Sequence[Part], *, refresh: bool = False, end: str = "") -> str:
