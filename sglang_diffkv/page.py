@@ -290,11 +290,7 @@ def document(title: str, lead: Sequence[Any], parts: Sequence[Part], *, refresh:
     """
     links = tag("ul", *(tag("li", tag("a", part.heading, href=f"#{part.anchor}")) for part in parts))
     button = tag("form", tag("button", "Refresh", type="submit"), method="get") if refresh else Html("")
-    sections = [
-        tag("section", tag("h2", part.heading, id=f"{part.anchor}-h"), part.content, id=part.anchor,
-            aria_labelledby=f"{part.anchor}-h")
-        for part in parts
-    ]  # fmt: skip
+    sections = [tag("section", tag("h2", part.heading), part.content, id=part.anchor) for part in parts]
     head = tag("header", tag("h1", title), *(tag("p", line, class_="soft") for line in lead), button)
     nav = tag("nav", links, aria_label="Sections") if len(parts) > 1 else Html("")
     body = tag(
