@@ -171,7 +171,15 @@ def test_alerts_say_what_and_how_bad() -> None:
         assert {*re.findall(r"\$labels\.(\w+)", summary)} <= {"instance"}
         found = Expression(rule["expr"])
         assert not found.labels or "instance" in found.labels, "its summary names the instance"
-    wanted = ("faults", "num_retracted", "diffkv_ratio ", "cached_tokens", "num_queue_reqs", "http_responses")
+    wanted = (
+        "faults",
+        "num_retracted",
+        "diffkv_ratio ",
+        "cached_tokens",
+        "num_queue_reqs",
+        "http_responses",
+        "diffkv_host_bytes",
+    )
     texts = [rule["expr"].replace("[", " [") for rule in rules()]
     assert all(any(word in text for text in texts) for word in wanted)
 
@@ -185,7 +193,7 @@ def test_queries_are_promql(text: str) -> None:
         assert all(label in KNOWN_LABELS for label, _, _ in matchers)
 
 
-KNOWN_LABELS = {"model_name", "instance", "owner", "tier", "kind", "outcome", "job", "status_code"}
+KNOWN_LABELS = {"model_name", "instance", "owner", "tier", "kind", "outcome", "job", "status_code", "endpoint"}
 
 
 @pytest.mark.parametrize(

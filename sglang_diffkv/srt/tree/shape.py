@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.srt.versions import compat
@@ -21,34 +23,40 @@ def shape(root: Any, pages_of: Callable[[Sequence[Segment]], Sequence[int]]) -> 
 
     ``by_depth`` has a group of positions each: nodes that begin there, and tokens. ``by_tenant`` has a tenant each, the
     ``MOST_TENANTS`` with most tokens, and all others as one with the name ``others``. A tenant is named by
-    ``tenant_of``. Walks all nodes. ``pages_of`` tells the pages of each segment.
+    ``tenant_of``; a node's is that of all below it. Walks all nodes. ``pages_of`` tells the pages of each segment.
     """
-    depths = [{"from": start, "nodes": 0, "tokens": 0} for start in DEPTHS]
-    tenants: dict[Any, dict[str, int]] = {}
-    owners: dict[Segment, dict[str, int]] = {}
-    stack = [(node, 0) for node in root.children.values()]
+    tenants: dict[Any, list[int]] = {}
+    owners: dict[Segment, list[int]] = {}
+    starts, lengths = [], []
+    stack = [(node, 0, tenants.setdefault(compat.namespace_of(node.key), [0, 0, 0])) for node in root.children.values()]
     while stack:
-        node, start = stack.pop()
-        end = start + len(node.key)
-        depths[bisect_right(DEPTHS, start) - 1]["nodes"] += 1
-        _spread(depths, start, end)
-        mine = tenants.setdefault(compat.namespace_of(node.key), {"nodes": 0, "tokens": 0, "pages": 0})
-        mine["nodes"] += 1
-        mine["tokens"] += end - start
+        node, start, mine = stack.pop()
+        length = len(node.key)
+        starts.append(start)
+        lengths.append(length)
+        mine[0] += 1
+        mine[1] += length
         owners.setdefault(node.segment, mine)
-        stack.extend((child, end) for child in node.children.values())
+        for child in node.children.values():
+            stack.append((child, start + length, mine))
     for mine, pages in zip(owners.values(), pages_of([*owners]), strict=True):
-        mine["pages"] += pages
-    return {"by_depth": [x for x in depths if x["tokens"]], "by_tenant": _most(tenants)}
+        mine[2] += pages
+    by_tenant = {name: dict(zip(("nodes", "tokens", "pages"), counts)) for name, counts in tenants.items()}
+    return {
+        "by_depth": _by_depth(np.array(starts, np.int64), np.array(lengths, np.int64)),
+        "by_tenant": _most(by_tenant),
+    }
 
 
-def _spread(depths: list[dict[str, int]], start: int, end: int) -> None:
-    """Add the positions [start, end) to their groups."""
-    for group in range(bisect_right(DEPTHS, start) - 1, len(DEPTHS)):
-        if DEPTHS[group] >= end:
-            return
-        last = DEPTHS[group + 1] if group + 1 < len(DEPTHS) else end
-        depths[group]["tokens"] += min(end, last) - max(start, DEPTHS[group])
+def _by_depth(starts: np.ndarray, lengths: np.ndarray) -> list[dict[str, int]]:
+    """Of nodes' first positions and lengths, [n] each."""
+    found, ends = [], starts + lengths
+    for low, high in pairwise((*DEPTHS, np.iinfo(np.int64).max)):
+        tokens = int((np.minimum(ends, high) - np.maximum(starts, low)).clip(0).sum())
+        if tokens:
+            nodes = int(((starts >= low) & (starts < high)).sum())
+            found.append({"from": int(low), "nodes": nodes, "tokens": tokens})
+    return found
 
 
 def _most(tenants: Mapping[Any, dict[str, int]]) -> list[dict[str, object]]:
