@@ -5,7 +5,8 @@ Start a server, then name it::
     python -m sglang.launch_server --model-path examples/models/nano --attention-backend diffkv
     python examples/frontend.py --url http://127.0.0.1:30000
 
-Forks share the pages of the prompt that they fork from; the second turn finds the first in the prefix cache.
+A server's key is read from SGLANG_API_KEY. Forks share the pages of the prompt that they fork from; the second turn
+finds the first in the prefix cache.
 """
 
 from __future__ import annotations

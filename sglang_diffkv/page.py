@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Any
 
 LEVELS = 10
@@ -77,6 +78,8 @@ tbody th{font-weight:600;position:sticky;left:0;background:var(--paper);max-widt
 .bar{display:block;width:7rem;max-width:16vw;height:.7rem;margin-top:.4rem;background:var(--line);border-radius:.2rem;
 overflow:hidden}
 .bar i{display:block;height:100%;background:var(--fill)}
+.beside{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,24rem),1fr));gap:0 2rem}
+.beside section{min-width:0}
 .flow{display:flex;flex-wrap:wrap;gap:0 1rem;align-items:flex-start}
 details>summary{cursor:pointer;font-weight:600;margin:.5rem 0}
 footer{margin:2.5rem auto 2rem;color:var(--soft);font-size:.85rem}
@@ -114,11 +117,13 @@ def tag(name: str, *content: Any, **attributes: Any) -> Html:
 
 @dataclass(frozen=True)
 class Part:
-    """A section of a page: the name of its anchor, its heading and what it shows."""
+    """A section of a page: the name of its anchor, its heading and what it shows. ``small``: it may stand beside
+    others."""
 
     anchor: str
     heading: str
     content: Html
+    small: bool = False
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -290,7 +295,10 @@ def document(title: str, lead: Sequence[Any], parts: Sequence[Part], *, refresh:
     """
     links = tag("ul", *(tag("li", tag("a", part.heading, href=f"#{part.anchor}")) for part in parts))
     button = tag("form", tag("button", "Refresh", type="submit"), method="get") if refresh else Html("")
-    sections = [tag("section", tag("h2", part.heading), part.content, id=part.anchor) for part in parts]
+    sections: list[Html] = []
+    for small, group in groupby(parts, key=lambda part: part.small):
+        shown_parts = [tag("section", tag("h2", part.heading), part.content, id=part.anchor) for part in group]
+        sections.append(tag("div", shown_parts, class_="beside") if small else html(shown_parts))
     head = tag("header", tag("h1", title), *(tag("p", line, class_="soft") for line in lead), button)
     nav = tag("nav", links, aria_label="Sections") if len(parts) > 1 else Html("")
     body = tag(

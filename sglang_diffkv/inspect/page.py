@@ -41,7 +41,7 @@ HEADINGS = {
     "retracted": "Retracted requests",
     "admission": "Admission",
     "prompts": "Prompts by outcome",
-    "memory": "Memory outside of the pages",
+    "memory": "Memory",
     "mixed_chunks": "Mixed chunks",
     "states": "States",
     "finished": "Finished requests",
@@ -49,6 +49,8 @@ HEADINGS = {
     "configuration": "Configuration",
 }
 """Of entries of ``/server_info``, in the order in which they are shown. Entries without one come behind them."""
+WIDE = ("prefix_cache", "configuration")
+"""Entries that take the width of the page."""
 SHOWN_ABOVE = {*Snapshot.model_fields, "running", "kv_heads", "segments"}
 MEANS = ("ratio_pages", "ratio_tokens")
 
@@ -74,8 +76,10 @@ def render(report: Report, *, refresh: bool = False) -> str:
     for name in [x for x in HEADINGS if x in report.stats] + [x for x in report.stats if x not in HEADINGS]:
         if name not in SHOWN_ABOVE and not name.startswith(("ratio_", "share_")):
             heading = HEADINGS.get(name) or shown(name.replace("_", " ").capitalize())
-            parts.append(Part(f"part-{len(parts)}", heading, _entry(name, heading, report.stats[name])))
-    parts.append(Part("server", "Server", flow(anything("What the server was started with", about))))
+            parts.append(
+                Part(f"part-{len(parts)}", heading, _entry(name, heading, report.stats[name]), name not in WIDE)
+            )
+    parts.append(Part("server", "Server", flow(anything("What the server was started with", about)), True))
     end = "Ratios are to bf16 bytes of the same tokens. docs/operate.md explains each name."
     return document(f"KV cache of {shown(model)}", lead, parts, refresh=refresh, end=end)
 

@@ -174,7 +174,7 @@ def test_the_page_shows_all_that_the_server_tells():
     assert "The 1 longest of 3" in text and "70 20 9 31.5 KiB 0.500 0.400" in text
     assert "256 3 4,321" in text and "not set 1 5 1" in text
     assert "A tier to come" in text and "used_bytes 7.0 MiB" in text and "waits" in text
-    assert "Memory outside of the pages: held name value pages 5.0 MiB" in text
+    assert "Memory: held name value pages 5.0 MiB" in text
     assert "cached 3 10.5 KiB 4.7%" in text
 
 
