@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from benchmarks.paths import REPOSITORY
+from sglang_diffkv.access import without_keys
 from sglang_diffkv.evaluate import report
 
 PACKAGES = ("flashinfer-python", "transformers")
@@ -22,9 +23,9 @@ def without_paths(text: str) -> str:
 
 
 def command(module: str, argv: Sequence[str] | None = None, package: str = "benchmarks") -> str:
-    """The command line as a user would type it in the repository."""
+    """The command line as a user would type it in the repository, without keys."""
     arguments = sys.argv[1:] if argv is None else argv
-    return shlex.join(["python", "-m", f"{package}.{module}", *(without_paths(x) for x in arguments)])
+    return shlex.join(["python", "-m", f"{package}.{module}", *(without_paths(x) for x in without_keys(arguments))])
 
 
 def commit() -> str | None:

@@ -5,12 +5,14 @@ Start a server, then name it::
     python -m sglang.launch_server --model-path examples/models/nano --attention-backend diffkv
     python examples/frontend.py --url http://127.0.0.1:30000
 
-Forks share the pages of the prompt that they fork from; the second turn finds the first in the prefix cache.
+A server's key is read from SGLANG_API_KEY. Forks share the pages of the prompt that they fork from; the second turn
+finds the first in the prefix cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def questions_over_one_prefix(group: str, count: int) -> tuple[str, list[Example
 
 def run(url: str, group: str, count: int) -> tuple[list[tuple[Example, str]], str]:
     """The program against a server: each question with its reply, and the reply of the second turn."""
-    sgl.set_default_backend(sgl.RuntimeEndpoint(url))
+    sgl.set_default_backend(sgl.RuntimeEndpoint(url, api_key=os.environ.get("SGLANG_API_KEY")))
     prefix, items = questions_over_one_prefix(group, count)
     follow_up = next(item for item in reference.read(QUESTIONS) if item.task == "mul" and item.level == "easy")
     state = ask_in_parallel.run(prefix, [item.prompt[len(prefix) :] for item in items], follow_up.prompt)

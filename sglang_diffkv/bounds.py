@@ -58,6 +58,7 @@ Figure = Annotated[float, Field(strict=True, ge=-1e38, le=1e38)]
 # What tools take on their command lines
 
 SomeCount = Annotated[int, Field(strict=True, ge=1, le=1 << 53)]
+Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
 Budget = Annotated[float, Field(strict=True, ge=0, le=1e4)]
 """A loss that is allowed: nats a token, points or per cent; and standard errors."""
 

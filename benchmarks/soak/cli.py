@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import requests
+
 from benchmarks import splits
 from benchmarks.paths import NANO
 from benchmarks.provenance import provenance, without_paths
@@ -31,7 +33,9 @@ from benchmarks.soak.chart import draw
 from benchmarks.soak.load import Limits, Load, choose
 from benchmarks.soak.report import accuracy, problems
 from benchmarks.soak.run import Plan, Soak
+from benchmarks.soak.running import RunningServer
 from benchmarks.soak.watch import growth, wrong_lines
+from sglang_diffkv.access import OPEN, access_of, add_access_arguments, server_url, without_keys
 from sglang_diffkv.drawing import drawn
 from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
@@ -45,6 +49,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(NANO), help="a model that knows the reference questions")
+    parser.add_argument(
+        "--url",
+        type=server_url,
+        help="soak this running server of the model, which nobody else may use: all its requests are aborted",
+    )
+    add_access_arguments(parser, admin=True)
     parser.add_argument("--minutes", type=float, default=20.0, help="of load, questions before and after not counted")
     parser.add_argument("--concurrency", type=int, default=48, help="requests at a time (default: %(default)s)")
     parser.add_argument("--max-total-tokens", type=int, default=8000, help="of the pool (default: %(default)s)")
@@ -65,6 +75,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True, help="JSON file; the chart is put beside it")
     args = parser.parse_args(argv)
+    if not args.url and (args.api_key or args.admin_api_key or args.cacert):
+        parser.error("--api-key, --admin-api-key and --cacert go with --url; put a server's own in --extra-server-args")
+    args.access = access_of(parser, args) if args.url else OPEN
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif args.device == "cuda" and not has_gpu():
@@ -72,8 +85,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def make_server(args: argparse.Namespace) -> Server:
-    """The server, not started, with a pool to fill, prompts in several chunks, and optimistic admission."""
+def make_server(args: argparse.Namespace) -> Server | RunningServer:
+    """The server, not started, with a pool to fill, prompts in several chunks, and optimistic admission; or the one
+    that runs at ``--url``."""
+    if args.url:
+        return RunningServer(args.url, args.access)
     env = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
     if not has_gpu():
         env |= BOUNDED
@@ -90,12 +106,14 @@ def make_server(args: argparse.Namespace) -> Server:
     return Server(args.model, "diffkv", flags, diffkv_config=args.diffkv_config, env=env, log_path=log)
 
 
-def make_load(args: argparse.Namespace, server: Server) -> tuple[Load, list[Example]]:
+def make_load(args: argparse.Namespace, server: Server | RunningServer) -> tuple[Load, list[Example]]:
     """The load for a running server, and its reference questions."""
     tokenizer = load_tokenizer(args.model)
     everything = splits.load(args.split)
     items = choose(everything, args.references, args.seed)
-    pool = int(server.server_info()["max_total_num_tokens"])
+    info = server.server_info()
+    args.served_on = info["device"]
+    pool = int(info["max_total_num_tokens"])
     models = server.get("/v1/models").json()["data"]
     limits = Limits.of(int(models[0]["max_model_len"]), pool, args.longest_reply)
     openings = [x for x in everything if x.level == "easy" and x.group is None and len(x.prompt) < 400]
@@ -110,6 +128,13 @@ def make_load(args: argparse.Namespace, server: Server) -> tuple[Load, list[Exam
     return load, items
 
 
+def shown_arguments(args: argparse.Namespace) -> dict[str, str]:
+    """The arguments without keys and paths."""
+    hidden = {"output", "access", "api_key", "admin_api_key", "served_on"}
+    shown = {**vars(args), "extra_server_args": without_keys(args.extra_server_args)}
+    return {name: without_paths(str(value)) for name, value in shown.items() if name not in hidden}
+
+
 def describe(args: argparse.Namespace, soak: Soak, argv: Sequence[str] | None) -> dict[str, Any]:
     """The result as JSON data, its verdict included."""
     log = soak.server.log_text()
@@ -117,8 +142,8 @@ def describe(args: argparse.Namespace, soak: Soak, argv: Sequence[str] | None) -
     seconds = 60 * args.minutes
     result = {
         "provenance": provenance("soak", argv),
-        "arguments": {k: without_paths(str(v)) for k, v in vars(args).items() if k != "output"},
-        "device": "cuda" if has_gpu() else "cpu",
+        "arguments": shown_arguments(args),
+        "device": args.served_on,
         "load": soak.tally.summary(),
         "requests_per_second": sum(map(sum, (x.values() for x in soak.tally.ends.values()))) / seconds,
         "output_tokens_per_second": soak.tally.sums["completion_tokens"] / seconds,
@@ -145,7 +170,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     plan = Plan(60 * args.minutes, args.rounds, args.concurrency, args.deadline, args.interval)
     with make_server(args) as server:
-        load, items = make_load(args, server)
+        try:
+            load, items = make_load(args, server)
+        except requests.RequestException as error:
+            print(f"benchmarks.soak: no server to soak: {error}", file=sys.stderr)
+            return 1
         soak = Soak(server, plan, load, items)
         asyncio.run(soak.run())
         if not server.alive():
@@ -157,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps({name: result[name] for name in shown}, indent=1))
     for problem in result["problems"]:
         print(f"FAILED: {problem}")
-    if not result["problems"]:
+    if not result["problems"] and server.log_path is not None:
         server.log_path.unlink(missing_ok=True)
     return int(bool(result["problems"]))
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,10 +86,17 @@ def grade(order: Order, reply: Reply, asked_to_abort: bool) -> tuple[str, str]:
 
 
 class Client:
-    """Sends orders to one server. ``deadline``: seconds after which a request without an end counts as lost."""
+    """Sends orders to one server.
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, deadline: float):
-        self.url, self.session, self.deadline = url, session, deadline
+    Args:
+        session: shows the server's key. deadline: seconds after which a request without an end counts as lost.
+        abort_headers: they show the key of who may abort requests, if that is another one.
+    """
+
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, deadline: float, abort_headers: Mapping[str, str] | None = None
+    ):
+        self.url, self.session, self.deadline, self.abort_headers = url, session, deadline, abort_headers
         self.in_flight = 0
         self.aborting_all = False
 
@@ -109,7 +117,7 @@ class Client:
     async def abort_all(self) -> None:
         """Ask the server to end all that it has; what ends so from now on is our doing."""
         self.aborting_all = True
-        async with self.session.post(f"{self.url}/abort_request", json={"abort_all": True}):
+        async with self.session.post(f"{self.url}/abort_request", json={"abort_all": True}, headers=self.abort_headers):
             pass
 
     async def _follow(
@@ -124,7 +132,7 @@ class Client:
         if asked and order.abort is not None:
             if order.abort.how == DISCONNECT:
                 return ABORTED, "cut"
-            async with self.session.post(f"{self.url}/abort_request", json={"rid": rid}):
+            async with self.session.post(f"{self.url}/abort_request", json={"rid": rid}, headers=self.abort_headers):
                 pass
         await asyncio.wait({reader}, timeout=max(0.0, self.deadline - (time.monotonic() - start)))
         if not reader.done():

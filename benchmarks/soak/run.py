@@ -15,6 +15,7 @@ import aiohttp
 from benchmarks.soak.client import ANSWERED, ENDS, LOST, REFUSED, Client, Outcome
 from benchmarks.soak.load import Load, Order
 from benchmarks.soak.report import Answer, Question, Tally
+from benchmarks.soak.running import RunningServer
 from benchmarks.soak.watch import Watch
 from sglang_diffkv.evaluate.server import Server
 from sglang_diffkv.evaluate.tasks import reference
@@ -42,7 +43,7 @@ class Plan:
 class Soak:
     """A soak and all that it has found so far. ``failures`` are reasons to fail that no count shows."""
 
-    server: Server
+    server: Server | RunningServer
     plan: Plan
     load: Load
     items: Sequence[Example]
@@ -55,10 +56,11 @@ class Soak:
     async def run(self) -> None:
         """Run it to its end, or until the server dies."""
         timeout = aiohttp.ClientTimeout(total=ASIDE)
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            self.client = Client(self.server.url, session, self.plan.deadline)
-            self.watch = Watch(self.server.url, self.server.pid or 0, session)
+        access, url = self.server.access, self.server.url
+        connector = aiohttp.TCPConnector(limit=0, force_close=True, ssl=access.context())
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=access.headers()) as session:
+            self.client = Client(url, session, self.plan.deadline, access.headers("/abort_request"))
+            self.watch = Watch(url, self.server.pid, session)
             self.samples = self.watch.samples
             try:
                 self.questions = [await self._first(i) for i in range(len(self.items))]
@@ -68,7 +70,7 @@ class Soak:
                 for index, question in enumerate(self.questions):
                     question.after = await self._ask(index, flush=True)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, SoakError) as error:
-                state = "alive" if self.server.alive() else "dead"
+                state = "running elsewhere" if self.server.pid is None else "alive" if self.server.alive() else "dead"
                 self.failures.append(f"stopped: {type(error).__name__}: {error}; the server is {state}")
 
     async def _first(self, index: int) -> Question:

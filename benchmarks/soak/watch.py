@@ -22,8 +22,11 @@ WRONG_IN_LOG = re.compile(
 Sample = dict[str, Any]
 
 
-def resident(pid: int) -> dict[str, float]:
-    """Resident memory in MiB of a server's processes by role; the main process is ``http``."""
+def resident(pid: int | None) -> dict[str, float]:
+    """Resident memory in MiB of a server's processes by role; the main process is ``http``. Nothing of a server that
+    was not started here, whose ``pid`` is None."""
+    if pid is None:
+        return {}
     main = psutil.Process(pid)
     found: dict[str, float] = {}
     for process in [main, *main.children(recursive=True)]:
@@ -48,7 +51,7 @@ def pages(stats: dict[str, Any] | None) -> Sample:
 class Watch:
     """Samples of one server, in the order taken. ``time`` counts seconds from ``start``."""
 
-    def __init__(self, url: str, pid: int, session: aiohttp.ClientSession):
+    def __init__(self, url: str, pid: int | None, session: aiohttp.ClientSession):
         self.url, self.pid, self.session = url, pid, session
         self.start = time.monotonic()
         self.samples: list[Sample] = []

@@ -25,6 +25,7 @@ from typing import Any
 import requests
 
 from sglang_diffkv import bounds
+from sglang_diffkv.access import Access, AccessError, access_of, add_access_arguments, server_url
 from sglang_diffkv.arguments import number
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate import report, runner
@@ -36,7 +37,7 @@ from sglang_diffkv.evaluate.prompts import load_tokenizer
 from sglang_diffkv.evaluate.server import ServerError
 from sglang_diffkv.evaluate.store import Store
 from sglang_diffkv.evaluate.summary import summarise
-from sglang_diffkv.evaluate.table import tables
+from sglang_diffkv.evaluate.table import report_page, tables
 from sglang_diffkv.evaluate.tasks import LOADERS, Options, TaskFileError, load_task
 from sglang_diffkv.evaluate.tasks.reference import LEVELS
 
@@ -117,7 +118,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", help="start a server for this model and each --config")
-    where.add_argument("--url", help="ask this running server; its prefix cache is emptied before each task file")
+    where.add_argument(
+        "--url", type=server_url, help="ask this running server; its prefix cache is emptied before each task file"
+    )
+    add_access_arguments(parser, admin=True)
     parser.add_argument(
         "--keep-cache",
         action="store_true",
@@ -134,7 +138,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--task", action="append", required=True, metavar="KIND=PATH", help=f"KIND: {kinds}")
     add_question_arguments(parser)
     add_window_arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder for answers, results.json and results.md")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for answers, results.json, results.md, report.html"
+    )
     args = parser.parse_args(argv)
     if args.url and args.config:
         parser.error("--config starts servers and goes with --model; a running server has its configuration")
@@ -142,11 +148,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--jobs starts several servers and goes with --model")
     if (args.name or args.keep_cache) and not args.url:
         parser.error("--name and --keep-cache go with --url")
+    if not args.url and (args.api_key or args.admin_api_key or args.cacert):
+        parser.error("--api-key, --admin-api-key and --cacert go with --url; a server's own are in --server-args")
+    args.access = access_of(parser, args) if args.url else Access()
     return args
 
 
 def write(folder: Path, store: Store, suites: Sequence[runner.Suite], skipped: dict[str, str]) -> str:
-    """Write ``results.json`` and ``results.md``; returns the tables."""
+    """Write ``results.json``, ``results.md`` and ``report.html``; returns the tables."""
     results = summarise(store, suites)
     data = {
         "environment": report.environment(),
@@ -158,12 +167,13 @@ def write(folder: Path, store: Store, suites: Sequence[runner.Suite], skipped: d
     (folder / "results.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     text = tables(results, skipped)
     (folder / "results.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(report_page(results, skipped, data), encoding="utf-8")
     return text
 
 
 def evaluate_url(args: argparse.Namespace, tasks: Sequence[Any], store: Store) -> str:
     """One running server on all tasks."""
-    endpoint = Endpoint.connect(args.url)
+    endpoint = Endpoint.connect(args.url, access=args.access)
     tokenizer = load_tokenizer(args.tokenizer or tokenizer_path(endpoint))
     suites = [runner.Suite.of(task, tokenizer) for task in tasks]
     fingerprint = fingerprint_of(endpoint)
@@ -221,6 +231,9 @@ def run(args: argparse.Namespace) -> int:
             else:
                 text = evaluate_model(args, configurations, tasks, store)
     except (ConfigError, TaskFileError, EvaluationError, RequestError, ServerError) as error:
+        print(f"sglang_diffkv.evaluate: {error}", file=sys.stderr)
+        return 1
+    except AccessError as error:
         print(f"sglang_diffkv.evaluate: {error}", file=sys.stderr)
         return 1
     except requests.RequestException as error:

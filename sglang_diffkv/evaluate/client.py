@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import requests
-
+from sglang_diffkv.access import OPEN, Access
 from sglang_diffkv.evaluate import forcing
 
 
@@ -40,7 +39,13 @@ class Record:
 
 
 def ask(
-    url: str, input_ids: Sequence[int], max_new_tokens: int, *, top_logprobs: int = 0, timeout: float = 1800.0
+    url: str,
+    input_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    top_logprobs: int = 0,
+    timeout: float = 1800.0,
+    access: Access = OPEN,
 ) -> Record:
     """Greedy continuation of one prompt; ``top_logprobs`` > 0 asks for log-probabilities as well.
 
@@ -52,10 +57,18 @@ def ask(
     }
     if top_logprobs:
         payload.update(return_logprob=True, top_logprobs_num=top_logprobs)
-    return _post(url, payload, timeout)
+    return _post(url, payload, timeout, access)
 
 
-def score(url: str, input_ids: Sequence[int], start: int, *, top_logprobs: int = 0, timeout: float = 1800.0) -> Record:
+def score(
+    url: str,
+    input_ids: Sequence[int],
+    start: int,
+    *,
+    top_logprobs: int = 0,
+    timeout: float = 1800.0,
+    access: Access = OPEN,
+) -> Record:
     """Log-probabilities of ``input_ids[start + 1:]`` as ``input_logprobs``; no token is generated.
 
     ``top_logprobs`` > 0 asks for the most likely tokens at their positions as well, as ``input_top_logprobs``.
@@ -71,7 +84,7 @@ def score(url: str, input_ids: Sequence[int], start: int, *, top_logprobs: int =
     }
     if top_logprobs:
         payload["top_logprobs_num"] = top_logprobs
-    return _post(url, payload, timeout)
+    return _post(url, payload, timeout, access)
 
 
 def force(
@@ -82,12 +95,13 @@ def force(
     *,
     top_logprobs: int = 0,
     timeout: float = 1800.0,
+    access: Access = OPEN,
 ) -> Record:
     """Make the server reply ``reply_ids`` (``evaluate/forcing``); ``logprobs`` and ``top_logprobs`` are what it would
     have said itself. Raises RequestError, also if the reply is another."""
     start = time.perf_counter()
     payload = forcing.payload(prompt_ids, reply_ids, sink, top_logprobs)
-    reply = _reply(url, payload, timeout)
+    reply = _reply(url, payload, timeout, access)
     found = record(reply, time.perf_counter() - start)
     if found.output_ids != list(reply_ids):
         raise RequestError(f"a reply was not the forced one: the server needs {' '.join(forcing.SERVER_ARGS)}")
@@ -96,14 +110,14 @@ def force(
     return found
 
 
-def _post(url: str, payload: dict[str, Any], timeout: float) -> Record:
+def _post(url: str, payload: dict[str, Any], timeout: float, access: Access) -> Record:
     start = time.perf_counter()
-    reply = _reply(url, payload, timeout)
+    reply = _reply(url, payload, timeout, access)
     return record(reply, time.perf_counter() - start)
 
 
-def _reply(url: str, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
-    response = requests.post(f"{url}/generate", json=payload, timeout=timeout)
+def _reply(url: str, payload: dict[str, Any], timeout: float, access: Access) -> dict[str, Any]:
+    response = access.post(url, "/generate", payload, timeout=timeout)
     if not response.ok:
         raise RequestError(f"/generate answered {response.status_code}: {response.text[:500]}")
     decoded: dict[str, Any] = response.json()
@@ -142,13 +156,17 @@ def run(
     *,
     concurrency: int = 8,
     top_logprobs: int = 0,
+    access: Access = OPEN,
 ) -> list[Record]:
     """Ask all prompts, at most ``concurrency`` at a time; the records are in the prompts' order."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     if len(limits) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(limits)} values of max_new_tokens")
     pool = ThreadPoolExecutor(concurrency)
-    futures = [pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs) for ids, limit in zip(prompts, limits)]
+    futures = [
+        pool.submit(ask, url, ids, limit, top_logprobs=top_logprobs, access=access)
+        for ids, limit in zip(prompts, limits)
+    ]
     try:
         return [future.result() for future in futures]
     finally:  # without waiting: what is under way ends with the server, which the caller stops

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from sglang_diffkv.access import without_keys
 from sglang_diffkv.calibration import resolve
 from sglang_diffkv.config import DiffKVConfig, load_config
 from sglang_diffkv.errors import ConfigError
@@ -69,7 +70,7 @@ class Configuration:
             "backend": self.backend,
             "kv_cache_dtype": self.kv_cache_dtype,
             "diffkv": None if self.diffkv is None else self.diffkv.whole(),
-            "server_args": list(args),
+            "server_args": without_keys(args),
         }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import requests
 
+from sglang_diffkv.access import ADMIN_KEY_OPTION, OPEN, REFUSED, Access, AccessError
 from sglang_diffkv.evaluate import client, report
 
 LONG = "finished_1k"
@@ -34,15 +35,19 @@ class Endpoint:
     context: int
     owned: bool = False
     timeout: float = 3600.0
+    access: Access = OPEN
 
     @classmethod
-    def connect(cls, url: str, owned: bool = False) -> Endpoint:
-        """Ask the server for its model's context. Raises EvaluationError if no SGLang server answers."""
+    def connect(cls, url: str, owned: bool = False, access: Access = OPEN) -> Endpoint:
+        """Ask the server for its model's context. Raises EvaluationError if no SGLang server answers, or it wants
+        another key."""
         url = url.rstrip("/")
         try:
-            reply = requests.get(f"{url}/v1/models", timeout=60.0)
+            reply = access.get(url, "/v1/models", timeout=60.0)
             reply.raise_for_status()
-            return cls(url, int(reply.json()["data"][0]["max_model_len"]), owned)
+            return cls(url, int(reply.json()["data"][0]["max_model_len"]), owned, access=access)
+        except AccessError as error:
+            raise EvaluationError(str(error)) from None
         except (requests.RequestException, LookupError, TypeError, ValueError) as error:
             raise EvaluationError(f"no SGLang server answers at {url}: {error}") from error
 
@@ -51,16 +56,18 @@ class Endpoint:
         room = self.context - len(prompt_ids) - 1
         if room < 1:
             raise EvaluationError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {self.context}")
-        return client.ask(self.url, prompt_ids, min(max_new_tokens, room), timeout=self.timeout)
+        return client.ask(self.url, prompt_ids, min(max_new_tokens, room), timeout=self.timeout, access=self.access)
 
     def cache(self, prompt_ids: Sequence[int]) -> client.Record:
         """Prefill only, so that the prompt is in the prefix cache afterwards."""
-        return client.ask(self.url, prompt_ids, 0, timeout=self.timeout)
+        return client.ask(self.url, prompt_ids, 0, timeout=self.timeout, access=self.access)
 
     def score(self, prompt_ids: Sequence[int], start: int, top_logprobs: int = 0) -> client.Record:
         """Log-probabilities of the prompt's tokens after position ``start``, in ``input_logprobs``, and the
         ``top_logprobs`` likeliest tokens at each of their positions, in ``input_top_logprobs``."""
-        return client.score(self.url, prompt_ids, start, top_logprobs=top_logprobs, timeout=self.timeout)
+        return client.score(
+            self.url, prompt_ids, start, top_logprobs=top_logprobs, timeout=self.timeout, access=self.access
+        )
 
     def force(
         self, prompt_ids: Sequence[int], reply_ids: Sequence[int], sink: int, top_logprobs: int = 0
@@ -68,7 +75,9 @@ class Endpoint:
         """The reply ``reply_ids``, with what the server thought of each token in ``logprobs`` and ``top_logprobs``."""
         if len(prompt_ids) + len(reply_ids) >= self.context:
             raise EvaluationError(f"{len(prompt_ids)} + {len(reply_ids)} tokens do not fit in {self.context}")
-        return client.force(self.url, prompt_ids, reply_ids, sink, top_logprobs=top_logprobs, timeout=self.timeout)
+        return client.force(
+            self.url, prompt_ids, reply_ids, sink, top_logprobs=top_logprobs, timeout=self.timeout, access=self.access
+        )
 
     def forget_prefixes(self) -> str:
         """Empty the server's prefix cache, so that one task file does not profit from another, nor from what others
@@ -77,18 +86,28 @@ class Endpoint:
         SGLang refuses with status 400 while a request is still leaving, so that is tried again for ``PATIENCE`` s.
         """
         deadline = time.monotonic() + PATIENCE
-        while not (reply := requests.post(f"{self.url}/flush_cache", timeout=60.0)).ok:
+        while not (reply := self._flush()).ok:
             if reply.status_code != BUSY or time.monotonic() > deadline:
                 why = f"status {reply.status_code}"
+                if reply.status_code in REFUSED:
+                    why += f": {ADMIN_KEY_OPTION} may be wanted"
                 if self.owned:
                     raise EvaluationError(f"{self.url} does not empty its prefix cache ({why} of /flush_cache)")
                 return why
             time.sleep(0.1)
         return ""
 
+    def _flush(self) -> requests.Response:
+        try:
+            return self.access.post(self.url, "/flush_cache", timeout=60.0)
+        except AccessError as error:
+            if self.owned or error.response is None:
+                raise EvaluationError(str(error)) from None
+            return error.response
+
     def info(self) -> dict[str, Any]:
-        """The reply of ``/server_info``."""
-        reply = requests.get(f"{self.url}/server_info", timeout=300.0)
+        """The reply of ``/server_info``. Raises requests.RequestException, AccessError for one."""
+        reply = self.access.get(self.url, "/server_info", timeout=300.0)
         reply.raise_for_status()
         return reply.json()
 

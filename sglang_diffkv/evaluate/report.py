@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from sglang_diffkv.access import without_keys
+
 TOTALS = ("requests", "tokens", "page_bytes", "token_bytes", "bf16_bytes", "high", "low", "pruned", "out_of_window")
 KEPT_CACHE = "its prefix cache was not emptied ({why}), so figures depend on what was asked before"
 """What tables say of a running server of which that is so."""
@@ -123,12 +125,12 @@ def _program() -> list[str]:
 
 
 def environment() -> dict[str, Any]:
-    """Command line, versions and hardware of this run."""
+    """Command line without keys, versions and hardware of this run."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "command": shlex.join([Path(sys.executable).name, *_program(), *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.executable).name, *_program(), *without_keys(sys.argv[1:])]),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("sglang-diffkv", "sglang", "torch", "triton")},
         "cpu": _cpu_name(),

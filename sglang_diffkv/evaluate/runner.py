@@ -47,7 +47,7 @@ def start(configuration: Configuration, model: str, args: Sequence[str] = ()) ->
     """A server for the time of the ``with`` block. EvaluationError with the end of its log if it stops answering."""
     with configuration.server(model, args) as server:
         try:
-            yield Endpoint.connect(server.url, owned=True)
+            yield Endpoint.connect(server.url, owned=True, access=server.access)
         except requests.RequestException as error:
             tail = "\n".join(server.log_text().splitlines()[-40:])
             raise EvaluationError(f"{configuration.name}: the server stopped answering: {error}\n{tail}") from error

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import requests
 
+from sglang_diffkv.access import OPEN, Access, hidden
 from sglang_diffkv.evaluate.ports import Port
 
 READY = "fired up and ready to roll"
@@ -59,13 +60,13 @@ def _end(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def flush_cache(url: str) -> None:
+def flush_cache(url: str, access: Access = OPEN) -> None:
     """Empty the prefix cache of the server at ``url``; raises if requests are still running after a few seconds.
 
     A request has left the scheduler only some steps after its reply, so a refusal is tried again.
     """
     deadline = time.monotonic() + 10.0
-    while not (response := requests.post(f"{url}/flush_cache", timeout=60.0)).ok and time.monotonic() < deadline:
+    while not (response := access.post(url, "/flush_cache", timeout=60.0)).ok and time.monotonic() < deadline:
         time.sleep(0.1)
     response.raise_for_status()
 
@@ -74,9 +75,9 @@ class Server:
     """``python -m sglang.launch_server`` as a context manager.
 
     ``args`` come last on the command line and so override the defaults given here, which on a machine without
-    a GPU are those that SGLang needs on a CPU. ``diffkv_config`` is passed as ``--diffkv-config``. The server's ports
-    are its own as long as this object lives, so several may start at once.
-    It is ready when ``ready`` stands in its log; an empty one is not waited for (a host that takes no requests).
+    a GPU are those that SGLang needs on a CPU. With ``--api-key`` among them requests show it. ``diffkv_config`` is
+    passed as ``--diffkv-config``. The server's ports are its own as long as this object lives, so several may start at
+    once. It is ready when ``ready`` stands in its log; an empty one is not waited for (a host that takes no requests).
     """
 
     popen: ClassVar[Callable[..., Any]] = subprocess.Popen
@@ -109,6 +110,7 @@ class Server:
             text = diffkv_config if isinstance(diffkv_config, str) else json.dumps(dict(diffkv_config))
             self.command += ["--diffkv-config", text]
         self.command += args
+        self.access = Access.of_server_args(args)
         inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         self._env = {**inherited, **(CPU_ENV if cpu else {}), **OFFLINE_ENV, **(env or {})}
         self._keep_log = log_path is not None
@@ -157,7 +159,7 @@ class Server:
 
     def _failure(self, what: str) -> ServerError:
         tail = "\n".join(self.log_text().splitlines()[-60:])
-        return ServerError(f"the server {what}\n$ {shlex.join(self.command)}\n{tail}")
+        return ServerError(hidden(f"the server {what}\n$ {shlex.join(self.command)}\n{tail}", self.access))
 
     def stop(self, grace: float = 15.0) -> None:
         """End the server and all its processes: SIGTERM, then SIGKILL for what is left after ``grace`` s, or at once
@@ -200,11 +202,11 @@ class Server:
 
     def get(self, path: str, *, timeout: float = 60.0) -> requests.Response:
         """``GET`` a path of the server."""
-        return requests.get(self.url + path, timeout=timeout)
+        return self.access.get(self.url, path, timeout)
 
     def post(self, path: str, payload: Any = None, *, timeout: float = 600.0) -> requests.Response:
         """``POST`` JSON to a path of the server."""
-        return requests.post(self.url + path, json=payload, timeout=timeout)
+        return self.access.post(self.url, path, payload, timeout=timeout)
 
     def generate(self, payload: Mapping[str, Any], *, timeout: float = 600.0) -> Any:
         """The decoded reply of ``/generate``; raises ``requests.HTTPError`` if the server refuses."""
@@ -214,7 +216,7 @@ class Server:
 
     def flush_cache(self) -> None:
         """``flush_cache`` of this server."""
-        flush_cache(self.url)
+        flush_cache(self.url, self.access)
 
     def server_info(self) -> dict[str, Any]:
         """The reply of ``/server_info``: the resolved arguments and the schedulers' state."""

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 import requests
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+
+from sglang_diffkv.access import OPEN, Access, AccessError
+
+FORM = 1
+"""Of what ``Report.as_json`` gives; it changes where a name is taken away or means something else."""
+ABOUT = (
+    "served_model_name",
+    "model_path",
+    "version",
+    "device",
+    "dtype",
+    "attention_backend",
+    "tp_size",
+    "dp_size",
+    "max_total_num_tokens",
+    "max_running_requests",
+)
+"""What is taken of a server's arguments. Others, its keys among them, are not shown."""
 
 Quantity = Literal["bytes", "high", "low", "pruned", "out-of-window"]
 QUANTITIES: dict[Quantity, str] = {
@@ -28,22 +49,26 @@ class ByHead(BaseModel):
     ``low`` counts all lower tiers, and is empty with a single one. ``sliding_layers`` have a sliding window.
     """
 
-    pages: list[list[int]]
-    high: list[list[int]]
-    low: list[list[int]] = []
-    sliding_layers: list[int] = []
-    tokens: int
+    pages: list[list[NonNegativeInt]]
+    high: list[list[NonNegativeInt]]
+    low: list[list[NonNegativeInt]] = []
+    sliding_layers: list[NonNegativeInt] = []
+    tokens: NonNegativeInt
 
     @model_validator(mode="after")
     def _same_shape(self) -> ByHead:
         shapes = {tuple(map(len, x)) for x in (self.pages, self.high, self.low) if x}
         if len(shapes) != 1 or len(set(next(iter(shapes)))) != 1:
             raise ValueError("pages, high and low are not of one shape [layers][heads]")
+        if any(layer >= len(self.pages) for layer in self.sliding_layers):
+            raise ValueError("sliding_layers names a layer that there is not")
         return self
 
 
 class Snapshot(BaseModel):
     """The ``diffkv`` entry of ``/server_info``, as far as it is shown."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     ratio_pages: float
     ratio_tokens: float
@@ -56,6 +81,9 @@ class Snapshot(BaseModel):
     pages: int
     pages_used: int
     page_bytes: int
+    owners: dict[str, NonNegativeInt] = {}
+    requests: int | None = None
+    faults: int = 0
     by_head: ByHead | None = None
     ranks: int = 1
 
@@ -83,22 +111,68 @@ class Snapshot(BaseModel):
         return 100 * figures[quantity] / live
 
 
-def fetch(url: str, timeout: float = 60.0) -> Snapshot:
-    """Ask a server. Raises InspectError if there is none, or it does not run diffkv."""
+@dataclass(frozen=True)
+class Report:
+    """What a server said at one moment.
+
+    Attributes:
+        at: when. about: what the server is (``ABOUT``). replicas: how many it has; the figures are the first one's.
+        stats: the whole ``diffkv`` entry of ``/server_info``. snapshot: what of it is known.
+    """
+
+    url: str
+    at: datetime
+    about: dict[str, Any]
+    replicas: int
+    stats: dict[str, Any]
+    snapshot: Snapshot
+
+    @property
+    def scope(self) -> str:
+        """What the figures leave out, in words; empty if nothing."""
+        replicas = f"the first of {self.replicas} replicas" if self.replicas > 1 else ""
+        return ", ".join(filter(None, (replicas, self.snapshot.scope)))
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as JSON data: ``form``, ``url``, ``at`` (UTC), ``server``, ``replicas``, ``diffkv``."""
+        at = self.at.isoformat(timespec="seconds")
+        head = {"form": FORM, "url": self.url, "at": at, "server": self.about, "replicas": self.replicas}
+        return {**head, "diffkv": self.stats}
+
+
+def read(url: str, timeout: float = 60.0, access: Access = OPEN) -> Report:
+    """Ask a server. Raises InspectError if there is none, it wants another key, or it does not run diffkv."""
     url = url.rstrip("/")
     try:
-        reply = requests.get(f"{url}/server_info", timeout=timeout)
+        reply = access.get(url, "/server_info", timeout)
         reply.raise_for_status()
         info: dict[str, Any] = reply.json()
-    except (requests.RequestException, ValueError) as error:
+        states = info.get("internal_states") or [{}]
+        stats = states[0].get("diffkv")
+    except AccessError as error:
+        raise InspectError(str(error)) from None
+    except (requests.RequestException, ValueError, AttributeError, LookupError, TypeError) as error:
         raise InspectError(f"no SGLang server answers at {url}: {error}") from None
-    stats = (info.get("internal_states") or [{}])[0].get("diffkv")
     if stats is None:
         raise InspectError(
             f"the server at {url} does not run diffkv (its attention backend is {info.get('attention_backend')}); "
             "start it with --attention-backend diffkv"
         )
     try:
-        return Snapshot.model_validate(stats)
+        snapshot = Snapshot.model_validate(stats)
     except ValidationError as error:
         raise InspectError(f"the server at {url} reports figures of another form: {error}") from None
+    about = {name: info[name] for name in ABOUT if info.get(name) is not None}
+    for name in {"model_path", "served_model_name"} & {*about}:
+        about[name] = _without_folders(str(about[name]))
+    return Report(url, datetime.now(timezone.utc), about, len(states), stats, snapshot)
+
+
+def _without_folders(name: str) -> str:
+    """A model's name; of a path its last part."""
+    return PurePosixPath(name).name if name.startswith(("/", ".")) else name
+
+
+def fetch(url: str, timeout: float = 60.0) -> Snapshot:
+    """The ``snapshot`` of ``read``."""
+    return read(url, timeout).snapshot

@@ -85,6 +85,15 @@ class SegmentCounts:
             pages: list[int] = torch.stack([held.long(), needed.sum().long()]).tolist()
         return pages[0], pages[1]
 
+    def pages_each(self, segments: Sequence[Segment]) -> list[int]:
+        """Pages of each segment. Waits for the device."""
+        if not segments:
+            return []
+        with self.device.launching():
+            rows = self.device.to_device([segment.row for segment in segments]).long()
+            found: list[int] = self.device.state.entries[rows].sum((1, 2, 3)).tolist()
+        return found
+
     def totals(self) -> torch.Tensor:
         """Tokens of each tier and pages of all segments: [L, H, T + 1] int64 on the device, which nothing waits for."""
         if self._left or self._changed:

@@ -25,6 +25,9 @@ READ_AT = 512
 REFRESH_SECONDS = 0.5
 """``latest`` measures anew after this time at the earliest."""
 
+RUNNING_SHOWN = 64
+"""Running requests that are reported one by one: those with most tokens."""
+
 LONG_REQUEST = 1000
 """Tokens from which a finished request also counts in the totals of long requests."""
 
@@ -141,11 +144,13 @@ class UsageMeter:
         return COUNT_AT, len(geometry.fmt.tiers) + 2
 
     def _summed(self, by_head: torch.Tensor) -> torch.Tensor:
-        """From [L, H, T + 1], tokens of each tier and pages: their sums, and the tokens that sliding layers hold."""
+        """From [..., L, H, T + 1], tokens of each tier and pages: their sums, and the tokens that sliding layers hold,
+        [..., T + 2]."""
+        sums = by_head.sum((-3, -2))
         if not self.sliding:
-            return torch.cat([by_head.sum((0, 1)), by_head.new_zeros(1)])
-        sliding = by_head.index_select(0, self._sliding[by_head.device.type])[..., :-1].sum()
-        return torch.cat([by_head.sum((0, 1)), sliding.view(1)])
+            return torch.cat([sums, sums.new_zeros(*sums.shape[:-1], 1)], -1)
+        sliding = by_head.index_select(-3, self._sliding[by_head.device.type])[..., :-1].sum((-3, -2, -1))
+        return torch.cat([sums, sliding.unsqueeze(-1)], -1)
 
     def _usage(self, counts: list[int], tokens: int) -> Usage:
         """``counts``: as ``_summed``."""
@@ -256,6 +261,26 @@ class UsageMeter:
         """The same for requests of ``LONG_REQUEST`` tokens and more."""
         return self._finished_1k
 
+    def running(self) -> list[dict[str, float]]:
+        """The running requests with most tokens, ``RUNNING_SHOWN`` at most: their tokens, those of a shared prefix, and
+        the pages that they refer to, with the ratios of ``Usage.summary``. Waits for the device."""
+        manager = self.manager
+        rows = sorted(manager.rows, key=lambda row: -manager.rows.length(row))[:RUNNING_SHOWN]
+        rows = [row for row in rows if manager.rows.length(row)]
+        if not rows:
+            return []
+        lengths = [manager.rows.length(row) for row in rows]
+        with manager.launching():
+            parts = [(row, 0, length) for row, length in zip(rows, lengths)]
+            counts = self._summed(manager.device.measure(parts)).tolist()
+        found = []
+        for row, length, held in zip(rows, lengths, counts, strict=True):
+            usage = self._usage(held, length)
+            ratios = {name: value for name, value in usage.summary().items() if name.startswith("ratio_")}
+            tokens = {"tokens": length, "prefix_tokens": manager.rows.shared(row)}
+            found.append({**tokens, "pages": usage.page_bytes // manager.fmt.page_bytes, **ratios})
+        return found
+
     def _totals(self, usage: Usage) -> dict[str, object]:
         names = [tier.name for tier in self.manager.fmt.tiers]
         held = dict(zip_longest(names, usage.by_tier, fillvalue=0))
@@ -275,6 +300,8 @@ class UsageMeter:
             **live.summary(),
             "share_by_tier": reading.share_by_tier(manager.fmt),
             "tokens": live.tokens,
+            "requests": live.requests,
+            "running": self.running(),
             "ranks": manager.ranks.size,
             "kv_heads": manager.geometry.num_heads,
             "pages": manager.geometry.num_pages,

@@ -254,3 +254,24 @@ def test_requests_that_ended_are_counted_once(count: int, monkeypatch: pytest.Mo
         first, *lower = report["finished"]["by_tier"].values()
         assert (first, sum(lower)) == (report["finished"]["high"], report["finished"]["low"])
         assert list(report["finished_1k"]["by_tier"]) == [tier.name for tier in manager.fmt.tiers]
+
+
+def test_running_requests_are_reported_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2000, exact=False)
+    meter = UsageMeter(world.manager)
+    assert meter.report()["running"] == [] and meter.report()["requests"] == 0
+    prefix = world.tokens(100)
+    world.leave(world.prompt([*prefix, 1]))
+    running = [world.prompt([*prefix[:70], *world.tokens(60)]), world.prompt(world.tokens(40))]
+    found = meter.running()
+    assert [(x["tokens"], x["prefix_tokens"] >= 70) for x in found] == [(130, True), (40, False)]
+    lone = found[1]
+    assert lone["pages"] == world.manager.device.pages_of(running[1].kv.req_pool_idx)
+    assert lone["ratio_pages"] == lone["pages"] * world.manager.fmt.page_bytes / (
+        40 * world.manager.fmt.bf16_token_bytes
+    )
+    assert 0 < lone["ratio_tokens"] <= lone["ratio_pages"]
+    monkeypatch.setattr(usage, "RUNNING_SHOWN", 1)
+    assert [x["tokens"] for x in meter.report()["running"]] == [130] and meter.report()["requests"] == 2  # type: ignore
+    for req in running:
+        world.leave(req)

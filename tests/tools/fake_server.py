@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +35,7 @@ class FakeServer:
         logprob: of every scored token, by its position.
         tops: likeliest tokens as ``(logprob, token id)`` at a scored position, best first.
         cut_streams: streams end before their last part. flush_status: of the reply to /flush_cache.
+        keys: which key a path wants, or None, as SGLang's. certificate: PEM files of a certificate and its key: https.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class FakeServer:
         caches: bool = True,
         cut_streams: bool = False,
         flush_status: int = 200,
+        keys: Callable[[str], str | None] = lambda path: None,
+        certificate: tuple[Path, Path] | None = None,
     ):
         self.reply, self.share, self.context, self.logprob = reply, share, context, logprob
         self.tops = tops
         self.stats, self.caches, self.cut_streams = stats or {}, caches, cut_streams
-        self.flush_status = flush_status
+        self.flush_status, self.keys = flush_status, keys
         self.aborted: list[str] = []
         self.requests: list[dict[str, Any]] = []
         self.flushes = 0
@@ -63,6 +68,11 @@ class FakeServer:
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self.url = self.url.replace("http:", "https:")
 
     def __enter__(self) -> FakeServer:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
@@ -148,7 +158,17 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeServer
 
+    def _refuses(self) -> bool:
+        """Whether the request lacks its key; it is answered then."""
+        key = self.fake.keys(self.path)
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return False
+        self._send({"error": "Unauthorized"}, 401)
+        return True
+
     def do_GET(self) -> None:
+        if self._refuses():
+            return
         replies = {
             "/v1/models": lambda: {"data": [{"max_model_len": self.fake.context}]},
             "/server_info": self.fake.info,
@@ -158,6 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self._refuses():
+            return
         if self.path == "/generate":
             self._generate(json.loads(body))
         elif self.path == "/abort_request":

@@ -12,7 +12,10 @@ from benchmarks.soak.client import ABORTED, ANSWERED, LOST, REFUSED
 from benchmarks.soak.load import Limits, Load
 from benchmarks.soak.report import Answer, Question, Tally, accuracy, problems
 from benchmarks.soak.run import Plan, Soak
+from benchmarks.soak.running import RunningServer
 from benchmarks.soak.watch import growth, resident, slope, wrong_lines
+from sglang_diffkv.access import OPEN, Access
+from tests.tools.certificates import make_certificate
 from tests.tools.fake_server import FakeServer, Refusal
 from tests.tools.soak import outcome
 
@@ -82,6 +85,8 @@ def test_memory_and_log():
 class Stand:
     """A fake server as the soak knows servers."""
 
+    access = OPEN
+
     def __init__(self, fake):
         self.fake, self.url, self.pid, self.up = fake, fake.url, os.getpid(), True
 
@@ -92,13 +97,27 @@ class Stand:
         self.fake.cached.clear()
 
 
-def soak_on(fake, minutes=0.05):
+def soak_on(fake, minutes=0.05, server=None):
     items = splits.load("calib")[:2]
     limits = Limits.of(context=512, room=512)
     load = Load(0, limits, [[1, 2, 3], [4, 5, 6]], [[6, 7]], range(300), abort_share=0.0)
-    found = Soak(Stand(fake), Plan(60 * minutes, 2, 4, 5.0, 0.1), load, items)
+    found = Soak(server or Stand(fake), Plan(60 * minutes, 2, 4, 5.0, 0.1), load, items)
     asyncio.run(found.run())
     return found
+
+
+def test_a_server_that_runs_elsewhere_is_soaked_with_its_keys(tmp_path):
+    """Over https; aborts and an empty prefix cache take another key. Its memory and its log are not seen."""
+    certificate, key = make_certificate(tmp_path)
+    admin = ("/flush_cache", "/abort_request")
+    keys = {"keys": lambda path: "admins" if path in admin else "users", "certificate": (certificate, key)}
+    with FakeServer(lambda ids: "x" * 700, stats=IDLE, context=512, **keys) as fake:
+        access = Access("users", "admins", certificate)
+        found = soak_on(fake, 0.03, RunningServer(fake.url, access))
+        assert found.failures == [] and found.tally.count("answered") and fake.flushes > 2 and fake.aborted
+        assert all(x["rss"] == {} for x in found.samples) and growth(found.samples) == {}
+        refused = soak_on(fake, 0.02, RunningServer(fake.url, Access("users", "users", certificate)))
+    assert "stopped: AccessError" in refused.failures[0] and "running elsewhere" in refused.failures[0]
 
 
 def test_a_whole_soak_on_a_fake_server():

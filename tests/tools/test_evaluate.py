@@ -16,6 +16,7 @@ from sglang_diffkv.evaluate.summary import difference, nats
 from sglang_diffkv.evaluate.task import Outcome
 from tests.tools.evaluation import DATA, REFERENCE, answers, replies, results, run, tokenizer_of
 from tests.tools.fake_server import FakeServer
+from tests.tools.test_page import check_page
 
 PROSE = f"wikitext={DATA / 'prose.txt'}"
 WINDOWS = ["--prefix-tokens", "40", "--window-tokens", "16"]
@@ -54,6 +55,19 @@ def test_accuracy_bytes_and_paired_test(tmp_path, capsys):
     assert "| ours | 8 | 62.5 ± 17.1 |  | -37.5 ± 17.1 (+0 -3, p = 0.25) | 0.500 | 0.450 |" in table
     assert "| add | 3 | 100.0 ± 0.0 | 33.3 ± 27.2 |" in table
     assert (tmp_path / "results.md").read_text() == table
+    shown = check_page((tmp_path / "report.html").read_text()).text
+    assert "ours 8 62.5 ± 17.1 -37.5 ± 17.1 (+0 -3, p = 0.25) 0.500 0.450" in shown
+    assert "add 3 100.0 ± 0.0 33.3 ± 27.2" in shown and "Compared with the first one: stock, ours." in shown
+    assert "Ratios of stock caches are those of their element sizes" in shown
+
+
+def test_a_configuration_s_name_and_key_are_no_html(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--api-key", "s3cret", "--server-args", "--api-key s3cret"])
+    with FakeServer(replies(), keys=lambda path: "s3cret") as fake:
+        assert run(fake, tmp_path, "<b>x</b>", "--task", REFERENCE, "--api-key", "s3cret") == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<b>x</b>" in check_page(page).text
+    assert all("s3cret" not in path.read_text() for path in tmp_path.iterdir())
 
 
 def test_three_tiers_are_named_in_the_table(tmp_path, capsys):

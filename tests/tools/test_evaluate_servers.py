@@ -102,9 +102,9 @@ def test_a_running_server_is_flushed_before_it_is_asked(tmp_path, monkeypatch, c
     with FakeServer(replies()) as fake:
         assert run(fake, tmp_path / "emptied", "x", "--task", REFERENCE) == 0
         assert fake.flushes == 1 and note not in "".join(capsys.readouterr())
-    for status, why in ((401, "status 401"), (404, "status 404"), (400, "status 400")):
+    for status, why in ((401, "status 401: --admin-api-key may be wanted"), (404, "status 404"), (400, "status 400")):
         with FakeServer(replies(), flush_status=status) as fake:
-            folder = tmp_path / why
+            folder = tmp_path / str(status)
             assert run(fake, folder, "x", "--task", REFERENCE) == 0
             found = capsys.readouterr()
             assert note in found.err and why in found.err, "before the questions"

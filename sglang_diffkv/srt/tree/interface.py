@@ -102,7 +102,7 @@ class PrefixTree(Protocol):
 
     # Checks
 
-    def report(self) -> dict[str, float]:
+    def report(self) -> dict[str, object]:
         """For ``/server_info``; empty of a tree that is off. Waits for the device."""
 
     def check_integrity(self) -> None:
@@ -161,7 +161,7 @@ class NoTree(Admitting):
     def evict_branch(self, node: Any) -> bool:
         return False
 
-    def report(self) -> dict[str, float]:
+    def report(self) -> dict[str, object]:
         return {}
 
     def check_integrity(self) -> None:

@@ -26,6 +26,7 @@ from sglang_diffkv.srt.models.hybrids import has_states
 from sglang_diffkv.srt.tree.events import RequestListener, let_go
 from sglang_diffkv.srt.tree.eviction import WORTH_WAITING, EvictingTree
 from sglang_diffkv.srt.tree.parts import MOST_PARTS, NodeListener, Parts
+from sglang_diffkv.srt.tree.shape import shape
 from sglang_diffkv.srt.versions import compat
 
 
@@ -377,9 +378,9 @@ class DiffKVPrefixCache(EvictingTree):
 
     # Reports
 
-    def report(self) -> dict[str, float]:
+    def report(self) -> dict[str, object]:
         """Pages of the prefix cache, and those that its tokens need where each chain without a branch has dense pages
-        of its own."""
+        of its own; and its ``shape``."""
         if self.disable:
             return {}
         held, needed = self.manager.segments.counts_of.pages(self._chains())
@@ -388,6 +389,7 @@ class DiffKVPrefixCache(EvictingTree):
             "pages_needed": needed,
             "pages_over_needed": held / needed if needed else 1.0,
             "joined": self.joiner.joined,
+            **shape(self.root_node, self.manager.segments.counts_of.pages_each),
         }
 
     def _chains(self) -> list[list[Segment]]:

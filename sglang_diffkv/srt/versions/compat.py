@@ -149,6 +149,11 @@ def prompt_len(req: Any) -> int:
     return len(req.full_untruncated_fill_ids)
 
 
+def namespace_of(key: Any) -> tuple[str, ...]:
+    """What keeps a tree's key apart from equal tokens of others: ``extra_key`` and, where there is one, the salt."""
+    return str(key.extra_key or ""), str(getattr(key, "cache_salt", None) or "")
+
+
 def tokens_of(req: Any) -> int:
     """Tokens of the request's prompt and reply so far, of which SGLang's results tell."""
     return len(req.origin_input_ids) + len(req.output_ids)
