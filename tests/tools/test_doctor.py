@@ -20,6 +20,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.findings import Findings
+from sglang_diffkv.plan import planned_request_rows
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import make_format
 
@@ -296,4 +297,4 @@ def test_rows_of_requests_are_those_that_sglang_will_have(
     )  # fmt: skip
     resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
     configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)
-    assert compat.planned_request_rows(most, capacity, 8192) == compat.request_rows(configurator, capacity)
+    assert planned_request_rows(most, capacity, 8192) == compat.request_rows(configurator, capacity)
