@@ -2,4 +2,4 @@
 
 from sglang_diffkv.extra import INSTALL_ALL, SERVED, require
 
-require(*SERVED, install=INSTALL_ALL)
+require(*SERVED, "triton", install=INSTALL_ALL)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.files import read_json
+from sglang_diffkv.files import quoted, read_json
 
 GB = 1e9
 INDEX, QUANTISED = "model.safetensors.index.json", "hf_quant_config.json"
@@ -183,12 +183,12 @@ def _bits(path: Path, fields: Mapping[str, Any]) -> float:
         return _grouped(given, "bits" if "bits" in given else "w_bit")
     if not method or algorithm in ("none", "null"):
         return 16.0
-    raise ConfigError(f"the bits of quantization {method[:40]!r} are not known here. Give --weights-gb")
+    raise ConfigError(f"the bits of quantization {quoted(method)} are not known here. Give --weights-gb")
 
 
 def _grouped(given: Mapping[str, Any], name: str) -> float:
     bits, group = given.get(name), given.get("group_size")
     if not isinstance(bits, int) or not 1 <= bits <= 32:
         raise ConfigError(f"quantization: {name} is no number of bits. Give --weights-gb")
-    more = 32 / group if isinstance(group, int) and group > 0 else 0.0
+    more = (16 + bits) / group if isinstance(group, int) and group > 0 else 0.0  # a scale and a zero point
     return bits + (more if bits < 8 else 0.0)
