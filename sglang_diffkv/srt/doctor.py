@@ -17,6 +17,7 @@ from sglang_diffkv.findings import Findings
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
 from sglang_diffkv.plan import CONTEXT_SLACK, MemoryPlan, planned_request_rows, state_room
+from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
 from sglang_diffkv.srt.models.speculation import draft_room
@@ -256,6 +257,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
+        if scales := kv_scales.told(model, config.tiers):
+            findings.add("KV scales", scales)
         draft_bytes = _draft_model(findings, configurator.arguments)
         plan = planned(configurator, config, draft_bytes)
         obstacle = why_recomputed(configurator, config)
