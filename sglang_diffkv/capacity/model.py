@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_diffkv.calibration import MODEL_CONFIG_BYTES, model_file
-from sglang_diffkv.capacity.weights import Weights, weights_of
+from sglang_diffkv.capacity.weights import Weights, read_others_json, weights_of
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.files import named, read_json
+from sglang_diffkv.files import named
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 IGNORED_WINDOWS = ("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -85,21 +85,35 @@ def read_model(model: str) -> Model:
 
     Raises ConfigError for a file that is not there or lacks what a plan needs.
     """
-    path = Path(model) if Path(model).is_file() else model_file(model, "config.json")
+    try:
+        path = Path(model) if Path(model).is_file() else model_file(model, "config.json")
+    except (ImportError, OSError, ValueError):  # no cache of Hugging Face to look into, or no possible path
+        path = None
     if path is None:
         raise ConfigError(f"--model {named(model)}: no config.json there. Name a folder that has one, or the file")
     try:
-        config = read_json(path, MODEL_CONFIG_BYTES)
+        config = read_others_json(path, MODEL_CONFIG_BYTES)
     except ConfigError as error:
         raise ConfigError(f"{named(path)} {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{named(path)} is no model's configuration: it has no fields")
     text = config.get("text_config")
-    fields = {**config, **text} if isinstance(text, dict) else config
+    fields = {**config, **_defaults(path), **text} if isinstance(text, dict) else config
     try:
         return _model_of(path, fields)
     except ConfigError as error:
         raise ConfigError(f"{named(path)}: {error}") from None
+
+
+def _defaults(path: Path) -> dict[str, Any]:
+    """Fields of the text model within another model, whose file leaves out what is usual: as transformers has them, none
+    if it does not know the model."""
+    try:
+        from transformers import AutoConfig
+
+        return dict(AutoConfig.from_pretrained(path.parent, local_files_only=True).get_text_config().to_dict())
+    except Exception:
+        return {}
 
 
 def _model_of(path: Path, fields: dict[str, Any]) -> Model:
@@ -125,7 +139,7 @@ def _model_of(path: Path, fields: dict[str, Any]) -> Model:
         query_heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        v_head_dim=fields.get("v_head_dim") or head_dim,
+        v_head_dim=_size(fields, "v_head_dim") if fields.get("v_head_dim") else head_dim,
         hidden=hidden,
         context=_size(fields, "max_position_embeddings") if fields.get("max_position_embeddings") else 2048,
         spans=spans if any(spans) else (),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sglang_diffkv.errors import ConfigError
-from sglang_diffkv.files import quoted, read_json
+from sglang_diffkv.files import quoted, read_text
 
 GB = 1e9
 INDEX, QUANTISED = "model.safetensors.index.json", "hf_quant_config.json"
@@ -70,12 +71,25 @@ def weights_of(
     return counted.scaled_to(found, "size of the files beside config.json") if found else counted
 
 
+def read_others_json(path: Path, most: int) -> Any:
+    """A file of at most so many bytes that belongs to a model. What other programs take, such as Infinity, is taken.
+    Raises ConfigError."""
+    try:
+        return json.loads(read_text(path, most))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError("is JSON that cannot be read") from None
+
+
 def _bytes_of_files(folder: Path) -> float:
     """Of safetensors in a folder, whole or as their index says; 0 if there are none."""
     try:
         sizes = sum(x.stat().st_size for x in folder.glob("*.safetensors") if x.is_file())
         index = folder / INDEX
-        stated = read_json(index, INDEX_BYTES)["metadata"]["total_size"] if index.is_file() else 0
+        stated = read_others_json(index, INDEX_BYTES)["metadata"]["total_size"] if index.is_file() else 0
         return float(max(sizes, stated))
     except (ConfigError, OSError, KeyError, TypeError, ValueError):
         return 0.0
@@ -109,7 +123,8 @@ def _counted(
         active=fixed + each * chosen,
         chosen=chosen / routed if routed else 1.0,
         products=mixers + dense + chosen,
-        source=f"counted from config.json, matrices of {bits:g} bits",
+        source=f"counted from config.json, matrices of {bits:g} bits"
+        + (", without the vision model's" if fields.get("vision_config") else ""),
     )
 
 
@@ -162,7 +177,8 @@ def _bits(path: Path, fields: Mapping[str, Any]) -> float:
     given = fields.get("quantization_config") or fields.get("compression_config")
     if not isinstance(given, dict):
         beside = path.with_name(QUANTISED)
-        given = read_json(beside).get("quantization") if beside.is_file() else None
+        found = read_others_json(beside, INDEX_BYTES) if beside.is_file() else None
+        given = found.get("quantization") if isinstance(found, dict) else None
         if not isinstance(given, dict):
             return 16.0
         given = {"quant_method": "modelopt", **given}

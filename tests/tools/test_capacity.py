@@ -132,6 +132,24 @@ def test_a_file_that_is_no_configuration(content: str, tmp_path: Path, capsys: p
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_a_text_model_within_another_leaves_out_what_is_usual(write: Callable[..., Path]) -> None:
+    """As Gemma 3's file does: heads are transformers' defaults."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    more = {"text_config": {**text, "sliding_window": 1024}, "time_step_limit": [0.0, float("inf")]}
+    folder = write(alone=True, model_type="gemma3", vision_config={"hidden_size": 1152}, **more)
+    model = read_model(str(folder))
+    assert (model.query_heads, model.kv_heads, model.head_dim, model.layers) == (8, 4, 256, 34)
+    assert sum(map(bool, model.spans)) == 29 and "without the vision model's" in model.weights.source
+    assert model.weights.total / 1e9 == pytest.approx(2 * 3.88, rel=0.02)
+
+
+def test_an_index_says_how_large_weights_are(write: Callable[..., Path]) -> None:
+    folder = write()
+    index = {"metadata": {"total_size": 12345}, "weight_map": {f"layer.{x}": "file" for x in range(1000)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_model(str(folder)).weights.total == 12345
+
+
 # Weights
 
 MIXTRAL = {
