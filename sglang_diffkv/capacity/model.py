@@ -106,8 +106,8 @@ def read_model(model: str) -> Model:
 
 
 def _defaults(path: Path) -> dict[str, Any]:
-    """Fields of the text model within another model, whose file leaves out what is usual: as transformers has them, none
-    if it does not know the model."""
+    """Fields of a text model within another, whose file leaves out what is usual: as transformers has them. None if it
+    does not know the model."""
     try:
         from transformers import AutoConfig
 

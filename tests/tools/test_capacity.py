@@ -441,6 +441,19 @@ def test_the_table_and_the_chart(llama: Model, tmp_path: Path, capsys: pytest.Ca
     assert "~" in other and "nothing was measured there" in other and "with prompts" not in other.split("setting")[1]
 
 
+def test_the_table_of_the_page(write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Is what its command prints."""
+    folder = write(max_position_embeddings=131072)
+    page = (REPOSITORY / "docs" / "capacity.md").read_text()
+    (command,) = (x.split() for x in page.splitlines() if x.startswith("python -m sglang_diffkv.capacity"))
+    assert cli.main([str(folder) if x == "DIR" else x for x in command[3:]]) == 0
+    printed = {x.split()[0]: x.split() for x in capsys.readouterr().out.splitlines() if x and x[0] != "-"}
+    shown = [x.strip("| ").split(" | ") for x in page.splitlines() if x.startswith(("| fp8", "| default"))]
+    assert len(shown) == 2
+    for name, share, tokens, together, mean, speed in shown:
+        assert [printed[name][x] for x in (2, 3, 4, 5, 6)] == [share, tokens, together, mean, speed]
+
+
 def test_small_models_have_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan_json(capsys, *GOOD)
     assert {x["decode_tokens_per_s"] for x in found["settings"].values()} == {None}
