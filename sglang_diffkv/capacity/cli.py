@@ -130,7 +130,7 @@ def _plan(args: argparse.Namespace) -> None:
         model, gpu, args.tp, kv_gib=args.kv_gib, fraction=args.mem_fraction_static, state_mib=args.state_mib
     )  # fmt: skip
     rows = plan_rows(settings_of(args.config, model.path), model, gpu, budget, load, trace)
-    notes = [*budget.notes, *assumptions(rows, model, gpu, load)]
+    notes = [*budget.notes, *assumptions(rows, model, gpu, load, trace)]
     title = report.title_of(model, gpu, budget, load)
     if args.json:
         print(json.dumps(report.data(model, gpu, budget, load, rows, notes), indent=2))

@@ -113,7 +113,7 @@ def _hits(holding: Holding | StockHolding, load: Load, trace: Trace) -> HitRates
     return hit_rates(trace, near, far)
 
 
-def assumptions(rows: list[Row], model: Model, gpu: Gpu | None, load: Load) -> list[str]:
+def assumptions(rows: list[Row], model: Model, gpu: Gpu | None, load: Load, trace: Trace | None) -> list[str]:
     """What the figures of a plan rest on, a sentence or two each."""
     said = []
     if any(x.assumed for x in rows):
@@ -141,6 +141,11 @@ def assumptions(rows: list[Row], model: Model, gpu: Gpu | None, load: Load) -> l
         )
     elif gpu is not None:
         said.append(_speed_basis(gpu, load))
+    if trace is not None:
+        said.append(
+            f"found: share of the trace's prompt tokens ({len(trace.requests):,} requests), in an ideal cache that has "
+            "all of the pool and holds prompts alone. Running requests take part of it, so expect less."
+        )
     if load.host_gib:
         said.append(
             "host: what a prefix cache in the host's memory would find behind the GPU's. SGLang's hierarchical cache "

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_diffkv.calibration import model_name
 from sglang_diffkv.capacity.estimate import Load, Row
 from sglang_diffkv.capacity.gpus import Gpu
 from sglang_diffkv.capacity.memory import GIB, Budget
@@ -28,7 +29,7 @@ def title_of(model: Model, gpu: Gpu | None, budget: Budget, load: Load) -> str:
     """What a plan is of, on one line."""
     where = f"{load.ranks} x {gpu.name}" if gpu is not None else f"{load.ranks} rank{'s' * (load.ranks > 1)}"
     return (
-        f"{model.path.parent.name or model.kind} on {where}: {budget.cache / GIB:.1f} GiB for keys and values"
+        f"{model_name(model.path.resolve().parent)} on {where}: {budget.cache / GIB:.1f} GiB for keys and values"
         f"{' of each' if load.ranks > 1 else ''}, requests of {load.prompt:,} + {load.reply:,} tokens"
     )
 

@@ -454,6 +454,19 @@ def test_the_table_of_the_page(write: Callable[..., Path], capsys: pytest.Captur
         assert [printed[name][x] for x in (2, 3, 4, 5, 6)] == [share, tokens, together, mean, speed]
 
 
+def test_configurations_as_a_server_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON, a file, and what the environment has does not matter; a calibration in the model's folder does."""
+    monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"tiers": ["BF16"]}')
+    (tmp_path / "mine.json").write_text('{"tiers": ["K8V8"]}')
+    given = ["--config", str(tmp_path / "mine.json"), "--config", 'four={"tiers": ["K4V4"]}']
+    found = plan_json(capsys, *GOOD, *given)["settings"]
+    tiers = {name: x["configuration"]["tiers"] for name, x in found.items() if x["configuration"]}
+    (of_file,) = set(tiers) - {"default", "K8V4", "window 64", "four"}
+    assert tiers[of_file] == ["K8V8"] and tiers["four"] == ["K4V4"] and tiers["default"] == ["K8V4", "K4V2"]
+
+
 def test_small_models_have_no_speed(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan_json(capsys, *GOOD)
     assert {x["decode_tokens_per_s"] for x in found["settings"].values()} == {None}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+import yaml
 
 from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv import __version__, extra
@@ -118,6 +119,16 @@ def test_a_package_page_can_show_both(sdist: Path, wheel: Path) -> None:
     command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", str(sdist), str(wheel)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_tag_deploys_the_documentation() -> None:
+    """What ``make docs`` builds."""
+    flow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "docs.yml").read_text())
+    assert flow[True]["push"] == {"tags": ["v*"]}  # YAML reads "on" so
+    steps = flow["jobs"]["build"]["steps"]
+    site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["site_dir"]
+    assert {"run": "make docs"} in steps and [x["with"]["path"] for x in steps if "path" in x.get("with", {})] == [site]
+    assert flow["jobs"]["deploy"]["needs"] == "build" and flow["permissions"]["pages"] == "write"
 
 
 def test_no_link_of_the_readme_needs_the_repository() -> None:
