@@ -29,7 +29,7 @@ class Turn:
     cached_tokens: int
 
 
-def chat(url: str, prompt: str = PROMPT, follow_up: str = FOLLOW_UP, max_tokens: int = 120) -> list[Turn]:
+def chat(url: str, prompt: str = PROMPT, follow_up: str = FOLLOW_UP, max_tokens: int = 64) -> list[Turn]:
     """Two turns, greedy, against the server or router at ``url``."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     messages: list[Any] = [{"role": "user", "content": prompt}]

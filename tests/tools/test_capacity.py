@@ -457,7 +457,7 @@ def test_the_table_of_the_page(write: Callable[..., Path], capsys: pytest.Captur
 def test_configurations_as_a_server_takes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """JSON, a file, and what the environment has does not matter; a calibration in the model's folder does."""
+    """JSON and files. What the environment has does not matter."""
     monkeypatch.setenv("SGLANG_DIFFKV_CONFIG", '{"tiers": ["BF16"]}')
     (tmp_path / "mine.json").write_text('{"tiers": ["K8V8"]}')
     given = ["--config", str(tmp_path / "mine.json"), "--config", 'four={"tiers": ["K4V4"]}']
