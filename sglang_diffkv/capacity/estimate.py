@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sglang_diffkv.capacity.gpus import Gpu
 from sglang_diffkv.capacity.held import ON_TEXT, Holding, Running, StockHolding, running, tier_shares
-from sglang_diffkv.capacity.memory import GIB, Budget, capacity_of, plan_of
+from sglang_diffkv.capacity.memory import GIB, Budget, capacity_of, graph_requests, plan_of
 from sglang_diffkv.capacity.model import Model
 from sglang_diffkv.capacity.settings import Setting
 from sglang_diffkv.capacity.speed import LEAST_PARAMETERS, Speed, speed_of
@@ -141,6 +141,12 @@ def assumptions(rows: list[Row], model: Model, gpu: Gpu | None, load: Load, trac
         )
     elif gpu is not None:
         said.append(_speed_basis(gpu, load))
+        graphs = graph_requests(gpu, load.ranks)
+        if any(x.running.mean > graphs for x in rows):
+            said.append(
+                f"Beyond {graphs:,} requests SGLang decodes without CUDA graphs, slower than that: give the server "
+                "--cuda-graph-max-bs-decode for as many as run."
+            )
     if trace is not None:
         said.append(
             f"found: share of the trace's prompt tokens ({len(trace.requests):,} requests), in an ideal cache that has "

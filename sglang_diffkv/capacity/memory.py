@@ -36,10 +36,21 @@ class Budget:
     notes: tuple[str, ...]
 
 
+def _usual_sizes(gpu: Gpu, ranks: int) -> tuple[int, int]:
+    """Tokens of a chunk, and requests of the largest decode graph, by SGLang's rule."""
+    chunk, alone, many = next((x[1:] for x in _STEPS if gpu.mib < x[0] * 1024), (16384, 512, 512))
+    return chunk, alone if ranks < 4 else many
+
+
+def graph_requests(gpu: Gpu, ranks: int) -> int:
+    """Requests up to which SGLang 0.5.17 decodes in CUDA graphs unless told otherwise."""
+    return _usual_sizes(gpu, ranks)[1]
+
+
 def static_fraction(gpu: Gpu, ranks: int) -> float:
     """SGLang's ``--mem-fraction-static`` unless told otherwise, as 0.5.17 estimates it."""
-    chunk, alone, many = next((x[1:] for x in _STEPS if gpu.mib < x[0] * 1024), (16384, 512, 512))
-    reserved = 512 + 1.5 * max(chunk, 2048) + ranks / 8 * 1024 + 2 * (alone if ranks < 4 else many) + PREFILL_GRAPHS_MIB
+    chunk, batch = _usual_sizes(gpu, ranks)
+    reserved = 512 + 1.5 * max(chunk, 2048) + ranks / 8 * 1024 + 2 * batch + PREFILL_GRAPHS_MIB
     if gpu.mib > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((gpu.mib - reserved) / gpu.mib, 3)

@@ -229,6 +229,13 @@ def llama(write: Callable[..., Path]) -> Model:
     return read_model(str(write()))
 
 
+def test_more_requests_than_graphs_is_told(llama: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", str(llama.path.parent), "--gpu", "h100", "--reply", "1k"]
+    for context, told in (("1k", True), ("30k", False)):
+        said = " ".join(plan_json(capsys, *args, "--context", context)["assumptions"])
+        assert ("Beyond 256 requests SGLang decodes without CUDA graphs" in said) == told
+
+
 def test_budgets(llama: Model) -> None:
     gpu = GPUS["h100-80gb"]
     one, two = (budget_of(llama, gpu, ranks).cache for ranks in (1, 2))
