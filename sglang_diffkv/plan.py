@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,39 @@ from sglang_diffkv.policies.base import Policy, kv_slots_of
 USUAL_HOST_SHARE, LEAST_HOST_BYTES, MOST_HOST_BYTES = 4, GIB // 4, 4 * GIB
 """Host memory for retracted requests, unless the configuration says how much: this part of the pool's pages, at least
 so many bytes, and at most so many."""
+
+CONTEXT_SLACK = 4
+"""Positions that SGLang adds to a model's context in its table of requests."""
+
+SLOTS_A_REQUEST = 3
+"""State slots for each request that SGLang lets run where there is a prefix cache: two are for what that keeps."""
+
+
+def planned_request_rows(max_running_requests: int | None, capacity: int, context: int) -> int:
+    """Rows of SGLang's table of requests for a pool of ``capacity`` tokens and a model of ``context`` tokens, the
+    padding row included, by SGLang's rule."""
+    usual = max(min(int(capacity / context * 512), 4096), 2048)
+    return max(min(max_running_requests or usual, capacity // 2), 1) + 1
+
+
+class StateRoom(NamedTuple):
+    """Room for the states of a model whose layers do not all attend: state ``slots``, the bytes of all, ``taken``, and
+    ``most``, how many requests run with them."""
+
+    slots: int
+    taken: int
+    most: int
+
+
+def state_room(budget: int, size: int, ratio: float, asked: int | None = None, *, shared: bool = True) -> StateRoom:
+    """What SGLang sets aside for states out of ``budget`` bytes.
+
+    Args:
+        size: bytes of a request's states. ratio: of all states to keys and values (``--mamba-full-memory-ratio``).
+        asked: slots that the user names. shared: whether there is a prefix cache, which holds states too.
+    """
+    slots = asked or int(budget * ratio / (1 + ratio) / size) - 1
+    return StateRoom(slots, (slots + 1) * size, slots // SLOTS_A_REQUEST if shared else slots)
 
 
 @dataclass(frozen=True)

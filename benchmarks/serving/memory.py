@@ -10,8 +10,7 @@ from sglang_diffkv.calibration import ModelGeometry
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.evaluate.server import has_gpu
 from sglang_diffkv.mem_pool.footprint import Footprint
-from sglang_diffkv.plan import MemoryPlan
-from sglang_diffkv.srt.versions.compat import CONTEXT_SLACK
+from sglang_diffkv.plan import CONTEXT_SLACK, MemoryPlan
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}

@@ -1,5 +1,5 @@
 """Quality of cache configurations on task files: ``python -m sglang_diffkv.evaluate --help``."""
 
-from sglang_diffkv.extra import require
+from sglang_diffkv.extra import SERVED, require
 
-require("requests", "tqdm")
+require("requests", "tqdm", *SERVED)

@@ -16,7 +16,8 @@ from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.layout.page_format import PageFormat
 from sglang_diffkv.layout.spans import SLACK, kept_in_layers
-from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.plan import CONTEXT_SLACK, MemoryPlan, planned_request_rows, state_room
+from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
 from sglang_diffkv.srt.models.speculation import draft_room
@@ -256,6 +257,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         if resolved.warning:
             findings.warn("thresholds", resolved.warning.removeprefix("DiffKV: "))
         findings.add("prefix cache", "off" if view.disable_radix_cache else f"{config.prefix_fidelity} prompts")
+        if scales := kv_scales.told(model, config.tiers):
+            findings.add("KV scales", scales)
         draft_bytes = _draft_model(findings, configurator.arguments)
         plan = planned(configurator, config, draft_bytes)
         obstacle = why_recomputed(configurator, config)
@@ -264,8 +267,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         most = min(filter(None, (view.max_running_requests, slots)), default=None)
         tokens = plan.capacity_in(
             budget,
-            lambda capacity: compat.planned_request_rows(most, capacity, context),
-            context + compat.CONTEXT_SLACK + draft_room(view),
+            lambda capacity: planned_request_rows(most, capacity, context),
+            context + CONTEXT_SLACK + draft_room(view),
         )
     except (ConfigError, UnsupportedError) as error:
         findings.refuse("configuration", str(error))
@@ -340,8 +343,7 @@ def _without_states(findings: Findings, configurator: Any, budget: int) -> tuple
     view, size = configurator.server_args, configurator.states.mamba_cache_per_req
     ratio, alone = view.mamba_full_memory_ratio, view.disable_radix_cache
     asked = view.max_mamba_cache_size or (view.max_running_requests if alone else None)
-    slots = asked or int(budget * ratio / (1 + ratio) / size) - 1
-    taken, most = (slots + 1) * size, slots if alone else slots // compat_states.SLOTS_A_REQUEST
+    slots, taken, most = state_room(budget, size, ratio, asked, shared=not alone)
     owners = f"{slots:,} requests" if alone else f"{slots:,}, of {most:,} requests and of the prefix cache"
     text = f"{owners}, {taken / GIB:.2f} GiB of {budget / GIB:g}: not compressed"
     findings.add("states", text, taken, key="memory.states_bytes")

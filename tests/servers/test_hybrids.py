@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_diffkv.capacity.model import read_model
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.srt.doctor import _without_states
@@ -55,6 +58,37 @@ def test_states_take_what_sglang_says(ranks: int) -> None:
     assert f"{size / MIB:.2f} MiB a request" in told and "Prefixes are not shared" in told
     hybrid.server_args.disable_radix_cache = False
     assert "Prefixes are shared up to where a state is kept" in describe_layers(hybrid, states)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "lfm2", "falcon_h1"])
+def test_a_plan_from_config_json_counts_the_same_states(kind: str, ranks: int, tmp_path: Path) -> None:
+    """``sglang_diffkv.capacity`` reads the file without SGLang."""
+    from sglang.srt.configs import FalconH1Config, Lfm2Config, Qwen3NextConfig
+    from sglang.srt.configs.qwen3_5 import Qwen3_5TextConfig
+
+    sizes = {
+        "vocab_size": 8256, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "max_position_embeddings": 8192, "num_hidden_layers": 8,
+    }  # fmt: skip
+    rule = {
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "full_attention_interval": 4, "head_dim": 256,
+    }  # fmt: skip
+    mamba = {
+        "mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128,
+        "mamba_d_conv": 4,
+    }  # fmt: skip
+    config: Any = {
+        "qwen3_next": lambda: Qwen3NextConfig(**sizes, **rule),
+        "qwen3_5": lambda: Qwen3_5TextConfig(**sizes, **rule),
+        "lfm2": lambda: Lfm2Config(**sizes, layer_types=(["conv"] * 3 + ["full_attention"]) * 2),
+        "falcon_h1": lambda: FalconH1Config(**sizes, **mamba),
+    }[kind]()
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    model, states = read_model(str(tmp_path)), compat_states.planned_states(config, ranks)
+    assert model.state_bytes(ranks) == states.mamba_cache_per_req and model.stateful == len(states.layers)
+    assert model.layers == len(config.full_attention_layer_ids)
 
 
 @pytest.mark.parametrize("slot", [None, 5])

@@ -1,10 +1,8 @@
-"""Exact prefix fidelity on a real server: what is shared, copied and evicted, and a program that forks."""
+"""Exact prefix fidelity on a real server: what is shared, copied and evicted."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -68,18 +66,6 @@ def test_parallel_samples_of_one_prompt(server: Server) -> None:
     outcomes = stats_of(server)["prompts"]
     assert outcomes["brief"] >= 1, "the prompt was not read once for all samples"
     assert outcomes["shared"] >= 3, "the samples did not share the prompt's pages"
-
-
-def test_a_program_that_forks(server: Server) -> None:
-    spec = importlib.util.spec_from_file_location("frontend", Path(__file__).parents[2] / "examples" / "frontend.py")
-    assert spec is not None and spec.loader is not None
-    frontend = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(frontend)
-    server.flush_cache()
-    replies, second = frontend.run(server.url, "easy-1", 4)
-    right = sum(reference.grade(reply, item.answers) for item, reply in replies)
-    assert right >= 3
-    assert second.strip()
 
 
 @pytest.mark.full  # test_server_ranks.py has such a pool too

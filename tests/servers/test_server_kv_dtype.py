@@ -58,5 +58,7 @@ def test_a_checkpoint_that_asks_for_an_fp8_cache_gets_the_tiers(
     expected = _replies(server_of("diffkv", [*size, "--kv-cache-dtype", "bf16"], config=CONFIG, env=STRICT))
     server = server_of("diffkv", size, model=checkpoint, config=CONFIG, env=STRICT)
     assert _replies(server) == expected
+    before, loading, _ = server.log_text().partition("Load weight begin")
+    assert loading and "asks for a KV cache of 8-bit float (kv_cache_scheme) in config.json" in before
     if installed().declared_arguments:  # SGLang 0.5.17 does not ask checkpoints of this kind
         assert "was to be torch.float8_e4m3fn" in server.log_text()

@@ -16,10 +16,12 @@ import pytest
 from benchmarks.paths import NANO, REPOSITORY
 from benchmarks.quality.random_hybrids import make_lfm2
 from sglang_diffkv import doctor, releases
+from sglang_diffkv.capacity import cli as capacity
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV
 from sglang_diffkv.findings import Findings
+from sglang_diffkv.plan import planned_request_rows
 from sglang_diffkv.srt.versions import compat
 from tests.helpers import make_format
 
@@ -52,7 +54,8 @@ def _lines(report: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
 
 
 @long
-def test_a_good_model() -> None:
+def test_a_good_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """And ``python -m sglang_diffkv.capacity`` says the same of its memory."""
     done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", "--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}')
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -76,6 +79,11 @@ def test_a_good_model() -> None:
     assert (memory["bf16_token_bytes"], memory["tier_token_bytes"]) == (stock, {"K8V4": high, "K4V2": low})
     assert (memory["bytes"], memory["tokens"]) == (2 << 30, model["tokens in 2 GiB"]["value"])
     assert memory["bf16_tokens"] == (2 << 30) // stock and memory["retracted_host_bytes"] >= 0
+    assert capacity.main(["--model", str(NANO), "--kv-gib", "2", "--context", "1k", "--reply", "1k", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["settings"]
+    assert planned["bf16"]["max_total_num_tokens"] == memory["bf16_tokens"]
+    found = planned["default"]["max_total_num_tokens"]
+    assert found == memory["tokens"] if not facts["gpus"] else 0.98 < found / memory["tokens"] < 1.02
     configuration = facts["configuration"]
     assert configuration["values"] == DiffKVConfig().whole()
     told = {name: source for name, source in configuration["sources"].items() if source != "default"}
@@ -296,4 +304,4 @@ def test_rows_of_requests_are_those_that_sglang_will_have(
     )  # fmt: skip
     resolve = kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs
     configurator.resolve_max_num_reqs = lambda tokens: resolve(configurator, tokens)
-    assert compat.planned_request_rows(most, capacity, 8192) == compat.request_rows(configurator, capacity)
+    assert planned_request_rows(most, capacity, 8192) == compat.request_rows(configurator, capacity)

@@ -22,6 +22,7 @@ WORDS = {
     "docs/index.md": 120,
     "docs/install.md": 320,
     "docs/first-server.md": 200,
+    "docs/capacity.md": 310,
     "docs/choose.md": 900,
     "docs/configuration.md": 2400,
     "docs/operate.md": 2060,

@@ -9,11 +9,13 @@ import re
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 import tomllib
+import yaml
 
 from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv import __version__, extra
@@ -106,12 +108,27 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(wheel: Path, packaged: 
     assert needs == {"numpy", "pydantic", "sglang", "transformers"}
 
 
+def test_both_are_small(sdist: Path, wheel: Path) -> None:
+    """Measurements and models stay in the repository."""
+    assert max(sdist.stat().st_size, wheel.stat().st_size) < 2_000_000
+
+
 def test_a_package_page_can_show_both(sdist: Path, wheel: Path) -> None:
     """Their metadata is valid, and the README can be rendered."""
     pytest.importorskip("twine")
     command = [sys.executable, "-m", "twine", "--no-color", "check", "--strict", str(sdist), str(wheel)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_a_tag_deploys_the_documentation() -> None:
+    """What ``make docs`` builds."""
+    flow = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "docs.yml").read_text())
+    assert flow[True]["push"] == {"tags": ["v*"]}  # YAML reads "on" so
+    steps = flow["jobs"]["build"]["steps"]
+    site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["site_dir"]
+    assert {"run": "make docs"} in steps and [x["with"]["path"] for x in steps if "path" in x.get("with", {})] == [site]
+    assert flow["jobs"]["deploy"]["needs"] == "build" and flow["permissions"]["pages"] == "write"
 
 
 def test_no_link_of_the_readme_needs_the_repository() -> None:
@@ -152,21 +169,51 @@ def test_the_wheel_serves_away_from_the_checkout(wheel: Path, tmp_path: Path) ->
     assert run.stdout.split() == ["8", "True"], run.stderr[-3000:]
 
 
-COMMANDS = (
-    *("evaluate", "evaluate.replies", "calibrate", "calibrate.heads", "calibrate.layers", "calibrate.means"),
-    *("calibrate.retrieval", "inspect"),
-)
+INTERNAL = "evaluate/code_child.py"
+"""Run by ``evaluate``, and by nobody else."""
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_tool_without_its_packages_says_how_to_install_them(name: str) -> None:
-    """In a Python that has no package but this one."""
-    command = [sys.executable, "-S", "-m", f"sglang_diffkv.{name}", "--help"]
-    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 1 and not done.stdout
-    assert line.startswith(f"sglang_diffkv.{name}: requests") and line.endswith("pip install 'sglang-diffkv[quality]'")
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has the wheel and no other package."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return folder / "bin" / "python"
+
+
+def _run_bare(python: Path, module: str, *args: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(python), "-m", module, *args]
+    return subprocess.run(command, cwd=python.parent, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_command_without_its_packages_says_how_to_install_them(bare: Path, packaged: set[str]) -> None:
+    """Each module of the wheel that is a command."""
+    commands = {
+        name
+        for name in packaged
+        if name.endswith(".py") and '__name__ == "__main__"' in _source(name) and not name.endswith(INTERNAL)
+    }
+    modules = {x.removesuffix(".py").removesuffix("/__main__").replace("/", ".") for x in commands}
+    tools = ("evaluate", "evaluate.replies", "calibrate", "calibrate.heads", "calibrate.means", "inspect", "capacity")
+    assert {f"sglang_diffkv.{x}" for x in (*tools, "doctor")} <= modules
+    for module in sorted(modules - {"sglang_diffkv.doctor"}):
+        done = _run_bare(bare, module, "--help")
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 1 and not done.stdout, module
+        install = "sglang-diffkv" if module == "sglang_diffkv.capacity" else "'sglang-diffkv[quality]'"
+        missing, _, rest = line.removeprefix(f"{module}: ").partition(" not installed: ")
+        assert {"numpy", "pydantic", "torch"} <= {*missing.split(", ")} and rest == f"pip install {install}", line
+    done = _run_bare(bare, "sglang_diffkv.doctor")
+    assert done.returncode == 1 and "REFUSED: SGLang is not installed" in done.stdout and not done.stderr
+
+
+def _source(name: str) -> str:
+    inside = name.removeprefix("sglang_diffkv/") if name.startswith("sglang_diffkv/kernels/") else name
+    return (REPOSITORY / inside).read_text(encoding="utf-8")
 
 
 def test_programs_that_import_a_tool_get_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:

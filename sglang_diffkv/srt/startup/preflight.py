@@ -14,6 +14,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans, reads_window
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_of, longest_row
@@ -71,6 +72,8 @@ def ask(args: Any, config: DiffKVConfig) -> None:
         return
     check_model(configurator)
     planned(configurator, config, draft_bytes)
+    if scales := kv_scales.told(configurator.model_config, config.tiers):
+        logger.info("DiffKV: %s", scales)
 
 
 def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> MemoryPlan:

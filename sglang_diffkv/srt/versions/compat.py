@@ -20,10 +20,8 @@ import numpy as np
 from sglang_diffkv.config import UNTRIED_ENV
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.layout.ranks import Ranks
+from sglang_diffkv.plan import CONTEXT_SLACK as CONTEXT_SLACK
 from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TESTED_VERSIONS, Release
-
-CONTEXT_SLACK = 4
-"""Positions that SGLang adds to a model's context in its table of requests."""
 
 
 @cache
@@ -86,12 +84,6 @@ def _unsaid(configurator: Any) -> Iterator[None]:
         yield
     finally:
         log.disabled = before
-
-
-def planned_request_rows(max_running_requests: int | None, capacity: int, context: int) -> int:
-    """``request_rows`` by SGLang's rule, where there is no configurator yet: for a model of ``context`` tokens."""
-    usual = max(min(int(capacity / context * 512), 4096), 2048)
-    return max(min(max_running_requests or usual, capacity // 2), 1) + 1
 
 
 def row_of(req: Any) -> int | None:

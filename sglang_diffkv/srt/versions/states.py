@@ -50,10 +50,6 @@ def take_state(req: Any) -> Any:
     return slot
 
 
-SLOTS_A_REQUEST = 3
-"""State slots for each request that SGLang lets run where there is a prefix cache: two are for what that keeps."""
-
-
 def keep_without_buffers(server_args: Any) -> None:
     """Have SGLang give requests no buffers beside their state slots, by which its own prefix cache keeps states under
     overlap scheduling, unless the user asked for some."""

@@ -1,0 +1,194 @@
+"""What a request holds of a pool, by its lengths: pages of each tier, and how many such requests run at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.layout.spans import retained_tokens
+from sglang_diffkv.mem_pool.ledger import GROWTH_MARGIN
+from sglang_diffkv.plan import MemoryPlan
+from sglang_diffkv.policies.base import NEVER
+from sglang_diffkv.policies.diffkv import DiffKVPolicy
+
+MEASURED = ((1.0, 0.67), (3.0, 0.38), (5.0, 0.24))
+"""(threshold, share of the tokens outside window and sinks that reach it): 1,008 questions, 57M parameters, H200
+(``benchmarks/results/quality.csv``: ``a3w128r``, ``a5w128r``, and ``default`` of that time)."""
+ON_TEXT = 0.17
+"""The same share at 3 on prose behind 4,096 tokens, SmolLM2-135M."""
+CLIP = 4096
+"""Tokens of a reply that SGLang looks at when it admits."""
+SAMPLES = 32
+"""Lengths between a prompt's and a reply's end at which what is held is averaged."""
+
+
+def reached(threshold: float) -> float:
+    """Share of the tokens outside window and sinks that reach a threshold, by those measured: between two by the
+    logarithm, and as at the nearest one beyond them."""
+    if threshold <= 0:
+        return 1.0
+    if threshold >= NEVER:
+        return 0.0
+    low = [x for x in MEASURED if x[0] <= threshold]
+    high = [x for x in MEASURED if x[0] > threshold]
+    if not low:
+        return 1.0 if threshold < 0.1 else MEASURED[0][1]
+    if not high:
+        return MEASURED[-1][1] if threshold < 1000 else 0.0
+    (a, at_a), (b, at_b) = low[-1], high[0]
+    return at_a + (at_b - at_a) * math.log(threshold / a) / math.log(b / a)
+
+
+def tier_shares(config: DiffKVConfig, high_share: float | None) -> tuple[tuple[float, ...], bool]:
+    """Of the tokens outside window and sinks, the share in each tier, and whether it was measured rather than certain.
+
+    ``high_share``: of the first tier, instead of a measured one. Raises ConfigError for a method whose shares depend on
+    more than thresholds.
+    """
+    tiers, policy = len(config.tiers), config.build_policy()
+    if not policy.compresses or tiers == 1:
+        if policy.compresses and not isinstance(policy, DiffKVPolicy):
+            raise ConfigError(_unknown(config))
+        return (1.0, *(0.0,) * (tiers - 1)), False
+    if not isinstance(policy, DiffKVPolicy):
+        raise ConfigError(_unknown(config))
+    ends = [reached(x) for x in (policy.alpha_high, *policy.alpha_between)]
+    if high_share is not None and policy.alpha_high < NEVER:
+        ends = [high_share, *(max(x, high_share) for x in ends[1:])]
+    shares = [b - a for a, b in zip([0.0, *ends], [*ends, 1.0])]
+    return tuple(shares), any(0 < x < 1 for x in shares)
+
+
+def _unknown(config: DiffKVConfig) -> str:
+    name = config.method.name
+    return (
+        f"policy {name}: what it keeps depends on the requests, so a plan knows diffkv and uniform alone. Measure it: "
+        "python -m sglang_diffkv.evaluate"
+    )
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What requests hold of a pool.
+
+    Attributes:
+        capacity: tokens that the pool holds in its own unit, high-tier ones here. shares: as of ``tier_shares``.
+        high_share: of the first tier, as given; None for measured ones.
+    """
+
+    plan: MemoryPlan
+    capacity: int
+    high_share: float | None = field(default=None)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        return tier_shares(self.plan.config, self.high_share)[0]
+
+    @cached_property
+    def by_chance(self) -> bool:
+        """Whether scores decide which tokens of a head are in which tier, so that ends of pages fall anywhere."""
+        return any(0 < x < 1 for x in self.shares)
+
+    def _pages(self, tokens: float, tier: int, tail: float = 0.0) -> float:
+        """Pages of ``tokens`` of a tier in one head, with ``tail`` tokens that are surely there."""
+        of_page = self.plan.fmt.layouts[tier].tokens
+        if tokens + tail <= 0:
+            return 0.0
+        if not self.by_chance:
+            return math.ceil((tokens + tail) / of_page)
+        return (tokens + tail) / of_page + 0.5 if tokens > 0 else math.ceil(tail / of_page)
+
+    def _of_head(self, prompt: int, reply: int) -> float:
+        """Pages of one head that sees all, behind ``reply`` generated tokens: those of the frozen part of the prompt,
+        and the request's own."""
+        config, policy = self.plan.config, self.plan.config.build_policy()
+        window, sinks = (policy.window, policy.sinks) if policy.compresses and len(config.tiers) > 1 else (0, 0)
+        # The prompt's last token is computed again, so its page is the request's own.
+        frozen = max(prompt - window, 0) if prompt >= config.share_min_tokens + window else 0
+        own = prompt + reply - frozen
+        newest = min(window + 1, own) if window else 0
+        rest = max(own - newest, 0)
+        first = min(sinks, frozen)
+        own_first = min(sinks - first, rest)
+        pages = self._pages((frozen - first) * self.shares[0], 0, first)
+        pages += self._pages((rest - own_first) * self.shares[0], 0, newest + own_first)
+        for tier in range(1, len(self.shares)):
+            pages += self._pages((frozen - first) * self.shares[tier], tier)
+            pages += self._pages((rest - own_first) * self.shares[tier], tier)
+        return pages
+
+    def tokens(self, prompt: int, reply: int) -> float:
+        """High-tier tokens of capacity that a request of these lengths takes, averaged over layers."""
+        of_page, spans = self.plan.fmt.high.tokens, self.plan.attention_spans
+        full = self._of_head(prompt, reply) * of_page
+        if not any(spans):
+            return full
+        length = prompt + reply
+        kept = [math.ceil(min(retained_tokens(x), length) / of_page + 0.5) * of_page if x else full for x in spans]
+        return sum(kept) / len(kept)
+
+    def bytes_of(self, prompt: int, reply: int) -> float:
+        """Bytes of the pages of such a request, on one rank."""
+        return self.tokens(prompt, reply) / self.plan.fmt.high.tokens * self.plan.fmt.page_bytes * self.plan.heads
+
+    def prompt_tokens(self, prompt: int) -> float:
+        """High-tier tokens that a prompt takes while it is computed."""
+        return float(prompt)
+
+
+@dataclass(frozen=True)
+class StockHolding:
+    """The same of SGLang's own cache, of ``token_bytes`` a token on one rank in all layers. ``kept``: of layers with a
+    sliding window, attention spans."""
+
+    capacity: int
+    token_bytes: int
+    spans: tuple[int, ...] = ()
+
+    def tokens(self, prompt: int, reply: int) -> float:
+        """Tokens that a request takes: in layers with a window those that it can see."""
+        length = prompt + reply
+        if not any(self.spans):
+            return float(length)
+        return sum(min(x, length) if x else length for x in self.spans) / len(self.spans)
+
+    def bytes_of(self, prompt: int, reply: int) -> float:
+        """Bytes on one rank."""
+        return self.tokens(prompt, reply) * self.token_bytes
+
+    def prompt_tokens(self, prompt: int) -> float:
+        """Tokens that a prompt takes while it is computed."""
+        return float(prompt)
+
+
+@dataclass(frozen=True)
+class Running:
+    """Requests of equal lengths that run at once: ``together``, if they begin at the same time and all reach their
+    ends; ``mean``, of those that begin one after another while others always wait."""
+
+    together: int
+    mean: float
+
+
+def running(holding: Holding | StockHolding, prompt: int, reply: int, most: int | None) -> Running:
+    """How many run in a pool. ``most``: requests that SGLang lets run, None for no limit.
+
+    Where others wait, a pool is never quite full: a prompt is admitted once it fits before it is compressed, with what
+    is expected of its reply, so half of that is free on average.
+    """
+    capacity = holding.capacity
+    ended = holding.tokens(prompt, reply)
+    if max(holding.prompt_tokens(prompt), ended) > capacity:
+        return Running(0, 0.0)
+    before = holding.tokens(prompt, 1)
+    together = min(capacity / ended, 1 + (capacity - holding.prompt_tokens(prompt)) / before)
+    steps = [reply * (x + 0.5) / SAMPLES for x in range(SAMPLES)]
+    mean_held = sum(holding.tokens(prompt, round(x)) for x in steps) / SAMPLES
+    grows = min(reply, CLIP) * min(GROWTH_MARGIN * ended / (prompt + reply), 1.0)
+    free = (holding.prompt_tokens(prompt) + grows) / 2
+    mean = max((capacity - free) / mean_held, 1.0)
+    limit = most or math.inf
+    return Running(int(min(together, limit)), min(mean, limit))

@@ -1,0 +1,104 @@
+"""A server as users meet it: planned by ``python -m sglang_diffkv.capacity``, then used in each way that SGLang has, by
+the examples. ``engine.py`` is in ``test_engine.py``, and ``make demo`` runs ``demo.py``."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from benchmarks.paths import NANO, REPOSITORY
+from sglang_diffkv.capacity.held import Holding, running
+from sglang_diffkv.capacity.memory import Budget, capacity_of, plan_of
+from sglang_diffkv.capacity.model import read_model
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.evaluate.tasks import reference
+from tests.servers.shared import STRICT, stats_of
+
+pytestmark = pytest.mark.server
+
+EXAMPLES = REPOSITORY / "examples"
+CONFIG = {"tiers": ["K8V4", "K4V2"], "policy": {"name": "diffkv", "alpha_high": 1e9, "window": 64}}
+TOKENS, REQUESTS, PROMPT, REPLY = 5000, 16, 600, 40
+
+
+@pytest.fixture
+def server(server_of: Callable[..., Server]) -> Server:
+    args = ["--max-total-tokens", str(TOKENS), "--max-running-requests", "64", "--decode-log-interval", "1"]
+    return server_of("diffkv", [*args, "--enable-cache-report"], config=CONFIG, env=STRICT)
+
+
+def test_tokens_and_requests_are_those_of_a_plan(server: Server) -> None:
+    """More requests than run at once, all at the same time: within 10%."""
+    model = read_model(str(NANO))
+    plan = plan_of(model, DiffKVConfig.model_validate(CONFIG), 1)
+    total = stats_of(server)["memory"]["total"]
+    fitting = capacity_of(plan, model, Budget(total, total, None, ()), 64)
+    served = server.server_info()["max_total_num_tokens"]
+    assert abs(fitting - served) <= plan.fmt.high.tokens and abs(served - TOKENS) <= plan.fmt.high.tokens
+
+    before, seen = stats_of(server)["finished"], len(server.log_text())
+    draw = random.Random(1)
+    prompts = [[draw.randrange(100, 1900) for _ in range(PROMPT)] for _ in range(REQUESTS)]
+    sampling = {"max_new_tokens": REPLY, "temperature": 0, "ignore_eos": True}
+    server.generate({"input_ids": prompts, "sampling_params": sampling})
+    holding = Holding(plan, served)
+    after = stats_of(server)["finished"]
+    held, length = (after[x] - before[x] for x in ("page_bytes", "tokens"))
+    assert holding.bytes_of(PROMPT, REPLY) / (PROMPT + REPLY) == pytest.approx(held / length, rel=0.1)
+
+    steps = re.findall(r"Decode batch.*?#running-req: (\d+).*?#queue-req: (\d+)", server.log_text()[seen:])
+    waiting = [int(x) for x, others in steps if int(others)]
+    planned = running(holding, PROMPT, REPLY, 64)
+    assert 6 < planned.together < REQUESTS / 1.5
+    assert 0.9 * planned.together <= mean(waiting) <= 1.1 * planned.mean
+    assert max(waiting) == pytest.approx(planned.mean, abs=1)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """A module of ``examples/``, which imports others as a script there does."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module
+
+
+def test_each_kind_of_use_has_an_example() -> None:
+    names = {x.stem for x in EXAMPLES.glob("*.py")}
+    assert {"engine", "frontend", "openai_client", "router", "decode_wrapper", "demo"} == names
+    assert Path(__file__).with_name("test_engine.py").is_file()
+
+
+def test_a_program_in_the_frontend_language(server: Server, example: Callable[[str], Any]) -> None:
+    server.flush_cache()
+    replies, second = example("frontend").run(server.url, "easy-1", 4)
+    right = sum(reference.grade(reply, item.answers) for item, reply in replies)
+    assert right >= 3
+    assert second.strip()
+
+
+def test_a_chat_of_the_openai_client(server: Server, example: Callable[[str], Any], capsys: Any) -> None:
+    server.flush_cache()
+    before = stats_of(server)["finished"]["requests"]
+    assert example("openai_client").main(["--url", server.url]) == 0
+    first, *_ = out = capsys.readouterr().out.splitlines()
+    second = next(x for x in out if x.startswith("turn 2"))
+    assert first.endswith(" 0 of them cached") and not second.endswith(" 0 of them cached")
+    assert stats_of(server)["finished"]["requests"] == before + 2
+
+
+def test_a_chat_through_the_router(server: Server, example: Callable[[str], Any], capsys: Any) -> None:
+    """The second turn finds the first in the server's prefix cache, behind the router too."""
+    server.flush_cache()
+    before = stats_of(server)["finished"]["requests"]
+    assert example("router").main(["--workers", server.url]) == 0
+    out = capsys.readouterr().out.splitlines()
+    second = next(x for x in out if x.startswith("turn 2"))
+    assert not second.endswith(" 0 of them cached")
+    assert stats_of(server)["finished"]["requests"] >= before + 2
