@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
+from sglang_diffkv.presets import PRESETS
 from sglang_diffkv.srt.hooks import metrics
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling import admission
@@ -27,9 +28,9 @@ def add_cli_args(original: Any, parser: Any) -> Any:
     parser.add_argument(
         "--diffkv-config",
         default=None,
-        help="DiffKV: tiers, policy and page size, as inline JSON or the path of a JSON file "
-        f"(default: environment variable {CONFIG_ENV}, else the thresholds calibrated for the model where there are "
-        "any, else the built-in configuration).",
+        help=f"DiffKV: a preset ({', '.join(PRESETS)}), inline JSON, or the path of a JSON file with tiers, policy and "
+        f"page size. Default: environment variable {CONFIG_ENV}, else the thresholds calibrated for the model where "
+        "there are any, else the built-in configuration.",
     )
     return result
 
