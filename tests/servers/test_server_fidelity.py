@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import requests as http
 
+from benchmarks.paths import REPOSITORY
 from sglang_diffkv.evaluate.server import Server
 from tests.servers.shared import STRICT, stats_of, tokens
 
@@ -20,8 +21,11 @@ MIXED = {"rotate": "both", "policy": {"name": "diffkv", "window": 32, "alpha_hig
 ALONE = {"rotate": "both", "tiers": ["K8V4"]}
 EXACT = {**MIXED, "prefix_fidelity": "exact"}
 LOSSLESS = {"tiers": ["BF16", "K4V2"], "policy": {"name": "diffkv", "window": 32, "alpha_high": 1e9}}
-PROMPTS = [tokens(count, 70 + count) for count in (420, 300, 150, 360)]
-REPLY = 40
+PROMPTS = [tokens(count, 70 + count) for count in (420, 300, 150)]
+REPLY = 24
+LICENCE = (REPOSITORY / "LICENSE").read_text(encoding="utf-8")
+TEXTS = [LICENCE[start : start + 1500] for start in (0, 3000, 6000)]
+"""Real text, whose next words are rarely toss-ups for the model."""
 
 
 def ask(server: Server, ids: list[int], params: Any = None, reply: int = REPLY, **more: Any) -> http.Response:
@@ -42,10 +46,15 @@ def replies(server: Server, params: Any = None) -> list[list[int]]:
     return found
 
 
-@pytest.fixture(scope="module")
+ONE_TIER: list[list[int]] = []
+
+
+@pytest.fixture
 def of_one_tier(server_of: Callable[..., Server]) -> list[list[int]]:
-    """The replies of a server that has the high tier only."""
-    return replies(server_of("diffkv", ARGS, config=ALONE, env=STRICT))
+    """The replies of a server that has the high tier only; asked once."""
+    if not ONE_TIER:
+        ONE_TIER.extend(replies(server_of("diffkv", ARGS, config=ALONE, env=STRICT)))
+    return ONE_TIER
 
 
 def test_under_load_it_is_what_a_server_of_that_tier_says(
@@ -62,7 +71,7 @@ def test_under_load_it_is_what_a_server_of_that_tier_says(
         return number, ask(server, ids, tier("high") if high else None, REPLY if high else 4 * REPLY)
 
     with ThreadPoolExecutor(16) as pool:
-        found = dict(pool.map(one, range(24)))
+        found = dict(pool.map(one, range(18)))
         running = stats_of(server)["fidelity"]
     assert all(x.ok for x in found.values())
     for number, reply in found.items():
@@ -130,15 +139,43 @@ def test_the_openai_interfaces_take_it(server_of: Callable[..., Server]) -> None
     assert "did you mean" in server.post("/generate", stream).text
 
 
+@pytest.mark.full
 def test_with_exact_prefixes(of_one_tier: list[list[int]], server_of: Callable[..., Server]) -> None:
     server = server_of("diffkv", ARGS, config=EXACT, env=STRICT)
     assert replies(server, tier("high")) == of_one_tier
     assert stats_of(server)["prompts"]["as computed"] == 2 * len(PROMPTS)
 
 
+def known(server: Server, params: Any = None) -> list[list[tuple[int, dict[int, float]]]]:
+    """Tokens of the replies to all texts, each with the log-probabilities of the two likeliest there; with each prompt
+    computed, then cached."""
+    server.flush_cache()
+    found = []
+    for text in [x for x in TEXTS for _ in range(2)]:
+        sampling = {"max_new_tokens": REPLY, "temperature": 0, "ignore_eos": True, "custom_params": params}
+        reply = server.generate(
+            {"text": text, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
+        )
+        tops = [{token: value for value, token, _ in top} for top in reply["meta_info"]["output_top_logprobs"]]
+        found.append(list(zip(reply["output_ids"], tops, strict=True)))
+    return found
+
+
+def distance(ours: list[tuple[int, dict[int, float]]], stock: list[tuple[int, dict[int, float]]]) -> float:
+    """How far a reply strays from stock's, in nats: by log-probabilities as far as both say the same; where they part,
+    by how much stock prefers its token."""
+    far = 0.0
+    for (mine, values), (token, wanted) in zip(ours, stock, strict=True):
+        if mine != token:
+            return max(far, wanted[token] - wanted.get(mine, min(wanted.values()) - 1))
+        far = max(far, abs(values.get(token, 0.0) - wanted[token]))
+    return far
+
+
 def test_lossless_is_stock(server_of: Callable[..., Server]) -> None:
-    """On a CPU bit for bit but for the order of sums, which no token here depends on."""
-    stock = replies(server_of("torch_native", ARGS))
+    """But for roundings of attention: where two tokens are a rounding apart either may be said."""
+    stock = known(server_of("torch_native", ARGS))
     server = server_of("diffkv", ARGS, config=LOSSLESS, env=STRICT)
-    assert replies(server, tier("lossless")) == stock
-    assert replies(server) != stock
+    lossless, default = known(server, tier("lossless")), known(server)
+    near, far = (max(map(distance, ours, stock)) for ours in (lossless, default))
+    assert near < 0.2 < far, "bf16 logits of 16 and more are 0.125 apart"
