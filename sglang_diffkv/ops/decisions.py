@@ -181,7 +181,7 @@ class Decisions:
         score is below a negative threshold, and no budget is reached."""
         if not self.spares_rows:
             return seq_lens
-        return seq_lens * state.row_sign.index_select(0, rows).to(seq_lens.dtype)
+        return seq_lens * state.row_sign.index_select(0, rows)
 
     def spare_sums(self, state: PageState, rows: torch.Tensor, sums: torch.Tensor) -> None:
         """The same where thresholds are shares of heads' scores: ``sums`` [B, L, H] of rows that keep all turn

@@ -62,7 +62,8 @@ def test_metrics_of_a_server() -> None:
     admissions = by_label(found["diffkv_admissions_total"], "kind")
     assert admissions["waited"] > 0, "five requests of 450 tokens fit into the pool at once"
     assert admissions["waited"] == stats["admission"]["waited"]
-    assert found["diffkv_faults_total"][0][1] == 0
+    assert found["diffkv_faults_total"][0][1] == found["diffkv_refused_requests_total"][0][1] == 0
+    assert by_label(found["diffkv_running_requests"], "fidelity") == stats["fidelity"]["running"]
     assert found["sglang:max_total_num_tokens"][0][1] == POOL
     evictable = (stats["owners"]["cached"] - spare_pages(2) * 12) * stats["configuration"]["values"]["page_tokens"] / 12
     assert found["sglang:kv_evictable_tokens"][0][1] == pytest.approx(evictable, abs=1), (

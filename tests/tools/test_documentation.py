@@ -31,7 +31,7 @@ WORDS = {
     "docs/results.md": 3400,
     "docs/quality.md": 1250,
     "docs/kernels.md": 1700,
-    "docs/architecture.md": 2700,
+    "docs/architecture.md": 2730,
     "benchmarks/README.md": 900,
 }
 """Of each page at most, as ``wc -w`` counts."""
