@@ -16,7 +16,7 @@ from tests.servers.shared import STRICT, stats_of, tokens
 
 pytestmark = pytest.mark.server
 
-ARGS = ["--max-total-tokens", "3000", "--chunked-prefill-size", "8192"]
+ARGS = ["--max-total-tokens", "3000", "--chunked-prefill-size", "8192", "--schedule-policy", "lpm"]
 MIXED = {"rotate": "both", "policy": {"name": "diffkv", "window": 32, "alpha_high": 1e9}}
 ALONE = {"rotate": "both", "tiers": ["K8V4"]}
 EXACT = {**MIXED, "prefix_fidelity": "exact"}
