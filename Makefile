@@ -27,6 +27,8 @@ VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.
 	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed \
 	tests/servers/test_server_requests.py::test_cancelled_stream_returns_its_pages \
 	tests/servers/test_server_requests.py::test_beams_are_declined \
+	tests/tree/test_fidelity.py tests/servers/test_server_fidelity.py::test_what_cannot_be_is_an_error_of_its_request \
+	tests/servers/test_server_fidelity.py::test_others_notice_nothing tests/servers/test_server_fidelity.py::test_the_openai_interfaces_take_it \
 	tests/servers/test_server_exact.py::test_the_tree_keeps_prompts_high_and_requests_run_compressed \
 	tests/servers/test_server_exact.py::test_parallel_samples_of_one_prompt \
 	tests/servers/test_server_mixed_chunks.py::test_lossless_gives_stock_tokens \

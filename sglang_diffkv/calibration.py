@@ -43,6 +43,7 @@ from sglang_diffkv.config import (
     TierNames,
     file_of,
     read_config,
+    source_of,
     usual_rotation,
 )
 from sglang_diffkv.errors import ConfigError
@@ -50,6 +51,7 @@ from sglang_diffkv.files import check_inside, named, read_json
 from sglang_diffkv.policies.base import prunes
 from sglang_diffkv.policies.duo import FOLDER
 from sglang_diffkv.policies.registry import PolicyConfig
+from sglang_diffkv.presets import preset_of
 from sglang_diffkv.refusals import explain, mistakes
 
 logger = logging.getLogger(__name__)
@@ -507,7 +509,8 @@ class Resolution:
     Attributes:
         origin: where the thresholds come from, in words.
         sources: of each field of ``config.whole()``, a policy's as ``policy.NAME``: ``default``, ``--diffkv-config``,
-            ``SGLANG_DIFFKV_CONFIG``, ``calibrated`` or ``published``.
+            ``SGLANG_DIFFKV_CONFIG``, ``diffkv_config`` (of an ``Engine``), ``preset NAME``, ``calibrated`` or
+            ``published``.
         files: paths of the files that were read, by the source that they are.
         warning: what the user should know, for the log; empty if nothing.
     """
@@ -562,7 +565,7 @@ def resolution(source: str | None, model_path: str | Path, given_by: str = CONFI
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     given_by = given_by if source is not None else CONFIG_ENV
     config = read_config(text or "", given_by)
-    given = dict.fromkeys(config.model_fields_set - {"thresholds"}, given_by)
+    given = dict.fromkeys(config.model_fields_set - {"thresholds"}, source_of(text or "", given_by))
     files = {given_by: path} if (path := file_of(text or "")) else {}
 
     def plain(origin: str, warning: str = "") -> Resolution:
@@ -575,6 +578,8 @@ def resolution(source: str | None, model_path: str | Path, given_by: str = CONFI
         sources = sources_of(found, {**given, **dict.fromkeys(CALIBRATED, kind)})
         return Resolution(found, origin, sources, {**files, kind: str(path)})
 
+    if name := preset_of(text or ""):
+        return plain(f"those of the preset {name}")
     if config.model_fields_set and config.thresholds == "default":
         return plain("those of the configuration given")
     name = model_name(model_path)

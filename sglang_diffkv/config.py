@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from sglang_diffkv.bounds import HostGib, PageTokens, PathName, SomeTokens
+from sglang_diffkv.bounds import Fraction, HostGib, PageTokens, PathName, SomeTokens
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
 from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
@@ -17,7 +17,8 @@ from sglang_diffkv.policies.diffkv import DiffKVPolicyConfig
 from sglang_diffkv.policies.options import Strict
 from sglang_diffkv.policies.registry import PolicyConfig
 from sglang_diffkv.policies.uniform import UniformPolicyConfig
-from sglang_diffkv.refusals import PAGE, explain
+from sglang_diffkv.presets import PRESETS, looks_like_a_name, preset_of
+from sglang_diffkv.refusals import PAGE, allowed_names, explain
 
 RotateName = Literal["none", "keys", "values", "both"]
 """What is rotated before it is stored."""
@@ -70,6 +71,8 @@ class DiffKVConfig(Strict):
         page_tokens: high-tier tokens of a page.
         prefix_fidelity: what the prefix cache holds of a prompt. ``compressed``: the one form that all share.
             ``exact``: all of it in the high tier, of which a running request takes a compressed copy of its own.
+        high_requests: the share of the pool that requests which keep all their tokens in the high tier may take
+            together. 0: they are refused. Requests ask for that by ``custom_params``, see ``docs/operate.md``.
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
         prefill: what computes the attention of new tokens on a GPU: ``flashinfer``, ``triton``,
@@ -105,6 +108,7 @@ class DiffKVConfig(Strict):
     key_means: PathName | None = None
     share_min_tokens: SomeTokens = 128
     host_gib: HostGib | None = None
+    high_requests: Fraction = 1.0
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
     decode: Literal["auto", "cuda", "triton"] = "auto"
@@ -199,7 +203,7 @@ class DiffKVConfig(Strict):
 
 
 def load_config(source: str | None = None) -> DiffKVConfig:
-    """Read a configuration from inline JSON or a file's path; by default from the environment.
+    """Read a configuration from a preset's name, inline JSON or a file's path; by default from the environment.
 
     Raises ConfigError with one line a problem, each naming the field, and for calibrated thresholds, which only
     ``thresholds.resolve`` finds.
@@ -211,8 +215,13 @@ def load_config(source: str | None = None) -> DiffKVConfig:
 
 
 def file_of(text: str) -> str:
-    """The path that a configuration is, empty if it is inline JSON or none."""
-    return "" if not text.strip() or text.lstrip()[0] in "{[" else text
+    """The path that a configuration is, empty if it is inline JSON, a preset's name or none."""
+    return "" if not text.strip() or text.lstrip()[0] in "{[" or preset_of(text) else text
+
+
+def source_of(text: str, given_by: str) -> str:
+    """Where the fields of a configuration come from, for reports: its preset, or what the user gave it with."""
+    return f"preset {name}" if (name := preset_of(text)) else given_by
 
 
 def read_config(source: str | None = None, given_by: str = CONFIG_OPTION) -> DiffKVConfig:
@@ -221,6 +230,8 @@ def read_config(source: str | None = None, given_by: str = CONFIG_OPTION) -> Dif
     text = source if source is not None else os.environ.get(CONFIG_ENV)
     if not text or not text.strip():
         return DiffKVConfig()
+    if name := preset_of(text):
+        return DiffKVConfig.model_validate(PRESETS[name])
     if not file_of(text):
         subject = f"{given_by} (inline JSON)"
         try:
@@ -229,6 +240,9 @@ def read_config(source: str | None = None, given_by: str = CONFIG_OPTION) -> Dif
             return validated(parse_json(text), subject)
         except ConfigError as error:
             raise _about(error, subject) from None
+    if looks_like_a_name(text) and not os.path.lexists(text):
+        allowed = allowed_names([*PRESETS], text.strip())
+        raise ConfigError(f"{given_by} is {named(text)}: {allowed}; or inline JSON, or the path of a file (see {PAGE})")
     subject = f"{given_by} ({named(text)})"
     try:
         return validated(parse_json(read_text(text)), subject)

@@ -52,7 +52,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
         allow_abbrev=False,
     )
     parser.add_argument("--model-path", "--model", metavar="DIR", help="the model's folder")
-    parser.add_argument("--diffkv-config", metavar="JSON", help="as for a server")
+    parser.add_argument("--diffkv-config", metavar="CONFIG", help="as for a server")
     parser.add_argument(
         "--kv-gib", type=_gib, default=1.0, metavar="N", help="of a GPU, for the cache (default: %(default)s)"
     )

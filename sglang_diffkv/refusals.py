@@ -212,7 +212,7 @@ def _line(problem: Any, model: type[BaseModel], *, quote: bool) -> str:
         if kind == "union_tag_not_found":
             return f"{inner} is missing: {_one_of([shown(x) for x in tags])}"
         name = problem["ctx"]["tag"]
-        return f"{inner} is {shown(name) if quote else 'unknown'}: {_allowed(tags, name)}"
+        return f"{inner} is {shown(name) if quote else 'unknown'}: {allowed_names(tags, name)}"
     if kind == "value_error":
         raised = problem["ctx"]["error"]
         if quote or isinstance(raised, ConfigError) or not isinstance(given, (str, list, tuple)):
@@ -223,11 +223,12 @@ def _line(problem: Any, model: type[BaseModel], *, quote: bool) -> str:
     if place.kind is None:
         return was
     if get_origin(place.kind.choices[0]) is Literal and isinstance(given, str):
-        return f"{was}: {_allowed(get_args(place.kind.choices[0]), given)}"
+        return f"{was}: {allowed_names(get_args(place.kind.choices[0]), given)}"
     return f"{was}: allowed is {place.allowed}"
 
 
-def _allowed(names: Sequence[str], given: str) -> str:
+def allowed_names(names: Sequence[str], given: str) -> str:
+    """Which names are allowed, and the nearest one to what was given."""
     return f"allowed is {_one_of([shown(x) for x in names])}" + _meant(given, [str(x) for x in names], as_text=True)
 
 

@@ -116,6 +116,7 @@ TARGETS: Targets = {
     "get_new_batch_prefill": SCHEDULER + "get_new_batch_prefill",
     "get_next_batch_to_run": SCHEDULER + "get_next_batch_to_run",
     "process_batch_result": SCHEDULER + "process_batch_result",
+    "add_request_to_queue": SCHEDULER + "_add_request_to_queue",
     "pause_generation": SCHEDULER + "pause_generation",
     "change_weights": (
         *(WEIGHTS + f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),

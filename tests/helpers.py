@@ -73,15 +73,17 @@ def make_manager(
     make_ops: OpsOf | None = None,
     all_scores: bool = False,
     q_heads: int | None = None,
+    high_rows: bool = False,
+    attention_spans: tuple[int, ...] = (),
 ) -> PageManager:
     """A manager whose unused page memory holds ``POISONS[poison]``; ``blocks``, if given, limits its table. Pages have
     the scores that the policy reads, and no others without ``all_scores``."""
     fmt, policy = fmt or make_format(), policy or diffkv_policy(1.0, 0.1, window=8)
     fmt = replace(fmt, scored=MOST_TIERS if all_scores else policy.scored_tiers(len(fmt.tiers)))
     sizes = (fmt, layers, heads, pages, rows, segments, max_tokens)
-    geometry = ShortTableGeometry(*sizes, blocks=blocks)
+    geometry = ShortTableGeometry(*sizes, attention_spans=attention_spans, blocks=blocks)
     kind = LooseBoundsManager if loose_bounds else PageManager
-    manager = kind(geometry, policy, dtype=dtype, make_ops=make_ops, q_heads=q_heads)
+    manager = kind(geometry, policy, dtype=dtype, make_ops=make_ops, q_heads=q_heads, high_rows=high_rows)
     manager.state.pages.view(torch.int16).fill_(POISONS[poison])
     return manager
 

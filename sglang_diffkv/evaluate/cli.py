@@ -132,7 +132,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--config",
         action="append",
         metavar="NAME=JSON",
-        help=f"stock, fp8, or a DiffKV configuration, inline or a file (default: {', '.join(DEFAULT_CONFIGS)})",
+        help="stock, fp8, a preset, or a DiffKV configuration, inline or a file "
+        f"(default: {', '.join(DEFAULT_CONFIGS)})",
     )
     kinds = ", ".join(LOADERS)
     parser.add_argument("--task", action="append", required=True, metavar="KIND=PATH", help=f"KIND: {kinds}")

@@ -16,6 +16,7 @@ from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.evaluate.endpoint import Endpoint, EvaluationError
 from sglang_diffkv.evaluate.report import version
 from sglang_diffkv.evaluate.server import Server, has_gpu, stock_backend
+from sglang_diffkv.presets import PRESETS, preset_of
 
 STOCK, FP8 = "stock", "fp8"
 FP8_DTYPE = "fp8_e4m3"
@@ -94,7 +95,7 @@ def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def parse_configuration(spec: str, model: str | None = None) -> Configuration:
-    """``stock``, ``fp8``, or ``NAME=`` and a DiffKV configuration as JSON or as a file's path.
+    """``stock``, ``fp8``, a preset's name, or ``NAME=`` and a DiffKV configuration: JSON, a preset or a file's path.
 
     Calibrated thresholds are those of ``model``. Raises ConfigError.
     """
@@ -103,8 +104,11 @@ def parse_configuration(spec: str, model: str | None = None) -> Configuration:
         return Configuration(STOCK)
     if not equals and name == FP8:
         return Configuration(FP8, kv_cache_dtype=FP8_DTYPE)
-    if not equals or not source.strip():
-        raise ConfigError(f"expected {STOCK!r}, {FP8!r} or NAME=JSON, got {spec!r}")
+    if not equals and preset_of(name):
+        source = name
+    elif not equals or not source.strip():
+        presets = ", ".join(map(repr, PRESETS))
+        raise ConfigError(f"expected {STOCK!r}, {FP8!r}, {presets} or NAME=JSON, got {spec!r}")
     if name in (STOCK, FP8):
         raise ConfigError(f"{name!r} is stock SGLang; give the configuration {source!r} another name")
     config, origin = (load_config(source), "") if model is None else resolve(source, model)

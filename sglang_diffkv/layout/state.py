@@ -127,6 +127,7 @@ class PageState:
     hole: torch.Tensor  # [R, L, H] int32, own high slot that a token left, or -1
     write_slot: torch.Tensor  # [R, L, H] int32, own high slot of the step's first new token
     fault: torch.Tensor  # [R] int32, non-zero once the ring was empty for this row
+    row_sign: torch.Tensor  # [R] int32: -1 for a request's row that keeps all tokens in the high tier, else 1
     sliding: torch.Tensor  # [S, 2] int32: layers with a sliding window, and how many newest tokens they keep
     attention_spans: tuple[int, ...] = ()  # as of ``Geometry``
     first_layer: int = 0  # of a group of layers, the first one's number
@@ -178,6 +179,7 @@ class PageState:
             hole=ints(*heads, fill=EMPTY),
             write_slot=ints(*heads),
             fault=ints(num_rows),
+            row_sign=ints(num_rows, fill=1),
             sliding=torch.tensor(sliding, dtype=torch.int32, device=device).view(-1, 2),
             attention_spans=attention_spans,
         )

@@ -155,8 +155,8 @@ class PageLedger:
 
     def growth_estimate(self) -> float:
         """What a generated token is expected to take, in high-tier tokens: at most 1. Measured on the running requests
-        whose prompt is compacted; where they are few, the last value stands. Of layers with a sliding window those
-        tokens count that they hold.
+        whose prompt is compacted; where they are few, the last value stands. Requests that keep all tokens in the
+        high tier are not among them. Of layers with a sliding window those tokens count that they hold.
 
         An estimate for admission only. Should requests grow faster, free pages still bound each step, and SGLang
         retracts. A request that holds a budget grows in the high tier between its compressions; what such requests take
@@ -170,6 +170,7 @@ class PageLedger:
             return self._estimate
         self._estimated_at = now
         rows = [row for row in manager.rows if not manager.rows.in_prompt(row) and manager.counts.pages[row]]
+        rows = [row for row in rows if row not in manager.high]
         lengths = [manager.rows.length(row) for row in rows]
         if sum(lengths) >= ESTIMATE_TOKENS:
             held = int(manager.counts.pages[rows].sum()) * manager.fmt.high.tokens / manager.geometry.heads
@@ -193,10 +194,16 @@ class PageLedger:
             return running.growing(length, more) * self.growth_estimate()
         return (self._within_windows(length + more) - self._within_windows(length)) * self.growth_estimate()
 
+    def whole_growth(self, length: int, more: float) -> float:
+        """The same of a request that keeps all tokens in the high tier."""
+        return self._within_windows(length + more) - self._within_windows(length)
+
     def growth_of(self, row: int | None, more: float) -> float:
         """The same of a running request, by its own pages where it is long enough."""
         manager, running = self.manager, self.manager.running
         length = 0 if row is None else manager.rows.length(row)
+        if row is not None and row in manager.high:
+            return self.whole_growth(length, more)
         if row is None or not length:
             return more * self.growth_estimate()
         if running is not None:
@@ -231,14 +238,16 @@ class PageLedger:
         manager = self.manager
         if manager.running is not None or any(manager.geometry.attention_spans):
             return sum(self.growth_of(row, tokens) for row, tokens in expected)
-        others, scored = 0.0, []
+        others, kept, scored = 0.0, 0.0, []
         for row, tokens in expected:
             length = 0 if row is None else manager.rows.length(row)
-            if row is None or length < ROW_ESTIMATE_TOKENS or manager.rows.in_prompt(row):
+            if row is not None and row in manager.high:
+                kept += tokens
+            elif row is None or length < ROW_ESTIMATE_TOKENS or manager.rows.in_prompt(row):
                 others += tokens
             else:
                 scored.append((row, length, tokens))
-        growth = others * self.growth_estimate()
+        growth = others * self.growth_estimate() + kept
         if scored:
             rows, lengths, more = (np.array(x) for x in zip(*scored, strict=True))
             growth += float(self._estimates(rows, lengths) @ more)

@@ -4,6 +4,7 @@ Requests use row ``req_pool_idx``; tree segments take rows behind them. The part
 and each writes its own fields only:
 
 - ``PageDevice``: state, ops and table blocks; ``RequestRows``: what the host knows of each request's row;
+- ``HighRows``: rows that keep all tokens in the high tier;
 - ``PageCounts``: bounds of the device's page counts;
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
 - ``SavedRows``: rows of retracted requests in host memory; None where there is none for them;
@@ -25,6 +26,7 @@ from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import OpsOf, PageDevice
+from sglang_diffkv.mem_pool.high_rows import HighRows
 from sglang_diffkv.mem_pool.pressure import Pressure
 from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.rows import RequestRows
@@ -46,6 +48,7 @@ class PageManager:
         q_heads: query heads, for a policy that scores running requests; by default as many as KV heads.
         drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
         host_pages: pages of host memory for retracted requests.
+        high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PageManager:
         q_heads: int | None = None,
         drafts: int = 0,
         host_pages: int = 0,
+        high_rows: bool = False,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
         self.ranks = ranks or Ranks()
@@ -72,18 +76,19 @@ class PageManager:
         )
         self.ops.decisions.use_ranks(self.ranks, state, policy, geometry.max_tokens)
         self.rows = RequestRows()
+        self.high = HighRows(self.device, allowed=high_rows and policy.compresses and policy.running is None)
         low_grows = policy.compresses and len(geometry.fmt.tiers) > 1
         self.drafts, self.q_heads = drafts, q_heads or geometry.num_heads
         self.counts = PageCounts(self.device, self.rows, self.ranks, low_grows=low_grows, step_tokens=max(drafts, 1))
         self.segments = SegmentStore(self.device, self.rows, self.counts)
-        self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, policy)
+        self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, self.high, policy)
         self.saved: SavedRows | None = None
         if host_pages:
             self.saved = SavedRows(self.device, self.rows, self.counts, self.segments, host_pages)
         self.running = self._running_budgets(self.q_heads)
         self.pressure: Pressure | None = None
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:
-            self.pressure = Pressure(self.device, self.rows, self.counts, rule)
+            self.pressure = Pressure(self.device, self.rows, self.counts, self.high, rule)
 
     def _running_budgets(self, q_heads: int) -> RunningCompression | None:
         where = {"dtype": self.state.dtype, "device": self.state.device}
@@ -268,6 +273,7 @@ class PageManager:
         self.device.release(row)
         self.counts.forget(row)
         self.rows.drop(row)
+        self.high.forget(row)
 
     def clear(self) -> None:
         """Release everything."""
@@ -275,6 +281,7 @@ class PageManager:
         self.segments.release_all()
         for row in self.rows:
             self.release(row)
+        self.high.forget_all()
 
     def headroom(self) -> int:
         """Most pages that the next decode step of all request rows can take. Waits for the device."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.high_rows import HighRows
 from sglang_diffkv.mem_pool.prompts import compact, lent_pages
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.policies.base import Policy
@@ -22,8 +23,8 @@ class Pressure:
             generated since it was compressed so, for it to be worth while again.
     """
 
-    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts, rule: Policy):
-        self.device, self.rows, self.counts, self.rule = device, rows, counts, rule
+    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts, high: HighRows, rule: Policy):
+        self.device, self.rows, self.counts, self.high, self.rule = device, rows, counts, high, rule
         self.compressions, self.least_growth = 0, LEAST_GROWTH
         self._done_at: dict[int, int] = {}  # row -> its length when it was last compressed so
 
@@ -45,7 +46,7 @@ class Pressure:
         return done
 
     def _is_due(self, row: int) -> bool:
-        if row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
+        if row in self.high or row not in self.rows or self.rows.in_prompt(row) or row in self.counts.faulted:
             return False
         begun = max(self.rows.shared(row), self.rows.frozen(row) or 0, self._done_at.get(row, 0))
         return self.rows.length(row) - begun >= self.rule.window + self.least_growth

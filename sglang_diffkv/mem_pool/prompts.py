@@ -26,6 +26,7 @@ import torch
 from sglang_diffkv.layout.geometry import Path, Segment, path_end, rows_of
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
+from sglang_diffkv.mem_pool.high_rows import KEEPS_ALL, HighRows
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.table_space import blocks_of
@@ -80,9 +81,11 @@ class Prompts:
     """
 
     def __init__(
-        self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, policy: Policy
-    ):
+        self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, high: HighRows,
+        policy: Policy,
+    ):  # fmt: skip
         self.device, self.rows, self.counts, self.segments, self.policy = device, rows, counts, segments, policy
+        self.high = high
         self.untouched_tokens = untouched_tokens(device.state, policy)
         self.share_min_tokens: int | None = None
         self.tail = 0
@@ -156,15 +159,20 @@ class Prompts:
         Returns:
             Rows, each with its tail.
         """
+        kept = [row for row in rows if row in self.high and self.rows.length(row) > self.high.untouched_tokens]
+        cut = [row for row in rows if row not in self.high and self.rows.length(row) > self.untouched_tokens]
+        return {**self._compact_by(KEEPS_ALL, kept, tailed=tailed), **self._compact_by(self.policy, cut, tailed=tailed)}
+
+    def _compact_by(self, policy: Policy, left: Sequence[int], *, tailed: bool) -> dict[int, int]:
+        """The same of rows that go by one policy."""
         done: dict[int, int] = {}
-        left = [row for row in rows if self.rows.length(row) > self.untouched_tokens]
         while left:
             lent = lent_pages(self.device, tail=tailed and self.tail > 0)
             fitting = (self.counts.free() - self.counts.headroom()) // lent if lent else len(left)
             some, left = left[: max(fitting, 1)], left[max(fitting, 1) :]
             tails = [self._tail(row) if tailed and fitting > 0 else 0 for row in some]
             ends = [(row, self.rows.length(row)) for row in some]
-            compact(self.device, self.counts, ends, self.policy, tails if any(tails) else None)
+            compact(self.device, self.counts, ends, policy, tails if any(tails) else None)
             done.update(zip(some, tails, strict=True))
         return done
 

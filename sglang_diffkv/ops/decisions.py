@@ -40,6 +40,7 @@ from sglang_diffkv.policies.base import (
 )
 from sglang_diffkv.policies.budget import Budget, Limits
 from sglang_diffkv.policies.diffkv import KEEP
+from sglang_diffkv.policies.uniform import UniformPolicy
 
 ALIGNED = 64
 """Numbers to which rooms of the memory are aligned: kernels are compiled for aligned ones."""
@@ -116,12 +117,14 @@ class Decisions:
     many layers as are scored at a time (``PageState.groups``). ``second``: as much for running requests that are scored
     beside forward passes, which use the first. Cuts that do not change are made once, so that CUDA graphs may hold
     them. ``ranks`` have a layer's heads between them; ``exchanged``: [2 * cells of a layer] for what they exchange.
+    ``spares_rows``: whether rows may keep all tokens, as ``PageState.row_sign`` says.
     """
 
     kernels: WholeHeadKernels = REFERENCE
     memory: torch.Tensor | None = None
     second: torch.Tensor | None = None
     ranks: Ranks = field(default_factory=Ranks)
+    spares_rows: bool = False
     exchanged: torch.Tensor | None = None
     pointwise: dict[object, Selected] = field(default_factory=dict)  # (rule, shape) -> high and low, [L, H] float32
     between: dict[object, torch.Tensor] = field(default_factory=dict)  # (rule, shape) -> [T - 2, L, H] float32
@@ -166,6 +169,25 @@ class Decisions:
         self.ranks = ranks
         if self.memory is not None and isinstance(policy.prompt, AcrossLayers) and not ranks.alone:
             self.exchanged = torch.empty(2 * state.num_layers * max_tokens, device=state.device)
+
+    def spare_rows(self, state: PageState) -> None:
+        """Rows may keep all their tokens in the high tier from now on."""
+        self.spares_rows = True
+        if state.slides:
+            self._pointwise(KEEP.prompt, state, UniformPolicy())
+
+    def lengths(self, state: PageState, rows: torch.Tensor, seq_lens: torch.Tensor) -> torch.Tensor:
+        """[B] as ``seq_lens``, by which a generation step divides its thresholds: negative for rows that keep all. No
+        score is below a negative threshold, and no budget is reached."""
+        if not self.spares_rows:
+            return seq_lens
+        return seq_lens * state.row_sign.index_select(0, rows)
+
+    def spare_sums(self, state: PageState, rows: torch.Tensor, sums: torch.Tensor) -> None:
+        """The same where thresholds are shares of heads' scores: ``sums`` [B, L, H] of rows that keep all turn
+        negative."""
+        if self.spares_rows:
+            sums.mul_(state.row_sign.index_select(0, rows).view(-1, 1, 1))
 
     def nbytes(self) -> int:
         """Bytes of the tensors that are kept."""

@@ -148,7 +148,10 @@ class ReferenceOps(Ops):
         state, rule = self.state, self.decisions.step(self.state, self.policy)
         if rule is not None:
             sums = sum_scores(state, rows) if isinstance(rule, StepCuts) and rule.of_sum else None
-            compact_step(state, rows, step_moves(rule, found, seq_lens, len(state.fmt.tiers), sums))
+            if sums is not None:
+                self.decisions.spare_sums(state, rows, sums)
+            lengths = self.decisions.lengths(state, rows, seq_lens)
+            compact_step(state, rows, step_moves(rule, found, lengths, len(state.fmt.tiers), sums))
 
     def compact_prompts(
         self, ends: Sequence[tuple[int, int]], policy: Policy, tails: Sequence[int] | None = None

@@ -335,7 +335,9 @@ class TritonOps(Ops):
             num_valid = _all_of(rows)
         if isinstance(rule, StepCuts) and rule.of_sum:
             sum_scores(self.state, rows, num_valid, workspace.sums)
-        compact_step(self.state, rows, seq_lens, found, workspace, num_valid, rule)
+            self.decisions.spare_sums(self.state, rows, workspace.sums[: rows.shape[0]])
+        lengths = self.decisions.lengths(self.state, rows, seq_lens)
+        compact_step(self.state, rows, lengths, found, workspace, num_valid, rule)
 
     def compact_prompts(
         self, ends: Sequence[tuple[int, int]], policy: Policy, tails: Sequence[int] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
-from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, read_config, source_of
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.findings import Findings
 from sglang_diffkv.layout.page_format import PageFormat
@@ -110,7 +110,8 @@ def _hooks_fit(findings: Findings, gpu: bool, found: bool) -> bool:
 def _configuration_alone(findings: Findings, given: str | None, gpu: bool) -> None:
     try:
         config = read_config(given)
-        sources = sources_of(config, dict.fromkeys(config.model_fields_set, CONFIG_OPTION if given else CONFIG_ENV))
+        source = source_of(given or os.environ.get(CONFIG_ENV, ""), CONFIG_OPTION if given else CONFIG_ENV)
+        sources = sources_of(config, dict.fromkeys(config.model_fields_set, source))
         if config.thresholds == "default":  # else they are looked up for a model
             findings.note("configuration", Resolution(config, "no model was given", sources).report())
         findings.add("kernels", _kernels(config, on_gpu=gpu))

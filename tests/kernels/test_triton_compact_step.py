@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -105,6 +107,19 @@ def searches(state: PageState, rows: torch.Tensor, length: int, window: int, gen
 )  # fmt: skip
 def test_steps_match_references(tiers, scales):
     """``scales``: DiffKV's thresholds, with a factor of each head; or a budget, or LeanKV's shares."""
+    steps_match(tiers, scales, 14)
+
+
+@pytest.mark.parametrize(
+    ("tiers", "scales"),
+    [("K8V4 K4V2", True), ("K8V4", Budget(20, 0.5)), (THREE, False), ("K8V4", leankv_policy(0.05, 0.02, 4))],
+)
+def test_a_row_that_keeps_all_beside_others(tiers, scales):
+    """No token of row 1 moves, whatever its score, by the kernels that move those of row 3."""
+    steps_match(tiers, scales, 4, keeps=True)
+
+
+def steps_match(tiers: str, scales: Any, steps: int, *, keeps: bool = False) -> None:
     manager = make_manager(make_format(tiers, 96, 64, page_tokens=4), pages=150, window=4)
     generator = torch.Generator().manual_seed(1)
     add_prompt(manager, 1, 37, generator)
@@ -122,9 +137,14 @@ def test_steps_match_references(tiers, scales):
         policy = h2o_policy(scales, window=4)
     if isinstance(scales, LeanKVPolicy):
         policy = scales
-    rule = Decisions().step(state, policy)
+    decisions = Decisions()
+    rule = decisions.step(state, policy)
     assert rule is not None
-    for step in range(14):
+    if keeps:
+        decisions.spare_rows(state)
+        state.row_sign[1] = -1
+    lower = state.own_tokens[1, :, :, 1:].clone()
+    for step in range(steps):
         for row in (1, 3):
             manager.space.append(row, 1)
             manager.rows.grow(row, 1, in_prompt=False)
@@ -143,11 +163,18 @@ def test_steps_match_references(tiers, scales):
         pack(scores, found)
         sums = None
         if isinstance(scales, LeanKVPolicy):
-            sums = workspace.sums[:2] = torch.rand(2, 2, 2, generator=generator).to(DEVICE)
-        compact_step(state, rows, seq_lens, found, workspace, valid, rule)
-        compact_reference(twin, rows[:2], step_moves(rule, scores, seq_lens[:2], len(state.tiers), sums))
+            workspace.sums[:2] = torch.rand(2, 2, 2, generator=generator).to(DEVICE)
+            decisions.spare_sums(state, rows, workspace.sums)
+            sums = workspace.sums[:2].clone()
+        lengths = decisions.lengths(state, rows, seq_lens)
+        assert lengths.dtype == seq_lens.dtype and (lengths < 0).tolist() == [False, keeps, False]
+        compact_step(state, rows, lengths, found, workspace, valid, rule)
+        compact_reference(twin, rows[:2], step_moves(rule, scores, lengths[:2], len(state.tiers), sums))
         assert_same(state, twin, rows[:2])
+        state.row_sign[1] = 1  # the row had a compressed prompt, which the check of structures does not expect
         check_integrity(manager)
+        state.row_sign[1] = -1 if keeps else 1
+        assert not keeps or (torch.equal(state.own_tokens[1, :, :, 1:], lower) and bool((state.hole[1] < 0).all()))
     assert not state.fault.any()
 
 

@@ -8,26 +8,28 @@ import sys
 
 import pytest
 
-from benchmarks.paths import REPOSITORY
+from benchmarks.paths import NANO, REPOSITORY
 from sglang_diffkv.config import CONFIG_ENV
 from sglang_diffkv.evaluate.server import CPU_ENV, OFFLINE_ENV, has_gpu
 
 pytestmark = pytest.mark.server
 
 
-def run_example(config: str) -> subprocess.CompletedProcess[str]:
+def run_example(config: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``config``: the environment's."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env = {**inherited, **({} if has_gpu() else CPU_ENV), **OFFLINE_ENV, CONFIG_ENV: config}
-    command = [sys.executable, "examples/engine.py"]
+    command = [sys.executable, "examples/engine.py", *arguments]
     return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300)
 
 
 def test_engine_example() -> None:
-    run = run_example('{"tiers": ["K8V8", "K4V4"]}')
+    """And what it is given counts, not the environment."""
+    run = run_example('{"tiers": ["K8V8", "K4V4"]}', str(NANO), "small")
     assert run.returncode == 0, run.stderr[-3000:]
     *replies, stats = run.stdout.splitlines()[-3:]
     assert all(" -> '" in reply and len(reply) > 60 for reply in replies)
-    assert "cache of ['K8V8', 'K4V4']" in stats, "the environment's configuration is served"
+    assert "cache of ['K8V4', 'K4V2']" in stats and "those of the preset small" in stats
 
 
 def test_an_impossible_configuration_stops_the_engine() -> None:

@@ -124,6 +124,8 @@ def reported(stats: Mapping[str, Any]) -> dict[str, Any]:
         "diffkv_tokens": stats["tokens"],
         "diffkv_pages": stats["owners"],
         "diffkv_page_bytes": stats["page_bytes"],
+        "diffkv_running_requests": stats["fidelity"]["running"],
+        "diffkv_refused_requests_total": stats["fidelity"]["refused"],
         "diffkv_segments": stats["segments"],
         "diffkv_headroom_pages": admission["headroom_pages"],
         "diffkv_promised_pages": admission["promised_pages"],

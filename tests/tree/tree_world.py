@@ -19,6 +19,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.policies.base import Policy
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
+from sglang_diffkv.srt.tree.private_space import HighSpace
 from sglang_diffkv.srt.versions.compat import prefix_len
 from tests.helpers import begin_step
 from tests.policies import diffkv_policy
@@ -46,6 +47,7 @@ class World:
         policy: Policy | None = None,
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
         host_pages: int = 0,
+        high_rows: bool = False,
     ) -> None:
         policy = policy or diffkv_policy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
@@ -53,7 +55,7 @@ class World:
         geometry = Geometry(
             fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, attention_spans
         )
-        self.manager = PageManager(geometry, policy, host_pages=host_pages)
+        self.manager = PageManager(geometry, policy, host_pages=host_pages, high_rows=high_rows)
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = build_lifecycle(ledger)
@@ -70,26 +72,28 @@ class World:
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(1000) for _ in range(count)]
 
-    def start(self, tokens: list[int], priority: int = 0, **named: str) -> Any:
-        """A request whose prompt is to run in one pass; ``named``: its ``rid`` and ``extra_key``."""
+    def start(self, tokens: list[int], priority: int = 0, **named: Any) -> Any:
+        """A request whose prompt is to run in one pass; ``named``: its ``rid`` and ``extra_key``. One in the namespace
+        of those that keep all tokens in the high tier does."""
         req = self.admit(tokens, priority, **named)
         self.attach(req)
         return req
 
-    def admit(
-        self, tokens: list[int], priority: int = 0, *, rid: str | None = None, extra_key: str | None = None
-    ) -> Any:
+    def admit(self, tokens: list[int], priority: int = 0, *, rid: str | None = None, extra_key: Any = None) -> Any:
         """A request that has matched and locked its prefix, as others of its batch do before any of them attaches."""
         prompt = array("q", tokens)
         match, row = Match(self.tree, prompt, extra_key=extra_key), take_row(self.pool)
         prefix = len(match)
         req = StandIn(prompt, row, match, len(prompt), rid=rid or str(row), priority=priority)
+        req.diffkv_keeps_high = isinstance(extra_key, HighSpace)
         self.pool.write((row, slice(0, prefix)), match.kv_slots)
         self.pool.write((row, slice(prefix, len(prompt))), self.allocator.alloc(len(prompt) - prefix).int())
         return req
 
     def attach(self, req: Any) -> None:
         """Give the request's row its prefix."""
+        if req.diffkv_keeps_high:
+            self.manager.high.keep(req.kv.req_pool_idx)
         if req.kv.cache_protected_len:
             self.requests.begin_prompt(req)
 
@@ -134,7 +138,7 @@ class World:
         """The leaf of a prompt that shares nothing."""
         return next(x for x in self.tree.evictable_leaves if x.key.token_ids[0] == tokens[0])
 
-    def prompt(self, tokens: list[int], **named: str) -> Any:
+    def prompt(self, tokens: list[int], **named: Any) -> Any:
         """A request whose prompt has run."""
         req = self.start(tokens, **named)
         self.plan(req)

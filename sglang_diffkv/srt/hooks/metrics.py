@@ -69,6 +69,14 @@ FAMILIES = (
         total=True,
     ),
     Family("diffkv_restored_tokens_total", "Tokens of retracted requests that were not computed again.", total=True),
+    Family(
+        "diffkv_running_requests",
+        "Requests that hold pages, by what they asked for; high: all their tokens stay in the high tier.",
+        "fidelity",
+    ),
+    Family(
+        "diffkv_refused_requests_total", "Requests that asked for what this server does not have, refused.", total=True
+    ),
     Family("diffkv_host_bytes", "Bytes of host memory that retracted requests hold."),
 )
 
@@ -109,6 +117,8 @@ def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> 
         "diffkv_admissions_total": {"waited": ledger.waited, "compacted_between_chunks": ledger.compacted},
         "diffkv_retracted_total": {kind: retracted[kind] for kind in COUNTS if kind != "tokens_restored"},
         "diffkv_restored_tokens_total": retracted["tokens_restored"],
+        "diffkv_running_requests": requests.fidelity.counts(),
+        "diffkv_refused_requests_total": requests.fidelity.refused,
         "diffkv_host_bytes": retracted["host_bytes"],
     }
 

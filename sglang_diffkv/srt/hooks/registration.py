@@ -4,6 +4,7 @@ parses arguments. The only module that touches SGLang's registries."""
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from sglang_diffkv.errors import UnsupportedError
@@ -38,6 +39,17 @@ def register() -> None:
     register_radix_cache_backend(BACKEND, build.create_prefix_cache)
     for target, hook in hooks.HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    extend_engine()
+
+
+def extend_engine() -> None:
+    """Let ``Engine`` take ``diffkv_config``. It loads plugins when its first one is made, so its module is there by
+    then; a process that has not imported it makes none."""
+    from sglang_diffkv.srt.startup.launch import EngineArguments
+
+    engine = getattr(sys.modules.get("sglang.srt.entrypoints.engine"), "Engine", None)
+    if engine is not None and not isinstance(engine.server_args_class, EngineArguments):
+        engine.server_args_class = EngineArguments(engine.server_args_class)
 
 
 def verify_hooks() -> None:

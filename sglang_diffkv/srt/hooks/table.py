@@ -8,7 +8,8 @@ from typing import Any
 
 from sglang_diffkv.config import CHECK_ENV, CONFIG_ENV, load_config
 from sglang_diffkv.mem_pool.integrity import check_bounds, check_integrity, decision_digest
-from sglang_diffkv.srt.hooks import metrics
+from sglang_diffkv.presets import PRESETS
+from sglang_diffkv.srt.hooks import metrics, request_fields
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling import admission
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator, requests_of, requests_of_tree
@@ -27,9 +28,9 @@ def add_cli_args(original: Any, parser: Any) -> Any:
     parser.add_argument(
         "--diffkv-config",
         default=None,
-        help="DiffKV: tiers, policy and page size, as inline JSON or the path of a JSON file "
-        f"(default: environment variable {CONFIG_ENV}, else the thresholds calibrated for the model where there are "
-        "any, else the built-in configuration).",
+        help=f"DiffKV: a preset ({', '.join(PRESETS)}), inline JSON, or the path of a JSON file with tiers, policy and "
+        f"page size. Default: environment variable {CONFIG_ENV}, else the thresholds calibrated for the model where "
+        "there are any, else the built-in configuration.",
     )
     return result
 
@@ -363,6 +364,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
         report["configuration"] = launch.configuration_report()
         report["memory"] = pool.footprint(exact=config.prefix_fidelity == "exact").report()
         report["admission"] = requests.ledger.report()
+        report["fidelity"] = requests.fidelity.report()
         report["prompts"] = metrics.prompt_outcomes(requests)
         parts = {
             "prefix_cache": requests.tree.report(),
@@ -436,7 +438,7 @@ _HERE = (
 
 HOOKS = {
     target: hook
-    for hook in (*_HERE, *admission.HOOKS, *kv_canary.HOOKS, *draft_model.HOOKS)
+    for hook in (*_HERE, *admission.HOOKS, *kv_canary.HOOKS, *draft_model.HOOKS, *request_fields.HOOKS)
     for target in compat.installed().target(hook.__name__)
 }
 """Target in SGLang -> AROUND hook. What a hook stands around is said by ``releases.py``, by the hook's name."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from sglang_diffkv.srt.models.hybrids import has_states
 from sglang_diffkv.srt.scheduling.allocator import requests_of
 from sglang_diffkv.srt.versions import compat
 
@@ -22,6 +23,9 @@ def add_one_req(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -
         return AddReqResult.NO_TOKEN
     ledger = requests.ledger
     running = [] if self.running_batch is None else self.running_batch.reqs
+    if requests.fidelity.waits(req, [*running, *self.can_run_list], self.new_token_ratio):
+        # The next one is looked at, unless SGLang has given this one a state, which it takes back at the end only.
+        return AddReqResult.OTHER if has_states(self.tree_cache.req_to_token_pool) else AddReqResult.CONTINUE
     chunked = self.new_chunked_req is not None or kwargs.get("has_chunked_req", False)
     result, compacted = AddReqResult.NO_TOKEN, False
     cut = None if chunked else requests.tokens_to_branch(req)

@@ -36,6 +36,7 @@ from sglang_diffkv.mem_pool.steps import PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts
+from sglang_diffkv.srt.scheduling.fidelity import Fidelity
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule
 from sglang_diffkv.srt.scheduling.mixed_chunks import MixedChunks
 from sglang_diffkv.srt.tree.events import RequestListener, let_go
@@ -84,12 +85,13 @@ class RequestLifecycle:
     """What becomes of requests, over a ledger of pages. Until ``connect`` there is no tree and no optional part.
 
     Attributes:
-        tree: the prefix cache. admission_rule: by which prompts are admitted.
+        tree: the prefix cache. admission_rule: by which prompts are admitted. fidelity: what requests ask for.
         compression, states, exact, retracted: optional parts, see ``Parts``.
     """
 
-    def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None):
+    def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None, fidelity: Fidelity | None = None):
         self.ledger, self.manager, self.usage = ledger, ledger.manager, usage
+        self.fidelity = fidelity or Fidelity(ledger)
         self.connect(NoTree(ledger), Parts(), AdmissionRule(ledger))
         self.refused: list[Any] = []
         """Requests that were taken out of a batch; the scheduler has yet to tell their clients."""
@@ -120,7 +122,7 @@ class RequestLifecycle:
         self._forget_refused()
         needed = compat.prompt_len(req) - compat.prefix_len(req)
         path, fits_pages = self.tree.room_for(req.last_node, needed)
-        compacts = chunk < needed and self._may_compact(path, needed, running)
+        compacts = chunk < needed and self._may_compact(req, path, needed, running)
         growth, fits = self.admission_rule.check(req, needed, running, ratio)
         return Admission(
             path,
@@ -132,18 +134,20 @@ class RequestLifecycle:
             saved=needed - ledger.compacting_tokens(needed, chunk) if compacts else 0,
         )
 
-    def _may_compact(self, path: Path, needed: int, running: Iterable[Any]) -> bool:
-        """Whether a prompt may be compacted between chunks. Not where its exact form is wanted, nor where tokens would
-        be pruned for good before all of the prompt has seen them."""
+    def _may_compact(self, req: Any, path: Path, needed: int, running: Iterable[Any]) -> bool:
+        """Whether a prompt may be compacted between chunks. Not where its exact form is wanted, or all of it in the
+        high tier, nor where tokens would be pruned for good before all of the prompt has seen them."""
         ledger, policy = self.ledger, self.manager.policy
-        if not compacts(self.manager.state, policy) or policy.prunes or self.exact.keeps_prompts:
+        if compat.keeps_high(req) or policy.prunes or self.exact.keeps_prompts:
+            return False
+        if not compacts(self.manager.state, policy):
             return False
         most = 0
-        for req in running:
-            if req.finished():
+        for other in running:
+            if other.finished():
                 continue  # its place in the tree may be gone
-            held = self.path(req)
-            most = max(most, ledger.most_pages(held, compat.longest_len(req) - path_end(held)))
+            held = self.path(other)
+            most = max(most, ledger.most_pages(held, compat.longest_len(other) - path_end(held)))
         return ledger.may_compact(path, needed, most)
 
     def admit(self, req: Any, admission: Admission, *, compacted: bool = False) -> None:
@@ -236,6 +240,8 @@ class RequestLifecycle:
         for req in reqs:
             row, start, end = compat.allocated_row_of(req), compat.prefix_len(req), compat.extend_end(req)
             prompt = compat.prompt_len(req)
+            if compat.keeps_high(req):
+                self.manager.high.keep(row)
             if start and row not in self.manager.rows:
                 with self.refusing(reqs, req):
                     self.begin_prompt(req)
@@ -363,6 +369,7 @@ class RequestLifecycle:
             self.manager.release(row)
             for part in self.listeners:
                 part.row_released()
+        self.manager.high.forget(row)
         for part in self.listeners:
             part.left(req, row)
 

@@ -140,6 +140,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         q_heads=plan.q_heads,
         drafts=drafts,
         host_pages=plan.host_pages(geometry),
+        high_rows=plan.config.high_requests > 0,
     )
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(
@@ -151,7 +152,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     ledger = PageLedger(manager, pool.size, owning=plan.draft_bytes > 0)
     pool.bind(manager, ledger.kv_slots, plan.footprint(geometry, pool.size), plan.draft_bytes)
     allocator = rows.diffkv_allocator = DiffKVAllocator(
-        build_lifecycle(ledger, pool.usage),
+        build_lifecycle(ledger, pool.usage, plan.config),
         dtype=configurator.kv_cache_dtype,
         device=configurator.device,
         kvcache=pool,

@@ -7,14 +7,14 @@ import logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sglang_diffkv.calibration import Resolution, resolution, sources_of
-from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, load_config
+from sglang_diffkv.config import CONFIG_ENV, CONFIG_OPTION, DiffKVConfig, load_config, source_of
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.srt.models.scaling import stated_spans
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_by_model, drafts_of
@@ -26,6 +26,9 @@ from sglang_diffkv.srt.versions import compat
 from sglang_diffkv.srt.versions.selection import BACKEND, is_selected
 
 logger = logging.getLogger(__name__)
+
+ENGINE_ARGUMENT = "diffkv_config"
+"""What an ``Engine`` is given its configuration with."""
 
 ORIGINS_ENV = "SGLANG_DIFFKV_CONFIG_ORIGINS"
 """From a launch to its processes: where the parts of the resolved configuration come from, for reports alone."""
@@ -63,16 +66,18 @@ def users_configuration() -> str:
     return os.environ.get(CONFIG_ENV, "") if launch is None else launch.users
 
 
-def configure(server_args: Any, given: str | None = None, *, command: bool = False) -> None:
-    """Hand the configuration for the model to the processes to come: the one given on the command line, else the
+def configure(
+    server_args: Any, given: str | None = None, *, given_by: str = CONFIG_OPTION, command: bool = False
+) -> None:
+    """Hand the configuration for the model to the processes to come: the one given with the launch, else the
     environment's. Raises ConfigError or UnsupportedError.
 
     Args:
-        command: whether the launch is the command of a server.
+        given_by: what the launch was given it with. command: whether the launch is the command of a server.
     """
     global _launched
     users = users_configuration()
-    text, given_by = (users, CONFIG_ENV) if given is None else (given, CONFIG_OPTION)
+    text, given_by = (users, CONFIG_ENV) if given is None else (given, given_by)
     found = resolution(text, server_args.model_path, given_by)
     report = found.report()
     logger.info("DiffKV configuration (%s): %s", found.origin, json.dumps(report))
@@ -101,7 +106,7 @@ def configuration_report() -> dict[str, Any]:
     origins = json.loads(os.environ.get(ORIGINS_ENV) or "{}")
     config = load_config()
     if origins.pop("of", None) != _digest(text):  # no launch of ours came before: the environment alone says it
-        sources = sources_of(config, dict.fromkeys(config.model_fields_set, CONFIG_ENV))
+        sources = sources_of(config, dict.fromkeys(config.model_fields_set, source_of(text, CONFIG_ENV)))
         return Resolution(config, "those of the configuration given", sources).report()
     return {"values": config.whole(), **origins}
 
@@ -152,6 +157,44 @@ def ask_before_loading(server_args: Any) -> None:
         if launch is not None and launch.command:
             sys.exit(f"sglang_diffkv: {error}")
         raise
+
+
+class EngineArguments:
+    """Stands where SGLang's ``Engine`` has the class of its arguments, and takes ``diffkv_config`` beside them.
+
+    Args:
+        original: SGLang's class.
+    """
+
+    def __init__(self, original: Callable[..., Any]):
+        self.original = original
+
+    def __call__(self, *args: Any, diffkv_config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> Any:
+        """SGLang's arguments. ``diffkv_config``: a preset's name, a mapping, JSON or the path of a file; None for the
+        environment's. Raises ConfigError or UnsupportedError."""
+        server_args = self.original(*args, **kwargs)
+        if diffkv_config is None:
+            withdraw()
+            return server_args
+        if not is_selected(server_args):
+            raise ConfigError(f'{ENGINE_ARGUMENT} has no effect without attention_backend="{BACKEND}"')
+        if not isinstance(diffkv_config, (str, Mapping)):
+            raise ConfigError(
+                f"{ENGINE_ARGUMENT} is a {type(diffkv_config).__name__}: allowed is a dict, a preset's name, JSON or "
+                "the path of a file"
+            )
+        text = diffkv_config if isinstance(diffkv_config, str) else json.dumps(dict(diffkv_config))
+        configure(server_args, text, given_by=ENGINE_ARGUMENT)
+        return server_args
+
+
+def withdraw() -> None:
+    """The environment has the user's configuration again, and not what the last launch left there."""
+    global _launched
+    launch, _launched = _left_there(), None
+    if launch is not None:
+        os.environ[CONFIG_ENV] = launch.users
+        os.environ.pop(ORIGINS_ENV, None)
 
 
 def configure_from_cli(server_args: Any, given: str | None) -> None:

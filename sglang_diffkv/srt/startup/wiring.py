@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.srt.models.hybrids import has_states
+from sglang_diffkv.srt.scheduling.fidelity import Fidelity
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule, JointAdmission
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
@@ -32,9 +34,11 @@ from sglang_diffkv.srt.tree.retracted import Retracted
 from sglang_diffkv.srt.tree.sglang_methods import prefix_cache_class
 
 
-def build_lifecycle(ledger: PageLedger, usage: UsageMeter | None = None) -> RequestLifecycle:
-    """The life of requests before SGLang has made its prefix cache, or without one."""
-    requests, tree = RequestLifecycle(ledger, usage), NoTree(ledger)
+def build_lifecycle(
+    ledger: PageLedger, usage: UsageMeter | None = None, config: DiffKVConfig | None = None
+) -> RequestLifecycle:
+    """The life of requests before SGLang has made its prefix cache, or without one. ``config``: the server's."""
+    requests, tree = RequestLifecycle(ledger, usage, Fidelity(ledger, config)), NoTree(ledger)
     requests.connect(tree, Parts(compression=_compression(ledger, tree, ExactRule())), _admission(ledger, tree))
     return requests
 

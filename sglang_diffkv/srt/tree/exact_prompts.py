@@ -37,16 +37,17 @@ class ExactPrompts(ExactRule):
         """Rows of requests that were retracted, over a compressed prefix that they alone read, and that stays as it
         is."""
         self.reader_left = False
-        self.outcomes: dict[str, int] = dict.fromkeys(("copied", "shared", "brief", "no room", "copied later"), 0)
+        outcomes = ("copied", "shared", "brief", "as computed", "no room", "copied later")
+        self.outcomes: dict[str, int] = dict.fromkeys(outcomes, 0)
         """Prompts so far: compressed in a copy; all but a few tokens shared with running requests; left as they are for
-        a request that ends with them. Then: compressed in place, or left shared, for want of pages; a shared part
-        copied when its last other reader had left."""
+        a request that ends with them, or that keeps all in the high tier. Then: compressed in place, or left shared,
+        for want of pages; a shared part copied when its last other reader had left."""
 
     def prompt_begun(self, req: Any, row: int, *, alone: bool) -> None:
         """It scores for itself what it may copy of its prefix, unless that was restored for it alone."""
         if alone:
             self.restored.add(row)
-        elif any(x.lock_ref < 2 for x in self.tree.nodes(req.last_node)):
+        elif row not in self.manager.high and any(x.lock_ref < 2 for x in self.tree.nodes(req.last_node)):
             self.manager.prompts.score_shared(row)
 
     def chunk_planned(self, req: Any, row: int, end: int, *, ends: bool, alone: bool) -> None:
@@ -70,9 +71,9 @@ class ExactPrompts(ExactRule):
         length, shared = manager.rows.length(row), manager.rows.shared(row)
         publish = length - shared >= self.least_published
         self.ends[row] = None if publish else node
-        if brief:
+        if brief or row in manager.high:
             prompts.leave_as_computed(row)
-            self.outcomes["brief"] += 1
+            self.outcomes["brief" if brief else "as computed"] += 1
             return
         start = self._read_by_others(node)
         kept, copied = split_path(self.tree.path(node), start)

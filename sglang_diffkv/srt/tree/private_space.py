@@ -1,4 +1,4 @@
-"""A namespace of the prefix cache that a client cannot name."""
+"""Namespaces of the prefix cache that a client cannot name."""
 
 from __future__ import annotations
 
@@ -14,6 +14,25 @@ class PrivateSpace:
     """
 
     __slots__ = ()
+
+
+class HighSpace(PrivateSpace):
+    """The namespace of requests that keep all tokens in the high tier, within what the client chose. Equal to another
+    of the same ``within``, and to no text."""
+
+    __slots__ = ("within",)
+
+    def __init__(self, within: str | None):
+        self.within = within
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HighSpace) and self.within == other.within
+
+    def __hash__(self) -> int:
+        return hash((HighSpace, self.within))
+
+    def __repr__(self) -> str:
+        return f"HighSpace({self.within!r})"
 
 
 def in_space(key: Any, space: PrivateSpace) -> Any:

@@ -242,7 +242,8 @@ class Retracted(Restoring):
         expected to generate."""
         geometry = self.manager.geometry
         restored = pages * geometry.fmt.high.tokens / geometry.heads
-        return restored + compat.tokens_to_grow(kept.req, self.ledger.growth) + 2
+        growth = self.ledger.whole_growth if compat.keeps_high(kept.req) else self.ledger.growth
+        return restored + compat.tokens_to_grow(kept.req, growth) + 2
 
     def _expected_to_fit(self, kept: Kept, pages: int) -> bool:
         """Whether the request would be admitted once so many pages of it are restored."""

@@ -151,6 +151,11 @@ def tokens_of(req: Any) -> int:
     return len(req.origin_input_ids) + len(req.output_ids)
 
 
+def keeps_high(req: Any) -> bool:
+    """Whether all tokens of the request stay in the high tier, as it has asked: the scheduler set that."""
+    return getattr(req, "diffkv_keeps_high", False)
+
+
 def findable(req: Any) -> bool:
     """Whether the request goes on later, and SGLang will look for all its tokens in the prefix cache then. It does not
     where logprobs are asked for, of generated tokens too: it computes these again."""

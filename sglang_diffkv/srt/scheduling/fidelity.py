@@ -1,0 +1,168 @@
+"""What a request asks of its own cache: ``custom_params.diffkv``, which SGLang hands through from all its interfaces.
+
+A request whose ``tier`` is ``high`` keeps all its tokens in the server's highest tier. ``lossless`` is the same where
+that tier stores what the model computed, and an error elsewhere. Such requests find cached prompts of one another only
+(``tree/private_space.py``), so none reads what was compressed for others. They take more room, so a server may bound
+the share of its pool that they have together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.files import shown
+from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.policies.options import Strict
+from sglang_diffkv.refusals import explain
+from sglang_diffkv.srt.versions import compat
+
+FIELD = "diffkv"
+PLACE = f"custom_params.{FIELD}"
+PAGE = "docs/operate.md#a-tier-for-a-request"
+NEAR, MOST_LETTERS, MOST_NAMES = 0.82, 16, 64
+"""How alike a name of ``custom_params`` is that means ours; names that are longer, or come later, are not looked at."""
+
+
+class RequestFields(Strict):
+    """What a request may set.
+
+    Attributes:
+        tier: ``default``: as the server's policy has it. ``high``: all tokens stay in the server's highest tier.
+            ``lossless``: the same, if that tier stores what the model computed.
+    """
+
+    tier: Literal["default", "high", "lossless"] = Field(default="default", description="where its tokens stay")
+
+
+def fields_of(params: Any) -> RequestFields:
+    """What the ``custom_params`` of a request say. Raises ConfigError, with one line."""
+    if not isinstance(params, dict):
+        return RequestFields()
+    if FIELD not in params:
+        for name in list(params)[:MOST_NAMES]:
+            if isinstance(name, str) and len(name) <= MOST_LETTERS and _is_near(name.lower()):
+                raise ConfigError(f"unknown field {shown(name)} in custom_params; did you mean {FIELD}? (see {PAGE})")
+        return RequestFields()
+    try:
+        return RequestFields.model_validate(params[FIELD])
+    except ValidationError as error:
+        raise ConfigError(" ".join(explain(error, RequestFields, PLACE, page=PAGE).split())) from None
+
+
+def _is_near(name: str) -> bool:
+    return bool(difflib.get_close_matches(name, [FIELD], cutoff=NEAR))
+
+
+def lossless_obstacle(config: DiffKVConfig) -> str:
+    """Why no request of a server can be lossless, and what to do; empty if it can."""
+    high = config.tiers[0]
+    if not config.parsed_tiers[0].is_raw:
+        return (
+            f"the highest tier of this server is {high}, which rounds: ask for {_tier('high')}, or start the server "
+            f'with "tiers": ["BF16", "{high}"]'
+        )
+    changes = [name for name, value in (("rotate", config.rotate != "none"), ("key_means", config.key_means)) if value]
+    if changes:
+        return (
+            f"this server changes keys or values before it stores them: ask for {_tier('high')}, or start the server "
+            f"without {' and '.join(changes)}"
+        )
+    return ""
+
+
+def _tier(name: str) -> str:
+    return f'{{"tier": "{name}"}}'
+
+
+class Fidelity:
+    """The requests that keep all their tokens in the high tier.
+
+    Args:
+        config: the server's; None for one that allows all.
+
+    Attributes:
+        share: of the pool, what such requests may take together. refused: requests that asked for what there is not.
+    """
+
+    def __init__(self, ledger: PageLedger, config: DiffKVConfig | None = None):
+        config = config or DiffKVConfig()
+        self.ledger, self.manager = ledger, ledger.manager
+        self.share, self.refused = config.high_requests, 0
+        self._lossless_obstacle = lossless_obstacle(config)
+        self._exact = config.prefix_fidelity == "exact"
+
+    @property
+    def most_tokens(self) -> int:
+        """High-tier tokens that such requests may take together."""
+        return int(self.share * self.ledger.capacity)
+
+    def take(self, req: Any) -> str:
+        """Look at a request that has come, once. What is wrong with what it asks for, on one line; empty if nothing
+        is."""
+        req.diffkv_keeps_high = False
+        if getattr(req, "to_finish", None) is not None:
+            return ""  # SGLang has refused it
+        try:
+            tier = fields_of(req.sampling_params.custom_params).tier
+            if tier != "default":
+                self._check(tier, len(req.origin_input_ids))
+        except ConfigError as error:
+            self.refused += 1
+            return f"DiffKV: {error}"
+        # Where the policy moves no token all requests are such ones, and share prefixes.
+        req.diffkv_keeps_high = tier != "default" and self.manager.high.allowed
+        return ""
+
+    def _check(self, tier: str, length: int) -> None:
+        """Raise ConfigError if a request with a prompt of ``length`` tokens cannot have the tier."""
+        asked = f"{PLACE}.tier is {shown(tier)}, and "
+        if tier == "lossless" and self._lossless_obstacle:
+            raise ConfigError(asked + self._lossless_obstacle)
+        if not self.manager.policy.compresses:
+            return
+        if self.manager.running is not None:
+            raise ConfigError(
+                f"{asked}the method of this server holds every request to a budget: drop the field, or start the "
+                "server with another method"
+            )
+        if self._exact and self.manager.state.slides:
+            raise ConfigError(
+                f'{asked}this server copies prompts of layers with a sliding window ("prefix_fidelity": "exact"): drop '
+                'the field, or start the server with "prefix_fidelity": "compressed"'
+            )
+        if not self.share:
+            raise ConfigError(f'{asked}this server takes no such requests ("high_requests": 0): drop the field')
+        if length > self.most_tokens:
+            raise ConfigError(
+                f"{asked}the prompt has {length:,} tokens: such requests may take {self.most_tokens:,} of this "
+                f"server's {self.ledger.capacity:,}. Drop the field, or start the server with more high_requests"
+            )
+
+    def waits(self, req: Any, running: Sequence[Any], ratio: float) -> bool:
+        """Whether a request has to wait since those that keep all take their share of the pool. The first one always
+        may run.
+
+        Args:
+            running: requests that run or are admitted. ratio: of the tokens that they may still generate, those that
+                SGLang expects.
+        """
+        if self.share >= 1 or not compat.keeps_high(req):
+            return False
+        others = [x for x in running if compat.keeps_high(x) and not x.finished()]
+        taken = sum(compat.tokens_of(x) + compat.reply_expected(x, ratio) for x in [*others, req])
+        return bool(others) and taken > self.most_tokens
+
+    def counts(self) -> dict[str, int]:
+        """Requests that hold a row, by fidelity."""
+        high = len(self.manager.high)
+        return {"default": max(len(self.manager.rows) - high, 0), "high": high}
+
+    def report(self) -> dict[str, Any]:
+        """For ``/server_info``."""
+        return {"running": self.counts(), "refused": self.refused, "high_requests": self.share}

@@ -1,0 +1,273 @@
+"""Requests that keep all tokens in the high tier: what they may ask for, and their place in the prefix cache."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_diffkv.config import load_config
+from sglang_diffkv.errors import ConfigError
+from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.policies.budget import Budget
+from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.srt.hooks.request_fields import add_request_to_queue
+from sglang_diffkv.srt.scheduling import admission
+from sglang_diffkv.srt.scheduling.fidelity import Fidelity, fields_of, lossless_obstacle
+from sglang_diffkv.srt.tree.private_space import HighSpace, PrivateSpace
+from sglang_diffkv.srt.tree.retracted import Retracted
+from sglang_diffkv.srt.versions import compat
+from tests.policies import snapkv_policy, zipage_policy
+from tests.tree.stand_in import Fields, Match
+from tests.tree.test_retracted import readmit, retract, run
+from tests.tree.tree_world import World
+
+HIGH = HighSpace(None)
+
+
+def asked(params: Any = None, *, prompt: int = 10, **more: Any) -> Any:
+    """A request as it comes."""
+    found = Fields(
+        sampling_params=SimpleNamespace(custom_params=params, max_new_tokens=20, ignore_eos=True),
+        origin_input_ids=[1] * prompt, output_ids=[], extra_key=None, to_finish=None, errors=[], **more,
+    )  # fmt: skip
+    found.set_finish_with_abort, found.finished = found.errors.append, lambda: False
+    return found
+
+
+def tier(name: str) -> dict[str, Any]:
+    return {"diffkv": {"tier": name}}
+
+
+@pytest.mark.parametrize("params", [None, {}, [1], "diffkv", {"token_ids": [1]}, {"diffkv": {}}, tier("default")])
+def test_what_asks_for_nothing(params: Any) -> None:
+    assert fields_of(params).tier == "default"
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"difkv": {}}, r'unknown field "difkv" in custom_params; did you mean diffkv\?'),
+        ({"DiffKV": {}}, "did you mean diffkv"),
+        ({"diffkv": {"teir": "high"}}, 'unknown field "teir"; did you mean tier'),
+        ({"diffkv": {"window": 3}}, 'unknown field "window": allowed are tier'),
+        (tier("hihg"), 'tier is "hihg": allowed is .* did you mean "high"'),
+        (tier("High"), 'did you mean "high"'),
+        ({"diffkv": {"tier": 1}}, "tier is 1: allowed is"),
+        ({"diffkv": {"tier": ["high"]}}, "tier is a list of 1"),
+        ({"diffkv": None}, "the whole is null: allowed is an object"),
+        ({"diffkv": "high"}, 'the whole is "high": allowed is an object'),
+        ({"diffkv": {"a": 1, "b": "x" * 10_000, "tier\n": 2}}, "3 mistakes"),
+        ({"diffkv": {f"field {x}": x for x in range(9999)}}, "mistakes"),
+    ],
+)
+def test_a_misspelt_field_is_an_error_of_one_line(params: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as found:
+        fields_of(params)
+    assert "\n" not in str(found.value) and len(str(found.value)) < 1200
+    assert "docs/operate.md#" in str(found.value)
+
+
+def test_other_names_of_a_client_are_its_own() -> None:
+    """The parameters of a logit processor, however many."""
+    fields_of({"diff": 1, "kv": 2, "diffusion": 3, "reply_ids": [1], "x" * 100: 1, 7: 2, "__req__": object()})
+
+
+@pytest.mark.parametrize(
+    ("text", "obstacle"),
+    [
+        ('{"tiers": ["BF16", "K4V2"]}', ""),
+        ("lossless", ""),
+        ("balanced", "the highest tier of this server is K8V4, which rounds"),
+        ('{"tiers": ["BF16", "K4V2"], "rotate": "keys"}', "without rotate"),
+        ('{"tiers": ["BF16", "K4V2"], "key_means": "means.safetensors"}', "without key_means"),
+    ],
+)
+def test_what_lossless_asks_of_a_server(text: str, obstacle: str) -> None:
+    found = lossless_obstacle(load_config(text))
+    assert (obstacle in found) if obstacle else not found
+
+
+def fidelity_of(world: World, **config: Any) -> Fidelity:
+    world.requests.fidelity = Fidelity(world.requests.ledger, load_config(json.dumps(config)))
+    return world.requests.fidelity
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "prompt", "said"),
+    [
+        ({"high_requests": 0}, {}, 10, 'takes no such requests ("high_requests": 0)'),
+        ({"high_requests": 0.1}, {}, 41, "the prompt has 41 tokens: such requests may take 40 of this server's 400"),
+        ({}, {"policy": zipage_policy(60, 80, window=8)}, 10, "holds every request to a budget"),
+        ({"prefix_fidelity": "exact"}, {"attention_spans": (9,)}, 10, "layers with a sliding window"),
+    ],
+)
+def test_what_a_server_refuses(config: dict[str, Any], given: dict[str, Any], prompt: int, said: str) -> None:
+    exact = config.get("prefix_fidelity") == "exact"
+    world = World(400, exact=exact, high_rows=config.get("high_requests", 1.0) > 0, **given)
+    fidelity, req = fidelity_of(world, **config), asked(tier("high"), prompt=prompt)
+    problem = fidelity.take(req)
+    assert said in problem and "\n" not in problem and problem.startswith('DiffKV: custom_params.diffkv.tier is "high"')
+    assert fidelity.report()["refused"] == 1 and not compat.keeps_high(req)
+    assert fidelity.take(asked(prompt=prompt)) == ""
+
+
+def test_where_nothing_is_compressed_all_requests_are_alike() -> None:
+    """They share prefixes, and are in no namespace."""
+    world = World(400, policy=snapkv_policy(Budget(20), window=8), tiers=(Tier(8, 4),), high_rows=True, exact=False)
+    req = asked(tier("high"))
+    assert world.requests.fidelity.take(req) == "" and compat.keeps_high(req), "the method prunes"
+    world = World(400, policy=UniformPolicy(), tiers=(Tier(8, 4),), high_rows=True, exact=False)
+    req = asked(tier("high"))
+    assert world.requests.fidelity.take(req) == "" and not compat.keeps_high(req)
+
+
+def test_a_request_is_looked_at_when_it_is_queued_first() -> None:
+    world = World(400, exact=False, high_rows=True)
+    scheduler, queue = SimpleNamespace(token_to_kv_pool_allocator=world.allocator), []
+
+    def original(self: Any, req: Any, is_retracted: bool = False) -> None:
+        queue.append(req)
+
+    high, plain, wrong = asked(tier("high")), asked(), asked({"diffkv": {"window": 3}})
+    high.extra_key = "tenant"
+    for req in (high, plain, wrong, high):
+        add_request_to_queue(original, scheduler, req)
+    assert queue == [high, plain, wrong, high]
+    assert high.extra_key == HighSpace("tenant"), "and not within itself"
+    assert plain.extra_key is None and wrong.extra_key is None
+    assert len(wrong.errors) == 1 and not high.errors and not plain.errors
+    dead = asked(tier("hihg"))
+    dead.to_finish = "too long"
+    add_request_to_queue(original, scheduler, dead)
+    assert not dead.errors, "SGLang has said what is wrong with it"
+    add_request_to_queue(original, SimpleNamespace(token_to_kv_pool_allocator=None), other := asked(tier("hihg")))
+    assert not other.errors, "another backend's request"
+
+
+def test_no_client_can_name_the_namespace() -> None:
+    assert HighSpace("a") == HighSpace("a") != HighSpace("b") and hash(HighSpace("a")) == hash(HighSpace("a"))
+    assert HighSpace("a") not in (repr(HighSpace("a")), "a", None, PrivateSpace())
+    assert isinstance(HIGH, PrivateSpace), "so that no KV event tells of it"
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["compressed", "exact"])
+def test_prefixes_of_different_fidelity_stay_apart(exact: bool) -> None:
+    """Also those of tenants. A listener to KV events hears of public ones only."""
+    world = World(900, exact=exact, high_rows=True, alpha_high=1e9)
+    ids = world.tokens(60)
+    plain = world.prompt([*ids, 1])
+    high = world.prompt([*ids, 2], extra_key=HIGH)
+    assert high.prefix_len == 61 and world.manager.rows.length(high.kv.req_pool_idx) == 61
+    row = high.kv.req_pool_idx
+    assert row in world.manager.high and world.requests.fidelity.counts() == {"default": 1, "high": 1}
+    for _ in range(20):
+        world.decode(high)
+        world.check()
+    assert not world.manager.state.own_tokens[row, :, :, 1:].any()
+    world.leave(high)
+    world.leave(plain)
+    held = [world.low_tokens(x) for x in world.segments()]
+    found = {name: Match(world.tree, array("q", [*ids, 2, 5, 5, 5]), extra_key=name) for name in (None, HIGH)}
+    assert len(found[HIGH]) == 63, "the prompt and its reply"
+    assert len(found[None]) == 60
+    other = Match(world.tree, array("q", [*ids, 9]), extra_key=HighSpace("tenant"))
+    assert len(other) == 0
+    for match in (*found.values(), other):
+        match.unlock(world.tree)
+    assert exact or sum(held) > 0, "the default request's prompt is compressed"
+    again = world.prompt([*ids, 3], extra_key=HIGH)
+    assert not world.manager.state.own_tokens[again.kv.req_pool_idx, :, :, 1:].any()
+    world.leave(again)
+    world.listener.check()
+    assert world.requests.fidelity.counts() == {"default": 0, "high": 0}
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["compressed", "exact"])
+def test_a_retracted_request_keeps_its_setting(exact: bool) -> None:
+    """It comes back from the host as it was, into its own namespace."""
+    world = World(300, exact=exact, host_pages=200, high_rows=True, alpha_high=1e9)
+    req = world.prompt(world.tokens(60), extra_key=HIGH)
+    for _ in range(9):
+        world.decode(req)
+    retract(world, req)
+    assert isinstance(world.requests.retracted, Retracted) and len(world.manager.high) == 0
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
+    assert readmit(world, req) == 69
+    run(world, req)
+    row = req.kv.req_pool_idx
+    assert row in world.manager.high and world.manager.rows.length(row) == 70
+    for _ in range(9):
+        world.decode(req)
+    assert not world.manager.state.own_tokens[row, :, :, 1:].any()
+    assert sum(map(world.low_tokens, world.segments())) == 0
+    world.leave(req)
+    world.listener.check()
+
+
+def test_a_row_that_never_ran_is_free_again() -> None:
+    """Its batch could not be prepared."""
+    world = World(300, exact=False, high_rows=True)
+    req = world.start(world.tokens(30), extra_key=HIGH)
+    row = req.kv.req_pool_idx
+    assert row in world.manager.high
+    world.requests.leave(req, row, counted=False)
+    assert row not in world.manager.high
+    world.check()
+
+
+def test_such_requests_wait_for_their_share_of_the_pool() -> None:
+    """All but the first, and nobody else with them."""
+    world = World(400, exact=False, high_rows=True)
+    fidelity = fidelity_of(world, high_requests=0.25)
+    first, second, plain = (asked(tier("high"), prompt=60), asked(tier("high"), prompt=60), asked(prompt=300))
+    for req in (first, second, plain):
+        assert fidelity.take(req) == ""
+    assert not fidelity.waits(first, [plain], 1.0), "there is no other"
+    assert fidelity.waits(second, [first], 1.0), "two of 60 + 20 are more than 100"
+    assert not fidelity.waits(plain, [first], 1.0)
+    small = asked(tier("high"), prompt=10)
+    fidelity.take(small)
+    assert fidelity.waits(small, [first, plain], 0.5), "both ignore their end"
+    for req in (first, small):
+        req.sampling_params.ignore_eos = False
+    assert not fidelity.waits(small, [first, plain], 0.5), "60 + 10 and 10 + 10"
+    assert fidelity.waits(small, [first, plain, small], 1.0)
+    first.finished = lambda: True
+    assert not fidelity.waits(second, [first], 1.0)
+
+
+def test_who_waits_for_its_share_does_not_keep_others_waiting() -> None:
+    """SGLang looks at the next request."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    world = World(400, exact=False, high_rows=True)
+    fidelity = fidelity_of(world, high_requests=0.25)
+    first, second = asked(tier("high"), prompt=60), asked(tier("high"), prompt=60)
+    fidelity.take(first), fidelity.take(second)
+    adder = SimpleNamespace(
+        token_to_kv_pool_allocator=world.allocator, tree_cache=world.tree, can_run_list=[], new_token_ratio=1.0,
+        running_batch=SimpleNamespace(reqs=[first]),
+    )  # fmt: skip
+    assert admission.add_one_req(lambda *args: pytest.fail("it was admitted"), adder, second) == AddReqResult.CONTINUE
+
+
+def test_what_they_are_expected_to_take() -> None:
+    """A generated token of theirs takes a high-tier one, whatever those of others do."""
+    world = World(900, exact=False, high_rows=True)
+    ledger, rule = world.requests.ledger, world.requests.admission_rule
+    ledger._estimate, ledger._estimated_at = 0.5, (world.manager.counts.tick, world.manager.counts.counted_step)
+    high, plain = asked(), asked()
+    high.diffkv_keeps_high = True
+    for req in (high, plain):
+        req.kv = SimpleNamespace(req_pool_idx=None)
+        req.req_pool_idx = None
+    assert rule.taken_by(high, 100, None) == 100 and rule.taken_by(plain, 100, None) == 50
+    growth, fits = rule.check(high, 10, [], 1.0)
+    assert fits and growth(10, 100) == 100
+    assert rule.check(plain, 10, [], 1.0)[0](10, 100) == 50
+    admission_of = lambda req: world.requests._may_compact(req, [], 10, [])  # noqa: E731
+    assert admission_of(plain) and not admission_of(high)
