@@ -46,6 +46,7 @@ class World:
         policy: Policy | None = None,
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
         host_pages: int = 0,
+        write_policy: str = "",
     ) -> None:
         policy = policy or diffkv_policy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
@@ -53,7 +54,7 @@ class World:
         geometry = Geometry(
             fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, attention_spans
         )
-        self.manager = PageManager(geometry, policy, host_pages=host_pages)
+        self.manager = PageManager(geometry, policy, host_pages=host_pages, write_policy=write_policy)
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = build_lifecycle(ledger)
