@@ -50,6 +50,7 @@ class HostPages:
                 _pin(self.pages)
         self._count = count
         self._free: list[Run] = [(0, count)] if count else []  # in order; neighbours do not touch
+        self._left = count
 
     @property
     def count(self) -> int:
@@ -59,7 +60,7 @@ class HostPages:
     @property
     def free(self) -> int:
         """Pages that nobody has."""
-        return sum(count for _, count in self._free)
+        return self._left
 
     @property
     def used(self) -> int:
@@ -72,6 +73,7 @@ class HostPages:
         if count > self.free:
             return None
         taken = self._take(count)
+        self._left -= count
         end = max((first + length for first, length in taken), default=0)
         if end > self._ready and not self._pin_to(end):
             self.give(taken)
@@ -104,6 +106,7 @@ class HostPages:
             else:
                 merged.append((start, count))
         self._free = merged
+        self._left = sum(count for _, count in merged)
 
     def end_of_part(self, page: int) -> int:
         """The page after the last one of a page's part."""
@@ -126,6 +129,7 @@ class HostPages:
         """What is not pinned never will be. Nobody holds any of it."""
         self._count = self._ready
         self._free = [(start, min(count, self._count - start)) for start, count in self._free if start < self._count]
+        self._left = sum(count for _, count in self._free)
 
     def check_integrity(self, held: Iterable[Run]) -> None:
         """Raise AssertionError unless every page is free or in one of the ``held`` runs, once."""
@@ -134,6 +138,7 @@ class HostPages:
             assert count > 0 and start == at, f"host page {min(at, start)} is lost or held twice"
             at = start + count
         assert at == self.count, "host pages are lost"
+        assert self._left == sum(count for _, count in self._free), "free host pages are miscounted"
         ends = [start + count for start, count in self._free]
         assert not set(ends) & {start for start, _ in self._free}, "neighbouring free runs are apart"
 

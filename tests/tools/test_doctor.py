@@ -53,7 +53,8 @@ def _lines(report: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
 
 @long
 def test_a_good_model() -> None:
-    done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", "--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}')
+    options = ("--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}', "--enable-hierarchical-cache", "--hicache-size", "1")
+    done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["ok"], report["refusals"]) == (True, [])
@@ -76,6 +77,8 @@ def test_a_good_model() -> None:
     assert (memory["bf16_token_bytes"], memory["tier_token_bytes"]) == (stock, {"K8V4": high, "K4V2": low})
     assert (memory["bytes"], memory["tokens"]) == (2 << 30, model["tokens in 2 GiB"]["value"])
     assert memory["bf16_tokens"] == (2 << 30) // stock and memory["retracted_host_bytes"] >= 0
+    assert 0 < 10**9 - memory["evicted_host_bytes"] < 4096
+    assert "0.93 GiB of the host's memory (write_through)" in model["evicted prefixes"]["text"]
     configuration = facts["configuration"]
     assert configuration["values"] == DiffKVConfig().whole()
     told = {name: source for name, source in configuration["sources"].items() if source != "default"}

@@ -195,7 +195,8 @@ class HostTier(HostPrefixes):
             return None
         restored = self._restore(req, params.key, node, parts)
         if not restored:
-            self.counts["no_room"] += 1
+            self.counts["no_room"] += not getattr(req, "diffkv_no_room", False)
+            req.diffkv_no_room = True  # it may ask again and again
             return None
         self.index.touch(space, tokens[: at + restored], time.monotonic(), hit=True)
         self.counts["hits"] += 1
