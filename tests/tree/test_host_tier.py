@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -164,9 +165,10 @@ class LosslessHostMachine(HostMachine):
     page_tokens = 32
 
 
-HostMachine.TestCase.settings = ThroughMachine.TestCase.settings = machine_settings(40)
-ExactHostMachine.TestCase.settings = SlidingHostMachine.TestCase.settings = machine_settings(40)
-LosslessHostMachine.TestCase.settings = machine_settings(30)
+MACHINES = (HostMachine, ThroughMachine, ExactHostMachine, SlidingHostMachine, LosslessHostMachine)
+for machine in MACHINES:
+    usual = machine_settings(40)
+    machine.TestCase.settings = settings(usual, max_examples=2 * usual.max_examples)
 TestHost = HostMachine.TestCase
 TestThrough = ThroughMachine.TestCase
 TestExactHost = ExactHostMachine.TestCase
