@@ -62,6 +62,26 @@ def state_room(budget: int, size: int, ratio: float, asked: int | None = None, *
 
 
 @dataclass(frozen=True)
+class HostTierPlan:
+    """Host memory for evicted prefixes, with which retracted requests share it.
+
+    Attributes:
+        write_policy: when prefixes are copied, as SGLang names it. ratio: of the pool's pages, if ``size`` is 0. size:
+            bytes. most: bytes that a ratio may take at most.
+    """
+
+    write_policy: str
+    ratio: float
+    size: int = 0
+    most: int | None = None
+
+    def bytes_for(self, pool: int) -> int:
+        """Bytes beside a pool whose pages have so many."""
+        asked = int(self.ratio * pool)
+        return self.size or (asked if self.most is None else min(asked, self.most))
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Page format and heads of one rank, and on what it runs."""
 
@@ -77,6 +97,8 @@ class MemoryPlan:
     """Bytes that a draft model's keys and values take for each KV slot; 0 without one."""
     keeps_retracted: bool = False
     """Whether what retracted requests hold goes to host memory."""
+    host_tier: HostTierPlan | None = None
+    """Host memory for evicted prefixes; None if they are gone."""
     mixed_chunks: bool = False
     """Whether requests decode in passes over prompts too."""
 
@@ -132,10 +154,12 @@ class MemoryPlan:
         )
 
     def host_pages(self, geometry: Geometry) -> int:
-        """Pages of host memory for retracted requests."""
+        """Pages of host memory for retracted requests and evicted prefixes."""
+        pool = geometry.num_pages * self.fmt.page_bytes
+        if self.host_tier is not None:
+            return self.host_tier.bytes_for(pool) // self.fmt.page_bytes
         if not self.keeps_retracted:
             return 0
-        pool = geometry.num_pages * self.fmt.page_bytes
         usual = min(max(pool // USUAL_HOST_SHARE, LEAST_HOST_BYTES), MOST_HOST_BYTES)
         asked = self.config.host_gib
         return (usual if asked is None else int(asked * GIB)) // self.fmt.page_bytes
@@ -167,9 +191,11 @@ class MemoryPlan:
         queries = query_cache(policy, geometry, self.q_heads, device="meta")
         host_pages, page_bytes = self.host_pages(geometry), self.fmt.page_bytes
         staged = staging_pages(self.fmt, geometry.num_pages) if self.gpu and host_pages else 0
+        staged *= 1 if self.host_tier is None else 2
         return Footprint.of(
             state, geometry, ops, kv_slots=kv_slots, exact=exact, queries=queries, draft_bytes=self.draft_bytes,
             staging_bytes=staged * page_bytes, host_bytes=host_pages * page_bytes,
+            host_tier=self.host_tier is not None,
         )  # fmt: skip
 
     def capacity_in(self, budget: int, num_rows: Callable[[int], int], max_tokens: int) -> int:

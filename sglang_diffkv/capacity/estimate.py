@@ -154,8 +154,8 @@ def assumptions(rows: list[Row], model: Model, gpu: Gpu | None, load: Load, trac
         )
     if load.host_gib:
         said.append(
-            "host: what a prefix cache in the host's memory would find behind the GPU's. SGLang's hierarchical cache "
-            "is such a tier; the doctor says whether this version serves it with diffkv."
+            "host: what a prefix cache in the host's memory would find behind the GPU's (--enable-hierarchical-cache). "
+            "The doctor says whether a server would refuse it."
         )
     return said
 

@@ -44,13 +44,15 @@ class Footprint:
         draft_bytes: int = 0,
         staging_bytes: int = 0,
         host_bytes: int = 0,
+        host_tier: bool = False,
     ) -> Footprint:
         """What ``state`` and ``ops`` take, on the device "meta" too, where it is a plan.
 
         Args:
             kv_slots: tokens that SGLang may hold at once. exact: whether the prefix cache keeps exact prompts.
             queries: of running requests. draft_bytes: that a draft model's keys and values take for each KV slot.
-            staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests.
+            staging_bytes: that pages pass through to ``host_bytes`` of host memory, for retracted requests; with a
+                ``host_tier`` for evicted prefixes too.
         """
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
@@ -58,6 +60,7 @@ class Footprint:
         row_bytes += state.fault.itemsize + state.row_sign.itemsize
         columns = len(geometry.fmt.tiers) + 1  # tokens of each tier, and pages
         row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * (columns + 1)
+        guests = "evicted prefixes and retracted requests" if host_tier else "retracted requests"
         held = {
             PAGES: state.pages.nbytes,
             "free list": state.ring.nbytes + state.counters.nbytes + state.refcount.nbytes,
@@ -71,7 +74,7 @@ class Footprint:
             "KV cache of the draft model": draft_bytes * (kv_slots + 1),
             "counts of prefix segments": geometry.num_segments * row * (columns - 1) // columns,
             "counts of ended requests": ended,
-            "staging of retracted requests": staging_bytes,
+            f"staging of {guests}": staging_bytes,
             "queries of running requests": 0 if queries is None else tensor_bytes(queries),
             **ops.memory(),
         }
@@ -80,7 +83,7 @@ class Footprint:
             "usage reports": measured + ended,
             "scores of exact prefixes": 4 * geometry.heads * geometry.scored_tokens if exact else 0,
         }
-        host = {"retracted requests": host_bytes}
+        host = {guests: host_bytes}
         return cls(*({name: size for name, size in part.items() if size} for part in (held, at_most, host)))
 
     @property

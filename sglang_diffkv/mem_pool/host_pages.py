@@ -1,7 +1,10 @@
-"""Host memory for pages, allocated once: who has which of it."""
+"""Host memory for pages, reserved once: who has which of it."""
 
 from __future__ import annotations
 
+import logging
+import math
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -13,29 +16,51 @@ Run = tuple[int, int]
 
 GIB = 1 << 30
 
+PART_BYTES = 64 << 20
+"""Of memory that is pinned in parts, about so much at once: it takes some hundredths of a second."""
+
+ALIGNED = 4096
+"""Bytes: parts that are pinned apart share no page of the operating system."""
+
+logger = logging.getLogger(__name__)
+
 
 class HostPages:
     """Pages in host memory, handed out in runs. With a GPU the memory is pinned, so that copies wait for nobody.
 
+    Args:
+        pinned: all of it from the start, unless ``in_parts``: then each part when the first of its pages is taken.
+
     Attributes:
         pages: [count, page_bytes] uint8 on the host.
+        part: pages that are pinned together. No copy may reach over the end of a part.
     """
 
-    def __init__(self, count: int, page_bytes: int, *, pinned: bool):
-        self.pages = torch.empty(count, page_bytes, dtype=torch.uint8)
-        if pinned and count:
-            _pin(self.pages)
+    def __init__(self, count: int, page_bytes: int, *, pinned: bool, in_parts: bool = False):
+        self.part, self._ready = max(count, 1), count  # pages below ``_ready`` may be copied to
+        if in_parts:
+            step = ALIGNED // math.gcd(page_bytes, ALIGNED)
+            self.part = -(-max(PART_BYTES // page_bytes, 1) // step) * step
+        self._in_parts = pinned and in_parts
+        if self._in_parts:
+            self.pages, self._ready = _aligned(count, page_bytes), 0
+        else:
+            self.pages = torch.empty(count, page_bytes, dtype=torch.uint8)
+            if pinned and count:
+                _pin(self.pages)
+        self._count = count
         self._free: list[Run] = [(0, count)] if count else []  # in order; neighbours do not touch
+        self._left = count
 
     @property
     def count(self) -> int:
-        """Pages in all."""
-        return self.pages.shape[0]
+        """Pages in all; fewer than at the start if the system did not let some be pinned."""
+        return self._count
 
     @property
     def free(self) -> int:
         """Pages that nobody has."""
-        return sum(count for _, count in self._free)
+        return self._left
 
     @property
     def used(self) -> int:
@@ -43,10 +68,25 @@ class HostPages:
         return self.count - self.free
 
     def take(self, count: int) -> list[Run] | None:
-        """Runs of ``count`` pages together, as few as the first ones that are free give; None, changing nothing, if
-        there are not so many."""
+        """Runs of ``count`` pages together: one if the free pages have one so long, else as few as the first ones that
+        are free give. None, giving out nothing, if there are not so many."""
         if count > self.free:
             return None
+        taken = self._take(count)
+        self._left -= count
+        end = max((first + length for first, length in taken), default=0)
+        if end > self._ready and not self._pin_to(end):
+            self.give(taken)
+            self._give_up_unpinned()
+            return self.take(count)
+        return taken
+
+    def _take(self, count: int) -> list[Run]:
+        """As ``take``, of pages that are free."""
+        for index, (start, length) in enumerate(self._free):
+            if length >= count > 0:
+                self._free[index : index + 1] = [(start + count, length - count)] if length > count else []
+                return [(start, count)]
         taken: list[Run] = []
         while count:
             start, length = self._free.pop(0)
@@ -66,6 +106,30 @@ class HostPages:
             else:
                 merged.append((start, count))
         self._free = merged
+        self._left = sum(count for _, count in merged)
+
+    def end_of_part(self, page: int) -> int:
+        """The page after the last one of a page's part."""
+        return (page // self.part + 1) * self.part
+
+    def _pin_to(self, end: int) -> bool:
+        """Pin parts until the pages before ``end`` are; False if the system does not let them be."""
+        while self._ready < end:
+            upto = min(self.end_of_part(self._ready), self._count)
+            if error := _pinning_error(self.pages[self._ready : upto]):
+                logger.warning(
+                    "DiffKV: %d pages of host memory are pinned, and the system lets no more be (CUDA error %d): the "
+                    "server goes on with these.", self._ready, error,
+                )  # fmt: skip
+                return False
+            self._ready = upto
+        return True
+
+    def _give_up_unpinned(self) -> None:
+        """What is not pinned never will be. Nobody holds any of it."""
+        self._count = self._ready
+        self._free = [(start, min(count, self._count - start)) for start, count in self._free if start < self._count]
+        self._left = sum(count for _, count in self._free)
 
     def check_integrity(self, held: Iterable[Run]) -> None:
         """Raise AssertionError unless every page is free or in one of the ``held`` runs, once."""
@@ -74,15 +138,44 @@ class HostPages:
             assert count > 0 and start == at, f"host page {min(at, start)} is lost or held twice"
             at = start + count
         assert at == self.count, "host pages are lost"
+        assert self._left == sum(count for _, count in self._free), "free host pages are miscounted"
         ends = [start + count for start, count in self._free]
         assert not set(ends) & {start for start, _ in self._free}, "neighbouring free runs are apart"
 
 
+def _aligned(count: int, page_bytes: int) -> torch.Tensor:
+    """[count, page_bytes] uint8 from a page of the operating system on. It is not touched."""
+    memory = torch.empty(count * page_bytes + ALIGNED, dtype=torch.uint8)
+    first = -memory.data_ptr() % ALIGNED
+    return memory[first : first + count * page_bytes].view(count, page_bytes)
+
+
+def _register(memory: torch.Tensor) -> int:
+    """Pin just these bytes: PyTorch's own allocator would take the next power of two. CUDA's error, 0 for none."""
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+
+
+def _pinning_error(memory: torch.Tensor) -> int:
+    """As ``_register``, by a thread of its own: CUDA remembers a thread's last error, and PyTorch would take it for one
+    of the next kernel. A new thread is on the first GPU until it is told another."""
+    errors: list[int] = []
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def register() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        errors.append(_register(memory))
+
+    thread = threading.Thread(target=register)
+    thread.start()
+    thread.join()
+    return errors[0] if errors else -1
+
+
 def _pin(memory: torch.Tensor) -> None:
-    """Pin just these bytes: PyTorch's own allocator would take the next power of two. Raises UnsupportedError."""
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(error):
+    """``_register`` at a server's start. Raises UnsupportedError."""
+    if error := _register(memory):
         raise UnsupportedError(
             f"diffkv: {memory.nbytes / GIB:.2f} GiB of host memory for retracted requests cannot be pinned (CUDA error "
-            f'{int(error)}): set "host_gib" in --diffkv-config to less, or to 0'
+            f'{error}): set "host_gib" in --diffkv-config to less, or to 0'
         )

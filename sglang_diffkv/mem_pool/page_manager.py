@@ -7,7 +7,8 @@ and each writes its own fields only:
 - ``HighRows``: rows that keep all tokens in the high tier;
 - ``PageCounts``: bounds of the device's page counts;
 - ``SegmentStore``: segments of the prefix cache; ``Prompts``: what happens at the end of prompts;
-- ``SavedRows``: rows of retracted requests in host memory; None where there is none for them;
+- ``SavedRows``: rows of retracted requests in host memory; ``SavedSegments``: evicted prefixes there. None where they
+  are not kept;
 - ``RunningCompression``: where requests hold a budget while they run; None where the policy has none.
 """
 
@@ -32,6 +33,7 @@ from sglang_diffkv.mem_pool.prompts import Prompts
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.running import RunningCompression, query_cache
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
+from sglang_diffkv.mem_pool.saved_segments import SavedSegments
 from sglang_diffkv.mem_pool.segments import SegmentStore
 from sglang_diffkv.mem_pool.steps import LaunchedStep, PlannedStep
 from sglang_diffkv.mem_pool.table_space import TableFull, TableSpace
@@ -47,7 +49,8 @@ class PageManager:
         make_ops: makes the ops for the state; by default the reference.
         q_heads: query heads, for a policy that scores running requests; by default as many as KV heads.
         drafts: tokens of a chain that decode passes verify, the first of them sampled already; 0 without speculation.
-        host_pages: pages of host memory for retracted requests.
+        host_pages: pages of host memory for retracted requests and evicted prefixes. keeps_retracted: whether the
+            former go there. write_policy: when the latter do (SGLang's name of it); empty if they do not.
         high_rows: whether requests may keep all tokens in the high tier. Not where they hold budgets.
     """
 
@@ -63,6 +66,8 @@ class PageManager:
         q_heads: int | None = None,
         drafts: int = 0,
         host_pages: int = 0,
+        keeps_retracted: bool = True,
+        write_policy: str = "",
         high_rows: bool = False,
     ):
         self.geometry, self.fmt, self.policy = geometry, geometry.fmt, policy
@@ -83,8 +88,12 @@ class PageManager:
         self.segments = SegmentStore(self.device, self.rows, self.counts)
         self.prompts = Prompts(self.device, self.rows, self.counts, self.segments, self.high, policy)
         self.saved: SavedRows | None = None
+        self.saved_segments: SavedSegments | None = None
+        self.keeps_retracted, self.write_policy = keeps_retracted, write_policy
         if host_pages:
-            self.saved = SavedRows(self.device, self.rows, self.counts, self.segments, host_pages)
+            parts = (self.device, self.rows, self.counts, self.segments)
+            self.saved = SavedRows(*parts, host_pages, in_parts=bool(write_policy))
+            self.saved_segments = SavedSegments(self.device, self.saved) if write_policy else None
         self.running = self._running_budgets(self.q_heads)
         self.pressure: Pressure | None = None
         if (rule := policy.under_pressure) is not None and len(self.fmt.tiers) > 1 and not drafts:

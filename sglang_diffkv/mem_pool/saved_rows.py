@@ -1,4 +1,5 @@
-"""What a request's row sees, kept in host memory while the request has no row, and brought back as a segment.
+"""What a request's row sees, kept in host memory while the request has no row, and brought back as a segment; and
+segments of the prefix cache that are kept there beyond their eviction (``saved_segments.py``).
 
 A page is opaque here: whole pages are gathered to a staging buffer and copied out behind all that is launched, and back
 in the same way. What a row knows of a page beside its bytes, its place and its position range, stays on the host.
@@ -6,8 +7,8 @@ in the same way. What a row knows of a page beside its bytes, its place and its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,7 +42,8 @@ class SavedRow:
     Attributes:
         hi: tokens of the sequence that are kept. end: those that the device had, as of ``Segment``.
         runs: where the pages are, in the order of the arrays, which are [n]. tier, head: whose table has the page;
-            heads count over layers. lo, upper: its position range. last: the last position that it holds in there.
+            heads count over layers. lo, upper: its position range. least, last: the first and the last position that it
+            holds in there; where it holds none the last one is EMPTY.
     """
 
     hi: int
@@ -51,28 +53,50 @@ class SavedRow:
     head: np.ndarray
     lo: np.ndarray
     upper: np.ndarray
+    least: np.ndarray
     last: np.ndarray
 
-    def pages_from(self, lo: int) -> int:
-        """Pages that hold a token at position ``lo`` or behind."""
-        return int((self.last >= lo).sum())
+    def holds(self, lo: int, hi: int | None = None) -> np.ndarray:
+        """[n] bool: which pages hold a token at a position in [lo, hi); without ``hi`` at ``lo`` or behind."""
+        found: np.ndarray = self.last >= lo
+        return found if hi is None else found & (self.least < hi)
+
+    def pages_from(self, lo: int, hi: int | None = None) -> int:
+        """Pages that hold a token in there."""
+        return int(self.holds(lo, hi).sum())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all is known of each host page."""
+        sizes = {len(x) for x in (self.tier, self.head, self.lo, self.upper, self.least, self.last)}
+        assert sizes == {sum(count for _, count in self.runs)}, "a saved row and its pages disagree"
 
 
 class SavedRows:
     """Saves rows and restores them.
 
     Args:
-        count: host pages.
+        count: host pages. in_parts: they are pinned as they are taken, and not at the start.
 
     Attributes:
-        held: what is saved. host: its memory.
+        held: what is saved. host: its memory. shared: whether evicted prefixes lie in the same memory.
     """
 
-    def __init__(self, device: PageDevice, rows: RequestRows, counts: PageCounts, segments: SegmentStore, count: int):
+    def __init__(
+        self,
+        device: PageDevice,
+        rows: RequestRows,
+        counts: PageCounts,
+        segments: SegmentStore,
+        count: int,
+        *,
+        in_parts: bool = False,
+    ):
         self.device, self.rows, self.counts, self.segments = device, rows, counts, segments
         on_gpu, fmt = device.state.pages.is_cuda, device.fmt
-        self.host = HostPages(count, fmt.page_bytes, pinned=on_gpu)
+        self.host = HostPages(count, fmt.page_bytes, pinned=on_gpu, in_parts=in_parts)
         self.held: set[SavedRow] = set()
+        self._make_room: Callable[[int], None] | None = None
+        self._elsewhere: Callable[[], list[Run]] = lambda: []
         self._staging: torch.Tensor | None = None
         if on_gpu and count:
             size = (staging_pages(fmt, device.geometry.num_pages), fmt.page_bytes)
@@ -83,6 +107,28 @@ class SavedRows:
         """Bytes of the device that pages pass through."""
         return 0 if self._staging is None else self._staging.nbytes
 
+    def share_memory(self, make_room: Callable[[int], None], held: Callable[[], list[Run]]) -> None:
+        """Somebody else holds host pages too, from now on.
+
+        Args:
+            make_room: has that one give back pages until so many are free, as far as possible. held: what it holds.
+        """
+        self._make_room, self._elsewhere = make_room, held
+
+    @property
+    def shared(self) -> bool:
+        return self._make_room is not None
+
+    @property
+    def pages_held(self) -> int:
+        """Host pages of saved rows."""
+        return sum(count for saved in self.held for _, count in saved.runs)
+
+    def _take(self, count: int) -> list[Run] | None:
+        if self._make_room is not None and count > self.host.free:
+            self._make_room(count)
+        return self.host.take(count)
+
     # Saving
 
     def save(self, row: int, hi: int) -> SavedRow | None:
@@ -92,66 +138,82 @@ class SavedRows:
         Raises torch.OutOfMemoryError, changing nothing, if the device cannot even look at the row's entries.
         """
         device = self.device
-        if not self.host.free:
+        if not self.host.free and self._make_room is None:
             return None
         with device.launching():
             parts = [self._entries(row, tier, hi) for tier in range(len(device.fmt.tiers))]
             known = torch.cat([entries for _, entries in parts], dim=1)
             fault = device.state.fault[row].expand(1, known.shape[1])
-            numbers = torch.cat([known, fault]).cpu().numpy()  # [5, n]
-            tier, kept = (np.repeat(range(len(parts)), [len(ids) for ids, _ in parts]), numbers[3] >= 0)
-            runs = None if numbers[4].any() else self.host.take(int(kept.sum()))
+            numbers = torch.cat([known, fault]).cpu().numpy()  # [6, n]
+            tier, kept = (np.repeat(range(len(parts)), [len(ids) for ids, _ in parts]), numbers[4] >= 0)
+            runs = None if numbers[5].any() else self._take(int(kept.sum()))
             if runs is None:
                 return None
             try:
                 pages = torch.cat([ids for ids, _ in parts])[device.to_device(kept.nonzero()[0])]
-                self._copy_out(pages, runs)
+                self.copy_out(pages, runs, self._staging)
             except torch.OutOfMemoryError:
                 self.host.give(runs)
                 raise
-        head, lo, upper, last = numbers[:4, kept]
-        saved = SavedRow(hi, max(hi, self.rows.most(row)), runs, tier[kept], head, lo, upper, last)
+        head, lo, upper, least, last = numbers[:5, kept]
+        saved = SavedRow(hi, max(hi, self.rows.most(row)), runs, tier[kept], head, lo, upper, least, last)
         self.held.add(saved)
         return saved
 
     def _entries(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages [n] int64 of a row's entries of a tier, by head and in order, and [4, n] int32: head, position range
-        below ``hi``, and the last position in it, EMPTY where there is none."""
+        """Pages [n] int64 of a row's entries of a tier, by head and in order, and [5, n] int32: head, position range
+        below ``hi``, and the first and last position in it. Where there is none the last one is EMPTY."""
+        page, used, known = self.table_of(row, tier, hi)
+        place = used.nonzero()[:, 0]
+        page, known = page[place], known[:, place]
+        return page, torch.cat([known, self.extremes(tier, page, known)])
+
+    def table_of(self, row: int, tier: int, hi: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A tier's table of a row, each head with as many columns as any may use. Pages [n] int64, whether an entry is
+        used [n] bool, and [3, n] int32: head, position range below ``hi``."""
         state, width = self.device.state, max(self.device.space.bound(row)[tier], 1)
-        rows = self.device.to_device([row])
-        page, lo, upper = (x.flatten() for x in row_table(state, rows, tier, width))
+        page, lo, upper = (x.flatten() for x in row_table(state, self.device.to_device([row]), tier, width))
         entry = torch.arange(width, device=state.device)
         used = entry < state.entries[row, :, :, tier].unsqueeze(2)
-        place = used.flatten().nonzero()[:, 0]
-        page, lo, upper = page[place], lo[place], upper[place].clamp(max=hi)
-        positions, at_once = state.tiers[tier].positions, max(MEASURED_SLOTS // state.fmt.layouts[tier].tokens, 1)
-        last = [torch.empty(0, dtype=torch.int32, device=state.device)]
-        for some, low, high in zip(page.split(at_once), lo.split(at_once), upper.split(at_once), strict=True):
-            if some.numel():
-                at = positions[some]  # [at_once, tokens]
-                inside = (at >= low.unsqueeze(1)) & (at < high.unsqueeze(1))
-                last.append(torch.where(inside, at, EMPTY).amax(1))
-        return page, torch.stack([(place // width).int(), lo, upper, torch.cat(last)])
+        head = torch.arange(page.shape[0], device=state.device) // width
+        return page, used.flatten(), torch.stack([head.int(), lo, upper.clamp(max=hi)])
 
-    def _copy_out(self, pages: torch.Tensor, runs: list[Run]) -> None:
+    def extremes(self, tier: int, page: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        """[2, n] int32: the first and last position of each page [n] of a tier that lies in its range, of [3, n] as
+        above. Where there is none the last one is EMPTY."""
+        state = self.device.state
+        positions, at_once = state.tiers[tier].positions, max(MEASURED_SLOTS // state.fmt.layouts[tier].tokens, 1)
+        found = [torch.empty(2, 0, dtype=torch.int32, device=state.device)]
+        for some, low, high in zip(*(x.split(at_once) for x in (page, known[1], known[2])), strict=True):
+            if some.numel():
+                at = positions[some].int()  # [at_once, tokens]
+                inside = (at >= low.unsqueeze(1)) & (at < high.unsqueeze(1))
+                least = torch.where(inside, at, torch.iinfo(torch.int32).max).amin(1)
+                found.append(torch.stack([least, torch.where(inside, at, EMPTY).amax(1)]))
+        return torch.cat(found, dim=1)
+
+    def copy_out(self, pages: torch.Tensor, runs: list[Run], staging: torch.Tensor | None) -> None:
+        """The bytes of ``pages`` ([n] int64) go to the host pages of ``runs``, through a ``staging`` buffer of the
+        device if there is one."""
         source = self._words(self.device.state.pages)
-        for first, host in self._parts(runs):
+        for first, host in self._parts(runs, staging):
             chosen, words = pages[first : first + len(host)], self._words(host)
-            if self._staging is None:
+            if staging is None:
                 torch.index_select(source, 0, chosen, out=words)
             else:
-                staged = self._words(self._staging)[: len(host)]
+                staged = self._words(staging)[: len(host)]
                 torch.index_select(source, 0, chosen, out=staged)
                 words.copy_(staged, non_blocking=True)
 
-    def _parts(self, runs: list[Run]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _parts(self, runs: list[Run], staging: torch.Tensor | None) -> Iterator[tuple[int, torch.Tensor]]:
         """Host pages of runs, as many at once as can be staged, and where they begin among all of them."""
-        first, most = 0, self.host.count if self._staging is None else len(self._staging)
+        first, most = 0, self.host.pages.shape[0] if staging is None else len(staging)
         for start, count in runs:
-            for at in range(start, start + count, most):
-                part = self.host.pages[at : min(at + most, start + count)]
+            at, end = start, start + count
+            while at < end:
+                part = self.host.pages[at : min(at + most, end, self.host.end_of_part(at))]
                 yield first, part
-                first += len(part)
+                first, at = first + len(part), at + len(part)
 
     @staticmethod
     def _words(pages: torch.Tensor) -> torch.Tensor:
@@ -159,9 +221,10 @@ class SavedRows:
 
     # Restoring
 
-    def blocks_from(self, saved: SavedRow, lo: int) -> int:
-        """Table blocks that a segment of the tokens from position ``lo`` on takes."""
-        return blocks_of(self._counts(saved, saved.last >= lo).max(axis=0).tolist())
+    def blocks_from(self, saved: SavedRow, lo: int, hi: int | None = None) -> int:
+        """Table blocks that a segment of the tokens at positions [lo, hi) takes; without ``hi`` of all from ``lo``
+        on."""
+        return blocks_of(self._counts(saved, saved.holds(lo, hi)).max(axis=0).tolist())
 
     def _counts(self, saved: SavedRow, chosen: np.ndarray) -> np.ndarray:
         """[heads, T] int64: entries of the ``chosen`` pages."""
@@ -170,13 +233,18 @@ class SavedRows:
         return np.bincount(which, minlength=heads * tiers).reshape(heads, tiers)
 
     def restore(self, saved: SavedRow, lo: int) -> Segment | None:
-        """A segment of the saved tokens from position ``lo`` on, for the prefix cache, in pages of the ring. The caller
-        has made sure of the pages. Nothing waits for the device.
+        """As ``restore_range``, from position ``lo`` to the last token that is saved."""
+        return self.restore_range(saved, Segment(0, lo, saved.hi, first=lo, end=saved.end))
+
+    def restore_range(self, saved: SavedRow, wanted: Segment) -> Segment | None:
+        """A segment for the prefix cache, in pages of the ring, of saved tokens at the ``wanted`` positions, and with
+        all else that ``wanted`` says. The caller has made sure of the pages. Nothing waits for the device.
 
         Returns None, changing nothing, if no segment row or table block is left, or no memory of the device to list the
         pages.
         """
-        device, state, chosen = self.device, self.device.state, saved.last >= lo
+        device, state, lo, hi = self.device, self.device.state, wanted.lo, wanted.hi
+        chosen = saved.holds(lo, hi)
         counts = self._counts(saved, chosen)
         row = self.segments.take_row(tuple(counts.max(axis=0).tolist()))
         if row is None:
@@ -187,7 +255,7 @@ class SavedRows:
                 pages = self._next_pages(total)
                 places = self._places(chosen, pages)
                 tiers = range(len(device.fmt.tiers))
-                listed = [self._listed(row, tier, saved, chosen, pages, counts[:, tier], lo) for tier in tiers]
+                listed = [self._listed(row, tier, saved, chosen, pages, counts[:, tier], (lo, hi)) for tier in tiers]
                 entries = device.to_device(counts).int().view(state.num_layers, state.num_heads, -1)
             except torch.OutOfMemoryError:
                 self.segments.return_row(row)
@@ -201,7 +269,7 @@ class SavedRows:
             state.own_tokens[row] = 0
             state.hole[row] = EMPTY
         self.counts.record(-total)
-        segment = Segment(row, lo, saved.hi, first=lo, end=saved.end)
+        segment = replace(wanted, row=row)
         self.segments.add(segment)
         return segment
 
@@ -222,7 +290,7 @@ class SavedRows:
     def _copy_in(self, saved: SavedRow, chosen: np.ndarray, places: torch.Tensor) -> None:
         """Bytes of the ``chosen`` pages, and of what comes along with them, for ``places``."""
         target = self._words(self.device.state.pages)
-        for first, host in self._parts(saved.runs):
+        for first, host in self._parts(saved.runs, self._staging):
             if not chosen[first : first + len(host)].any():
                 continue
             words = self._words(host)
@@ -231,13 +299,21 @@ class SavedRows:
             target.index_copy_(0, places[first : first + len(host)], words)
 
     def _listed(
-        self, row: int, tier: int, saved: SavedRow, chosen: np.ndarray, pages: torch.Tensor, counts: np.ndarray, lo: int
+        self,
+        row: int,
+        tier: int,
+        saved: SavedRow,
+        chosen: np.ndarray,
+        pages: torch.Tensor,
+        counts: np.ndarray,
+        within: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n] each: where the entries of a tier stand in the table of a row that has blocks for them; pages and
         position ranges.
 
         Args:
-            chosen: pages of all tiers that are taken over, to ``pages``. counts: [heads], entries of this one.
+            chosen: pages of all tiers that are taken over, to ``pages``. counts: [heads], entries of this one. within:
+                positions [lo, hi) that count.
         """
         state, device = self.device.state, self.device
         here = saved.tier == tier
@@ -245,10 +321,15 @@ class SavedRows:
         head = saved.head[found].astype(np.int64)
         entry = np.arange(len(found)) - (counts.cumsum() - counts)[head]
         of_chosen = here[chosen].nonzero()[0]
-        numbers = np.stack([head, entry, np.maximum(saved.lo[found], lo), saved.upper[found], of_chosen])
+        numbers = np.stack([head, entry, *self._ranges(saved, found, within), of_chosen])
         head_at, entry_at, low, high, which = device.to_device(numbers).unbind(0)
         flat = head_index(state, row, head_at, table_column(state, tier, entry_at))
         return flat, pages[which], low, high
+
+    @staticmethod
+    def _ranges(saved: SavedRow, found: np.ndarray, within: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        """Position ranges of pages, as far as they count."""
+        return np.maximum(saved.lo[found], within[0]), np.minimum(saved.upper[found], within[1])
 
     # The end
 
@@ -258,8 +339,7 @@ class SavedRows:
         self.host.give(saved.runs)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the host's pages are free or those of one saved row each."""
-        self.host.check_integrity(run for saved in self.held for run in saved.runs)
+        """Raise AssertionError unless the host's pages are free, or those of one saved row or prefix each."""
+        self.host.check_integrity([*(run for saved in self.held for run in saved.runs), *self._elsewhere()])
         for saved in self.held:
-            sizes = {len(x) for x in (saved.tier, saved.head, saved.lo, saved.upper, saved.last)}
-            assert sizes == {sum(count for _, count in saved.runs)}, "a saved row and its pages disagree"
+            saved.check_integrity()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -35,8 +35,13 @@ class SegmentStore:
         self.cached: set[Segment] = set()
         self.fragmented: list[Segment] = []
         self.counts_of = SegmentCounts(device)
+        self._changing: Callable[[Segment], None] = lambda segment: None
         geometry = device.geometry
         self._free_rows = list(range(geometry.num_rows + geometry.num_segments - 1, geometry.num_rows - 1, -1))
+
+    def tell_changing(self, told: Callable[[Segment], None]) -> None:
+        """Call ``told`` from now on before pages of a segment return to the ring."""
+        self._changing = told
 
     def take_fragmented(self) -> list[Segment]:
         """The fragmented replies, of which the caller takes care from now on."""
@@ -119,6 +124,7 @@ class SegmentStore:
 
         Its pages count as free at once if ``exclusive``: if no row refers to them.
         """
+        self._changing(segment)
         self.cached.remove(segment)
         self.counts.dropped(segment)
         self._empty(segment.row, private=segment.pages if exclusive else 0)
@@ -132,6 +138,7 @@ class SegmentStore:
     def trim(self, segment: Segment, hi: int, *, wait: bool = True) -> None:
         """Forget positions from ``hi`` on and return the pages that held nothing else. Waits for the device to count
         them, unless the segment is as computed or ``wait`` is False."""
+        self._changing(segment)
         self.device.trim(segment.row, hi)
         segment.hi = hi
         self.counts_of.changed(segment)
@@ -155,6 +162,7 @@ class SegmentStore:
 
     def _move(self, segment: Segment, row: int, lo: int) -> None:
         """The segment begins at ``lo`` and its pages are those of ``row`` from now on."""
+        self._changing(segment)
         self.counts.dropped(segment)
         self._empty(segment.row)
         segment.row, segment.lo, segment.pages = row, lo, 0

@@ -22,6 +22,7 @@ from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
 from sglang_diffkv.srt.models.speculation import draft_room
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
+from sglang_diffkv.srt.startup.host_memory import describe
 from sglang_diffkv.srt.startup.preflight import configurator_of, model_reads_window, planned
 from sglang_diffkv.srt.startup.preflight import kernels as _kernels
 from sglang_diffkv.srt.tree.retracted import why_recomputed
@@ -320,6 +321,9 @@ def _retraction(findings: Findings, plan: MemoryPlan, tokens: int, context: int,
     size = plan.host_pages(plan.geometry(tokens, 2, context)) * plan.fmt.page_bytes
     text = f"computed again: {obstacle}" if obstacle else f"kept in up to {size / GIB:.2f} GiB of the host's memory"
     findings.add("retracted requests", text, size, key="memory.retracted_host_bytes")
+    if plan.host_tier is not None:
+        pool = plan.geometry(tokens, 2, context).num_pages * plan.fmt.page_bytes
+        findings.add("evicted prefixes", describe(plan.host_tier, pool), size, key="memory.evicted_host_bytes")
 
 
 def _draft_model(findings: Findings, args: Any) -> int:

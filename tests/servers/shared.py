@@ -86,7 +86,8 @@ def check_idle(server: Server) -> None:
     stats = server.stats()
     if stats is not None:
         assert (stats["pages_used"], stats["segments"]) == (0, 0), "pages are lost"
-        assert stats.get("retracted", {}).get("host_bytes", 0) == 0, "host memory is lost"
+        for part in ("retracted", "host_prefixes"):
+            assert stats.get(part, {}).get("host_bytes", 0) == 0, "host memory is lost"
         states = stats.get("states", {})
         assert states.get("free") == states.get("slots"), f"state slots are lost: {states}"
 

@@ -30,7 +30,7 @@ from sglang_diffkv.srt.hooks import registration
 from sglang_diffkv.srt.hooks import table as hooks
 from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.speculation import check_drafts
-from sglang_diffkv.srt.startup import launch, preflight
+from sglang_diffkv.srt.startup import host_memory, launch, preflight
 from sglang_diffkv.srt.startup.validation import check_layers, check_model, check_policy, check_server_args
 from sglang_diffkv.srt.versions.compat import TESTED_VERSIONS
 from tests.policies import diffkv_policy
@@ -139,7 +139,7 @@ def _args(**changes: object) -> SimpleNamespace:
         ({"speculative_algorithm": "NGRAM", "speculative_ngram_external_sam_budget": 3}, "an external corpus"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 17}, "--speculative-num-draft-tokens 17"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_hierarchical_cache": True, "tp_size": 2}, "--enable-hierarchical-cache with several ranks"),
         ({"page_size": 16}, "--page-size 16"),
         ({"tp_size": 2, "attn_cp_size": 2}, "--attn-cp-size"),
         ({"tp_size": 2, "dcp_size": 2}, "--dcp-size"),
@@ -455,9 +455,9 @@ def test_a_container_s_memory_is_the_machine_s(
     path = tmp_path / "memory.max"
     if text is not None:
         path.write_text(text)
-    monkeypatch.setattr(preflight, "CGROUP_LIMIT", path)
+    monkeypatch.setattr(host_memory, "CGROUP_LIMIT", path)
     monkeypatch.setattr(os, "sysconf", lambda name: 10)
-    assert preflight.host_memory() == expected
+    assert host_memory.host_memory() == expected
 
 
 def test_a_configuration_that_processes_cannot_be_given_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

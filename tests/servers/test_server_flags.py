@@ -82,6 +82,9 @@ REFUSED_VALUES: dict[str, Any] = {
     "uno_lora_path": "adapter",
     "disaggregation_mode": "prefill",
     "hicache_storage_backend": "file",
+    "hicache_host_memory_mode": "buffer_only",
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_head",
     "radix_cache_backend": "lmcache",
     "page_size": 16,
     "attn_cp_size": 2,
@@ -129,6 +132,10 @@ def test_each_refusal_says_what_to_do(name, monkeypatch):
     check_server_args(_args())
     value = REFUSED_VALUES.get(name, True)
     also: dict[str, Any] = {"dp_size": 2} if name == "enable_dp_attention" else {}
+    if name in ("hicache_host_memory_mode", "hicache_io_backend", "hicache_mem_layout"):
+        check_server_args(_args(**{name: value}))  # read by nobody
+        also = {"enable_hierarchical_cache": True}
+        check_server_args(_args(**also))
     if name in CHAINS or name == "enable_mixed_chunk":
         also = {**CHAINS, "speculative_algorithm": "NGRAM" if name.startswith("speculative_n") else "EAGLE"}
         check_server_args(_args(**also))

@@ -140,6 +140,11 @@ def reported(stats: Mapping[str, Any]) -> dict[str, Any]:
         },
         "diffkv_restored_tokens_total": retracted["tokens_restored"],
         "diffkv_host_bytes": retracted["host_bytes"],
+        "diffkv_host_prefixes_total": dict.fromkeys(("hits", "no_room", "no_host_memory"), 0),
+        "diffkv_host_moved_tokens_total": dict.fromkeys(("restored", "evicted"), 0),
+        "diffkv_host_copied_bytes_total": dict.fromkeys(("out", "in"), 0),
+        "diffkv_host_prefix_tokens": 0,
+        "diffkv_host_prefix_bytes": 0,
     }
 
 

@@ -56,7 +56,8 @@ def _lines(report: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
 @long
 def test_a_good_model(capsys: pytest.CaptureFixture[str]) -> None:
     """And ``python -m sglang_diffkv.capacity`` says the same of its memory."""
-    done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", "--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}')
+    options = ("--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}', "--enable-hierarchical-cache", "--hicache-size", "1")
+    done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["ok"], report["refusals"]) == (True, [])
@@ -84,6 +85,8 @@ def test_a_good_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert planned["bf16"]["max_total_num_tokens"] == memory["bf16_tokens"]
     found = planned["default"]["max_total_num_tokens"]
     assert found == memory["tokens"] if not facts["gpus"] else 0.98 < found / memory["tokens"] < 1.02
+    assert 0 < 10**9 - memory["evicted_host_bytes"] < 4096
+    assert "0.93 GiB of the host's memory (write_through)" in model["evicted prefixes"]["text"]
     configuration = facts["configuration"]
     assert configuration["values"] == DiffKVConfig().whole()
     told = {name: source for name, source in configuration["sources"].items() if source != "default"}

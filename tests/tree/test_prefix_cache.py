@@ -58,13 +58,17 @@ class TreeMachine(RuleBasedStateMachine):
     policy: Policy = diffkv_policy(1.0, 0.0, WINDOW)
     attention_spans: tuple[int, ...] = ()
     host_pages = 0
+    write_policy = ""
+    page_tokens = 8
 
     def __init__(self, ranks: Ranks | None = None) -> None:
         super().__init__()
-        fmt = PageFormat(DIM, DIM, self.tiers, 8, self.policy.scored_tiers(len(self.tiers)), position_bytes_for(300))
-        pages = pages_for(CAPACITY, 8, LAYERS * HEADS)
+        scored, of_page = self.policy.scored_tiers(len(self.tiers)), self.page_tokens
+        fmt = PageFormat(DIM, DIM, self.tiers, of_page, scored, position_bytes_for(300))
+        pages = pages_for(CAPACITY, of_page, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.attention_spans)
-        self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, host_pages=self.host_pages)
+        host = {"host_pages": self.host_pages, "write_policy": self.write_policy}
+        self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, **host)
         self.pool = self.make_pool()
         self.requests = build_lifecycle(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(

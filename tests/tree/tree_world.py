@@ -48,6 +48,7 @@ class World:
         tiers: tuple[Tier, ...] = (Tier(8, 4), Tier(4, 2)),
         host_pages: int = 0,
         high_rows: bool = False,
+        write_policy: str = "",
     ) -> None:
         policy = policy or diffkv_policy(alpha_high, 0.0, 8)
         scored, position_bytes = policy.scored_tiers(len(tiers)), position_bytes_for(longest)
@@ -55,7 +56,9 @@ class World:
         geometry = Geometry(
             fmt, 1, 1, pages_for(capacity, page_tokens, 1), rows + 1, segments, longest, attention_spans
         )
-        self.manager = PageManager(geometry, policy, host_pages=host_pages, high_rows=high_rows)
+        self.manager = PageManager(
+            geometry, policy, host_pages=host_pages, write_policy=write_policy, high_rows=high_rows
+        )
         self.pool = pool or ReqToTokenPool(rows, longest, "cpu", False)
         ledger = PageLedger(self.manager, capacity)
         self.requests = build_lifecycle(ledger)

@@ -7,6 +7,7 @@ and, idle, every 30 s. The families are brought up to date then, from a reading 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -78,6 +79,22 @@ FAMILIES = (
         "diffkv_refused_requests_total", "Requests that asked for what this server does not have, refused.", total=True
     ),
     Family("diffkv_host_bytes", "Bytes of host memory that retracted requests hold."),
+    Family(
+        "diffkv_host_prefixes_total",
+        "Evicted prefixes in host memory: requests for which some came back, those for which there was no room, and "
+        "segments for which there was no host memory.",
+        "kind",
+        total=True,
+    ),
+    Family(
+        "diffkv_host_moved_tokens_total",
+        "Tokens of evicted prefixes that came back from host memory, or went from it for want of room.",
+        "kind",
+        total=True,
+    ),
+    Family("diffkv_host_copied_bytes_total", "Bytes of prefixes, to host memory and back.", "direction", total=True),
+    Family("diffkv_host_prefix_tokens", "Tokens of prefixes in host memory."),
+    Family("diffkv_host_prefix_bytes", "Bytes of host memory that prefixes hold."),
 )
 
 
@@ -98,6 +115,7 @@ def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> 
     live, heads = reading.live.summary(), manager.geometry.heads
     windows = ("out_of_window",) if any(manager.geometry.attention_spans) else ()
     tiers, retracted = ("high", "low", "pruned", *windows), retracted_counts(requests)
+    host = defaultdict(int, requests.host.report())
     return {
         "diffkv_ratio": live["ratio_pages"],
         "diffkv_ratio_tokens": live["ratio_tokens"],
@@ -120,6 +138,11 @@ def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> 
         "diffkv_running_requests": requests.fidelity.counts(),
         "diffkv_refused_requests_total": requests.fidelity.refused,
         "diffkv_host_bytes": retracted["host_bytes"],
+        "diffkv_host_prefixes_total": {kind: host[kind] for kind in ("hits", "no_room", "no_host_memory")},
+        "diffkv_host_moved_tokens_total": {kind: host[f"tokens_{kind}"] for kind in ("restored", "evicted")},
+        "diffkv_host_copied_bytes_total": {way: host[f"bytes_{way}"] for way in ("out", "in")},
+        "diffkv_host_prefix_tokens": host["tokens"],
+        "diffkv_host_prefix_bytes": host["host_bytes"],
     }
 
 

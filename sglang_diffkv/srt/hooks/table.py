@@ -143,7 +143,8 @@ def prepare_for_extend(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     try:
         with requests.refusing(self.reqs), requests.ledger.prefilling():
             requests.begin_states(self.reqs)
-            result = original(self, *args, **kwargs)
+            with compat.told_from_host(self.reqs):
+                result = original(self, *args, **kwargs)
         requests.plan_prefill(self.reqs)
         requests.mixed.prompts_planned()
     except BatchRefused as refused:
@@ -235,7 +236,7 @@ def init_next_round_input(original: Any, self: Any, tree_cache: Any = None, *arg
     requests = requests_of_tree(tree_cache)
     if requests is None:
         return original(self, tree_cache, *args, **kwargs)
-    with requests.retracted.admitting(self):
+    with requests.retracted.admitting(self), requests.host.admitting(self):
         return original(self, tree_cache, *args, **kwargs)
 
 
@@ -244,7 +245,7 @@ def pause_generation(original: Any, self: Any, recv_req: Any) -> Any:
     requests = requests_of(self)
     if requests is None or recv_req.mode != "retract":
         return original(self, recv_req)
-    with requests.retracted.retracting_all():
+    with requests.host.retracting_all(), requests.retracted.retracting_all():
         return original(self, recv_req)
 
 
@@ -265,7 +266,8 @@ def get_new_batch_prefill(original: Any, self: Any, running_batch: Any) -> Any:
     requests = requests_of(self)
     if requests is None:
         return original(self, running_batch)
-    requests.retracted.expect(lambda: compat.expected_tokens(self, running_batch))
+    for part in (requests.retracted, requests.host):
+        part.expect(lambda: compat.expected_tokens(self, running_batch))
     requests.preempting([])
     try:
         with requests.mixed.scheduling(self, running_batch):
@@ -371,6 +373,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             "mixed_chunks": requests.mixed.report() if self.is_mixed_chunk else {},
             "states": requests.states.report(),
             "retracted": requests.retracted.report(),
+            "host_prefixes": requests.host.report(),
         }
         report.update({name: found for name, found in parts.items() if found})
         result.internal_state["diffkv"] = report

@@ -86,7 +86,7 @@ class RequestLifecycle:
 
     Attributes:
         tree: the prefix cache. admission_rule: by which prompts are admitted. fidelity: what requests ask for.
-        compression, states, exact, retracted: optional parts, see ``Parts``.
+        compression, states, exact, retracted, host: optional parts, see ``Parts``.
     """
 
     def __init__(self, ledger: PageLedger, usage: UsageMeter | None = None, fidelity: Fidelity | None = None):
@@ -102,7 +102,7 @@ class RequestLifecycle:
     def connect(self, tree: PrefixTree, parts: Parts, rule: AdmissionRule) -> None:
         """The tree and the parts that requests meet from now on. Nothing runs."""
         self.tree, self.admission_rule, self.compression = tree, rule, parts.compression
-        self.states, self.exact, self.retracted = parts.states, parts.exact, parts.retracted
+        self.states, self.exact, self.retracted, self.host = parts.states, parts.exact, parts.retracted, parts.host
         self.listeners: Sequence[RequestListener] = parts.listeners
 
     def path(self, req: Any) -> Path:

@@ -29,6 +29,7 @@ from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, draft
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
+from sglang_diffkv.srt.startup.host_memory import describe, host_tier
 from sglang_diffkv.srt.startup.kv_canary import register_canary
 from sglang_diffkv.srt.startup.validation import PAGE_DTYPES, check_layers, check_model, check_policy, check_server_args
 from sglang_diffkv.srt.startup.wiring import build_lifecycle, build_prefix_cache
@@ -67,7 +68,8 @@ def memory_plan(configurator: Any) -> MemoryPlan:
     draft_bytes = bytes_of_slot(configurator.server_args)
     plan = MemoryPlan.of(configurator, config, len(layers), longest, attention_spans, draft_bytes)
     mixed_chunks = bool(getattr(compat.resolved(configurator.server_args), "enable_mixed_chunk", False))
-    return replace(plan, keeps_retracted=not why_recomputed(configurator, config), mixed_chunks=mixed_chunks)
+    retracted, tier = not why_recomputed(configurator, config), host_tier(configurator)
+    return replace(plan, keeps_retracted=retracted, host_tier=tier, mixed_chunks=mixed_chunks)
 
 
 class PoolConfigurator(MemoryPoolConfigurator):
@@ -141,6 +143,8 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         drafts=drafts,
         host_pages=plan.host_pages(geometry),
         high_rows=plan.config.high_requests > 0,
+        keeps_retracted=plan.keeps_retracted,
+        write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,
     )
     if manager.running is not None and pool.size < manager.running.least_capacity:
         raise UnsupportedError(
@@ -161,6 +165,9 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
     SERVED[BACKEND] = allocator
     logger.info("DiffKV plan: %s", plan.describe(geometry, pool.size))
     logger.info("DiffKV: %s", _retraction(plan, geometry, why_recomputed(configurator, plan.config)))
+    if plan.host_tier is not None:
+        pool_bytes = geometry.num_pages * plan.fmt.page_bytes
+        logger.info("DiffKV: evicted prefixes are %s.", describe(plan.host_tier, pool_bytes))
     if isinstance(policy, DiffKVPolicy) and (
         hint := policy.window_hint(len(geometry.fmt.tiers), geometry.fmt.page_tokens)
     ):

@@ -4,9 +4,7 @@ configuration and of the machine. The doctor asks the same."""
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +17,13 @@ from sglang_diffkv.srt.models.hybrids import paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans, reads_window
 from sglang_diffkv.srt.models.speculation import check_drafts, drafts_of, longest_row
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
+from sglang_diffkv.srt.startup.host_memory import host_memory, host_tier
 from sglang_diffkv.srt.startup.validation import check_model, check_policy
 from sglang_diffkv.srt.tree.retracted import why_recomputed
 from sglang_diffkv.srt.versions import compat
 
 logger = logging.getLogger(__name__)
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 ON_A_GPU = {"decode": "auto", "prefill": "auto"}
 """Fields that choose a GPU's kernels, and what they have where there is none."""
 
@@ -88,16 +86,7 @@ def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> Memory
     obstacle = why_recomputed(configurator, config)
     if not obstacle:
         check_host_memory(config, getattr(view, "dp_size", 1) or 1)
-    return replace(plan, keeps_retracted=not obstacle)
-
-
-def host_memory() -> int:
-    """Bytes of this machine's memory, or what of it a container may have."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(machine, int(CGROUP_LIMIT.read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no limit, or no such file
-        return machine
+    return replace(plan, keeps_retracted=not obstacle, host_tier=host_tier(configurator))
 
 
 def check_host_memory(config: DiffKVConfig, replicas: int) -> None:

@@ -113,6 +113,12 @@ def _broken_graphs(value: Any, args: Any) -> bool:
     return not wanted <= {None, "full", "disabled"}
 
 
+def _of_host_tier(usual: Any) -> Predicate:
+    """Other values than the usual one, where evicted prefixes go to host memory."""
+    return lambda value, args: getattr(args, "enable_hierarchical_cache", False) and value not in (None, usual)
+
+
+_HOST_TIER_RUN = "tests/servers/test_server_host_tier.py::test_lossless_gives_stock_tokens"
 _BACKENDS = "a second attention backend beside diffkv: prefill and decode must both use --attention-backend diffkv"
 _PREFILL_GRAPHS = (
     "CUDA graphs for prefill ({found}): drop that option, or add --disable-prefill-cuda-graph (decode graphs work)"
@@ -177,8 +183,22 @@ REFUSED: dict[str, Refused] = {
     "encoder_only": Refused(
         "a server of encoders alone, which has no KV cache: drop --attention-backend diffkv for it"
     ),
-    "enable_hierarchical_cache": Refused("the hierarchical cache: drop --enable-hierarchical-cache"),
-    "hicache_storage_backend": Refused("the hierarchical cache: drop --hicache-storage-backend"),
+    "hicache_storage_backend": Refused(
+        "stores behind the hierarchical cache: drop --hicache-storage-backend, prefixes go to host memory only"
+    ),
+    "hicache_host_memory_mode": Refused(
+        "--hicache-host-memory-mode {value}: drop it, host memory holds prefixes", _of_host_tier("cache")
+    ),
+    "hicache_io_backend": Refused(
+        "--hicache-io-backend {value}: drop it, pages are copied whole, in one way",
+        _of_host_tier("kernel"),
+        _HOST_TIER_RUN,
+    ),
+    "hicache_mem_layout": Refused(
+        "--hicache-mem-layout {value}: drop it, the host has pages as the device has them",
+        lambda value, args: _of_host_tier(compat.default_of("hicache_mem_layout"))(value, args),
+        _HOST_TIER_RUN,
+    ),
     "enable_lmcache": Refused("LMCache: drop --enable-lmcache"),
     "enable_flexkv": Refused("FlexKV, which moves K and V by KV slot: drop --enable-flexkv"),
     "enable_unified_cache_external_linker": Refused(

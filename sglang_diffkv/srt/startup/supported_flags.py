@@ -32,6 +32,9 @@ WORKS: dict[str, str] = {
         "disable_priority_preemption priority_scheduling_preemption_threshold schedule_low_priority_values_first "
         "default_priority_value abort_on_priority_when_disabled"
     ),
+    "tests/servers/test_server_host_tier.py::test_lossless_gives_stock_tokens": (
+        "enable_hierarchical_cache hicache_ratio hicache_size hicache_write_policy hicache_host_memory_fraction"
+    ),
     "tests/servers/test_server_options.py::test_hidden_states_and_logit_processors": (
         "enable_return_hidden_states return_hidden_states_mode enable_custom_logit_processor"
     ),
@@ -214,9 +217,8 @@ ONLY_WITH: dict[str, str] = {
         "disaggregation_decode_retraction_backup disaggregation_decode_allocation_policy "
         "disaggregation_enable_kv_checksum optimistic_prefill_attempts"
     ),
-    "enable_hierarchical_cache": (
-        "hicache_host_memory_mode hicache_host_memory_fraction hicache_ratio hicache_size hicache_write_policy "
-        "hicache_io_backend hicache_mem_layout hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
+    "hicache_storage_backend": (
+        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
         "hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts"
     ),
     "enable_unified_cache_external_linker": (

@@ -14,6 +14,7 @@ from sglang_diffkv.policies.base import Pointwise
 from sglang_diffkv.srt.models.hybrids import hybrid_problems
 from sglang_diffkv.srt.models.scaling import attention_layers
 from sglang_diffkv.srt.models.speculation import DRAFTS_GPU_VERSIONS, SEEN_ON_A_GPU, algorithm_of, drafts_by_model
+from sglang_diffkv.srt.startup import host_memory
 from sglang_diffkv.srt.startup.server_flags import refusals
 from sglang_diffkv.srt.versions.compat import (
     GPU_VERSIONS,
@@ -30,8 +31,9 @@ PAGE_DTYPES = (torch.bfloat16, torch.float16)
 def check_server_args(args: Any, config: DiffKVConfig | None = None) -> None:
     """Raise UnsupportedError, listing every refused option at once."""
     config = config or DiffKVConfig()
+    problems = host_memory.problems(args, config)
     args = resolved(args)
-    problems = refusals(args)
+    problems = refusals(args) + problems
     device = str(getattr(args, "device", None) or "")
     eager = getattr(args, "disable_cuda_graph", False) and getattr(args, "disable_overlap_schedule", False)
     if device == "cuda" and config.gpu_ops == "reference" and not eager:

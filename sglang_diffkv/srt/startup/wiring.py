@@ -24,10 +24,11 @@ from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
 from sglang_diffkv.srt.tree.events import RequestListener
 from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
+from sglang_diffkv.srt.tree.host_tier import HostTier
 from sglang_diffkv.srt.tree.interface import NoTree, PrefixTree
 from sglang_diffkv.srt.tree.kept_states import FreedStates, KeptStates
 from sglang_diffkv.srt.tree.kv_events import ToldNodes
-from sglang_diffkv.srt.tree.parts import ExactRule, NodeStates, Parts, Restoring
+from sglang_diffkv.srt.tree.parts import ExactRule, HostPrefixes, NodeStates, Parts, Restoring
 from sglang_diffkv.srt.tree.path_joining import PathJoiner
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.retracted import Retracted
@@ -79,13 +80,18 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool) -> Part
     else:  # a state stands for all of a prompt, so the tree takes that or nothing
         tail = tail_tokens(manager.state, manager.policy) if states is None else 0
         manager.prompts.freeze_from(share_min_tokens, tail)
-    saved = manager.saved
+    retracted, host = Restoring(), HostPrefixes()
+    if manager.saved is not None and manager.keeps_retracted:
+        retracted = Retracted(tree, manager.saved, alone=keeps_prompts)
+    if manager.saved_segments is not None:
+        host = HostTier(tree, manager.saved_segments, policy=manager.write_policy, least=share_min_tokens)
     return Parts(
         compression=_compression(ledger, tree, rule),
         states=states or NodeStates(),
         exact=rule,
         joiner=PathJoiner(tree),
-        retracted=Restoring() if saved is None else Retracted(tree, saved, alone=keeps_prompts),
+        retracted=retracted,
+        host=host,
     )
 
 

@@ -9,7 +9,8 @@ Listeners hear each event in this order (``Parts.listeners``):
 2. ``KeptStates``, of a model with layers that do not attend;
 3. ``ExactPrompts``, with exact prefix fidelity;
 4. ``PathJoiner``, where there is a prefix cache;
-5. ``Retracted``, where retracted requests go to host memory.
+5. ``Retracted``, where retracted requests go to host memory;
+6. ``HostTier``, where evicted prefixes do.
 
 The scheduler's events come from ``scheduling/lifecycle.py``. Those of publication and ``reset`` come from the tree,
 which SGLang calls. ``startup/wiring.py`` makes the parts.

@@ -21,7 +21,7 @@ from sglang_diffkv.layout.spans import whole_tokens
 from sglang_diffkv.mem_pool.ledger import PageLedger
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.srt.tree.interface import Admitting
-from sglang_diffkv.srt.tree.parts import NodeListener, NodeStates
+from sglang_diffkv.srt.tree.parts import HostPrefixes, NodeListener, NodeStates
 
 WORTH_WAITING = 1024
 """Tokens of a compressed leaf that are worth a wait for the GPU's running step: their prefill takes longer, and so much
@@ -35,6 +35,8 @@ class EvictingTree(Admitting, RadixCache):
     manager: PageManager
     states: NodeStates
     """States that nodes keep, of a model that has some."""
+    host: HostPrefixes
+    """What becomes of evicted prefixes."""
     told: NodeListener
     """Who follows SGLang's KV events."""
     least_kept: int
@@ -102,6 +104,19 @@ class EvictingTree(Admitting, RadixCache):
 
     def make_segment_rows(self, count: int) -> bool:
         return self._evict_leaves_until(lambda: self.manager.segments.rows_free >= count)
+
+    def make_room_to_restore(self, tokens: int, pages: int, blocks: int) -> bool:
+        """Evict until so many tokens, of so many pages and table blocks, can be a segment that a request reads, and the
+        request computes one more; False if that is not possible."""
+        ledger = self.ledger
+        self.make_kv_slots(tokens + 1)
+        if ledger.uncommitted_kv_slots() < tokens + 1:
+            return False  # what follows frees some, and takes none
+        return (
+            self.make_segment_rows(1)
+            and self.make_pages(pages + ledger.prompt_pages(1))
+            and self.make_table_blocks(blocks * 2 + ledger.next_blocks)  # of the segment, and of the row
+        )
 
     def make_room_to_share(self, row: int) -> bool:
         """Evict until a segment can be made of the row's pages; False if that is not possible."""
@@ -233,7 +248,9 @@ class EvictingTree(Admitting, RadixCache):
 
     def evict_nodes(self, nodes: list[Any], *, wait: bool = True) -> Any:
         """Evict a leaf and nodes above it, all of one segment; the node above them. ``wait``: for the device to count
-        the pages that are left of the segment."""
+        the pages that are left of the segment. Without it the host gets no copy: they are not worth a page."""
+        if wait:
+            self.host.leaving(nodes)
         above, segment, tokens = nodes[-1].parent, nodes[0].segment, sum(len(node.key) for node in nodes)
         for node in nodes:
             self.token_to_kv_pool_allocator.free(node.value)

@@ -16,9 +16,9 @@ Another tree can stand here:
   refers to a ``Segment``, and the tree counts their pages in the ledger (``PageLedger.hold``, ``release``, ``lock``,
   ``unlock``). ``hooks/table.py`` puts it into SGLang (``default_radix_cache_factory``), and ``startup/wiring.py`` makes
   it.
-- A host tier for evicted prefixes: it goes between eviction and the ring. ``EvictingTree.evict_nodes`` is the one place
-  where a node gives up its pages, so there they are copied to the host (``mem_pool/saved_rows.py`` copies rows). A
-  match brings them back where ``Restoring.match`` is asked, as for retracted requests, before the tree is searched.
+
+A tree also tells ``Parts.host`` of nodes that come and that it is about to evict, and asks it, as ``Parts.retracted``,
+before it is searched for a request that is being admitted.
 """
 
 from __future__ import annotations

@@ -124,6 +124,38 @@ class Restoring(RequestListener):
         return {}
 
 
+class HostPrefixes(RequestListener):
+    """What becomes of prefixes that the tree evicts; here they are gone."""
+
+    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
+        """As ``Restoring.expect``."""
+
+    @contextmanager
+    def admitting(self, req: Any) -> Iterator[None]:
+        """Inside, SGLang matches the request that it admits next."""
+        yield
+
+    def match(self, params: Any) -> Any:
+        """The match (SGLang's MatchResult) of the request that is being admitted, with what came back of it. None if
+        nothing did."""
+        return None
+
+    def came(self, node: Any) -> None:
+        """A node was inserted, with a segment of its own."""
+
+    def leaving(self, nodes: list[Any]) -> None:
+        """Nodes of one segment are about to be evicted, the first of them a leaf."""
+
+    @contextmanager
+    def retracting_all(self) -> Iterator[None]:
+        """As ``Restoring.retracting_all``."""
+        yield
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        return {}
+
+
 class NodeListener:
     """Who is told of nodes that requests may find; here nobody is."""
 
@@ -156,8 +188,9 @@ class Parts:
     exact: ExactRule = field(default_factory=ExactRule)
     joiner: PathRule = field(default_factory=PathRule)
     retracted: Restoring = field(default_factory=Restoring)
+    host: HostPrefixes = field(default_factory=HostPrefixes)
 
     @property
     def listeners(self) -> Sequence[RequestListener]:
         """All of them, in the order in which they hear of events."""
-        return self.compression, self.states, self.exact, self.joiner, self.retracted
+        return self.compression, self.states, self.exact, self.joiner, self.retracted, self.host

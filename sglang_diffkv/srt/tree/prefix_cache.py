@@ -62,6 +62,7 @@ class DiffKVPrefixCache(EvictingTree):
     def connect(self, parts: Parts) -> None:
         """The optional parts around the tree."""
         self.states, self.exact, self.joiner, self.retracted = parts.states, parts.exact, parts.joiner, parts.retracted
+        self.host = parts.host
         self.listeners: Sequence[RequestListener] = parts.listeners
 
     def tell_of_nodes(self, told: NodeListener) -> None:
@@ -147,6 +148,7 @@ class DiffKVPrefixCache(EvictingTree):
             leaf.segment, leaf.left_by_readers = segment, []
             self.add_segment(segment)
             self.told.end_came(leaf)
+            self.host.came(leaf)
         return matched, leaf
 
     def _segment(self, lo: int, hi: int) -> Segment:
@@ -206,8 +208,10 @@ class DiffKVPrefixCache(EvictingTree):
     # Matching
 
     def match_prefix(self, params: Any) -> Any:
-        found = self.retracted.match(params)
-        return self.match(params) if found is None else found
+        for part in (self.retracted, self.host):
+            if (found := part.match(params)) is not None:
+                return found
+        return self.match(params)
 
     def find(self, params: Any) -> Any:
         """What the tree has of a key, whether or not a row may read it."""

@@ -253,16 +253,7 @@ class Retracted(Restoring):
         return self.ledger.available() + self.ledger.evictable() - growth >= self._wanted(kept, pages)
 
     def _make_room(self, kept: Kept, at: int, tokens: int, pages: int) -> bool:
-        tree, ledger = self.tree, self.ledger
-        blocks = self.saved.blocks_from(kept.saved, at) * 2 + ledger.next_blocks  # of the segment, and of the row
-        tree.make_kv_slots(tokens + 1)
-        if ledger.uncommitted_kv_slots() < tokens + 1:
-            return False  # what follows frees some, and takes none
-        return (
-            tree.make_segment_rows(1)
-            and tree.make_pages(pages + ledger.prompt_pages(1))
-            and tree.make_table_blocks(blocks)
-        )
+        return self.tree.make_room_to_restore(tokens, pages, self.saved.blocks_from(kept.saved, at))
 
     def waits_for(self, req: Any) -> float | None:
         kept = self.of(req)
@@ -381,7 +372,7 @@ class Retracted(Restoring):
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
         host, size = self.saved.host, self.manager.fmt.page_bytes
-        held = {"host_bytes": host.used * size, "host_bytes_most": host.count * size}
+        held = {"host_bytes": self.saved.pages_held * size, "host_bytes_most": host.count * size}
         return {**self.counts, "waiting": len(self.kept), **held}
 
     def check_integrity(self) -> None:

@@ -178,6 +178,20 @@ def protected_len(req: Any) -> int:
     return kv_of(req).cache_protected_len
 
 
+@contextmanager
+def told_from_host(reqs: Sequence[Any]) -> Iterator[None]:
+    """Inside, SGLang counts a request's cached tokens, by where they were: those that came back from the host for it
+    (``diffkv_from_host``) as the host's."""
+    found = [req for req in reqs if getattr(req, "diffkv_from_host", 0)]
+    for req in found:
+        req.host_hit_length = req.host_loaded_length = min(req.diffkv_from_host, prefix_len(req))
+    try:
+        yield
+    finally:
+        for req in found:
+            req.host_hit_length = req.host_loaded_length = 0
+
+
 def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
     """From position ``start`` on, where ``node`` ends, tokens get the request's own ``kv_slots`` instead of the tree's;
     it holds the tree up to ``node`` only."""
@@ -316,6 +330,38 @@ def decline_hybrid_swa_pools(server_args: Any) -> bool:
         return False
     decide(server_args, disable_hybrid_swa_memory=True)
     return True
+
+
+def asks_for_host_tier(server_args: Any) -> bool:
+    """Whether the user asked for SGLang's hierarchical cache, whose place the plugin's host tier takes."""
+    if getattr(server_args, "enable_hierarchical_cache", False):
+        return True
+    if installed().declared_arguments:  # they are as the user gave them
+        return False
+    declined = ("sglang_diffkv", {"enable_hierarchical_cache": False})
+    stash = [getattr(server_args, name, None) or [] for name in ("_resolved_overrides", "_runtime_mutations")]
+    return any(declined in decisions for decisions in stash)
+
+
+def decline_hierarchical_cache(server_args: Any) -> None:
+    """Keep SGLang's own hierarchical cache off, with all that its scheduler does for it: ``asks_for_host_tier`` still
+    tells what the user asked for."""
+    if getattr(resolved(server_args), "enable_hierarchical_cache", False):
+        decide(server_args, enable_hierarchical_cache=False)
+
+
+@cache
+def default_of(option: str) -> Any:
+    """What SGLang's option has by default, by its field of ``ServerArgs``."""
+    import dataclasses
+
+    from sglang.srt.server_args import ServerArgs
+
+    if dataclasses.is_dataclass(ServerArgs):
+        return next(x.default for x in dataclasses.fields(ServerArgs) if x.name == option)
+    import msgspec
+
+    return next(x.default for x in msgspec.structs.fields(ServerArgs) if x.name == option)
 
 
 def decide(server_args: Any, **fields: Any) -> None:

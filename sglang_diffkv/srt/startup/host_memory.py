@@ -1,0 +1,122 @@
+"""Host memory for evicted prefixes: SGLang's options of its hierarchical cache, as the plugin's host tier takes them.
+
+SGLang's own hierarchical cache stays off (``compat.decline_hierarchical_cache``), so its scheduler does nothing for it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.mem_pool.host_pages import GIB
+from sglang_diffkv.plan import HostTierPlan
+from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.versions import compat
+
+OPTION = "--enable-hierarchical-cache"
+CGROUP_LIMIT, CGROUP_USED = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+MEMINFO = Path("/proc/meminfo")
+GB = 10**9
+"""SGLang's unit of ``--hicache-size``."""
+USUAL_RATIO, USUAL_FRACTION = 2.0, 0.8
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, or what of it a container may have."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, _number(CGROUP_LIMIT, machine))
+
+
+def free_host_memory() -> int:
+    """Bytes of it that are free, or can be."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = dict(line.split(":") for line in MEMINFO.read_text(encoding="ascii").splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        free = machine
+    return min(free, max(_number(CGROUP_LIMIT, machine) - _number(CGROUP_USED, 0), 0))
+
+
+def _number(path: Path, otherwise: int) -> int:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no limit, or no such file
+        return otherwise
+
+
+def problems(args: Any, config: DiffKVConfig) -> list[str]:
+    """What does not work with the host tier that the user's arguments ask for, each with what to do."""
+    if not compat.asks_for_host_tier(args):
+        return []
+    view = compat.resolved(args)
+    drop = f"drop {OPTION}"
+    found = {
+        f"{OPTION} with several ranks, which would all have to find room for their parts: {drop}, or use --tp-size 1": (
+            getattr(view, "tp_size", 1) > 1
+        ),
+        f"{OPTION} with drafts, whose cache would have to come back too: {drop}, or --speculative-algorithm": bool(
+            drafts_of(view)
+        ),
+        f"{OPTION} with --disable-radix-cache: drop one of them": getattr(view, "disable_radix_cache", False),
+        f"{OPTION} with --kv-canary, which would have to know what comes back: drop one of them": (
+            getattr(view, "kv_canary", "none") != "none"
+        ),
+        f"{OPTION} with SGLANG_RADIX_FORCE_MISS, by which nothing is found again: unset it": _switched_on(
+            "SGLANG_RADIX_FORCE_MISS"
+        ),
+        f"{OPTION} with a policy that compresses running requests in pages of their own: {drop}, or choose another": (
+            config.build_policy().running is not None
+        ),
+        f'{OPTION} with "host_gib", whose place --hicache-size takes: leave "host_gib" out': bool(config.host_gib),
+        "--hicache-ratio of 0 or less without --hicache-size: give one of them more": (
+            getattr(view, "hicache_size", 0) <= 0 and _ratio(view) <= 0
+        ),
+    }
+    return [text for text, wrong in found.items() if wrong]
+
+
+def _switched_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "y")
+
+
+def _ratio(view: Any) -> float:
+    ratio = getattr(view, "hicache_ratio", None)
+    return USUAL_RATIO if ratio is None else ratio
+
+
+def host_tier(configurator: Any) -> HostTierPlan | None:
+    """The host memory that a user's arguments ask for; None if they ask for none. ``configurator``: SGLang's
+    KVCacheConfigurator, or what is known of it before weights are loaded.
+
+    Raises UnsupportedError for a model whose prefixes cannot come back, and for more memory than is free.
+    """
+    args = getattr(configurator, "arguments", None) or configurator.server_args
+    if not compat.asks_for_host_tier(args):
+        return None
+    if getattr(configurator, "mambaish_config", None) is not None:
+        raise UnsupportedError(
+            f"--attention-backend diffkv does not work with {OPTION} for a model with states, which would have to come "
+            f"back too: drop {OPTION}"
+        )
+    view = compat.resolved(args)
+    replicas = getattr(view, "dp_size", 1) or 1
+    free, size = free_host_memory() // replicas, int(max(getattr(view, "hicache_size", 0), 0) * GB)
+    if size > free:
+        each = f" for each of {replicas} replicas" if replicas > 1 else ""
+        raise UnsupportedError(
+            f"diffkv: --hicache-size asks for {size / GIB:.1f} GiB of host memory{each}, and {free / GIB:.1f} GiB "
+            "are free: ask for less"
+        )
+    fraction = getattr(view, "hicache_host_memory_fraction", None) or USUAL_FRACTION
+    return HostTierPlan(view.hicache_write_policy, _ratio(view), size, int(fraction * free))
+
+
+def describe(tier: HostTierPlan, pool: int) -> str:
+    """For the log and the doctor. ``pool``: bytes of the pool's pages."""
+    size, asked = tier.bytes_for(pool), tier.size or int(tier.ratio * pool)
+    less = f", as far as that is free (--hicache-ratio asks for {asked / GIB:.2f})" if size < asked else ""
+    return f"kept in up to {size / GIB:.2f} GiB of the host's memory ({tier.write_policy}){less}"

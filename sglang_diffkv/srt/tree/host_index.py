@@ -1,0 +1,198 @@
+"""An index of what the host keeps of evicted prefixes: a radix tree of its own, beside SGLang's.
+
+A node stands for some tokens behind those of the nodes above it. What the host has of them is a part of a saved
+segment, or nothing: the prefix cache may hold these tokens itself. So a path can have gaps, and a match ends at one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import numpy as np
+
+from sglang_diffkv.mem_pool.saved_segments import SavedSegment
+
+Part = tuple[SavedSegment, int, int]
+"""A part of a saved segment: first position, and position after the last."""
+
+
+class HostNode:
+    """Some tokens of prefixes, behind those of its parent.
+
+    Attributes:
+        tokens: [n] int64. start: position of the first. saved: what the host has of them, if anything.
+        last_access_time, creation_time, hit_count, priority: what SGLang's eviction policies choose by.
+    """
+
+    def __init__(self, parent: HostNode | None, tokens: np.ndarray, start: int):
+        self.parent, self.tokens, self.start = parent, tokens, start
+        self.children: dict[int, HostNode] = {}
+        self.saved: SavedSegment | None = None
+        self.last_access_time = self.creation_time = time.monotonic()
+        self.hit_count, self.priority = 1, 0
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + len(self.tokens)
+
+
+class HostIndex:
+    """Finds saved segments by namespace and tokens.
+
+    Args:
+        dropped: called with a saved segment that no node names any more.
+
+    Attributes:
+        tokens: those of which the host has something.
+    """
+
+    def __init__(self, dropped: Callable[[SavedSegment], None]):
+        self._dropped = dropped
+        self._roots: dict[Hashable, HostNode] = {}
+        self.tokens = 0
+
+    def nodes(self) -> Iterator[HostNode]:
+        """All nodes but the roots."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    # Finding
+
+    def _walk(self, space: Hashable, tokens: np.ndarray) -> Iterator[tuple[HostNode, int]]:
+        """The nodes of the longest path that ``tokens`` have in common with one, and up to which position each has."""
+        node, at = self._roots.get(space), 0
+        while node is not None and at < len(tokens):
+            node = node.children.get(int(tokens[at]))
+            if node is not None:
+                at += _common(node.tokens, tokens[at:])
+                yield node, at
+                if at < node.end:
+                    return
+
+    def parts(self, space: Hashable, tokens: np.ndarray, start: int) -> list[Part]:
+        """What the host has of a prefix from position ``start`` on without a gap, at most to its end."""
+        found: list[Part] = []
+        for node, end in self._walk(space, tokens):
+            if end <= start:
+                continue
+            if node.saved is None:
+                break
+            if found and found[-1][0] is node.saved:
+                found[-1] = (node.saved, found[-1][1], end)
+            else:
+                found.append((node.saved, max(node.start, start), end))
+        return found
+
+    def lacks(self, space: Hashable, tokens: np.ndarray, start: int) -> bool:
+        """Whether there is a token at position ``start`` or behind of which the host has nothing."""
+        at = start
+        for node, end in self._walk(space, tokens):
+            if end > start and node.saved is None:
+                return True
+            at = max(at, end)
+        return at < len(tokens)
+
+    def touch(self, space: Hashable, tokens: np.ndarray, used: float, *, hit: bool = False) -> None:
+        """A prefix was last used at ``used``, a reading of ``time.monotonic``."""
+        for node, _ in self._walk(space, tokens):
+            node.last_access_time = max(node.last_access_time, used)
+            node.hit_count += hit
+
+    # Changing
+
+    def insert(self, space: Hashable, tokens: np.ndarray, saved: SavedSegment, *, used: float, priority: int) -> None:
+        """The host has saved the end of a prefix from ``saved.start`` on. Where it had it already, that stays; if it
+        had all of it, ``saved`` is dropped."""
+        node, at = self._roots.setdefault(space, HostNode(None, tokens[:0], 0)), 0
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                child = node.children[int(tokens[at])] = HostNode(node, tokens[at:].copy(), at)
+            elif (common := _common(child.tokens, tokens[at:])) < len(child.tokens):
+                child = self._split(child, common)
+            if child.start < saved.start < child.end:
+                child = self._split(child, saved.start - child.start)
+            child.last_access_time = max(child.last_access_time, used)
+            child.priority = max(child.priority, priority)
+            if child.start >= saved.start and child.saved is None:
+                child.saved = saved
+                saved.nodes += 1
+                self.tokens += len(child.tokens)
+            node, at = child, child.end
+        if not saved.nodes:
+            self._dropped(saved)
+
+    def _split(self, node: HostNode, count: int) -> HostNode:
+        """The first ``count`` tokens of a node are one of their own from now on; this one."""
+        assert node.parent is not None
+        above = HostNode(node.parent, node.tokens[:count], node.start)
+        for name in ("last_access_time", "creation_time", "hit_count", "priority", "saved"):
+            setattr(above, name, getattr(node, name))
+        if above.saved is not None:
+            above.saved.nodes += 1
+        node.parent.children[int(above.tokens[0])] = above
+        node.parent, node.tokens, node.start = above, node.tokens[count:], node.start + count
+        above.children[int(node.tokens[0])] = node
+        return above
+
+    def end_of(self, leaf: HostNode) -> list[HostNode]:
+        """A leaf and the nodes above it that name the same saved segment, if no other prefix goes on behind one of
+        them: forgetting these frees host memory. Else nothing."""
+        nodes = [leaf]
+        while (above := nodes[-1].parent) is not None and above.saved is leaf.saved and len(above.children) == 1:
+            nodes.append(above)
+        return nodes if leaf.saved is not None and len(nodes) == leaf.saved.nodes else []
+
+    def remove(self, nodes: list[HostNode]) -> HostNode | None:
+        """Forget nodes of ``end_of``, and gaps that are left above them. The node above, if it is a leaf now."""
+        saved, above = nodes[0].saved, nodes[0]
+        assert saved is not None
+        for node in nodes:
+            node.saved = None
+            self.tokens -= len(node.tokens)
+        saved.nodes = 0
+        self._dropped(saved)
+        while above.parent is not None and above.saved is None and not above.children:
+            del above.parent.children[int(above.tokens[0])]
+            above = above.parent
+        if above.parent is None and not above.children:
+            self._roots = {space: root for space, root in self._roots.items() if root is not above}
+        return above if above.parent is not None and not above.children else None
+
+    def clear(self) -> None:
+        """Forget everything, of which nothing is saved any more."""
+        self._roots.clear()
+        self.tokens = 0
+
+    # Checks
+
+    def check_integrity(self, held: set[SavedSegment]) -> None:
+        """Raise AssertionError unless the index names just the saved segments that are ``held``, each by nodes that it
+        covers."""
+        named: dict[SavedSegment, int] = {}
+        tokens = 0
+        for node in self.nodes():
+            parent: Any = node.parent
+            assert parent.children[int(node.tokens[0])] is node and node.start == parent.end, "an index lost a node"
+            assert node.children or node.saved is not None, "an index keeps a node for nothing"
+            if node.saved is not None:
+                named[node.saved] = named.get(node.saved, 0) + 1
+                tokens += len(node.tokens)
+                assert node.saved.start <= node.start and node.end <= node.saved.hi, "a node names more than was saved"
+        assert named.keys() == held, "the host holds something that nobody finds"
+        assert all(saved.nodes == count for saved, count in named.items()), "a saved segment miscounts its nodes"
+        assert tokens == self.tokens, "the index miscounts its tokens"
+        assert all(root.children for root in self._roots.values()), "the index keeps an empty namespace"
+
+
+def _common(mine: np.ndarray, others: np.ndarray) -> int:
+    """Tokens that both begin with."""
+    length = min(len(mine), len(others))
+    differ = np.flatnonzero(mine[:length] != others[:length])
+    return int(differ[0]) if len(differ) else length

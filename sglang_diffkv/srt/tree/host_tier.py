@@ -1,0 +1,343 @@
+"""Prefixes that the GPU's tree evicts live on in host memory, as they are, and come back for a request that matches.
+
+The host has whole segments (``SavedSegments``), in an index of its own (``HostIndex``). Before a request is admitted
+the match goes on there from where the tree ends. What it finds becomes segments of the tree again, if there is room. So
+it is like what was never evicted: in the positions where a match may end, in who shares it, in what evicts it.
+
+When a segment is copied is SGLang's ``--hicache-write-policy``:
+
+- ``write_through``: once nobody reads it, beside the passes; at its eviction if that comes first;
+- ``write_through_selective``: the same, once a second request has matched it; never if none has;
+- ``write_back``: at its eviction.
+
+A copy at eviction waits for nothing either: the pages return to the ring behind it. What the host has already is not
+copied again. Where the host's memory is full, leaves of the index go, by SGLang's eviction policy. Retracted requests
+come first: prefixes make room for them.
+
+What other weights computed is never brought back: a change of weights, and a pause that retracts all requests, drop
+everything. If some of it is left on the GPU, nothing more is copied until the cache is flushed. An adapter (LoRA) that
+is loaded again has another id, and so a namespace of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+
+from sglang_diffkv.layout.geometry import Path
+from sglang_diffkv.layout.spans import served_end
+from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
+from sglang_diffkv.srt.tree.host_index import HostIndex, HostNode, Part
+from sglang_diffkv.srt.tree.parts import HostPrefixes
+from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
+from sglang_diffkv.srt.tree.private_space import is_private
+from sglang_diffkv.srt.versions import compat
+
+logger = logging.getLogger(__name__)
+
+WRITE_BACK, WRITE_THROUGH, SELECTIVE = "write_back", "write_through", "write_through_selective"
+
+WRITTEN_AT_ONCE = 4
+"""Segments that are copied between two passes, at most: each takes the host some launches."""
+
+FREED_AT_ONCE = 128
+"""Of a full host memory this part at least is freed together."""
+
+COUNTS = ("hits", "no_room", "no_host_memory", "tokens_restored", "tokens_evicted")
+"""Of ``/server_info`` and the metrics, since the start. Requests for which something came back from the host, and those
+for which there was no room for what it had. Segments for which it had no memory. Tokens that came back, and those that
+it forgot for want of memory."""
+
+
+class HostTier(HostPrefixes):
+    """Evicted prefixes in host memory, over a prefix cache.
+
+    Args:
+        saved: where they are. policy: when they are copied. least: fewer tokens than this are not brought back.
+
+    Attributes:
+        outdated: whether the tree or a row may hold what other weights computed. counts: by ``COUNTS``.
+    """
+
+    def __init__(self, tree: DiffKVPrefixCache, saved: SavedSegments, *, policy: str, least: int):
+        self.tree, self.saved, self.policy, self.least = tree, saved, policy, least
+        self.manager, self.ledger, self.host = tree.manager, tree.ledger, saved.host
+        self.index = HostIndex(saved.drop)
+        self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
+        self.outdated = False
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self._unwritten: dict[Any, None] = {}  # nodes whose segments are to be copied, in order
+        self._admitting: Any = None
+        self._restoring: set[SavedSegment] = set()
+        saved.rows.share_memory(self._make_room, saved.runs)
+
+    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
+        self.expected = tokens
+
+    # To the host
+
+    def came(self, node: Any) -> None:
+        """Its segment is copied soon, where the policy says so."""
+        if self.policy == WRITE_THROUGH:
+            self._unwritten[node] = None
+
+    def prompt_begun(self, req: Any, row: int, *, alone: bool) -> None:
+        """A second request has matched a prefix."""
+        if self.policy == SELECTIVE and not alone:
+            for node in self.tree.nodes(req.last_node):
+                if not getattr(node, "read_again", False):
+                    node.read_again = True
+                    self._unwritten[node] = None
+
+    def scheduling_begins(self) -> None:
+        """Copy some of what is to be copied, beside the passes. What is not counted yet waits, and what is read: short
+        turns are joined before, once nobody reads them (``PathJoiner``)."""
+        self.saved.finish()
+        if self.manager.counts.upcoming is not None:
+            return
+        written = 0
+        for node in list(self._unwritten):
+            if written == WRITTEN_AT_ONCE:
+                return
+            if node.segment is not None and (node.lock_ref > 0 or node.segment.row in self.manager.counts.uncounted):
+                continue
+            del self._unwritten[node]
+            written += self._write(node)
+
+    def leaving(self, nodes: list[Any]) -> None:
+        """Nodes of one segment are about to be evicted, the first of them a leaf: the last moment to copy it."""
+        wanted = self.policy != SELECTIVE or any(getattr(node, "read_again", False) for node in nodes)
+        for node in nodes:
+            self._unwritten.pop(node, None)
+        if wanted and nodes[0].segment.row in self.manager.counts.uncounted:
+            self.manager.counts.settle()
+        if wanted:
+            self._write(nodes[0])
+
+    def _write(self, node: Any) -> bool:
+        """Copy the segment of a node, as far as the tree still has it. False if that is not to be, or has been done."""
+        if self.outdated or node.segment is None or is_private(node):
+            return False
+        segment, end = node.segment, self._last_of(node)
+        space, tokens = space_of(end.key), self._tokens(end)
+        if not self.index.lacks(space, tokens, segment.lo):
+            self.index.touch(space, tokens, end.last_access_time)
+            return False
+        if segment.pages > self.host.free:
+            self._make_room(max(segment.pages, self.host.count // FREED_AT_ONCE))
+        saved = self.saved.save(segment)
+        if saved is None:
+            self.counts["no_host_memory"] += 1
+            return False
+        self.index.insert(space, tokens, saved, used=end.last_access_time, priority=end.priority)
+        return True
+
+    def _last_of(self, node: Any) -> Any:
+        """The node where the segment of ``node`` ends."""
+        while below := [child for child in node.children.values() if child.segment is node.segment]:
+            node = below[0]
+        return node
+
+    def _tokens(self, node: Any) -> np.ndarray:
+        """The tokens of the path to ``node``."""
+        return np.concatenate([tokens_of(x.key) for x in self.tree.nodes(node)])
+
+    def _make_room(self, pages: int) -> None:
+        """Forget prefixes until so many host pages are free, as far as possible."""
+        forgotten = True
+        while pages > self.host.free and forgotten:
+            heap = [(self._priority(node), id(node), node) for node in self.index.nodes() if not node.children]
+            heapq.heapify(heap)
+            forgotten = False
+            while heap and pages > self.host.free:
+                _, _, leaf = heapq.heappop(heap)
+                nodes = self.index.end_of(leaf)
+                if not nodes or leaf.saved in self._restoring:
+                    continue
+                forgotten = True
+                self.counts["tokens_evicted"] += sum(len(node.tokens) for node in nodes)
+                above = self.index.remove(nodes)
+                if above is not None:
+                    heapq.heappush(heap, (self._priority(above), id(above), above))
+
+    def _priority(self, node: HostNode) -> Any:
+        return self.tree.eviction_strategy.get_priority(node)
+
+    # Back to the tree
+
+    @contextmanager
+    def admitting(self, req: Any) -> Iterator[None]:
+        """Inside, SGLang matches the request that it admits next."""
+        self._admitting = req
+        try:
+            yield
+        finally:
+            self._admitting = None
+
+    def match(self, params: Any) -> Any:
+        """The match with what came back from the host; None if nothing did."""
+        req, self._admitting = self._admitting, None
+        if req is None or self.outdated or not self.saved.held or _without_host(req):
+            return None
+        self.saved.finish()
+        space, tokens = space_of(params.key), tokens_of(params.key)
+        node = self.tree.find(params).last_device_node
+        at = self.tree.depth(node)
+        parts = self._served(node, self._parts(space, tokens, at))
+        if not parts or parts[-1][2] - at < self.least:
+            return None
+        restored = self._restore(req, params.key, node, parts)
+        if not restored:
+            self.counts["no_room"] += not getattr(req, "diffkv_no_room", False)
+            req.diffkv_no_room = True  # it may ask again and again
+            return None
+        self.index.touch(space, tokens[: at + restored], time.monotonic(), hit=True)
+        self.counts["hits"] += 1
+        self.counts["tokens_restored"] += restored
+        req.diffkv_from_host = restored
+        return self.tree.match(params)
+
+    def _parts(self, space: Hashable, tokens: np.ndarray, at: int) -> list[Part]:
+        """What the host has of a prefix from ``at`` on, and can bring back now."""
+        parts = self.index.parts(space, tokens, at)
+        ready = [self.saved.ready(saved) for saved, _, _ in parts]
+        parts = parts[: ready.index(False)] if False in ready else parts
+        return parts if parts and parts[0][1] == at else []
+
+    def _served(self, node: Any, parts: list[Part]) -> list[Part]:
+        """As many of the parts behind the path to ``node`` as a row may read."""
+        path: Path = [*self.tree.path(node), *((saved.segment(lo, hi), lo, hi) for saved, lo, hi in parts)]
+        end = served_end(path, self.manager.geometry.attention_spans)
+        return [part for part in parts if part[2] <= end]
+
+    def _restore(self, req: Any, key: Any, node: Any, parts: list[Part]) -> int:
+        """Bring back parts that follow the path to ``node``, as many as there is room for. Their tokens."""
+        start = at = parts[0][1]
+        self._restoring = {saved for saved, _, _ in parts}
+        self.tree.inc_lock_ref(node)
+        try:
+            if not self._expected_to_fit(req, parts):
+                return 0
+            for part in parts:
+                below = self._restore_part(req, key, node, part)
+                if below is None:
+                    break
+                self.tree.inc_lock_ref(below)
+                self.tree.dec_lock_ref(node)
+                node, at = below, part[2]
+        finally:
+            self.tree.dec_lock_ref(node)
+            self._restoring = set()
+        return at - start
+
+    def _expected_to_fit(self, req: Any, parts: list[Part]) -> bool:
+        """Whether the request would be admitted once the parts are restored."""
+        if self.ledger.idle:
+            return True
+        geometry = self.manager.geometry
+        pages = sum(saved.pages_from(lo, hi) for saved, lo, hi in parts)
+        wanted = pages * geometry.fmt.high.tokens / geometry.heads + compat.prompt_len(req) - parts[-1][2] + 1
+        wanted += compat.tokens_to_grow(req, self.ledger.growth)
+        growth = self.ledger.growth_of_all(self.expected())
+        return self.ledger.available() + self.ledger.evictable() - growth >= wanted
+
+    def _restore_part(self, req: Any, key: Any, node: Any, part: Part) -> Any:
+        """The node of a restored part behind ``node``, which is locked; None, changing nothing but by eviction, if
+        there is no room."""
+        tree, (saved, lo, hi) = self.tree, part
+        room = tree.make_room_to_restore(hi - lo, saved.pages_from(lo, hi), self.saved.blocks(saved, lo, hi))
+        found = MatchPrefixParams(key=key[:hi])
+        if not room or tree.depth(tree.find(found).last_device_node) != lo:
+            return None
+        kv_slots = tree.token_to_kv_pool_allocator.alloc(hi - lo)
+        if kv_slots is None:
+            return None
+        segment = self.saved.restore(saved, lo, hi)
+        if segment is None:
+            tree.token_to_kv_pool_allocator.free(kv_slots)
+            return None
+        value = torch.cat([torch.zeros(lo, dtype=torch.int64, device=kv_slots.device), kv_slots.long()])
+        with tree.restoring(segment):
+            tree.insert(InsertParams(key=key[:hi], value=value, priority=getattr(req, "priority", None) or 0))
+        return tree.find(found).last_device_node
+
+    def does_not_fit_alone(self, req: Any) -> None:
+        """What came back may take more than its tokens computed again. With nothing running it would be brought back
+        and refused for ever."""
+        req.diffkv_without_host = True
+
+    # Other weights
+
+    @contextmanager
+    def retracting_all(self) -> Iterator[None]:
+        """Inside, SGLang retracts all requests for a pause, with the promise that they are computed again when it ends,
+        by other weights perhaps. Nothing outlives it on the host."""
+        try:
+            yield
+        finally:
+            self._forget_all()
+
+    def weights_change(self) -> None:
+        """Drop everything. Unless nothing is left that these weights computed, nothing is copied from now on until the
+        tree is reset: requests that go on, and prefixes that stay in the tree, are of both."""
+        self._forget_all()
+        outdated = bool(self.manager.rows) or bool(self.manager.segments.cached)
+        if outdated and not self.outdated:
+            logger.warning(
+                "DiffKV: weights change while requests run or prefixes are cached: evicted prefixes do not go to host "
+                "memory until the cache is flushed."
+            )
+        self.outdated |= outdated
+
+    def reset(self) -> None:
+        """Weights may have changed, and nothing computed so far counts."""
+        self._forget_all()
+        self.outdated = self.outdated and bool(self.manager.rows)
+
+    def _forget_all(self) -> None:
+        self._unwritten.clear()
+        self.index.clear()
+        self.saved.drop_all()
+
+    # Reports and checks
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        size = self.manager.fmt.page_bytes
+        return {
+            **self.counts,
+            "tokens": self.index.tokens,
+            "host_bytes": sum(saved.pages for saved in self.saved.held) * size,
+            "host_bytes_most": self.host.count * size,
+            "bytes_out": self.saved.bytes_out,
+            "bytes_in": self.saved.bytes_in,
+        }
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless index and host memory agree."""
+        assert not self._restoring and self._admitting is None, "a request is admitted for ever"
+        self.saved.check_integrity()
+        self.index.check_integrity(self.saved.held)
+
+
+def _without_host(req: Any) -> bool:
+    """Whether a request is to be computed, whatever the host has."""
+    return getattr(req, "diffkv_without_host", False) or getattr(req, "diffkv_started_over", False)
+
+
+def space_of(key: Any) -> Hashable:
+    """The namespace of SGLang's RadixKey: what it keeps prompts of equal tokens apart by."""
+    return key.extra_key, getattr(key, "cache_salt", None)
+
+
+def tokens_of(key: Any) -> np.ndarray:
+    """[n] int64: the tokens of SGLang's RadixKey."""
+    return np.array(key.raw_token_ids(), dtype=np.int64)

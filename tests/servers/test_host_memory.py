@@ -1,0 +1,119 @@
+"""Options of SGLang's hierarchical cache: how much host memory they ask for, and what is refused with them."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.paths import NANO
+from sglang_diffkv.config import load_config
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.srt.startup import host_memory
+from sglang_diffkv.srt.versions import compat
+
+GIB = host_memory.GIB
+
+
+def asked(**changes: Any) -> SimpleNamespace:
+    """Arguments that ask for the host tier."""
+    fields: dict[str, Any] = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": None,
+        "hicache_size": 0,
+        "hicache_write_policy": "write_through",
+        "hicache_host_memory_fraction": None,
+        "speculative_algorithm": None,
+        "disable_radix_cache": False,
+        "kv_canary": "none",
+        "tp_size": 1,
+        "dp_size": 1,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def planned(**changes: Any) -> Any:
+    return host_memory.host_tier(SimpleNamespace(server_args=asked(**changes), mambaish_config=None))
+
+
+@pytest.fixture(autouse=True)
+def ten_gib_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "free_host_memory", lambda: 10 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_"),
+    [
+        ({}, 2 * GIB),
+        ({"hicache_ratio": 0.5}, GIB // 2),
+        ({"hicache_ratio": 20.0}, 8 * GIB),
+        ({"hicache_ratio": 20.0, "hicache_host_memory_fraction": 0.5}, 5 * GIB),
+        ({"hicache_ratio": 20.0, "dp_size": 2}, 4 * GIB),
+        ({"hicache_size": 3, "hicache_ratio": 20.0}, 3 * 10**9),
+    ],
+)
+def test_how_much_is_asked_for(changes: dict[str, Any], bytes_: int) -> None:
+    """Beside a pool of one GiB, where ten are free. A ratio takes no more than a part of them."""
+    tier = planned(**changes)
+    assert tier.bytes_for(GIB) == pytest.approx(bytes_, abs=2)
+    less = changes.get("hicache_ratio") == 20.0 and "hicache_size" not in changes
+    assert ("as far as that is free" in host_memory.describe(tier, GIB)) == less
+
+
+def test_nothing_is_planned_unless_asked() -> None:
+    assert planned(enable_hierarchical_cache=False) is None
+    assert host_memory.problems(asked(enable_hierarchical_cache=False, tp_size=2), load_config("{}")) == []
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_size_that_is_not_free_is_refused(replicas: int) -> None:
+    planned(hicache_size=10 // replicas, dp_size=replicas)
+    with pytest.raises(UnsupportedError, match=r"--hicache-size asks for 10.2 GiB .* ask for less"):
+        planned(hicache_size=11, dp_size=replicas)
+
+
+def test_a_model_with_states_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"for a model with states, .* drop --enable-hierarchical-cache"):
+        host_memory.host_tier(SimpleNamespace(server_args=asked(), mambaish_config="states"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "named"),
+    [
+        ({"tp_size": 2}, "{}", "several ranks"),
+        ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}, "{}", "with drafts"),
+        ({"disable_radix_cache": True}, "{}", "--disable-radix-cache"),
+        ({"kv_canary": "log"}, "{}", "--kv-canary"),
+        ({}, '{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', "pages of their own"),
+        ({}, '{"host_gib": 2}', '"host_gib" out'),
+        ({"hicache_ratio": 0.0}, "{}", "--hicache-ratio of 0"),
+        ({"SGLANG_RADIX_FORCE_MISS": "1"}, "{}", "SGLANG_RADIX_FORCE_MISS"),
+    ],
+)
+def test_what_does_not_work_with_it_is_named(
+    changes: dict[str, Any], config: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert host_memory.problems(asked(), load_config('{"host_gib": 0}')) == []
+    for name in [name for name in changes if name.isupper()]:
+        monkeypatch.setenv(name, changes.pop(name))
+    (found,) = host_memory.problems(asked(**changes), load_config(config))
+    assert named in found and ("drop" in found or "leave" in found or "unset" in found or "give" in found)
+
+
+def test_what_was_asked_for_is_known_in_the_processes_of_a_server() -> None:
+    """SGLang's own hierarchical cache is off there."""
+    from sglang.srt.server_args import ServerArgs
+
+    plain = {"model_path": str(NANO), "device": "cpu", "attention_backend": "torch_native"}
+    for wanted in (False, True):
+        args = ServerArgs(**plain, enable_hierarchical_cache=wanted)
+        if hasattr(args, "resolve_once"):
+            args.resolve_once()
+        compat.decline_hierarchical_cache(args)
+        args = pickle.loads(pickle.dumps(args))
+        assert compat.asks_for_host_tier(args) == wanted
+        assert not compat.resolved(args).enable_hierarchical_cache
+        compat.decline_hierarchical_cache(args)
+        assert compat.asks_for_host_tier(args) == wanted

@@ -1,0 +1,480 @@
+"""Evicted prefixes in host memory: random lives, and what each of a few situations asks for."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_diffkv.layout.geometry import Segment
+from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.mem_pool import host_pages, saved_segments
+from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.saved_segments import SavedSegment
+from sglang_diffkv.policies.uniform import UniformPolicy
+from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
+from tests.helpers import Seen, seen_by
+from tests.tree.stand_in import Fields, Match, StandIn
+from tests.tree.test_prefix_cache import ROWS, machine_settings
+from tests.tree.test_retracted import (
+    ExactRetractedMachine,
+    RetractedMachine,
+    SlidingRetractedMachine,
+    readmit,
+    retract,
+    retracted_of,
+)
+from tests.tree.tree_world import World
+
+
+def watch(manager: PageManager) -> None:
+    """What comes back is what was saved, byte for byte."""
+    saved, segments = manager.saved_segments, manager.segments
+    assert saved is not None
+    save, restore = saved.save, saved.restore
+    known: dict[SavedSegment, tuple[Seen, Segment]] = {}
+
+    def saving(segment: Segment) -> SavedSegment | None:
+        seen = seen_by(manager, segment.row, segment.lo)
+        if (found := save(segment)) is not None:
+            known[found] = (seen, SimpleNamespace(**vars(segment)))  # type: ignore[assignment]
+        return found
+
+    def restoring(found: SavedSegment, lo: int, hi: int) -> Segment | None:
+        segment = restore(found, lo, hi)
+        if segment is not None:
+            seen, was = known[found]
+            assert seen_by(manager, segment.row) == {at: x for at, x in seen.items() if lo <= at[3] < hi}
+            assert (segment.lo, segment.hi, segment.end) == (lo, hi, was.end)
+            assert segment.as_computed == was.as_computed and segment in segments.cached
+        return segment
+
+    saved.save, saved.restore = saving, restoring  # type: ignore[method-assign]
+
+
+def asking(tokens: Any, new_tokens: int = 20) -> Fields:
+    """What admission reads of a request that has no row yet."""
+    return Fields(
+        full_untruncated_fill_ids=tokens, sampling_params=SimpleNamespace(max_new_tokens=new_tokens), output_ids=[]
+    )
+
+
+class HostMachine(RetractedMachine):
+    """A prefix cache's life, whose evicted prefixes are brought back, with requests that are retracted between."""
+
+    host_pages = 300
+    write_policy = WRITE_BACK
+
+    def __init__(self) -> None:
+        super().__init__()
+        watch(self.manager)
+
+    @property
+    def host(self) -> HostTier:
+        assert isinstance(self.requests.host, HostTier)
+        return self.requests.host
+
+    def admit_tokens(self, tokens: array) -> None:
+        rid, extra_key = self.named()
+        if len(self.running) == ROWS:
+            return
+        req, held = asking(tokens), {segment.row for segment in self.manager.segments.cached}
+        before = self.host.counts["tokens_restored"]
+        with self.host.admitting(req):
+            match = Match(self.tree, tokens, extra_key=extra_key)
+        brought = self.host.counts["tokens_restored"] - before
+        assert brought == getattr(req, "diffkv_from_host", 0)
+        assert not brought or {segment.row for segment in self.manager.segments.cached} != held
+        self.admit_matched(StandIn(tokens, None, match, len(match), rid=rid), match)
+
+    def _leave(self, req: Any, *, insert: bool) -> None:
+        super()._leave(req, insert=insert)
+        self.retracted.sweep([*self.waiting, *self.running])  # as before the next pass
+
+    @rule()
+    def write(self) -> None:
+        """SGLang is about to choose the next pass."""
+        self.requests.scheduling_begins([*self.waiting, *self.running])
+
+    @rule(seed=st.integers(0, 2), length=st.integers(30, 70), tail=st.integers(0, 3), part=st.booleans())
+    def come_back(self, seed: int, length: int, tail: int, part: bool) -> None:
+        """A prompt that was served is evicted, wholly or its end, and asked again."""
+        self.read(seed, length, tail)
+        if self.running and not self.running[-1].prefilling and len(self.running) < ROWS:
+            self._leave(self.running[-1], insert=True)
+        self.write()
+        self.tree.make_pages(self.manager.geometry.num_pages // (3 if part else 1), partly=True)
+        self.read(seed, 70, tail)
+
+    @rule(pause=st.booleans())
+    def drop(self, pause: bool) -> None:
+        """A change of weights, or a pause that retracts all."""
+        if self.random.random() < 0.8:
+            return
+        if pause:
+            with self.host.retracting_all():
+                pass
+        else:
+            self.requests.weights_change()
+        assert not self.host.index.tokens and not self.manager.saved_segments.held
+        assert self.manager.saved.host.used == self.manager.saved.pages_held
+
+    @precondition(lambda self: not self.running)
+    @rule()
+    def flush(self) -> None:
+        self.tree.reset()
+        self.pool.clear()
+        self.allocator.clear()
+        assert not self.host.index.tokens and not self.manager.saved.host.used and not self.host.outdated
+
+    @invariant()
+    def host_and_index_agree(self) -> None:
+        self.host.check_integrity()
+        report = self.host.report()
+        assert report["host_bytes"] + self.retracted.report()["host_bytes"] <= report["host_bytes_most"]
+
+
+class ThroughMachine(HostMachine):
+    """Copied soon, into host memory for a few segments."""
+
+    host_pages = 60
+    write_policy = WRITE_THROUGH
+
+
+class ExactHostMachine(HostMachine, ExactRetractedMachine):
+    write_policy = WRITE_THROUGH
+    page_tokens = 16
+
+
+class SlidingHostMachine(HostMachine, SlidingRetractedMachine):
+    write_policy = SELECTIVE
+
+
+class LosslessHostMachine(HostMachine):
+    """Pages of 32 tokens in one tier."""
+
+    tiers = (Tier(8, 4),)
+    policy = UniformPolicy()
+    page_tokens = 32
+
+
+MACHINES = (HostMachine, ThroughMachine, ExactHostMachine, SlidingHostMachine, LosslessHostMachine)
+for machine in MACHINES:
+    usual = machine_settings(40)
+    machine.TestCase.settings = settings(usual, max_examples=2 * usual.max_examples)
+TestHost = HostMachine.TestCase
+TestThrough = ThroughMachine.TestCase
+TestExactHost = ExactHostMachine.TestCase
+TestSlidingHost = SlidingHostMachine.TestCase
+TestLosslessHost = LosslessHostMachine.TestCase
+
+
+# A few situations
+
+
+def host_of(world: World) -> HostTier:
+    assert isinstance(world.requests.host, HostTier)
+    return world.requests.host
+
+
+def served(world: World, tokens: list[int], **named: str) -> None:
+    """A request has come and gone."""
+    world.leave(world.prompt(list(tokens), **named))
+
+
+def evict_all(world: World) -> None:
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
+    assert not world.manager.segments.cached
+    world.requests.check_integrity()
+
+
+def admitted(world: World, tokens: list[int], req: Any = None, extra_key: str | None = None) -> int:
+    """Tokens of a prompt that the request which is about to be admitted finds."""
+    req = req or asking(tokens)
+    with world.requests.host.admitting(req):
+        match = Match(world.tree, array("q", tokens), extra_key=extra_key)
+    match.unlock(world.tree)
+    world.check()
+    world.requests.check_integrity()
+    return len(match)
+
+
+def looked_at(world: World, tokens: list[int]) -> int:
+    """Tokens that a request finds when the queue is put in order."""
+    match = Match(world.tree, array("q", tokens))
+    match.unlock(world.tree)
+    return len(match)
+
+
+@pytest.fixture(params=[False, True], ids=["compressed", "exact"])
+def world(request: pytest.FixtureRequest) -> World:
+    world = World(300, exact=request.param, host_pages=200, write_policy=WRITE_BACK)
+    watch(world.manager)
+    return world
+
+
+def test_a_prefix_comes_back_once_and_for_who_is_admitted(world: World) -> None:
+    tokens = world.tokens(60)
+    served(world, tokens)
+    evict_all(world)
+    assert looked_at(world, [*tokens, 1]) == 0, "brought back to look at the queue"
+    req = asking(tokens)
+    assert admitted(world, [*tokens, 1], req) == 60 and req.diffkv_from_host == 60
+    free = world.manager.device.free_pages()
+    assert admitted(world, [*tokens, 2]) == looked_at(world, [*tokens, 2]) == 60, "another found less"
+    assert world.manager.device.free_pages() == free, "it came back twice"
+    report = host_of(world).report()
+    assert (report["hits"], report["tokens_restored"]) == (1, 60) and report["bytes_in"] == report["bytes_out"]
+    evict_all(world)
+    assert host_of(world).report()["bytes_out"] == report["bytes_out"], "it was copied twice"
+    assert admitted(world, tokens[:40]) == 39, "a match ends inside what was saved"
+    world.listener.check()
+
+
+@pytest.mark.parametrize("policy", [WRITE_BACK, WRITE_THROUGH, SELECTIVE])
+def test_the_policy_says_when_a_prefix_is_copied(policy: str) -> None:
+    world = World(600, exact=False, host_pages=400, write_policy=policy)
+    once, twice = world.tokens(60), world.tokens(60)
+    for tokens in (once, twice, [*twice, 1]):
+        req = world.prompt(list(tokens))
+        world.requests.scheduling_begins([])
+        assert policy == WRITE_BACK or host_of(world).index.tokens in (0, 60, 120), "copied while it is read"
+        world.leave(req)
+        world.requests.scheduling_begins([])
+    assert host_of(world).index.tokens // 60 == {WRITE_BACK: 0, WRITE_THROUGH: 2, SELECTIVE: 1}[policy]
+    out = host_of(world).report()["bytes_out"]
+    evict_all(world)
+    assert (host_of(world).report()["bytes_out"] == out) == (policy != WRITE_BACK)
+    assert admitted(world, [*twice, 2]) >= 60
+    assert admitted(world, [*once, 2]) == (0 if policy == SELECTIVE else 60)
+
+
+def test_what_is_not_copied_in_time_is_copied_at_eviction() -> None:
+    world = World(300, exact=False, host_pages=200, write_policy=WRITE_THROUGH)
+    tokens = world.tokens(60)
+    served(world, tokens)
+    evict_all(world)
+    assert admitted(world, tokens) == 59
+
+
+def test_the_end_of_a_path_comes_back_behind_what_the_tree_kept() -> None:
+    world = World(900, exact=False, host_pages=400, write_policy=WRITE_BACK)
+    prompt = world.tokens(60)
+    first = world.prompt([*prompt, *world.tokens(1 + world.manager.prompts.tail)])
+    served(world, [*prompt, *world.tokens(70)])
+    longer = host_of(world)
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
+    assert longer.index.tokens == 70
+    tokens = list(next(iter(longer.index.nodes())).tokens)
+    assert tokens == prompt, "a gap for what the tree has"
+    end = [int(x) for node in longer.index.nodes() if node.saved for x in node.tokens]
+    assert admitted(world, [*prompt, *end, 1]) == 130 and longer.counts["tokens_restored"] == 70
+    world.leave(first)
+
+
+def test_few_tokens_are_computed(world: World) -> None:
+    """Fewer than ``share_min_tokens``, of which a prompt would not be shared either."""
+    tokens = world.tokens(60)
+    served(world, tokens)
+    evict_all(world)
+    assert admitted(world, tokens[:24]) == 0 and admitted(world, tokens[:25]) == 24
+
+
+def test_without_room_it_is_computed(world: World) -> None:
+    """Nothing that runs gives way, and nothing is evicted in vain."""
+    tokens = world.tokens(90)
+    served(world, tokens)
+    evict_all(world)
+    others = [world.prompt(world.tokens(100)) for _ in range(2)]
+    host, req = host_of(world), asking(tokens, 250)
+    host.expect(lambda: [(x.kv.req_pool_idx, 60.0) for x in others])
+    held = len(world.manager.segments.cached)
+    assert admitted(world, tokens, req) == admitted(world, tokens, req) == 0
+    assert host.counts["no_room"] == 1 and len(world.manager.segments.cached) == held
+    for other in others:
+        world.leave(other, insert=False)
+    host.expect(lambda: [])
+    assert admitted(world, tokens, req) == 89
+
+
+@pytest.mark.parametrize("mark", ["diffkv_started_over", "diffkv_without_host"])
+def test_what_does_not_fit_as_it_was_is_computed(mark: str, world: World) -> None:
+    tokens, req = world.tokens(60), asking(world.tokens(1))
+    served(world, tokens)
+    evict_all(world)
+    if mark == "diffkv_without_host":
+        host_of(world).does_not_fit_alone(req)
+    else:
+        req.diffkv_started_over = True
+    assert admitted(world, tokens, req) == 0 and admitted(world, tokens) == 59
+
+
+def test_namespaces_are_kept_apart(world: World) -> None:
+    tokens = world.tokens(60)
+    served(world, tokens, extra_key="one")
+    evict_all(world)
+    assert admitted(world, tokens) == admitted(world, tokens, extra_key="another") == 0
+    assert admitted(world, tokens, extra_key="one") == 59
+
+
+def test_nothing_private_goes_to_the_host() -> None:
+    world = World(400, exact=True, host_pages=400, write_policy=WRITE_BACK)
+    req = world.prompt(world.tokens(80))
+    retract(world, req)
+    evict_all(world)
+    held = host_of(world).report()
+    assert readmit(world, req) == 80 and world.manager.segments.cached
+    world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
+    assert not world.manager.segments.cached and host_of(world).report() == held
+
+
+def test_retracted_requests_come_first() -> None:
+    world = World(400, exact=False, host_pages=16, write_policy=WRITE_BACK)
+    for _ in range(4):
+        served(world, world.tokens(60))
+        evict_all(world)
+    host = host_of(world)
+    assert host.counts["tokens_evicted"] and world.manager.saved.host.free < 9
+    before = host.index.tokens
+    req = world.prompt(world.tokens(110))
+    retract(world, req)
+    assert retracted_of(world).counts == {**retracted_of(world).counts, "kept": 1, "no_host_memory": 0}
+    assert host.index.tokens < before
+    held = retracted_of(world).report()["host_bytes"]
+    for _ in range(4):
+        served(world, world.tokens(100))
+        evict_all(world)
+    assert retracted_of(world).report()["host_bytes"] == held > 0, "a prefix took a request's memory"
+    assert readmit(world, req) == 110
+
+
+def test_the_least_recently_used_leaves_a_full_host_first() -> None:
+    world = World(400, exact=False, host_pages=16, write_policy=WRITE_BACK)
+    prompts = [world.tokens(60) for _ in range(3)]
+    for tokens in prompts:
+        served(world, tokens)
+    evict_all(world)
+    assert admitted(world, prompts[0]) == 59  # used again
+    served(world, world.tokens(60))
+    evict_all(world)
+    assert admitted(world, prompts[0]) == 59 and admitted(world, prompts[1]) == 0
+    assert host_of(world).counts["tokens_evicted"] > 0
+
+
+def test_nothing_of_other_weights_comes_back(world: World) -> None:
+    host, tokens = host_of(world), world.tokens(60)
+    served(world, tokens)
+    evict_all(world)
+    served(world, world.tokens(60))
+    world.requests.weights_change()
+    assert host.outdated and not host.index.tokens and not world.manager.saved.host.used
+    evict_all(world)
+    assert not host.index.tokens and admitted(world, tokens) == 0
+    world.tree.reset()
+    served(world, tokens)
+    evict_all(world)
+    assert admitted(world, tokens) == 59, "nothing is kept after a flush"
+    with host.retracting_all():
+        pass
+    evict_all(world)
+    with host.retracting_all():
+        world.tree.make_pages(world.manager.geometry.num_pages, partly=True)
+    assert admitted(world, tokens) == 0, "it outlives a pause that retracts"
+
+
+class NotYet:
+    """A device's event."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_a_copy_that_is_on_its_way_is_not_brought_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are the ones behind it. It may be dropped before it has arrived."""
+    event = NotYet()
+    monkeypatch.setattr(saved_segments, "to_host", lambda values: (values, event))
+    prompts, events = [world.tokens(60) for _ in range(3)], []
+    for tokens in prompts:
+        served(world, tokens)
+        evict_all(world)
+        events.append(event)
+        event = NotYet()
+    assert [admitted(world, tokens) for tokens in prompts] == [0, 0, 0]
+    events[1].passed = True
+    assert admitted(world, prompts[1]) == 0
+    events[0].passed = True
+    assert [admitted(world, tokens) for tokens in prompts] == [59, 59, 0]
+    world.tree.reset()
+    assert not world.manager.saved.host.used and not host_of(world).saved.held
+
+
+def test_host_memory_is_pinned_as_it_fills(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pinned: list[int] = []
+
+    def register(memory: torch.Tensor) -> int:
+        assert memory.data_ptr() % host_pages.ALIGNED == 0
+        pinned.append(len(memory))
+        return 2 if len(pinned) == 3 else 0
+
+    monkeypatch.setattr(host_pages, "_register", register)
+    monkeypatch.setattr(host_pages, "PART_BYTES", 10 * 88)
+    host = host_pages.HostPages(2000, 88, pinned=True, in_parts=True)
+    assert host.part * 88 % host_pages.ALIGNED == 0 and not pinned
+    part, first = host.part, host.take(20)
+    assert pinned == [part] and host.end_of_part(19) == part
+    second = host.take(part)
+    assert pinned == [part, part]
+    assert host.take(part) is None and host.count == 2 * part, "handed out what is not pinned"
+    assert "lets no more be" in caplog.text and host.free == part - 20
+    host.give([*first, *second])
+    host.check_integrity([])
+    assert len(host.take(2 * part)) == 1 and host.take(1) is None
+
+
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_copies_stop_at_the_ends_of_parts_and_of_the_staging_buffer(at_once: int | None, world: World) -> None:
+    """As on a GPU, where memory that is pinned apart is copied apart."""
+    saved = host_of(world).saved
+    saved.host.part = 4
+    if at_once:
+        saved._staging = saved.rows._staging = torch.empty(at_once, world.manager.fmt.page_bytes, dtype=torch.uint8)
+    prompts = [world.tokens(60) for _ in range(3)]
+    for tokens in prompts:
+        served(world, tokens)
+        evict_all(world)
+    assert [admitted(world, tokens) for tokens in prompts] == [59, 59, 59]
+
+
+class Unasked(TorchDispatchMode):
+    """Inside, an operation raises that would have a host wait for its GPU: it needs the result's size or value."""
+
+    WAITS = ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::_unique2", "aten::equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in self.WAITS, f"the host waits: {func._schema.name}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_copy_asks_the_device_for_a_number(exact: bool) -> None:
+    world = World(300, exact=exact, host_pages=200, write_policy=WRITE_BACK)
+    saved, manager = host_of(world).saved, world.manager
+    world.prompt(world.tokens(60))
+    manager.counts.settle()
+    segment = max(manager.segments.cached, key=lambda x: x.pages)
+    with Unasked():
+        kept = saved.save(segment)
+        saved.finish()
+        assert kept is not None and saved.rows.restore_range(kept, kept.segment(segment.lo, segment.hi - 3)) is not None
+    with pytest.raises(AssertionError, match="the host waits"), Unasked():
+        manager.state.entries.nonzero()
