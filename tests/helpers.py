@@ -151,6 +151,17 @@ def visible(state: PageState, row: int) -> Visible:
     return Visible(*(np.concatenate(column) for column in zip(*parts)))
 
 
+Seen = dict[tuple[int, int, int, int], tuple[bytes, int]]
+"""Tier, layer, head and position -> the page's bytes and the token's slot in it."""
+
+
+def seen_by(manager: PageManager, row: int, lo: int = 0) -> Seen:
+    """What a row shows at position ``lo`` or behind."""
+    found, pages = visible(manager.state, row), manager.state.pages.cpu().numpy()
+    columns = (found.tier, found.layer, found.head, found.position, found.page, found.slot)
+    return {tuple(x[:4]): (pages[x[4]].tobytes(), x[5]) for x in np.stack(columns, 1).tolist() if x[3] >= lo}
+
+
 def own_pages(state: PageState, row: int) -> set[int]:
     """Pages that a row may write."""
     found: set[int] = set()

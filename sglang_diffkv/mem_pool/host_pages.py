@@ -157,9 +157,16 @@ def _register(memory: torch.Tensor) -> int:
 
 def _pinning_error(memory: torch.Tensor) -> int:
     """As ``_register``, by a thread of its own: CUDA remembers a thread's last error, and PyTorch would take it for one
-    of the next kernel."""
+    of the next kernel. A new thread is on the first GPU until it is told another."""
     errors: list[int] = []
-    thread = threading.Thread(target=lambda: errors.append(_register(memory)))
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def register() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        errors.append(_register(memory))
+
+    thread = threading.Thread(target=register)
     thread.start()
     thread.join()
     return errors[0] if errors else -1

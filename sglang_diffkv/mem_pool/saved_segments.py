@@ -185,6 +185,15 @@ class SavedSegments:
         self.held.remove(saved)
         self.host.give(saved.runs)
 
+    def drop_all(self) -> None:
+        """Nobody wants any of it any more."""
+        for copying in self._copying.values():
+            self.device.join(copying.beside)
+        self._copying.clear()
+        runs = self.runs()
+        self.held.clear()
+        self.host.give(runs)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless all is known of the pages of each segment, or on its way."""
         assert set(self._copying) <= self.held, "a copy that nobody holds is on its way"

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.saved_rows import SavedRows
+from sglang_diffkv.mem_pool.saved_segments import SavedSegments
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
+from tests.helpers import seen_by
 from tests.kernels.triton_helpers import DEVICE, add_prompt, make_format, make_manager
 from tests.pages.test_judged_beside import OTHER, TIERS_SCORED, decode, policy, running_of
 from tests.pages.test_judged_beside import manager_of as judging
@@ -67,3 +70,31 @@ def test_running_requests_are_compressed(tiers: str) -> None:
     assert running.compress(TIERS_SCORED[0], [])
     with no_waiting():
         assert running.compress(TIERS_SCORED[1], [])
+
+
+def test_segments_go_to_the_host_and_back() -> None:
+    """The second one; of the first the kernels are compiled, and host memory is pinned."""
+    manager = manager_of(diffkv_policy(1.0, 0.0, window=6), "K8V4 K4V2")
+    parts = (manager.device, manager.rows, manager.counts, manager.segments)
+    saved = SavedSegments(manager.device, SavedRows(*parts, 400, in_parts=True))
+    generator = torch.Generator().manual_seed(1)
+    for again in (False, True):
+        add_prompt(manager, 1, 47, generator, compact=False)
+        manager.rows.of(1).in_prompt = True
+        manager.prompts.end(1)
+        segment = manager.prompts.publish(1, 0, 47)
+        assert segment is not None
+        manager.counts.settle()
+        before = seen_by(manager, segment.row)
+        with no_waiting() if again else nullcontext():
+            kept = saved.save(segment)
+            manager.release(1)
+            manager.segments.release(segment)
+        torch.cuda.synchronize()
+        saved.finish()
+        assert kept is not None and saved.ready(kept)
+        with no_waiting() if again else nullcontext():
+            back = saved.restore(kept, 0, 47)
+        assert back is not None and seen_by(manager, back.row) == before
+        manager.segments.release(back)
+        saved.drop_all()

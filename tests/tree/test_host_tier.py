@@ -6,11 +6,11 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
@@ -19,7 +19,7 @@ from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
-from tests.helpers import visible
+from tests.helpers import Seen, seen_by
 from tests.tree.stand_in import Fields, Match, StandIn
 from tests.tree.test_prefix_cache import ROWS, machine_settings
 from tests.tree.test_retracted import (
@@ -31,16 +31,6 @@ from tests.tree.test_retracted import (
     retracted_of,
 )
 from tests.tree.tree_world import World
-
-Seen = dict[tuple[int, int, int, int], tuple[bytes, int]]
-"""Tier, layer, head and position -> the page's bytes and the token's slot in it."""
-
-
-def seen_by(manager: PageManager, row: int, lo: int = 0) -> Seen:
-    """What a row shows at position ``lo`` or behind."""
-    found, pages = visible(manager.state, row), manager.state.pages.cpu().numpy()
-    columns = (found.tier, found.layer, found.head, found.position, found.page, found.slot)
-    return {tuple(x[:4]): (pages[x[4]].tobytes(), x[5]) for x in np.stack(columns, 1).tolist() if x[3] >= lo}
 
 
 def watch(manager: PageManager) -> None:
@@ -447,3 +437,42 @@ def test_host_memory_is_pinned_as_it_fills(monkeypatch: pytest.MonkeyPatch, capl
     host.give([*first, *second])
     host.check_integrity([])
     assert len(host.take(2 * part)) == 1 and host.take(1) is None
+
+
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_copies_stop_at_the_ends_of_parts_and_of_the_staging_buffer(at_once: int | None, world: World) -> None:
+    """As on a GPU, where memory that is pinned apart is copied apart."""
+    saved = host_of(world).saved
+    saved.host.part = 4
+    if at_once:
+        saved._staging = saved.rows._staging = torch.empty(at_once, world.manager.fmt.page_bytes, dtype=torch.uint8)
+    prompts = [world.tokens(60) for _ in range(3)]
+    for tokens in prompts:
+        served(world, tokens)
+        evict_all(world)
+    assert [admitted(world, tokens) for tokens in prompts] == [59, 59, 59]
+
+
+class Unasked(TorchDispatchMode):
+    """Inside, an operation raises that would have a host wait for its GPU: it needs the result's size or value."""
+
+    WAITS = ("aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::_unique2", "aten::equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in self.WAITS, f"the host waits: {func._schema.name}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_no_copy_asks_the_device_for_a_number(exact: bool) -> None:
+    world = World(300, exact=exact, host_pages=200, write_policy=WRITE_BACK)
+    saved, manager = host_of(world).saved, world.manager
+    world.prompt(world.tokens(60))
+    manager.counts.settle()
+    segment = max(manager.segments.cached, key=lambda x: x.pages)
+    with Unasked():
+        kept = saved.save(segment)
+        saved.finish()
+        assert kept is not None and saved.rows.restore_range(kept, kept.segment(segment.lo, segment.hi - 3)) is not None
+    with pytest.raises(AssertionError, match="the host waits"), Unasked():
+        manager.state.entries.nonzero()

@@ -166,11 +166,7 @@ class HostIndex:
         return above if above.parent is not None and not above.children else None
 
     def clear(self) -> None:
-        """Forget everything."""
-        for saved in {node.saved for node in self.nodes()} - {None}:
-            assert saved is not None
-            saved.nodes = 0
-            self._dropped(saved)
+        """Forget everything, of which nothing is saved any more."""
         self._roots.clear()
         self.tokens = 0
 

@@ -304,6 +304,7 @@ class HostTier(HostPrefixes):
     def _forget_all(self) -> None:
         self._unwritten.clear()
         self.index.clear()
+        self.saved.drop_all()
 
     # Reports and checks
 

@@ -344,7 +344,7 @@ def asks_for_host_tier(server_args: Any) -> bool:
 def decline_hierarchical_cache(server_args: Any) -> None:
     """Keep SGLang's own hierarchical cache off, with all that its scheduler does for it: ``asks_for_host_tier`` still
     tells what the user asked for."""
-    if resolved(server_args).enable_hierarchical_cache:
+    if getattr(resolved(server_args), "enable_hierarchical_cache", False):
         decide(server_args, enable_hierarchical_cache=False)
 
 
