@@ -70,8 +70,8 @@ class ObjectRefused(ValueError):
 
 
 REASONS = ("format", "version", "size", "checksum", "header", "origin", "table", "tokens")
-"""Why an object is refused: no object; another version of the format; not as long as it says, or longer than allowed;
-damaged; a header that is none; written by another server; a table that contradicts itself; of other tokens."""
+"""Why an object is refused. It is no object, or of another version of the format. It is not as long as it says, or is
+damaged. Its header is none, or another server wrote it. Its table contradicts itself, or it is of other tokens."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Origin:
 
     def digest(self, namespace: str) -> bytes:
         """What the names of objects begin from."""
-        return hashlib.blake2b(canonical([self.fields(), namespace]), digest_size=32).digest()
+        return hashlib.blake2b(canonical([VERSION, self.fields(), namespace]), digest_size=32).digest()
 
 
 def canonical(value: Any) -> bytes:
