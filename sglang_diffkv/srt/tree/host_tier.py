@@ -17,7 +17,8 @@ come first: prefixes make room for them.
 Behind host memory there may be a disk (``disk_tier.py``).
 
 What other weights computed is never brought back: a change of weights, and a pause that retracts all requests, drop
-everything. If some of it is left on the GPU, nothing more is copied until the cache is flushed.
+everything. If some of it is left on the GPU, nothing more is copied until the cache is flushed. An adapter (LoRA) that
+is loaded again has another id, and so a namespace of its own.
 """
 
 from __future__ import annotations
