@@ -48,6 +48,25 @@ MOST_LISTED = 32
 """Objects of one key that are looked at; the newest of more."""
 
 
+def prepare(root: str | Path) -> None:
+    """Make the user's folder ready for objects. Raises ConfigError if it cannot be used."""
+    path = Path(root) / FOLDER
+    try:
+        if not Path(root).is_dir():
+            os.makedirs(root, mode=0o700, exist_ok=True)
+        for part in (path, path / PARTLY):
+            _make(part)
+        found = os.lstat(path)
+        writable = os.access(path / PARTLY, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the folder {named(root)} cannot be used: {error}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022 or not writable:
+        raise ConfigError(
+            f"the folder {named(path)} belongs to another user, or others may write to it, and who writes to it may "
+            "change replies: name another folder"
+        )
+
+
 class ObjectFolder:
     """Writes, finds and removes objects under keys. Any thread may read; one writes.
 
@@ -61,28 +80,12 @@ class ObjectFolder:
     def __init__(self, root: str | Path, most: int | None = None):
         self.path = Path(root) / FOLDER
         self._partly, self._numbers = self.path / PARTLY, itertools.count()
-        self._check_place(Path(root))
+        prepare(root)
         self._held, self._looked, self._took = 0, float("-inf"), 0.0
         self.evicted = 0
         """Objects that were removed to keep to the bound."""
         self._look()
         self.most = most if most is not None else self._held + shutil.disk_usage(self.path).free // 2
-
-    def _check_place(self, root: Path) -> None:
-        try:
-            if not root.is_dir():
-                os.makedirs(root, mode=0o700, exist_ok=True)
-            for path in (self.path, self._partly):
-                _make(path)
-            found = os.lstat(self.path)
-            writable = os.access(self._partly, os.W_OK | os.X_OK)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the folder {named(root)} cannot be used: {error}") from None
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022 or not writable:
-            raise ConfigError(
-                f"the folder {named(self.path)} belongs to another user, or others may write to it, and who writes to "
-                "it may change replies: name another folder"
-            )
 
     @property
     def held(self) -> int:

@@ -13,7 +13,7 @@ from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.files import parse_json, read_text, shown
 from sglang_diffkv.mem_pool.host_pages import GIB
-from sglang_diffkv.mem_pool.object_folder import ObjectFolder
+from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
 from sglang_diffkv.srt.tree.disk_tier import Prefetch
 from sglang_diffkv.srt.versions import compat
@@ -62,8 +62,7 @@ def problems(args: Any) -> list[str]:
     if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
         found.append(f"{OPTION} with LoRA, whose adapters have no lasting name: drop {OPTION}, or --enable-lora")
     try:
-        asked = asked_for(view)
-        ObjectFolder(asked.path, asked.most)
+        prepare(asked_for(view).path)
     except ConfigError as error:
         found.append(f"{OPTION} file: {error}")
     return found
