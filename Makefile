@@ -22,7 +22,7 @@ OTHER_SGLANG := $(filter-out $(shell sed -n 's/^sglang==//p' requirements/cpu.tx
 SERVED_SGLANG := $(filter-out 0.5.22,$(OTHER_SGLANG))
 # Hooks and refusals, SGLang's options, requests and the tree at both fidelities: two servers that answer, and one with states;
 # and where SGLang chooses the cache's dtype.
-VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_metrics.py \
+VERSION_TESTS := tests/servers/test_refusals.py tests/servers/test_server_flags.py tests/servers/test_disk_store.py tests/servers/test_metrics.py \
 	tests/tree/test_admission.py tests/tree/test_exact_prompts.py tests/tree/test_tree_eviction.py tests/tree/test_prefix_cache.py tests/tree/test_prompt_tails.py \
 	tests/servers/test_server_requests.py::test_shared_prefix_is_attached_not_computed \
 	tests/servers/test_server_requests.py::test_cancelled_stream_returns_its_pages \

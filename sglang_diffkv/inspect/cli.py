@@ -1,10 +1,14 @@
 """Show the KV cache of a running server: tier shares, page occupancy, and a heat map by layer and KV head.
 
 Figures are those of live tokens at the moment of asking, so ask while requests run or while the prefix cache holds
-prompts. The page of --html also has requests, the prefix tree and all else that the server tells. Examples:
+prompts. The page of --html also has requests, the prefix tree and all else that the server tells.
+
+A file is one that a server wrote with --hicache-storage-backend: what it is of, its pages, and whether it is damaged.
+Examples:
 
     python -m sglang_diffkv.inspect --url http://127.0.0.1:30000 --html cache.html
     python -m sglang_diffkv.inspect --url https://HOST --serve 8080
+    python -m sglang_diffkv.inspect FOLDER/sglang_diffkv/ab/ab.../cd....segment
 """
 
 from __future__ import annotations
@@ -23,10 +27,11 @@ from sglang_diffkv import bounds
 from sglang_diffkv.access import access_of, add_access_arguments, server_url
 from sglang_diffkv.arguments import number, output_file
 from sglang_diffkv.extra import require
-from sglang_diffkv.inspect import terminal
+from sglang_diffkv.inspect import segment_file, terminal
 from sglang_diffkv.inspect.page import render
 from sglang_diffkv.inspect.serve import PageServer
 from sglang_diffkv.inspect.snapshot import QUANTITIES, InspectError, Report, read
+from sglang_diffkv.mem_pool.segment_object import ObjectRefused
 
 STDOUT = "-"
 
@@ -42,9 +47,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--url", type=server_url, required=True, help="of the server, for example http://127.0.0.1:30000"
-    )
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--url", type=server_url, help="of the server, for example http://127.0.0.1:30000")
+    asked.add_argument("file", nargs="?", type=Path, help="that a server wrote: a segment of its prefix cache")
     add_access_arguments(parser)
     parser.add_argument("--what", choices=list(QUANTITIES), default="bytes", help="of the map (default: %(default)s)")
     parser.add_argument("--png", type=output_file, metavar="FILE", help="also write the map to this file")
@@ -59,6 +64,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="serve the page on this machine alone until Ctrl-C, read anew at each visit, and /json (0: any port)",
     )
     args = parser.parse_args(argv)
+    if args.file is not None and (args.png or args.html or args.json or args.serve is not None):
+        parser.error("a file is shown here only: --png, --html, --json and --serve are of a server")
     if args.serve is not None and (args.png or args.html or args.json):
         parser.error("--serve goes without --png, --html and --json, which write files once")
     args.access = access_of(parser, args)
@@ -66,17 +73,20 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show it; 1 with the reason if the server does not run diffkv."""
+    """Show it; 1 with the reason if the server does not run diffkv, or the file is no segment or damaged."""
     args = parse_args(argv)
     if args.png:
         require("matplotlib")
-    ask = partial(read, args.url, access=args.access)
     try:
+        if args.file is not None:
+            Console().print(segment_file.describe(segment_file.read(args.file)))
+            return 0
+        ask = partial(read, args.url, access=args.access)
         if args.serve is not None:
             ask()
             return _serve(args.serve, ask)
         _write(args, ask())
-    except (InspectError, OSError) as error:
+    except (InspectError, ObjectRefused, OSError) as error:
         print(f"sglang_diffkv.inspect: {error}", file=sys.stderr)
         return 1
     return 0

@@ -8,6 +8,7 @@ are copied: what gives them back is launched behind the copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,8 @@ class SavedSegments:
         self.held: set[SavedSegment] = set()
         self.bytes_out = self.bytes_in = 0
         self._copying: dict[SavedSegment, Copying] = {}
+        self._incoming: list[list[Run]] = []
+        self._dropping: Callable[[SavedSegment], None] = lambda saved: None
         self._staging: torch.Tensor | None = None
         if device.state.pages.is_cuda:
             size = (staging_pages(device.fmt, device.geometry.num_pages), device.fmt.page_bytes)
@@ -101,8 +104,44 @@ class SavedSegments:
         return 0 if self._staging is None else self._staging.nbytes
 
     def runs(self) -> list[Run]:
-        """Host pages of all that is saved."""
-        return [run for saved in self.held for run in saved.runs]
+        """Host pages of all that is saved, or on its way from elsewhere."""
+        return [run for saved in self.held for run in saved.runs] + [run for runs in self._incoming for run in runs]
+
+    def tell_dropping(self, told: Callable[[SavedSegment], None]) -> None:
+        """Call ``told`` from now on before host pages of a saved segment are given back."""
+        self._dropping = told
+
+    # From elsewhere
+
+    def expect(self, pages: int) -> list[Run] | None:
+        """Host pages for a segment that is on its way from elsewhere; None if there are not so many."""
+        runs = self.host.take(pages)
+        if runs is not None:
+            self._incoming.append(runs)
+        return runs
+
+    def last_launched(self) -> Any:
+        """An event behind all that is launched by now, which may still read host pages that were given back, or write
+        to them. None on a CPU, where nothing is."""
+        if not self.device.state.pages.is_cuda:
+            return None
+        with self.device.launching():
+            event = torch.cuda.Event()
+            event.record()
+        return event
+
+    def adopt(self, saved: SavedSegment) -> None:
+        """It has arrived in host pages that were expected, ``saved.runs``."""
+        self._arrived(saved.runs)
+        self.held.add(saved)
+
+    def give_up(self, runs: list[Run]) -> None:
+        """What was expected does not come, and nobody writes to its host pages any more."""
+        self._arrived(runs)
+        self.host.give(runs)
+
+    def _arrived(self, runs: list[Run]) -> None:
+        self._incoming = [others for others in self._incoming if others is not runs]
 
     # To the host
 
@@ -142,14 +181,17 @@ class SavedSegments:
         known = torch.cat([torch.full_like(known[:1], tier), known, self.rows.extremes(tier, page, known)])
         return page, used, known
 
-    def finish(self) -> None:
-        """Take over the copies that are on the host by now."""
+    def finish(self) -> list[SavedSegment]:
+        """Take over the copies that are on the host by now; these."""
+        finished: list[SavedSegment] = []
         for saved, copying in list(self._copying.items()):
             if not copying.done():
-                return  # the others are behind it
+                break  # the others are behind it
             del self._copying[saved]
             listed = copying.listed.numpy()
             saved.tier, saved.head, saved.lo, saved.upper, saved.least, saved.last = listed.copy()
+            finished.append(saved)
+        return finished
 
     def ready(self, saved: SavedSegment) -> bool:
         """Whether it can be restored."""
@@ -183,6 +225,7 @@ class SavedSegments:
         if copying is not None:
             self.device.join(copying.beside)
         self.held.remove(saved)
+        self._dropping(saved)
         self.host.give(saved.runs)
 
     def drop_all(self) -> None:
@@ -190,9 +233,16 @@ class SavedSegments:
         for copying in self._copying.values():
             self.device.join(copying.beside)
         self._copying.clear()
-        runs = self.runs()
+        for saved in self.held:
+            self._dropping(saved)
+        runs = [run for saved in self.held for run in saved.runs]
         self.held.clear()
         self.host.give(runs)
+
+    @property
+    def incoming(self) -> list[list[Run]]:
+        """Host pages that are expected to be filled, by segment."""
+        return list(self._incoming)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all is known of the pages of each segment, or on its way."""

@@ -105,7 +105,7 @@ def test_the_wheel_has_the_package_and_nothing_beside_it(wheel: Path, packaged: 
     assert dict(parser["sglang.srt.plugins"]) == {"diffkv": "sglang_diffkv.srt.plugin:register"}
     assert about["Version"] == __version__
     needs = {re.split(r"[^\w-]", x)[0] for x in about.get_all("Requires-Dist") if "extra ==" not in x}
-    assert needs == {"numpy", "pydantic", "sglang", "transformers"}
+    assert needs == {"numpy", "pydantic", "sglang", "transformers", "xxhash"}
 
 
 def test_both_are_small(sdist: Path, wheel: Path) -> None:

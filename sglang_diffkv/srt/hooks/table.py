@@ -374,6 +374,7 @@ def get_internal_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
             "states": requests.states.report(),
             "retracted": requests.retracted.report(),
             "host_prefixes": requests.host.report(),
+            "stored_prefixes": requests.host.report_of_store(),
         }
         report.update({name: found for name, found in parts.items() if found})
         result.internal_state["diffkv"] = report

@@ -28,6 +28,7 @@ from sglang_diffkv.srt.models.scaling import attention_layers, layer_scalings, l
 from sglang_diffkv.srt.models.speculation import check_drafts, draft_room, drafts_of, longest_row
 from sglang_diffkv.srt.pool import DiffKVPool
 from sglang_diffkv.srt.scheduling.allocator import SERVED, DiffKVAllocator
+from sglang_diffkv.srt.startup.disk_store import opened
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import describe, host_tier
 from sglang_diffkv.srt.startup.kv_canary import register_canary
@@ -230,4 +231,5 @@ def create_prefix_cache(ctx: Any) -> Any:
     into arguments that a launch has resolved (0.5.17), so a hook on the factory chooses it."""
     config = load_config()
     exact = config.prefix_fidelity == "exact"
-    return build_prefix_cache(ctx.params, config.share_min_tokens, exact=exact)
+    store = opened(ctx.server_args, ctx.model_config, config)
+    return build_prefix_cache(ctx.params, config.share_min_tokens, exact=exact, store=store)

@@ -14,6 +14,7 @@ from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.plan import HostTierPlan
 from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.startup import disk_store
 from sglang_diffkv.srt.versions import compat
 
 OPTION = "--enable-hierarchical-cache"
@@ -51,7 +52,7 @@ def _number(path: Path, otherwise: int) -> int:
 def problems(args: Any, config: DiffKVConfig) -> list[str]:
     """What does not work with the host tier that the user's arguments ask for, each with what to do."""
     if not compat.asks_for_host_tier(args):
-        return []
+        return disk_store.problems_alone(args)
     view = compat.resolved(args)
     drop = f"drop {OPTION}"
     found = {
@@ -76,7 +77,7 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
             getattr(view, "hicache_size", 0) <= 0 and _ratio(view) <= 0
         ),
     }
-    return [text for text, wrong in found.items() if wrong]
+    return [text for text, wrong in found.items() if wrong] + disk_store.problems(args)
 
 
 def _switched_on(variable: str) -> bool:
@@ -102,6 +103,7 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
             f"--attention-backend diffkv does not work with {OPTION} for a model with states, which would have to come "
             f"back too: drop {OPTION}"
         )
+    disk_store.check_model(args, configurator)
     view = compat.resolved(args)
     replicas = getattr(view, "dp_size", 1) or 1
     free, size = free_host_memory() // replicas, int(max(getattr(view, "hicache_size", 0), 0) * GB)

@@ -184,7 +184,15 @@ REFUSED: dict[str, Refused] = {
         "a server of encoders alone, which has no KV cache: drop --attention-backend diffkv for it"
     ),
     "hicache_storage_backend": Refused(
-        "stores behind the hierarchical cache: drop --hicache-storage-backend, prefixes go to host memory only"
+        "--hicache-storage-backend {value}: use file, or drop it",
+        _not(None, "file"),
+        "tests/servers/test_server_disk_tier.py::test_a_restarted_server_answers_from_disk",
+    ),
+    "hicache_storage_prefetch_retry_poll_interval": Refused(
+        "--hicache-storage-prefetch-retry-poll-interval {value}: drop it, a store is asked once", _not(None, 8)
+    ),
+    "hicache_storage_prefetch_retry_max_attempts": Refused(
+        "--hicache-storage-prefetch-retry-max-attempts {value}: drop it, a store is asked once", _not(None, 8)
     ),
     "hicache_host_memory_mode": Refused(
         "--hicache-host-memory-mode {value}: drop it, host memory holds prefixes", _of_host_tier("cache")

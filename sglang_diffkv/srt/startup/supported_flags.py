@@ -32,6 +32,9 @@ WORKS: dict[str, str] = {
         "disable_priority_preemption priority_scheduling_preemption_threshold schedule_low_priority_values_first "
         "default_priority_value abort_on_priority_when_disabled"
     ),
+    "tests/servers/test_server_disk_tier.py::test_a_restarted_server_answers_from_disk": (
+        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config"
+    ),
     "tests/servers/test_server_host_tier.py::test_lossless_gives_stock_tokens": (
         "enable_hierarchical_cache hicache_ratio hicache_size hicache_write_policy hicache_host_memory_fraction"
     ),
@@ -216,10 +219,6 @@ ONLY_WITH: dict[str, str] = {
         "disaggregation_decode_polling_interval disaggregation_decode_host_receive_threshold "
         "disaggregation_decode_retraction_backup disaggregation_decode_allocation_policy "
         "disaggregation_enable_kv_checksum optimistic_prefill_attempts"
-    ),
-    "hicache_storage_backend": (
-        "hicache_storage_prefetch_policy hicache_storage_backend_extra_config "
-        "hicache_storage_prefetch_retry_poll_interval hicache_storage_prefetch_retry_max_attempts"
     ),
     "enable_unified_cache_external_linker": (
         "unified_cache_external_linker_backend unified_cache_external_linker_config enable_linker_mla_dedup"

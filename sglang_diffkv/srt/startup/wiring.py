@@ -15,6 +15,8 @@ from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.ledger import PageLedger
+from sglang_diffkv.mem_pool.segment_object import Origin
+from sglang_diffkv.mem_pool.stored_segments import StoredSegments
 from sglang_diffkv.mem_pool.usage import UsageMeter
 from sglang_diffkv.ops.decisions import compacts, tail_tokens
 from sglang_diffkv.srt.models.hybrids import has_states
@@ -22,6 +24,7 @@ from sglang_diffkv.srt.scheduling.fidelity import Fidelity
 from sglang_diffkv.srt.scheduling.joint_admission import AdmissionRule, JointAdmission
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
 from sglang_diffkv.srt.scheduling.running_compression import CompressionScheduler
+from sglang_diffkv.srt.startup.disk_store import Store
 from sglang_diffkv.srt.tree.events import RequestListener
 from sglang_diffkv.srt.tree.exact_prompts import ExactPrompts
 from sglang_diffkv.srt.tree.host_tier import HostTier
@@ -44,11 +47,12 @@ def build_lifecycle(
     return requests
 
 
-def build_prefix_cache(params: Any, share_min_tokens: int, *, exact: bool) -> Any:
+def build_prefix_cache(params: Any, share_min_tokens: int, *, exact: bool, store: Store | None = None) -> Any:
     """The prefix cache for SGLang's ``params``, with all parts around it, connected with the life of requests.
 
     Args:
-        share_min_tokens: see ``DiffKVConfig``. exact: whether its ``prefix_fidelity`` is ``exact``.
+        share_min_tokens: see ``DiffKVConfig``. exact: whether its ``prefix_fidelity`` is ``exact``. store:
+            behind the host's memory, if there is one.
     """
     requests: RequestLifecycle = params.token_to_kv_pool_allocator.requests
     ledger = requests.ledger
@@ -56,7 +60,7 @@ def build_prefix_cache(params: Any, share_min_tokens: int, *, exact: bool) -> An
     ledger.manager.counts.tell_counted(tree.count)
     if recorder := tree.event_recorder():
         tree.tell_of_nodes(ToldNodes(tree, *recorder))
-    parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact)
+    parts = _without_prefixes(tree) if tree.disable else _around(tree, share_min_tokens, exact, store)
     tree.connect(parts)
     requests.connect(tree, parts, _admission(ledger, tree))
     return tree
@@ -68,7 +72,7 @@ def _without_prefixes(tree: DiffKVPrefixCache) -> Parts:
     return Parts(compression=_compression(tree.ledger, tree, ExactRule()), states=states)
 
 
-def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool) -> Parts:
+def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: Store | None) -> Parts:
     """The parts around a tree. What the page manager freezes for it is decided here, too."""
     ledger, manager = tree.ledger, tree.manager
     states = KeptStates(tree, share_min_tokens) if has_states(tree.req_to_token_pool) else None
@@ -85,6 +89,9 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool) -> Part
         retracted = Retracted(tree, manager.saved, alone=keeps_prompts)
     if manager.saved_segments is not None:
         host = HostTier(tree, manager.saved_segments, policy=manager.write_policy, least=share_min_tokens)
+        if store is not None:
+            origin = Origin.of(manager.geometry, manager.state.dtype, store.model, store.configuration)
+            host.store_in(StoredSegments(manager.saved_segments, store.folder, origin), store.prefetch)
     return Parts(
         compression=_compression(ledger, tree, rule),
         states=states or NodeStates(),

@@ -14,6 +14,8 @@ A copy at eviction waits for nothing either: the pages return to the ring behind
 copied again. Where the host's memory is full, leaves of the index go, by SGLang's eviction policy. Retracted requests
 come first: prefixes make room for them.
 
+Behind host memory there may be a disk (``disk_tier.py``).
+
 What other weights computed is never brought back: a change of weights, and a pause that retracts all requests, drop
 everything. If some of it is left on the GPU, nothing more is copied until the cache is flushed. An adapter (LoRA) that
 is loaded again has another id, and so a namespace of its own.
@@ -24,7 +26,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +37,8 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.layout.spans import served_end
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
+from sglang_diffkv.mem_pool.stored_segments import StoredSegments
+from sglang_diffkv.srt.tree.disk_tier import DiskTier, NoDisk, Prefetch
 from sglang_diffkv.srt.tree.host_index import HostIndex, HostNode, Part
 from sglang_diffkv.srt.tree.parts import HostPrefixes
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
@@ -77,7 +81,26 @@ class HostTier(HostPrefixes):
         self._unwritten: dict[Any, None] = {}  # nodes whose segments are to be copied, in order
         self._admitting: Any = None
         self._restoring: set[SavedSegment] = set()
+        self.disk = NoDisk()
         saved.rows.share_memory(self._make_room, saved.runs)
+
+    def store_in(self, stored: StoredSegments, prefetch: Prefetch) -> None:
+        """What the host has is written to a store from now on, and found there."""
+        self.disk = DiskTier(
+            stored,
+            self.index,
+            prefetch,
+            self._make_room,
+            lambda: self.ledger.idle and self.manager.counts.upcoming is None,
+        )
+
+    def queue_seen(self, waiting: Iterable[Any]) -> None:
+        """Requests that wait no longer need nothing from the disk."""
+        self.disk.queue_seen(waiting)
+
+    def prefill_begins(self, reqs: Sequence[Any]) -> None:
+        """They were admitted."""
+        self.disk.prefill_begins(reqs)
 
     def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
         self.expected = tokens
@@ -100,7 +123,7 @@ class HostTier(HostPrefixes):
     def scheduling_begins(self) -> None:
         """Copy some of what is to be copied, beside the passes. What is not counted yet waits, and what is read: short
         turns are joined before, once nobody reads them (``PathJoiner``)."""
-        self.saved.finish()
+        self._arrived()
         if self.manager.counts.upcoming is not None:
             return
         written = 0
@@ -111,6 +134,11 @@ class HostTier(HostPrefixes):
                 continue
             del self._unwritten[node]
             written += self._write(node)
+
+    def _arrived(self) -> None:
+        """Take over what is on the host by now."""
+        self.disk.finished(self.saved.finish())
+        self.disk.poll()
 
     def leaving(self, nodes: list[Any]) -> None:
         """Nodes of one segment are about to be evicted, the first of them a leaf: the last moment to copy it."""
@@ -138,6 +166,7 @@ class HostTier(HostPrefixes):
             self.counts["no_host_memory"] += 1
             return False
         self.index.insert(space, tokens, saved, used=end.last_access_time, priority=end.priority)
+        self.disk.copied(saved, space, tokens)
         return True
 
     def _last_of(self, node: Any) -> Any:
@@ -185,13 +214,18 @@ class HostTier(HostPrefixes):
     def match(self, params: Any) -> Any:
         """The match with what came back from the host; None if nothing did."""
         req, self._admitting = self._admitting, None
-        if req is None or self.outdated or not self.saved.held or _without_host(req):
+        if req is not None:
+            req.diffkv_waits_for_store = False
+        if req is None or self.outdated or _without_host(req) or not (self.saved.held or self.stores):
             return None
-        self.saved.finish()
+        self._arrived()
         space, tokens = space_of(params.key), tokens_of(params.key)
         node = self.tree.find(params).last_device_node
         at = self.tree.depth(node)
-        parts = self._served(node, self._parts(space, tokens, at))
+        parts = self._parts(space, tokens, at)
+        if self.stores and self._held_up(req, space, tokens, node, parts):
+            return None
+        parts = self._served(node, parts)
         if not parts or parts[-1][2] - at < self.least:
             return None
         restored = self._restore(req, params.key, node, parts)
@@ -204,6 +238,21 @@ class HostTier(HostPrefixes):
         self.counts["tokens_restored"] += restored
         req.diffkv_from_host = restored
         return self.tree.match(params)
+
+    def _held_up(self, req: Any, space: Hashable, tokens: np.ndarray, node: Any, parts: list[Part]) -> bool:
+        """Whether a request waits for what the disk has behind ``parts``."""
+        starts = [*(segment.lo for segment, _, _ in self.tree.path(node)), *(saved.start for saved, _, _ in parts)]
+        at = parts[-1][2] if parts else self.tree.depth(node)
+        req.diffkv_waits_for_store = self.disk.holds_up(req, space, tokens, at, starts)
+        return bool(req.diffkv_waits_for_store)
+
+    def waits_for(self, req: Any) -> bool:
+        return bool(getattr(req, "diffkv_waits_for_store", False))
+
+    @property
+    def stores(self) -> bool:
+        """Whether there is a disk."""
+        return isinstance(self.disk, DiskTier)
 
     def _parts(self, space: Hashable, tokens: np.ndarray, at: int) -> list[Part]:
         """What the host has of a prefix from ``at`` on, and can bring back now."""
@@ -289,6 +338,7 @@ class HostTier(HostPrefixes):
         """Drop everything. Unless nothing is left that these weights computed, nothing is copied from now on until the
         tree is reset: requests that go on, and prefixes that stay in the tree, are of both."""
         self._forget_all()
+        self.disk.weights_change()
         outdated = bool(self.manager.rows) or bool(self.manager.segments.cached)
         if outdated and not self.outdated:
             logger.warning(
@@ -305,6 +355,7 @@ class HostTier(HostPrefixes):
     def _forget_all(self) -> None:
         self._unwritten.clear()
         self.index.clear()
+        self.disk.forget_all()
         self.saved.drop_all()
 
     # Reports and checks
@@ -321,10 +372,14 @@ class HostTier(HostPrefixes):
             "bytes_in": self.saved.bytes_in,
         }
 
+    def report_of_store(self) -> dict[str, int]:
+        return self.disk.report()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless index and host memory agree."""
         assert not self._restoring and self._admitting is None, "a request is admitted for ever"
         self.saved.check_integrity()
+        self.disk.check_integrity()
         self.index.check_integrity(self.saved.held)
 
 

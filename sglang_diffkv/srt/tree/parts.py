@@ -146,6 +146,10 @@ class HostPrefixes(RequestListener):
     def leaving(self, nodes: list[Any]) -> None:
         """Nodes of one segment are about to be evicted, the first of them a leaf."""
 
+    def waits_for(self, req: Any) -> bool:
+        """Whether a request that was just matched waits for what a store has of it."""
+        return False
+
     @contextmanager
     def retracting_all(self) -> Iterator[None]:
         """As ``Restoring.retracting_all``."""
@@ -153,6 +157,10 @@ class HostPrefixes(RequestListener):
 
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
+        return {}
+
+    def report_of_store(self) -> dict[str, int]:
+        """The same of a store behind host memory."""
         return {}
 
 

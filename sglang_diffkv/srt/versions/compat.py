@@ -338,16 +338,30 @@ def asks_for_host_tier(server_args: Any) -> bool:
         return True
     if installed().declared_arguments:  # they are as the user gave them
         return False
-    declined = ("sglang_diffkv", {"enable_hierarchical_cache": False})
+    return _has_declined(server_args, enable_hierarchical_cache=False)
+
+
+def store_asked_for(server_args: Any) -> str | None:
+    """The store that the user asked for behind the hierarchical cache; None for none."""
+    found = getattr(server_args, "hicache_storage_backend", None)
+    if found is None and not installed().declared_arguments:
+        return "file" if _has_declined(server_args, hicache_storage_backend=None) else None
+    return found
+
+
+def _has_declined(server_args: Any, **fields: Any) -> bool:
+    """Whether just this was decided, where arguments have what was decided."""
     stash = [getattr(server_args, name, None) or [] for name in ("_resolved_overrides", "_runtime_mutations")]
-    return any(declined in decisions for decisions in stash)
+    return any(("sglang_diffkv", fields) in decisions for decisions in stash)
 
 
 def decline_hierarchical_cache(server_args: Any) -> None:
-    """Keep SGLang's own hierarchical cache off, with all that its scheduler does for it: ``asks_for_host_tier`` still
-    tells what the user asked for."""
+    """Keep SGLang's own hierarchical cache off, with all that its scheduler does for it and for a store behind it:
+    ``asks_for_host_tier`` and ``store_asked_for`` still tell what the user asked for."""
     if getattr(resolved(server_args), "enable_hierarchical_cache", False):
         decide(server_args, enable_hierarchical_cache=False)
+    if getattr(resolved(server_args), "hicache_storage_backend", None) is not None:
+        decide(server_args, hicache_storage_backend=None)
 
 
 @cache

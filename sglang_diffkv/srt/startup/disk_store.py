@@ -1,0 +1,154 @@
+"""A folder behind host memory: SGLang's options of ``--hicache-storage-backend file``, as the plugin takes them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.errors import ConfigError, UnsupportedError
+from sglang_diffkv.files import parse_json, read_text, shown
+from sglang_diffkv.mem_pool.host_pages import GIB
+from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
+from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
+from sglang_diffkv.srt.tree.disk_tier import Prefetch
+from sglang_diffkv.srt.versions import compat
+
+logger = logging.getLogger(__name__)
+
+OPTION, EXTRA = "--hicache-storage-backend", "--hicache-storage-backend-extra-config"
+FOLDER_ENV = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+SIZE_ENV = "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE"
+OTHERS = {name: f"SGLANG_HICACHE_FILE_BACKEND_{name}" for name in ("MIN_FREE_SPACE", "EVICTION_RATIO")}
+SECONDS = ("prefetch_timeout_base", "prefetch_timeout_per_ki_token")
+KNOWN = ("file_storage_path", "max_size", "prefetch_threshold", *SECONDS)
+"""Of SGLang's extra configuration, what is served."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of prefixes, the digests of what this server writes there, and how requests wait for it."""
+
+    folder: ObjectFolder
+    model: str
+    configuration: str
+    prefetch: Prefetch
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user's options say. ``most``: bytes; None if they say nothing."""
+
+    path: str
+    most: int | None
+    prefetch: Prefetch
+
+
+def problems_alone(args: Any) -> list[str]:
+    """What does not work without a host tier."""
+    asked = compat.store_asked_for(args) is not None
+    return [f"{OPTION} without --enable-hierarchical-cache: add it, or drop {OPTION}"] if asked else []
+
+
+def problems(args: Any) -> list[str]:
+    """What does not work of the store that the user's arguments ask for, each with what to do."""
+    if compat.store_asked_for(args) != "file":
+        return []  # none, or one that the table of options refuses
+    view, found = compat.resolved(args), []
+    if getattr(view, "enable_lora", False) or getattr(view, "lora_paths", None):
+        found.append(f"{OPTION} with LoRA, whose adapters have no lasting name: drop {OPTION}, or --enable-lora")
+    try:
+        prepare(asked_for(view).path)
+    except ConfigError as error:
+        found.append(f"{OPTION} file: {error}")
+    return found
+
+
+def check_model(args: Any, configurator: Any) -> None:
+    """Raise UnsupportedError for a model whose prompts have no lasting name."""
+    if compat.store_asked_for(args) is not None and getattr(configurator.model_config, "is_multimodal", False):
+        raise UnsupportedError(
+            f"--attention-backend diffkv does not work with {OPTION} for a model that takes images, which SGLang names "
+            f"by 30 bits in a prompt: drop {OPTION}"
+        )
+
+
+def asked_for(view: Any) -> Asked:
+    """What resolved arguments and the environment say. Raises ConfigError for what SGLang would misread or is not
+    served."""
+    extra = _extra(getattr(view, "hicache_storage_backend_extra_config", None))
+    for name, variable in OTHERS.items():
+        if os.environ.get(variable):
+            raise ConfigError(f"{variable} is not served: unset it, and set max_size in {EXTRA} ({name.lower()})")
+    path = os.environ.get(FOLDER_ENV) or extra.get("file_storage_path")
+    if not isinstance(path, str) or not path.strip():
+        raise ConfigError(f"no folder is named: set {FOLDER_ENV}, or file_storage_path in {EXTRA}")
+    seconds = {name: _number(extra, name) for name in SECONDS if name in extra}
+    usual, threshold = Prefetch(), extra.get("prefetch_threshold", Prefetch().threshold)
+    if type(threshold) is not int or threshold < 1:
+        raise ConfigError(f"prefetch_threshold in {EXTRA} is {shown(threshold)}: give a whole number of tokens above 0")
+    prefetch = Prefetch(
+        str(view.hicache_storage_prefetch_policy),
+        threshold,
+        seconds.get(SECONDS[0], usual.base),
+        seconds.get(SECONDS[1], usual.per_ki_token),
+    )
+    size = extra.get("max_size", os.environ.get(SIZE_ENV) or None)
+    return Asked(path, None if size is None else _size(size), prefetch)
+
+
+def _extra(text: str | None) -> Mapping[str, Any]:
+    """SGLang's extra configuration, inline or in the file after an ``@``."""
+    if not text or not text.strip():
+        return {}
+    try:
+        found = parse_json(read_text(text[1:]) if text.startswith("@") else text)
+    except ConfigError as error:
+        raise ConfigError(f"{EXTRA} {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{EXTRA} is {shown(found)}: give an object of JSON")
+    if unknown := sorted(set(found) - set(KNOWN)):
+        raise ConfigError(
+            f"{EXTRA} has {', '.join(map(shown, unknown))}, and {', '.join(KNOWN)} are served: leave it out"
+        )
+    return found
+
+
+def _number(extra: Mapping[str, Any], name: str) -> float:
+    value = extra[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        raise ConfigError(f"{name} in {EXTRA} is {shown(value)}: give seconds, 0 or more")
+    return float(value)
+
+
+def _size(value: Any) -> int:
+    """Bytes, by SGLang's units. It takes others, as "1GB", for no bound at all."""
+    from sglang.srt.utils.common import human_readable_int
+
+    try:
+        found = human_readable_int(value) if isinstance(value, str) else value
+    except (argparse.ArgumentTypeError, ValueError):
+        found = None
+    if type(found) is not int or found <= 0:
+        raise ConfigError(f"max_size is {shown(value)}: give bytes above 0, for example 200G or 200Gi")
+    return found
+
+
+def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:
+    """The store that the user's arguments ask for; None if they ask for none. ``model``: SGLang's ModelConfig."""
+    if compat.store_asked_for(args) is None or not compat.asks_for_host_tier(args):
+        return None
+    try:
+        asked = asked_for(compat.resolved(args))
+        folder = ObjectFolder(asked.path, asked.most)
+    except ConfigError as error:
+        raise UnsupportedError(f"diffkv: {OPTION} file: {error}") from None
+    logger.info(
+        "DiffKV: prefixes in host memory are written to %s, in at most %.2f GiB, and found there (%s).",
+        folder.path, folder.most / GIB, asked.prefetch.policy,
+    )  # fmt: skip
+    return Store(folder, model_digest(args, model), configuration_digest(config), asked.prefetch)

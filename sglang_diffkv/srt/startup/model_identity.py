@@ -1,0 +1,128 @@
+"""A name for what a server computes: of its weights, of all that changes what they compute, and of how the plugin
+stores it. Two servers of one name may read each other's pages."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from sglang_diffkv import __version__
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.mem_pool.segment_object import canonical
+from sglang_diffkv.srt.versions import compat
+
+logger = logging.getLogger(__name__)
+
+READ_WHOLE = 512 << 20
+"""Bytes of weights that are read to the last one. Of more, samples are."""
+
+SAMPLE_BYTES, SAMPLES = 64 << 10, 64
+"""Of each file, at its beginning, at its end and between."""
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+FROM_FILES = ("auto", "safetensors", "pt", "npcache", "mistral", "fastsafetensors")
+"""SGLang's ``--load-format`` whose weights are those of the model's files."""
+
+CHANGING = (
+    "quantization", "load_format", "json_model_override_args", "model_loader_extra_config", "torchao_config",
+    "weight_version", "context_length", "modelopt_quant", "quantize_and_serve", "custom_weight_loader", "model_impl",
+    "rl_quant_profile", "quantization_param_path",
+)  # fmt: skip
+"""Of SGLang's arguments: those that change what weights compute."""
+
+PATHS = ("_name_or_path", "_commit_hash", "transformers_version")
+"""Of a model's configuration: what says nothing of the weights."""
+
+BLOB = re.compile("[0-9a-f]{64}")
+
+
+def configuration_digest(config: DiffKVConfig) -> str:
+    """Of the plugin's configuration, the file that it names, and both programs."""
+    import sglang
+
+    means = Path(config.key_means).read_bytes() if config.key_means is not None else b""
+    return _digest([__version__, sglang.__version__, config.whole(), hashlib.blake2b(means).hexdigest()])
+
+
+def model_digest(server_args: Any, model: Any) -> str:
+    """Of a model, SGLang's ModelConfig. Where nothing says which weights a server has, it is a name of this process
+    alone, and the log says so."""
+    view = compat.resolved(server_args)
+    obstacle, weights = _weights(view, model)
+    if weights is None:
+        logger.warning("DiffKV: %s, so what this server stores is found by itself only, until it ends.", obstacle)
+        return secrets.token_hex(16)
+    described = {name: value for name, value in model.hf_config.to_dict().items() if name not in PATHS}
+    changing = {name: getattr(view, name, None) for name in CHANGING}
+    return _digest([_plain(described), _plain(changing), weights])
+
+
+def _weights(view: Any, model: Any) -> tuple[str, list[Any] | None]:
+    """The weight files of a model by name, with a digest of each; None, and why, if they are not known."""
+    form = str(getattr(getattr(view, "load_format", "auto"), "value", getattr(view, "load_format", "auto")))
+    if form not in FROM_FILES:
+        return f"--load-format {form} does not say which weights these are", None
+    folder = _folder(str(model.model_path), getattr(model, "revision", None))
+    if folder is None:
+        return "the folder of the model's weights is not known", None
+    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
+    if not files:
+        return "the model's folder has no weights of a known form", None
+    whole = sum(path.stat().st_size for path in files) <= READ_WHOLE
+    return "", [[path.name, path.stat().st_size, *_of_file(path, whole)] for path in files]
+
+
+def _folder(path: str, revision: str | None) -> Path | None:
+    if os.path.isdir(path):
+        return Path(path)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+    except Exception:
+        return None
+
+
+def _of_file(path: Path, whole: bool) -> list[Any]:
+    """What says which bytes a file has. In the Hugging Face cache it is the name of its blob, a digest. Else it is a
+    digest of all of it, or of samples together with the time of its last change."""
+    blob = path.resolve()
+    if path.is_symlink() and blob.parent.name == "blobs" and BLOB.fullmatch(blob.name):
+        return [blob.name]
+    running = xxhash.xxh3_128()
+    for piece in _pieces(path, whole):
+        running.update(piece)
+    return [running.hexdigest()] if whole else [running.hexdigest(), path.stat().st_mtime_ns]
+
+
+def _pieces(path: Path, whole: bool) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        if whole:
+            while piece := file.read(1 << 24):
+                yield piece
+            return
+        size = os.fstat(file.fileno()).st_size
+        for index in range(SAMPLES):
+            file.seek(max(size - SAMPLE_BYTES, 0) * index // (SAMPLES - 1))
+            yield file.read(SAMPLE_BYTES)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(canonical(value), digest_size=16).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; what JSON has not is written as text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

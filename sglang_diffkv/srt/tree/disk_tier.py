@@ -1,0 +1,295 @@
+"""Prefixes on a disk, behind those in host memory: what a server writes there, it and others find again.
+
+Each segment that the host tier has copied is written (``StoredSegments``), so a restart loses little. Where a match
+ends in tree and host memory, an admitted request asks for what continues it. What is found comes to host memory, and
+from there as all else does. So a request meets the disk only before it is admitted, and others go on meanwhile.
+
+How long it waits is SGLang's ``--hicache-storage-prefetch-policy``: until all is there (``wait_complete``), so long at
+most (``timeout``), or not at all (``best_effort``): then later requests have what was read. No policy waits longer than
+``LONGEST`` seconds for a disk that hangs.
+
+A flush empties tree and host memory, not the disk, as in SGLang: it has what the same weights compute. A change of
+weights changes the names of all, so nothing that others computed is found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang_diffkv.mem_pool.saved_segments import SavedSegment
+from sglang_diffkv.mem_pool.segment_object import namespace_digest
+from sglang_diffkv.mem_pool.stored_segments import Found, Load, Lookup, StoredSegments
+from sglang_diffkv.srt.tree.host_index import HostIndex
+
+BEST_EFFORT, WAIT_COMPLETE, TIMEOUT = "best_effort", "wait_complete", "timeout"
+
+LONGEST = 60.0
+"""Seconds that a request waits for the disk, whatever the policy."""
+
+MOST_FETCHES = 64
+"""Requests for which the disk is asked at once."""
+
+IDLE_SECONDS = 0.001
+"""For which a scheduler that has nothing else to do leaves the processor to the reading threads."""
+
+COUNTS = ("hits", "tokens_read", "late", "no_host_memory")
+"""Since the start: requests for which something came from the disk, and its tokens; requests that waited long enough;
+objects for which there was no host memory."""
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How requests wait for the disk.
+
+    Attributes:
+        policy: SGLang's name. threshold: tokens; the disk is not asked for fewer. base, per_ki_token: seconds that
+            ``timeout`` allows, and those for each 1,024 tokens.
+    """
+
+    policy: str = TIMEOUT
+    threshold: int = 256
+    base: float = 1.0
+    per_ki_token: float = 0.25
+
+    def seconds(self, tokens: int) -> float:
+        """That a request may wait for so many tokens."""
+        if self.policy == TIMEOUT:
+            return min(self.base + self.per_ki_token * tokens / 1024, LONGEST)
+        return LONGEST if self.policy == WAIT_COMPLETE else 0.0
+
+
+@dataclass(eq=False)
+class Loading:
+    """A load, and what the index is to know of it. ``fetches``: how many wait for it. ``over``: it was taken over."""
+
+    load: Load
+    space: Hashable
+    tokens: np.ndarray
+    fetches: int = 0
+    over: bool = False
+
+
+@dataclass(eq=False)
+class Fetch:
+    """What comes from the disk for a request; ``req`` is None once that has been admitted.
+
+    Attributes:
+        until: a reading of ``time.monotonic``; the request waits no longer.
+    """
+
+    req: Any
+    space: Hashable
+    lookup: Lookup | None
+    until: float
+    loadings: list[Loading] = field(default_factory=list)
+
+
+class NoDisk:
+    """A server without a disk tier."""
+
+    def finished(self, saved: Iterable[SavedSegment]) -> None:
+        """These are on the host now."""
+
+    def copied(self, saved: SavedSegment, space: Hashable, tokens: np.ndarray) -> None:
+        """The end of a prefix is on its way to the host."""
+
+    def holds_up(self, req: Any, space: Hashable, tokens: np.ndarray, at: int, starts: list[int]) -> bool:
+        """Whether a request waits for what continues its match from position ``at``."""
+        return False
+
+    def queue_seen(self, waiting: Iterable[Any]) -> None:
+        """As ``RequestListener``."""
+
+    def prefill_begins(self, reqs: Sequence[Any]) -> None:
+        """As ``RequestListener``."""
+
+    def poll(self) -> None:
+        """Take over what has arrived."""
+
+    def forget_all(self) -> None:
+        """Nothing that is on its way is wanted."""
+
+    def weights_change(self) -> None:
+        """As ``RequestListener``."""
+
+    def check_integrity(self) -> None:
+        """As ``RequestListener``."""
+
+    def report(self) -> dict[str, int]:
+        """For ``/server_info``."""
+        return {}
+
+
+class DiskTier(NoDisk):
+    """Asks a store for what continues a match, for requests that are about to be admitted.
+
+    Args:
+        index: of host memory. make_room: has the host forget prefixes until so many pages are free, as far as possible.
+        idle: whether nothing runs.
+    """
+
+    def __init__(
+        self,
+        stored: StoredSegments,
+        index: HostIndex,
+        prefetch: Prefetch,
+        make_room: Callable[[int], None],
+        idle: Callable[[], bool],
+    ):
+        self.stored, self.index, self.prefetch = stored, index, prefetch
+        self._make_room, self._idle = make_room, idle
+        self._fetches: list[Fetch] = []
+        self._loadings: dict[str, Loading] = {}
+        self._coming: dict[SavedSegment, tuple[str, np.ndarray]] = {}
+        self.counts = dict.fromkeys(COUNTS, 0)
+
+    # Out
+
+    def copied(self, saved: SavedSegment, space: Hashable, tokens: np.ndarray) -> None:
+        """It is written once it is there, if the tree has all of the segment."""
+        namespace = _namespace(space)
+        if namespace is not None and len(tokens) == saved.hi and _writable(tokens):
+            self._coming[saved] = namespace, tokens
+
+    def finished(self, saved: Iterable[SavedSegment]) -> None:
+        for x in saved:
+            known = self._coming.pop(x, None)
+            if known is not None and x.nodes:
+                self.stored.write(x, *known)
+        for x in [x for x in self._coming if not x.nodes]:  # it was dropped on its way
+            del self._coming[x]
+
+    # In
+
+    def holds_up(self, req: Any, space: Hashable, tokens: np.ndarray, at: int, starts: list[int]) -> bool:
+        fetch = next((x for x in self._fetches if x.req is req), None)
+        if fetch is None and not getattr(req, "diffkv_asked_store", False) and len(self._fetches) < MOST_FETCHES:
+            fetch = self._ask(req, space, tokens, at, starts)
+        if fetch is None or self.prefetch.policy == BEST_EFFORT:
+            return False
+        if time.monotonic() < fetch.until:
+            return True
+        self.counts["late"] += 1
+        fetch.req = None  # what comes yet is there for others
+        return False
+
+    def _ask(self, req: Any, space: Hashable, tokens: np.ndarray, at: int, starts: list[int]) -> Fetch | None:
+        left, namespace = len(tokens) - at, _namespace(space)
+        if left < self.prefetch.threshold or namespace is None or not _writable(tokens):
+            return None
+        req.diffkv_asked_store = True
+        lookup = self.stored.look(namespace, tokens, at, starts)
+        fetch = Fetch(req, space, lookup, time.monotonic() + self.prefetch.seconds(left))
+        self._fetches.append(fetch)
+        return fetch
+
+    def poll(self) -> None:
+        for fetch in self._fetches:
+            if fetch.lookup is not None and fetch.lookup.done:
+                lookup, fetch.lookup = fetch.lookup, None
+                self._load_all(fetch, lookup)
+        for name, loading in list(self._loadings.items()):
+            if loading.load.done:
+                del self._loadings[name]
+                self._take_over(loading)
+        self._fetches = [x for x in self._fetches if x.lookup is not None or not self._arrived(x)]
+
+    def _arrived(self, fetch: Fetch) -> bool:
+        if not all(x.over for x in fetch.loadings):
+            return False
+        self.counts["hits"] += any(x.load.good for x in fetch.loadings)
+        return True
+
+    def _load_all(self, fetch: Fetch, lookup: Lookup) -> None:
+        """Read what was found, but what the host has by now."""
+        for found in () if lookup.given_up else lookup.found:
+            tokens = np.concatenate([lookup.tokens[: found.head.lo], found.head.tokens])
+            if not self.index.lacks(fetch.space, tokens, found.head.lo):
+                continue
+            loading = self._loadings.get(found.name) or self._load(found, fetch.space, tokens)
+            if loading is None:
+                return
+            loading.fetches += 1
+            fetch.loadings.append(loading)
+
+    def _load(self, found: Found, space: Hashable, tokens: np.ndarray) -> Loading | None:
+        self._make_room(found.head.pages)
+        load = self.stored.load(found)
+        if load is None:
+            self.counts["no_host_memory"] += 1
+            return None
+        loading = self._loadings[found.name] = Loading(load, space, tokens)
+        return loading
+
+    def _take_over(self, loading: Loading) -> None:
+        saved, loading.over = self.stored.take_over(loading.load), True
+        if saved is not None:
+            self.counts["tokens_read"] += saved.hi - saved.start
+            self.index.insert(loading.space, loading.tokens, saved, used=time.monotonic(), priority=0)
+
+    # The end
+
+    def prefill_begins(self, reqs: Sequence[Any]) -> None:
+        """They are admitted. What comes yet is there for others."""
+        admitted = {id(req) for req in reqs}
+        for fetch in self._fetches:
+            if id(fetch.req) in admitted:
+                fetch.req = None
+
+    def queue_seen(self, waiting: Iterable[Any]) -> None:
+        """What was asked for requests that wait no longer, and were not admitted, is not wanted."""
+        if not self._fetches:
+            return
+        here = {id(req) for req in waiting}
+        gone = [x for x in self._fetches if x.req is not None and id(x.req) not in here]
+        for fetch in gone:
+            self._give_up(fetch)
+        self._fetches = [x for x in self._fetches if x not in gone]
+        if self._idle() and any(x.req is not None for x in self._fetches):
+            time.sleep(IDLE_SECONDS)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        if fetch.lookup is not None:
+            fetch.lookup.given_up = True
+        for loading in fetch.loadings:
+            loading.fetches -= 1
+            loading.load.given_up |= loading.fetches == 0
+
+    def forget_all(self) -> None:
+        self._coming.clear()
+        for fetch in self._fetches:
+            self._give_up(fetch)
+        for loading in self._loadings.values():
+            loading.load.given_up = True
+        self._fetches.clear()
+        self.poll()
+
+    def weights_change(self) -> None:
+        self.stored.change_identity()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each host page that waits for the disk has a load, and each fetch an end."""
+        expected = {id(runs) for runs in self.stored.saved.incoming}
+        assert expected == {id(x.load.runs) for x in self._loadings.values()}, "host pages wait for nothing"
+        coming = set(map(id, self._loadings.values()))
+        for fetch in self._fetches:
+            assert all(x.over or id(x) in coming for x in fetch.loadings), "a request waits for what nobody reads"
+
+    def report(self) -> dict[str, int]:
+        return {**self.counts, **self.stored.report(), "fetching": len(self._fetches)}
+
+
+def _namespace(space: Hashable) -> str | None:
+    """The digest of a namespace; None for one that no other server would know."""
+    assert isinstance(space, tuple)
+    return namespace_digest(space) if all(x is None or isinstance(x, str) for x in space) else None
+
+
+def _writable(tokens: np.ndarray) -> bool:
+    """Whether objects can have these token ids."""
+    return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < 1 << 31

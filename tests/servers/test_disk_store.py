@@ -1,0 +1,167 @@
+"""SGLang's options of its file store, as they are read, and the names of what a server computes. No server runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.paths import NANO
+from sglang_diffkv.config import DiffKVConfig
+from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.mem_pool.object_folder import FOLDER
+from sglang_diffkv.srt.startup import disk_store, host_memory, model_identity
+from tests.servers.test_server_flags import _args
+
+CONFIG = DiffKVConfig()
+
+
+@pytest.fixture(autouse=True)
+def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (disk_store.FOLDER_ENV, disk_store.SIZE_ENV, *disk_store.OTHERS.values()):
+        monkeypatch.delenv(name, raising=False)
+
+
+def asked(extra: Any = None, **changes: Any) -> SimpleNamespace:
+    text = extra if extra is None or isinstance(extra, str) else json.dumps(extra)
+    given = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "hicache_ratio": 2.0, **changes}
+    return _args(hicache_storage_backend_extra_config=text, **given)
+
+
+def said(args: SimpleNamespace) -> str:
+    return "; ".join(host_memory.problems(args, CONFIG))
+
+
+def test_a_folder_and_a_size_are_read_as_sglang_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = asked({"file_storage_path": str(tmp_path), "max_size": "1.5k", "prefetch_threshold": 64})
+    found = disk_store.asked_for(args)
+    assert (found.path, found.most, found.prefetch.threshold) == (str(tmp_path), 1500, 64) and said(args) == ""
+    assert (tmp_path / FOLDER).is_dir()
+    monkeypatch.setenv(disk_store.FOLDER_ENV, str(tmp_path / "other"))
+    monkeypatch.setenv(disk_store.SIZE_ENV, "2Ki")
+    assert disk_store.asked_for(args).path == str(tmp_path / "other")
+    assert disk_store.asked_for(asked()).most == 2048 and said(asked("")) == ""
+    (tmp_path / "extra.json").write_text('{"max_size": 77, "prefetch_timeout_base": 2}', encoding="utf-8")
+    found = disk_store.asked_for(asked(f"@{tmp_path}/extra.json", hicache_storage_prefetch_policy="timeout"))
+    assert found.most == 77 and found.prefetch.seconds(1024) == 2.25 and found.prefetch.seconds(10**9) == 60
+
+
+@pytest.mark.parametrize("size", ["1KB", "1GB", "10GiB", "1e9", "-1", "0", 0, -5, 1.5, True, None, "", [], "lots"])
+def test_a_size_that_would_be_no_bound_is_refused(size: Any, tmp_path: Path) -> None:
+    text = said(asked({"file_storage_path": str(tmp_path), "max_size": size}))
+    assert ("max_size is" in text and "for example 200G" in text) == (size is not None)
+
+
+@pytest.mark.parametrize(
+    ("extra", "what"),
+    [
+        (None, "no folder is named"), ({"file_storage_path": " "}, "no folder is named"),
+        ({"file_storage_path": 7}, "no folder is named"), ({"file_storage_path": "/proc/x"}, "cannot be used"),
+        ("{", "is not valid JSON"), ("[]", "give an object"), ("@/none/such", "cannot be read"),
+        ({"min_free_space": "1G"}, '"min_free_space"'), ({"enable_metadata_cache": True}, "leave it out"),
+        ({"file_storage_path": "/tmp", "prefetch_threshold": 0}, "prefetch_threshold"),
+        ({"file_storage_path": "/tmp", "prefetch_timeout_base": "1"}, "prefetch_timeout_base"),
+        ({"file_storage_path": "/tmp", "prefetch_timeout_per_ki_token": -1}, "prefetch_timeout_per_ki_token"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused_with_what_to_do(extra: Any, what: str) -> None:
+    assert what in said(asked(extra))
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {"file_storage_path": str(tmp_path)}
+    assert "without --enable-hierarchical-cache: add it" in said(asked(extra, enable_hierarchical_cache=False))
+    assert "with LoRA" in said(asked(extra, enable_lora=True)) and "with LoRA" in said(asked(extra, lora_paths=["a"]))
+    monkeypatch.setenv(disk_store.OTHERS["MIN_FREE_SPACE"], "1G")
+    assert "MIN_FREE_SPACE is not served: unset it" in said(asked(extra))
+    images = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=True))
+    with pytest.raises(UnsupportedError, match="takes images"):
+        disk_store.check_model(asked(extra), images)
+    disk_store.check_model(_args(), images)
+
+
+# What a server computes
+
+
+def model(folder: Path, **changes: Any) -> Any:
+    config = SimpleNamespace(to_dict=lambda: {"hidden": 8, "_name_or_path": str(folder), **changes})
+    return SimpleNamespace(model_path=str(folder), revision=None, hf_config=config)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    for index in range(2):
+        (path / f"model-{index}.safetensors").write_bytes(bytes([index]) * 300_000)
+    return path
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_is_named_by_its_weights_and_what_changes_them(
+    whole: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not whole:
+        monkeypatch.setattr(model_identity, "READ_WHOLE", 0)
+
+    def name(path: Path = folder, **changes: Any) -> str:
+        return model_identity.model_digest(_args(load_format="auto", **changes), model(path))
+
+    known = name()
+    assert known == name(), "a name does not last"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+        os.utime(copy / file.name, ns=(0, file.stat().st_mtime_ns))
+    assert name(copy) == known, "a copy of the same weights has another name"
+    assert name(quantization="fp8") != known and name(json_model_override_args='{"a": 1}') != known
+    assert model_identity.model_digest(_args(load_format="auto"), model(folder, hidden=9)) != known
+    data = bytearray((copy / "model-1.safetensors").read_bytes())
+    data[-1] ^= 1
+    (copy / "model-1.safetensors").write_bytes(data)
+    assert name(copy) != known
+    (folder / "model-2.safetensors").write_bytes(b"more")
+    assert name() != known
+
+
+@pytest.mark.parametrize("what", ["dummy", "no weights", "unknown"])
+def test_weights_that_are_not_known_are_named_for_one_process(
+    what: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    path = {"dummy": folder, "no weights": tmp_path / "empty", "unknown": tmp_path / "none"}[what]
+    args = _args(load_format="dummy" if what == "dummy" else "auto")
+    assert model_identity.model_digest(args, model(path)) != model_identity.model_digest(args, model(path))
+    assert "found by itself only" in caplog.text
+
+
+def test_a_blob_of_the_hub_s_cache_is_named_by_its_name(folder: Path, tmp_path: Path) -> None:
+    """And not read."""
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    (blobs / ("a" * 64)).write_bytes(b"weights")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(blobs / ("a" * 64))
+    assert model_identity._of_file(link, True) == ["a" * 64]
+    assert model_identity._of_file(blobs / ("a" * 64), True) != ["a" * 64]
+
+
+def test_a_configuration_is_named_by_all_that_it_says(tmp_path: Path) -> None:
+    means = tmp_path / "means.safetensors"
+    means.write_bytes(b"one")
+    configs = [CONFIG, DiffKVConfig(page_tokens=16), DiffKVConfig(prefix_fidelity="exact"), DiffKVConfig(rotate="keys")]
+    names = [model_identity.configuration_digest(x) for x in (*configs, DiffKVConfig(key_means=str(means)))]
+    means.write_bytes(b"two")
+    names.append(model_identity.configuration_digest(DiffKVConfig(key_means=str(means))))
+    assert len(set(names)) == len(names) and names[0] == model_identity.configuration_digest(DiffKVConfig())
+
+
+def test_the_test_s_model_has_a_lasting_name() -> None:
+    model_ = SimpleNamespace(model_path=str(NANO), revision=None, hf_config=SimpleNamespace(to_dict=dict))
+    assert model_identity._weights(_args(load_format="auto"), model_)[1]

@@ -1,0 +1,85 @@
+"""Prefixes on a disk outlive a server: the next one answers from them, with the same tokens."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from benchmarks.paths import NANO
+from sglang_diffkv.evaluate import client
+from sglang_diffkv.evaluate.server import Server
+from sglang_diffkv.mem_pool import segment_object
+from tests.servers.identity import check_tokens
+from tests.servers.shared import START_TIMEOUT, STRICT, stats_of, tokens
+from tests.servers.test_server_host_tier import LOSSLESS, NEW_TOKENS, ask, crowd_out, tier
+
+pytestmark = pytest.mark.server
+
+PROMPTS = [tokens(150, seed) for seed in range(200, 206)]
+EXTRA = {"prefetch_threshold": 32, "max_size": "100M"}
+
+
+def start(folder: Path) -> Server:
+    """A server over the folder. Its last one has ended."""
+    store = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
+    args = tier("write_through", *store, "--hicache-storage-backend-extra-config", json.dumps(EXTRA))
+    env = {**STRICT, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}
+    server = Server(NANO, "diffkv", args, diffkv_config=LOSSLESS, env=env, timeout=START_TIMEOUT)
+    server.start()
+    return server
+
+
+def report(server: Server) -> dict[str, Any]:
+    return stats_of(server)["stored_prefixes"]
+
+
+def written(server: Server, least: int) -> None:
+    """Wait until nothing is left to be written."""
+    end = time.monotonic() + 30
+    while report(server)["waiting"] or report(server)["written"] < least:
+        assert time.monotonic() < end, report(server)
+        ask(server, tokens(3, 1), 1)  # a scheduler that does nothing looks at nothing
+
+
+@pytest.fixture
+def stopped() -> Iterator[list[Server]]:
+    """Servers that end with the test."""
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
+        server.stop(grace=1.0)
+
+
+def test_a_restarted_server_answers_from_disk(tmp_path: Path, stopped: list[Server]) -> None:
+    """Its replies are those that were computed without a cache, which are stock's (``test_server_host_tier.py``)."""
+    first = start(tmp_path)
+    stopped.append(first)
+    computed = client.run(first.url, PROMPTS, NEW_TOKENS, top_logprobs=2)
+    crowd_out(first)
+    written(first, len(PROMPTS))
+    assert first.flush_cache() is None and report(first)["written"] >= len(PROMPTS)
+    again, where = ask(first, PROMPTS[0])
+    check_tokens([again], computed[:1], "after a flush")
+    assert where["host"] >= 140 and report(first)["hits"] == 1, "a flush empties the disk"
+    first.stop(grace=1.0)
+
+    heads = {path: segment_object.decode(path.read_bytes())[0] for path in tmp_path.rglob("*.segment")}
+    (damaged,) = (path for path, head in heads.items() if head.tokens[:20].tolist() == PROMPTS[1][:20])
+    damaged.write_bytes(damaged.read_bytes()[:-40])
+    second = start(tmp_path)
+    stopped.append(second)
+    found = [ask(second, prompt) for prompt in PROMPTS]
+    check_tokens([reply for reply, _ in found], computed, "after a restart")
+    assert [where.get("host", 0) >= 140 for _, where in found] == [True, False, True, True, True, True]
+    assert report(second)["hits"] == 5 and report(second)["refused_size"] == 1 and report(second)["errors"] == 0
+
+    asked = {"model_path": str(NANO), "flush_cache": True}
+    assert requests.post(f"{second.url}/update_weights_from_disk", json=asked, timeout=120).json()["success"]
+    assert not ask(second, PROMPTS[2])[1], "what other weights computed came back"
+    assert second.alive()
