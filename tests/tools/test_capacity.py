@@ -105,6 +105,8 @@ def test_what_is_needed(missing: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert end.value.code == 2 and f"give {missing}" in capsys.readouterr().err
 
 
+GDN = {"model_type": "qwen3_next", "linear_num_value_heads": 8, "linear_value_head_dim": 128,
+       "linear_num_key_heads": 8, "linear_key_head_dim": 128}  # fmt: skip
 MODELS = {
     "heads": ({"num_attention_heads": None}, "num_attention_heads is missing"),
     "no number": ({"num_hidden_layers": "12"}, "num_hidden_layers is no such number"),
@@ -113,6 +115,12 @@ MODELS = {
     "bits": ({"quantization_config": {"quant_method": "new"}}, 'the bits of quantization "new" are not known'),
     "states": ({"model_type": "x", "layer_types": ["mamba"] * 31 + ["full_attention"]}, "give the MiB", ),
     "states alone": ({"layer_types": ["mamba"] * 32}, "no layer with keys and values"),
+    "layers": ({"num_hidden_layers": 1 << 24}, "num_hidden_layers is no such number"),
+    "vocabulary": ({"vocab_size": 10**400}, "vocab_size is more than"),
+    "experts": ({"num_experts": 8, "moe_intermediate_size": 10**400}, "moe_intermediate_size is more than"),
+    "state as text": ({**GDN, "linear_key_head_dim": "128"}, "qwen3_next, linear_key_head_dim. Give --state-mib"),
+    "state beyond any": ({**GDN, "linear_conv_kernel_dim": 10**400}, "qwen3_next, linear_conv_kernel_dim. Give"),
+    "state of a part": ({**GDN, "linear_value_head_dim": 1.5}, "qwen3_next, linear_value_head_dim. Give"),
 }  # fmt: skip
 
 
@@ -123,6 +131,36 @@ def test_a_model_that_cannot_be_planned(
     assert cli.main(["--model", str(write(**fields)), "--gpu", "h200", "--context", "1k", "--reply", "1k"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said.lower() in line.lower()
+
+
+ODD = {
+    "a window beyond any": {"model_type": "gemma3_text", "sliding_window": 10**400},
+    "no numbers of layers": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [{}, "x"]},
+    "code beside it": {"text_config": PRESETS["llama3-8b"].config(), "auto_map": {"AutoConfig": "mine.Mine"}},
+}
+
+
+@pytest.mark.parametrize("fields", ODD.values(), ids=ODD.keys())
+def test_an_odd_file_that_can_be_planned(
+    fields: dict[str, Any],
+    write: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append("input") or "y")
+    folder = write(**{"model_type": "mine", **fields})
+    (folder / "mine.py").write_text("raise SystemExit('run')\n")
+    plan_json(capsys, "--model", str(folder), "--gpu", "h200", "--context", "1k", "--reply", "1k")
+    assert not asked, "somebody is asked whether to run a model's code"
+
+
+@pytest.mark.parametrize("stated", ["1" + "0" * 400, "1e999", "NaN", "-5", '"5"'])
+def test_an_index_without_a_size(stated: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write()
+    (folder / "model.safetensors.index.json").write_text(f'{{"metadata": {{"total_size": {stated}}}}}')
+    plan = plan_json(capsys, "--model", str(folder), "--gpu", "h200", "--context", "1k", "--reply", "1k")
+    assert "counted from config.json" in json.dumps(plan)
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", '{"a": 1, "a": 2}', "\x00"])
@@ -406,6 +444,7 @@ def test_a_trace_decides_lengths_and_hit_rates(tmp_path: Path, capsys: pytest.Ca
     ("line", "said"),
     [
         ("{", "line 2 is no JSON"),
+        ('{"input_length": ' + "9" * 5000 + "}", "line 2 is no JSON"),
         ("[1]", "line 2 is no object"),
         ('{"input_length": -1, "output_length": 1, "hash_ids": []}', "line 2: input_length"),
         ('{"input_length": 1, "output_length": NaN, "hash_ids": []}', "line 2: input_length"),
