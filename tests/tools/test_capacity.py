@@ -79,6 +79,8 @@ BAD = {
     "too long": (["--context", "8k"], "more than the 8,192 tokens of the model"),
     "impossible tiers": (["--config", 'mine={"tiers": ["K9V4"]}'], "impossible tier K9V4"),
     "a name of ours": (["--config", "default={}"], '"default" is taken'),
+    "two lines": (["--config", "a\nb={}"], '"a\\nb": a NAME has letters'),
+    "states": (["--state-mib", "1e6"], "states of 1,000,000.00 MiB a request leave room for none in"),
     "unknown to a plan": (["--config", '{"tiers":["K8V4"],"policy":{"name":"h2o","budget":96}}'], "h2o: what it"),
     "cannot be shared": (["--tp", "3"], "4 query and 2 KV heads, which so many ranks cannot share"),
     "host without trace": (["--host-gib", "5"], "--host-gib is for hit rates: give a --trace"),
