@@ -99,6 +99,15 @@ def test_bad_input_is_one_line(args: list[str], said: str, capsys: pytest.Captur
     assert line.startswith("sglang_diffkv.capacity: ") and said in line
 
 
+def test_a_reader_that_has_seen_enough() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as pipe:
+        command = [sys.executable, "-m", "sglang_diffkv.capacity", *GOOD]
+        found = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False, cwd=REPOSITORY)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("missing", ["--gpu", "--context"])
 def test_what_is_needed(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
     at = GOOD.index(missing)
