@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -108,9 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         require("matplotlib")
     try:
         _plan(args)
+        sys.stdout.flush()
     except ConfigError as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # its reader has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

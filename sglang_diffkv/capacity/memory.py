@@ -71,7 +71,7 @@ def budget_of(
         kv_gib: GiB for keys, values and states, instead of an estimate. fraction: ``--mem-fraction-static``.
         state_mib: MiB of a request's states, instead of what ``config.json`` says.
 
-    Raises ConfigError where nothing is left.
+    Raises ConfigError where nothing is left, or no request's states fit.
     """
     notes: list[str] = []
     if kv_gib is not None:
@@ -91,6 +91,11 @@ def budget_of(
     states = state_room(total, size, STATES_TO_CACHE) if size and total > 0 else None
     cache = total - (states.taken if states else 0)
     if states is not None:
+        if states.most < 1:
+            raise ConfigError(
+                f"states of {size / MIB:,.2f} MiB a request leave room for none in {total / GIB:,.3f} GiB: take more "
+                "ranks (--tp) or a larger GPU"
+            )
         notes.append(
             f"states of {size / MIB:.2f} MiB a request: {states.taken / GIB:.1f} GiB, for {states.most:,} requests and "
             "the prefix cache"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_diffkv.calibration import MODEL_CONFIG_BYTES, model_file
-from sglang_diffkv.capacity.weights import Weights, read_others_json, weights_of
+from sglang_diffkv.capacity.weights import MOST_SIZE, Weights, read_others_json, weights_of
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import named
 
@@ -22,8 +22,8 @@ IGNORED_WINDOWS = ("mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_m
 PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 """Types of which every Nth layer sees all and the others slide, where their file does not list layers."""
 STATEFUL = ("linear_attention", "conv", "mamba", "mamba2")
-MOST_SIZE = 1 << 24
-"""Of a number of layers, heads or elements: beyond any model."""
+MOST_LAYERS = 4096
+"""Beyond any model."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ def _defaults(path: Path) -> dict[str, Any]:
     try:
         from transformers import AutoConfig
 
-        return dict(AutoConfig.from_pretrained(path.parent, local_files_only=True).get_text_config().to_dict())
+        # Code beside the file is not run, and nobody is asked whether to.
+        found = AutoConfig.from_pretrained(path.parent, local_files_only=True, trust_remote_code=False)
+        return dict(found.get_text_config().to_dict())
     except Exception:
         return {}
 
@@ -120,7 +122,7 @@ def _model_of(path: Path, fields: dict[str, Any]) -> Model:
     kind = str(fields.get("model_type") or "model")[:60]
     if fields.get("kv_lora_rank"):
         raise ConfigError("it has multi-head latent attention (MLA), which diffkv refuses")
-    every = _size(fields, "num_hidden_layers")
+    every = _size(fields, "num_hidden_layers", MOST_LAYERS)
     heads, hidden = _size(fields, "num_attention_heads"), _size(fields, "hidden_size")
     head_dim = _size(fields, "head_dim") if fields.get("head_dim") else hidden // heads
     kv_heads = _size(fields, "num_key_value_heads") if fields.get("num_key_value_heads") else heads
@@ -131,7 +133,7 @@ def _model_of(path: Path, fields: dict[str, Any]) -> Model:
         raise ConfigError("it has states alone, and no layer with keys and values")
     window = fields.get("sliding_window")
     slides = isinstance(window, int) and window > 0 and kind not in IGNORED_WINDOWS
-    spans = tuple(int(window) if slides and x == SLIDING else 0 for x in paged)  # type: ignore[arg-type]
+    spans = tuple(min(int(window), MOST_SIZE) if slides and x == SLIDING else 0 for x in paged)  # type: ignore[arg-type]
     return Model(
         path=path,
         kind=kind,
@@ -148,9 +150,9 @@ def _model_of(path: Path, fields: dict[str, Any]) -> Model:
     )
 
 
-def _size(fields: Mapping[str, Any], name: str) -> int:
+def _size(fields: Mapping[str, Any], name: str, most: int = MOST_SIZE) -> int:
     value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_SIZE:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise ConfigError(f"{name} is {'missing' if value is None else 'no such number'}, so this is no model to plan")
     return value
 
@@ -175,17 +177,21 @@ def _layer_types(kind: str, fields: Mapping[str, Any], every: int) -> Sequence[s
 
 def _state_sizes(kind: str, fields: Mapping[str, Any]) -> tuple[int, int, int, int, int, int] | None:
     """Of the state of a layer: inner size, groups, heads, their dimension, state size, kernel of the convolution."""
-    try:
-        if kind.startswith(("qwen3_next", "qwen3_5")):
-            heads, dim = fields["linear_num_value_heads"], fields["linear_value_head_dim"]
-            keys, size = fields["linear_num_key_heads"], fields["linear_key_head_dim"]
-            return heads * dim, keys, heads, dim, size, fields.get("linear_conv_kernel_dim", 4)
-        if kind.startswith("lfm2"):
-            return fields["hidden_size"], 1, 1, fields["hidden_size"], 0, fields.get("conv_L_cache", 3)
-        if kind == "falcon_h1":
-            heads, dim = fields["mamba_n_heads"], fields["mamba_d_head"]
-            inner = fields.get("mamba_d_ssm") or fields.get("mamba_expand", 2) * fields["hidden_size"]
-            return inner, fields["mamba_n_groups"], heads, dim, fields["mamba_d_state"], fields["mamba_d_conv"]
-    except (KeyError, TypeError):
-        raise ConfigError(f"it lacks a size of the states of a {kind}. Give --state-mib") from None
+
+    def size(name: str, usual: int | None = None) -> int:
+        found = fields.get(name, usual)
+        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= MOST_SIZE:
+            raise ConfigError(f"it lacks a size of the states of a {kind}, {name}. Give --state-mib")
+        return found
+
+    if kind.startswith(("qwen3_next", "qwen3_5")):
+        heads, dim = size("linear_num_value_heads"), size("linear_value_head_dim")
+        keys, key_dim = size("linear_num_key_heads"), size("linear_key_head_dim")
+        return heads * dim, keys, heads, dim, key_dim, size("linear_conv_kernel_dim", 4)
+    if kind.startswith("lfm2"):
+        return size("hidden_size"), 1, 1, size("hidden_size"), 0, size("conv_L_cache", 3)
+    if kind == "falcon_h1":
+        heads, dim = size("mamba_n_heads"), size("mamba_d_head")
+        inner = size("mamba_d_ssm") if fields.get("mamba_d_ssm") else size("mamba_expand", 2) * size("hidden_size")
+        return inner, size("mamba_n_groups"), heads, dim, size("mamba_d_state"), size("mamba_d_conv")
     return None

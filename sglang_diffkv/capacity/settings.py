@@ -50,6 +50,8 @@ def settings_of(given: Sequence[str], model_path: Path) -> list[Setting]:
     sources = dict(OURS)
     for text in given:
         name, source = named_source(text)
+        if not name.isprintable():
+            raise ConfigError(f"{OPTION} {quoted(name)}: a NAME has letters, digits and signs on one line")
         if name in sources or name in STOCK:
             raise ConfigError(f"{OPTION} {quoted(name)} is taken: choose another NAME, as in {OPTION} 'mine={{...}}'")
         sources[name] = source

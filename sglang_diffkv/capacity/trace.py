@@ -83,7 +83,7 @@ def _request(line: str, number: int) -> Request:
     where = f"line {number:,}"
     try:
         data = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: also a number of thousands of digits
         raise ConfigError(f"{where} is no JSON") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{where} is no object with input_length, output_length and hash_ids")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from sglang_diffkv.files import quoted, read_text
 GB = 1e9
 INDEX, QUANTISED = "model.safetensors.index.json", "hf_quant_config.json"
 INDEX_BYTES = 64 << 20
+MOST_SIZE = 1 << 24
+"""Of a number of heads, elements or experts: beyond any model."""
 TIED = ("gemma", "cohere")
 """Types that use the table of embeddings twice unless their file says otherwise."""
 
@@ -90,15 +93,20 @@ def _bytes_of_files(folder: Path) -> float:
         sizes = sum(x.stat().st_size for x in folder.glob("*.safetensors") if x.is_file())
         index = folder / INDEX
         stated = read_others_json(index, INDEX_BYTES)["metadata"]["total_size"] if index.is_file() else 0
-        return float(max(sizes, stated))
-    except (ConfigError, OSError, KeyError, TypeError, ValueError):
+        return float(max(sizes, stated)) if math.isfinite(stated) else float(sizes)
+    except (ConfigError, OSError, KeyError, TypeError, ValueError, OverflowError):
         return 0.0
 
 
 def _number(fields: Mapping[str, Any], *names: str) -> int:
-    """The first of some fields that is a positive number; 0 if none is."""
-    found = (fields.get(x) for x in names)
-    return next((x for x in found if isinstance(x, int) and not isinstance(x, bool) and x > 0), 0)
+    """The first of some fields that is a positive number; 0 if none is. Raises ConfigError for one beyond any model."""
+    for name in names:
+        found = fields.get(name)
+        if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+            if found > MOST_SIZE:
+                raise ConfigError(f"{name} is more than {MOST_SIZE:,}, so this is no model to plan")
+            return found
+    return 0
 
 
 def _counted(
@@ -158,7 +166,7 @@ def _feed_forward(fields: Mapping[str, Any], layers: int, hidden: int) -> tuple[
     first = _number(fields, "first_k_dense_replace", "num_dense_layers")
     step = _number(fields, "decoder_sparse_step") or 1
     alone = fields.get("mlp_only_layers")
-    alone = set(alone) if isinstance(alone, list) else set()
+    alone = {x for x in alone if isinstance(x, int)} if isinstance(alone, list) else set()
     sparse = sum(x >= first and (x + 1) % step == 0 and x not in alone for x in range(layers))
     small = _number(fields, "moe_intermediate_size") or inner
     shared = _number(fields, "shared_expert_intermediate_size") or small * _number(fields, "n_shared_experts")

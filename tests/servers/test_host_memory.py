@@ -89,6 +89,11 @@ def test_a_model_with_states_is_refused() -> None:
         ({}, '{"tiers": ["K8V4"], "policy": {"name": "zipage", "max_blocks": 8}}', "pages of their own"),
         ({}, '{"host_gib": 2}', '"host_gib" out'),
         ({"hicache_ratio": 0.0}, "{}", "--hicache-ratio of 0"),
+        ({"hicache_ratio": float("nan")}, "{}", "--hicache-ratio that is no finite number"),
+        ({"hicache_ratio": float("inf")}, "{}", "--hicache-ratio that is no finite number"),
+        ({"hicache_size": -5}, "{}", "--hicache-size below 0"),
+        ({"hicache_host_memory_fraction": 1.5}, "{}", "--hicache-host-memory-fraction that is not above 0"),
+        ({"hicache_host_memory_fraction": float("nan")}, "{}", "--hicache-host-memory-fraction that is not above 0"),
         ({"SGLANG_RADIX_FORCE_MISS": "1"}, "{}", "SGLANG_RADIX_FORCE_MISS"),
     ],
 )

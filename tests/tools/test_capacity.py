@@ -79,6 +79,8 @@ BAD = {
     "too long": (["--context", "8k"], "more than the 8,192 tokens of the model"),
     "impossible tiers": (["--config", 'mine={"tiers": ["K9V4"]}'], "impossible tier K9V4"),
     "a name of ours": (["--config", "default={}"], '"default" is taken'),
+    "two lines": (["--config", "a\nb={}"], '"a\\nb": a NAME has letters'),
+    "states": (["--state-mib", "1e6"], "states of 1,000,000.00 MiB a request leave room for none in"),
     "unknown to a plan": (["--config", '{"tiers":["K8V4"],"policy":{"name":"h2o","budget":96}}'], "h2o: what it"),
     "cannot be shared": (["--tp", "3"], "4 query and 2 KV heads, which so many ranks cannot share"),
     "host without trace": (["--host-gib", "5"], "--host-gib is for hit rates: give a --trace"),
@@ -97,6 +99,15 @@ def test_bad_input_is_one_line(args: list[str], said: str, capsys: pytest.Captur
     assert line.startswith("sglang_diffkv.capacity: ") and said in line
 
 
+def test_a_reader_that_has_seen_enough() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as pipe:
+        command = [sys.executable, "-m", "sglang_diffkv.capacity", *GOOD]
+        found = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False, cwd=REPOSITORY)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("missing", ["--gpu", "--context"])
 def test_what_is_needed(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
     at = GOOD.index(missing)
@@ -105,6 +116,8 @@ def test_what_is_needed(missing: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert end.value.code == 2 and f"give {missing}" in capsys.readouterr().err
 
 
+GDN = {"model_type": "qwen3_next", "linear_num_value_heads": 8, "linear_value_head_dim": 128,
+       "linear_num_key_heads": 8, "linear_key_head_dim": 128}  # fmt: skip
 MODELS = {
     "heads": ({"num_attention_heads": None}, "num_attention_heads is missing"),
     "no number": ({"num_hidden_layers": "12"}, "num_hidden_layers is no such number"),
@@ -113,6 +126,12 @@ MODELS = {
     "bits": ({"quantization_config": {"quant_method": "new"}}, 'the bits of quantization "new" are not known'),
     "states": ({"model_type": "x", "layer_types": ["mamba"] * 31 + ["full_attention"]}, "give the MiB", ),
     "states alone": ({"layer_types": ["mamba"] * 32}, "no layer with keys and values"),
+    "layers": ({"num_hidden_layers": 1 << 24}, "num_hidden_layers is no such number"),
+    "vocabulary": ({"vocab_size": 10**400}, "vocab_size is more than"),
+    "experts": ({"num_experts": 8, "moe_intermediate_size": 10**400}, "moe_intermediate_size is more than"),
+    "state as text": ({**GDN, "linear_key_head_dim": "128"}, "qwen3_next, linear_key_head_dim. Give --state-mib"),
+    "state beyond any": ({**GDN, "linear_conv_kernel_dim": 10**400}, "qwen3_next, linear_conv_kernel_dim. Give"),
+    "state of a part": ({**GDN, "linear_value_head_dim": 1.5}, "qwen3_next, linear_value_head_dim. Give"),
 }  # fmt: skip
 
 
@@ -123,6 +142,36 @@ def test_a_model_that_cannot_be_planned(
     assert cli.main(["--model", str(write(**fields)), "--gpu", "h200", "--context", "1k", "--reply", "1k"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said.lower() in line.lower()
+
+
+ODD = {
+    "a window beyond any": {"model_type": "gemma3_text", "sliding_window": 10**400},
+    "no numbers of layers": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [{}, "x"]},
+    "code beside it": {"text_config": PRESETS["llama3-8b"].config(), "auto_map": {"AutoConfig": "mine.Mine"}},
+}
+
+
+@pytest.mark.parametrize("fields", ODD.values(), ids=ODD.keys())
+def test_an_odd_file_that_can_be_planned(
+    fields: dict[str, Any],
+    write: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append("input") or "y")
+    folder = write(**{"model_type": "mine", **fields})
+    (folder / "mine.py").write_text("raise SystemExit('run')\n")
+    plan_json(capsys, "--model", str(folder), "--gpu", "h200", "--context", "1k", "--reply", "1k")
+    assert not asked, "somebody is asked whether to run a model's code"
+
+
+@pytest.mark.parametrize("stated", ["1" + "0" * 400, "1e999", "NaN", "-5", '"5"'])
+def test_an_index_without_a_size(stated: str, write: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write()
+    (folder / "model.safetensors.index.json").write_text(f'{{"metadata": {{"total_size": {stated}}}}}')
+    plan = plan_json(capsys, "--model", str(folder), "--gpu", "h200", "--context", "1k", "--reply", "1k")
+    assert "counted from config.json" in json.dumps(plan)
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", '{"a": 1, "a": 2}', "\x00"])
@@ -406,6 +455,7 @@ def test_a_trace_decides_lengths_and_hit_rates(tmp_path: Path, capsys: pytest.Ca
     ("line", "said"),
     [
         ("{", "line 2 is no JSON"),
+        ('{"input_length": ' + "9" * 5000 + "}", "line 2 is no JSON"),
         ("[1]", "line 2 is no object"),
         ('{"input_length": -1, "output_length": 1, "hash_ids": []}', "line 2: input_length"),
         ('{"input_length": 1, "output_length": NaN, "hash_ids": []}', "line 2: input_length"),

@@ -5,6 +5,7 @@ SGLang's own hierarchical cache stays off (``compat.decline_hierarchical_cache``
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,11 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
         "--hicache-ratio of 0 or less without --hicache-size: give one of them more": (
             getattr(view, "hicache_size", 0) <= 0 and _ratio(view) <= 0
         ),
+        "--hicache-ratio that is no finite number: give another, or --hicache-size": not math.isfinite(_ratio(view)),
+        "--hicache-size below 0: give 0 to use --hicache-ratio, or more": getattr(view, "hicache_size", 0) < 0,
+        "--hicache-host-memory-fraction that is not above 0 and at most 1: give another": (
+            not 0 < _fraction(view) <= 1
+        ),
     }
     return [text for text, wrong in found.items() if wrong] + disk_store.problems(args)
 
@@ -87,6 +93,11 @@ def _switched_on(variable: str) -> bool:
 def _ratio(view: Any) -> float:
     ratio = getattr(view, "hicache_ratio", None)
     return USUAL_RATIO if ratio is None else ratio
+
+
+def _fraction(view: Any) -> float:
+    fraction = getattr(view, "hicache_host_memory_fraction", None)
+    return USUAL_FRACTION if fraction is None else fraction
 
 
 def host_tier(configurator: Any) -> HostTierPlan | None:
@@ -113,8 +124,7 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
             f"diffkv: --hicache-size asks for {size / GIB:.1f} GiB of host memory{each}, and {free / GIB:.1f} GiB "
             "are free: ask for less"
         )
-    fraction = getattr(view, "hicache_host_memory_fraction", None) or USUAL_FRACTION
-    return HostTierPlan(view.hicache_write_policy, _ratio(view), size, int(fraction * free))
+    return HostTierPlan(view.hicache_write_policy, _ratio(view), size, int(_fraction(view) * free))
 
 
 def describe(tier: HostTierPlan, pool: int) -> str:
