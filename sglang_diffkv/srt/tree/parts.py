@@ -90,8 +90,8 @@ class ExactRule(RequestListener):
         """A request holds nothing of the prefix cache any more, though it runs on."""
 
 
-class Restoring(RequestListener):
-    """What becomes of retracted requests; here they are computed again."""
+class FromHost(RequestListener):
+    """What host memory keeps and brings back when SGLang admits a request; here it keeps nothing."""
 
     def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
         """``tokens`` tells from now on the row of each running request, and what it is expected to generate yet."""
@@ -102,17 +102,9 @@ class Restoring(RequestListener):
         yield
 
     def match(self, params: Any) -> Any:
-        """The match (SGLang's MatchResult) of the request that is being admitted, with what is restored of it. None if
+        """The match (SGLang's MatchResult) of the request that is being admitted, with what came back of it. None if
         nothing is kept of it, or of another request."""
         return None
-
-    def waits_for(self, req: Any) -> float | None:
-        """High-tier tokens for which a request waits to be restored; None if it does not."""
-        return None
-
-    def reads_alone(self, req: Any) -> bool:
-        """Whether the request has matched a restored prefix that no other finds."""
-        return False
 
     @contextmanager
     def retracting_all(self) -> Iterator[None]:
@@ -124,21 +116,20 @@ class Restoring(RequestListener):
         return {}
 
 
-class HostPrefixes(RequestListener):
-    """What becomes of prefixes that the tree evicts; here they are gone."""
+class Restoring(FromHost):
+    """What becomes of retracted requests; here they are computed again."""
 
-    def expect(self, tokens: Callable[[], Iterable[tuple[int | None, float]]]) -> None:
-        """As ``Restoring.expect``."""
-
-    @contextmanager
-    def admitting(self, req: Any) -> Iterator[None]:
-        """Inside, SGLang matches the request that it admits next."""
-        yield
-
-    def match(self, params: Any) -> Any:
-        """The match (SGLang's MatchResult) of the request that is being admitted, with what came back of it. None if
-        nothing did."""
+    def waits_for(self, req: Any) -> float | None:
+        """High-tier tokens for which a request waits to be restored; None if it does not."""
         return None
+
+    def reads_alone(self, req: Any) -> bool:
+        """Whether the request has matched a restored prefix that no other finds."""
+        return False
+
+
+class HostPrefixes(FromHost):
+    """What becomes of prefixes that the tree evicts; here they are gone."""
 
     def came(self, node: Any) -> None:
         """A node was inserted, with a segment of its own."""
@@ -149,15 +140,6 @@ class HostPrefixes(RequestListener):
     def waits_for(self, req: Any) -> bool:
         """Whether a request that was just matched waits for what a store has of it."""
         return False
-
-    @contextmanager
-    def retracting_all(self) -> Iterator[None]:
-        """As ``Restoring.retracting_all``."""
-        yield
-
-    def report(self) -> dict[str, int]:
-        """For ``/server_info``."""
-        return {}
 
     def report_of_store(self) -> dict[str, int]:
         """The same of a store behind host memory."""
