@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PRELOADED: pytest.StashKey[Preloaded] = pytest.StashKey()
 ENVIRONMENT: pytest.StashKey[dict[str, str]] = pytest.StashKey()
-"""The environment of the process before its first test."""
+"""The environment of the process before its first test, when all of them are imported."""
 
 settings.register_profile("repeatable", derandomize=True, print_blob=True)
 settings.register_profile("quick", derandomize=True, print_blob=True, max_examples=20)
@@ -66,7 +66,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[ENVIRONMENT] = dict(os.environ)
     if os.environ.get("TRITON_INTERPRET") == "1":
         config.add_cleanup(entered(quick()))
 
@@ -91,6 +90,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
             os.environ.update(kept)
             if current is not None:
                 os.environ["PYTEST_CURRENT_TEST"] = current
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What modules of SGLang set when tests import them belongs to the environment."""
+    session.config.stash[ENVIRONMENT] = dict(os.environ)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
