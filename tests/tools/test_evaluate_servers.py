@@ -84,7 +84,10 @@ def test_server_command_lines(monkeypatch):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "m", "--config", "a"], "expected 'stock', 'fp8', 'lossless', 'safe', 'balanced', 'small' or NAME=JSON"),
+        (
+            ["--model", "m", "--config", "a"],
+            "expected 'stock', 'fp8', 'lossless', 'safe', 'balanced', 'small' or NAME=JSON",
+        ),
         (["--model", "m", "--config", "stock", "--config", "stock"], "a name of its own"),
         (["--model", "m", "--task", REFERENCE], "two task files"),
         (["--url", "http://127.0.0.1:9"], "no SGLang server answers"),
