@@ -132,7 +132,7 @@ class HostMachine(RetractedMachine):
         self.tree.reset()
         self.pool.clear()
         self.allocator.clear()
-        assert not self.host.index.tokens and not self.manager.saved.host.used and not self.host.outdated
+        assert not self.host.index.tokens and not self.manager.saved.host.used and not self.host.old_weights.left
 
     @invariant()
     def host_and_index_agree(self) -> None:
@@ -374,7 +374,7 @@ def test_nothing_of_other_weights_comes_back(world: World) -> None:
     evict_all(world)
     served(world, world.tokens(60))
     world.requests.weights_change()
-    assert host.outdated and not host.index.tokens and not world.manager.saved.host.used
+    assert host.old_weights.left and not host.index.tokens and not world.manager.saved.host.used
     evict_all(world)
     assert not host.index.tokens and admitted(world, tokens) == 0
     world.tree.reset()

@@ -24,7 +24,6 @@ is loaded again has another id, and so a namespace of its own.
 from __future__ import annotations
 
 import heapq
-import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,12 +39,11 @@ from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
 from sglang_diffkv.srt.tree.disk_tier import DiskTier, NoDisk, Prefetch
 from sglang_diffkv.srt.tree.host_index import HostIndex, HostNode, Part
+from sglang_diffkv.srt.tree.old_weights import OldWeights
 from sglang_diffkv.srt.tree.parts import HostPrefixes
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.private_space import is_private
 from sglang_diffkv.srt.versions import compat
-
-logger = logging.getLogger(__name__)
 
 WRITE_BACK, WRITE_THROUGH, SELECTIVE = "write_back", "write_through", "write_through_selective"
 
@@ -68,7 +66,7 @@ class HostTier(HostPrefixes):
         saved: where they are. policy: when they are copied. least: fewer tokens than this are not brought back.
 
     Attributes:
-        outdated: whether the tree or a row may hold what other weights computed. counts: by ``COUNTS``.
+        counts: by ``COUNTS``.
     """
 
     def __init__(self, tree: DiffKVPrefixCache, saved: SavedSegments, *, policy: str, least: int):
@@ -76,7 +74,7 @@ class HostTier(HostPrefixes):
         self.manager, self.ledger, self.host = tree.manager, tree.ledger, saved.host
         self.index = HostIndex(saved.drop)
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
-        self.outdated = False
+        self.old_weights = OldWeights(self.manager, "evicted prefixes do not go to host memory")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._unwritten: dict[Any, None] = {}  # nodes whose segments are to be copied, in order
         self._admitting: Any = None
@@ -152,7 +150,7 @@ class HostTier(HostPrefixes):
 
     def _write(self, node: Any) -> bool:
         """Copy the segment of a node, as far as the tree still has it. False if that is not to be, or has been done."""
-        if self.outdated or node.segment is None or is_private(node):
+        if self.old_weights.left or node.segment is None or is_private(node):
             return False
         segment, end = node.segment, self._last_of(node)
         space, tokens = space_of(end.key), self._tokens(end)
@@ -216,7 +214,7 @@ class HostTier(HostPrefixes):
         req, self._admitting = self._admitting, None
         if req is not None:
             req.diffkv_waits_for_store = False
-        if req is None or self.outdated or _without_host(req) or not (self.saved.held or self.stores):
+        if req is None or self.old_weights.left or _without_host(req) or not (self.saved.held or self.stores):
             return None
         self._arrived()
         space, tokens = space_of(params.key), tokens_of(params.key)
@@ -339,18 +337,12 @@ class HostTier(HostPrefixes):
         tree is reset: requests that go on, and prefixes that stay in the tree, are of both."""
         self._forget_all()
         self.disk.weights_change()
-        outdated = bool(self.manager.rows) or bool(self.manager.segments.cached)
-        if outdated and not self.outdated:
-            logger.warning(
-                "DiffKV: weights change while requests run or prefixes are cached: evicted prefixes do not go to host "
-                "memory until the cache is flushed."
-            )
-        self.outdated |= outdated
+        self.old_weights.change()
 
     def reset(self) -> None:
         """Weights may have changed, and nothing computed so far counts."""
         self._forget_all()
-        self.outdated = self.outdated and bool(self.manager.rows)
+        self.old_weights.reset()
 
     def _forget_all(self) -> None:
         self._unwritten.clear()

@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows
 from sglang_diffkv.srt.models.speculation import drafts_of
+from sglang_diffkv.srt.tree.old_weights import OldWeights
 from sglang_diffkv.srt.tree.parts import Restoring
 from sglang_diffkv.srt.tree.prefix_cache import DiffKVPrefixCache
 from sglang_diffkv.srt.tree.private_space import PrivateSpace, in_space
@@ -113,7 +114,6 @@ class Retracted(Restoring):
     Attributes:
         expected: row and tokens that each running request is expected to generate yet.
         places: of running requests that were restored, by row.
-        outdated: whether the tree or a row may hold what other weights computed.
         counts: by ``COUNTS``.
     """
 
@@ -123,7 +123,7 @@ class Retracted(Restoring):
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
         self.kept: dict[Any, Kept] = {}
         self.places: dict[int, Place] = {}
-        self.outdated = False
+        self.old_weights = OldWeights(self.manager, "retracted requests are computed again")
         self.counts = dict.fromkeys(COUNTS, 0)
         self._admitting: Kept | None = None
         self._left: list[Place] | None = None
@@ -145,7 +145,7 @@ class Retracted(Restoring):
         """The request is about to be retracted. One in the middle of its prompt is computed again, and so is one whose
         tokens the prefix cache could not find, or that other weights may have computed."""
         row, known = compat.row_of(req), compat.tokens_of(req) - 1
-        if row is None or known <= 0 or self.outdated or not compat.findable(req):
+        if row is None or known <= 0 or self.old_weights.left or not compat.findable(req):
             return
         rows = self.manager.rows
         if row not in rows or rows.in_prompt(row) or rows.length(row) < known or row in self.manager.counts.faulted:
@@ -297,7 +297,7 @@ class Retracted(Restoring):
             return
         if self._left is not None:
             self._left.append(place)
-        elif place.private or self.outdated:
+        elif place.private or self.old_weights.left:
             self._evict(place)
 
     @contextmanager
@@ -318,13 +318,7 @@ class Retracted(Restoring):
         computed, nothing is kept from now on until the tree is reset: requests that go on, and prefixes that stay in
         the tree, are of both."""
         self.drop_all()
-        outdated = bool(self.manager.rows) or bool(self.manager.segments.cached)
-        if outdated and not self.outdated:
-            logger.warning(
-                "DiffKV: weights change while requests run or prefixes are cached: retracted requests are computed "
-                "again until the cache is flushed."
-            )
-        self.outdated |= outdated
+        self.old_weights.change()
 
     def drop_all(self) -> None:
         """Drop what is kept of all requests, also what was restored of those that do not run yet."""
@@ -357,7 +351,7 @@ class Retracted(Restoring):
             kept.place = None
             self.forget(kept.req)
         self.places.clear()
-        self.outdated = self.outdated and bool(self.manager.rows)
+        self.old_weights.reset()
 
     def _drop(self, kept: Kept) -> None:
         del self.kept[kept.req]
