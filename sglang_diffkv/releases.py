@@ -192,6 +192,15 @@ GPU_VERSIONS = tuple(x.version for x in RELEASES.values() if x.on_gpu is not Non
 """Those of the tested versions that were tested on a GPU."""
 
 
+def requirement() -> str:
+    """What pip may install: the tested releases, and none between, before or after them."""
+    first, last = TESTED_VERSIONS[0], TESTED_VERSIONS[-1]
+    series = first.rpartition(".")[0]
+    between = (f"{series}.{patch}" for patch in range(int(first.split(".")[-1]), int(last.split(".")[-1])))
+    others = "".join(f"!={version}.*," for version in between if version not in TESTED_VERSIONS)
+    return f"sglang>={first},{others}<={last}"
+
+
 def seen_on_gpu(what: str) -> tuple[str, ...]:
     """Releases on which ``what`` (see ``Release.seen_on_gpu``) was compared with stock on a GPU."""
     return tuple(x.version for x in RELEASES.values() if what in x.seen_on_gpu)

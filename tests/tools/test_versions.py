@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 
-import tomllib
 from packaging.requirements import Requirement
 
 from benchmarks.paths import REPOSITORY
-from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TARGETS, TESTED_VERSIONS
+from sglang_diffkv.releases import GPU_VERSIONS, RELEASES, TARGETS, TESTED_VERSIONS, requirement
 
 RELEASED = [f"0.5.{patch}" for patch in range(17, 24)]
 NEIGHBOURS = ["0.5.16", "0.5.18.post1", "0.5.19.post1", "0.5.20.post1", "0.5.23.post1", "0.5.24"]
@@ -27,8 +26,7 @@ def _in_the_environment() -> str:
 
 
 def test_pip_resolves_the_tested_versions_and_no_other():
-    requirements = map(Requirement, tomllib.loads(_read("pyproject.toml"))["project"]["dependencies"])
-    (sglang,) = (x for x in requirements if x.name == "sglang")
+    sglang = Requirement(requirement())
     assert tuple(x for x in RELEASED if x in sglang.specifier) == TESTED_VERSIONS
     assert [x for x in NEIGHBOURS if x in sglang.specifier] == []
 
@@ -52,14 +50,13 @@ def test_those_of_a_gpu_are_among_them():
 
 
 def test_the_stacks_below_are_those_of_the_docs():
-    """``docs/install.md`` begins with what ``releases.py`` has."""
-    cells = ("SGLang", "on", "torch", "sglang-kernel", "FlashInfer", "triton")
+    """``docs/install.md`` begins with what ``releases.py`` has of GPUs. A CPU's are the pins of ``make venv``."""
+    cells = ("SGLang", "torch", "sglang-kernel", "FlashInfer", "triton")
     wanted = [cells]
     for version, release in RELEASES.items():
-        for where, stack in (("GPU", release.on_gpu), ("CPU", release.on_cpu)):
-            if stack:
-                below = (stack.torch, stack.sglang_kernel, stack.flashinfer, stack.triton)
-                wanted.append((version, where, *(x or "none" for x in below)))
+        if stack := release.on_gpu:
+            below = (stack.torch, stack.sglang_kernel, stack.flashinfer, stack.triton)
+            wanted.append((version, *(x or "none" for x in below)))
     lines = _read("docs/install.md").splitlines()
     rows = [tuple(x.strip() for x in line.strip("|").split("|")) for line in lines if line.startswith("|")]
     table = [row for row in rows[: len(wanted) + 1] if set(row[0]) != {"-"}]
