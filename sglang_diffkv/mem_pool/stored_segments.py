@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 
 from sglang_diffkv.mem_pool import segment_object
 from sglang_diffkv.mem_pool.host_pages import Run
@@ -132,7 +133,14 @@ class StoredSegments:
         saved.tell_dropping(self._dropping)
         for target, count in ((self._write_all, 1), (self._read_all, READERS)):
             for _ in range(count):
-                threading.Thread(target=target, name="diffkv-store", daemon=True).start()
+                threading.Thread(target=self._run, args=(target,), name="diffkv-store", daemon=True).start()
+
+    def _run(self, target: Callable[[], None]) -> None:
+        """A thread. It is on the first GPU until it is told another, and would take memory there."""
+        device = self.saved.device.state.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        target()
 
     def change_identity(self) -> None:
         """The weights change. What they compute is found by nobody else, and what others computed is not found."""
