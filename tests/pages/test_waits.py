@@ -96,7 +96,7 @@ def test_segments_go_to_the_host_and_back() -> None:
         saved.finish()
         assert kept is not None and saved.ready(kept)
         with no_waiting() if again else nullcontext():
-            back = saved.restore(kept, 0, 47)
+            back = saved.restore(kept, 0, 47, *saved.needed([(kept, 0, 47)]))
         assert back is not None and seen_by(manager, back.row) == before
         manager.segments.release(back)
         saved.drop_all()
@@ -143,7 +143,7 @@ def test_no_page_is_used_again_before_it_is_copied() -> None:
         torch.cuda.synchronize()
         assert kept is not None and saved.finish() == [kept]
         torch.cuda._sleep(LATE)
-        back = saved.restore(kept, 0, 47)
+        back = saved.restore(kept, 0, 47, *saved.needed([(kept, 0, 47)]))
         assert back is not None
         saved.drop(kept)
         other_segment = published(manager, seed + 5)
@@ -155,7 +155,7 @@ def test_no_page_is_used_again_before_it_is_copied() -> None:
             manager.segments.release(gone)
         torch.cuda.synchronize()
         saved.finish()
-        back = saved.restore(again, 0, 47)
+        back = saved.restore(again, 0, 47, *saved.needed([(again, 0, 47)]))
         assert back is not None and seen_by(manager, back.row) == expected
         manager.segments.release(back)
         saved.drop_all()
