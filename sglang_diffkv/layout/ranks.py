@@ -40,6 +40,16 @@ class Ranks:
     def alone(self) -> bool:
         return self.size == 1
 
+    def least(self, numbers: np.ndarray) -> np.ndarray:
+        """[n] int64: the elementwise minimum over all ranks. Waits for them."""
+        return -self.largest(-numbers)
+
+    def largest_of(self, *columns: Sequence[int]) -> list[list[int]]:
+        """Columns of numbers, each replaced by the largest over all ranks, in one exchange."""
+        ends = np.cumsum([len(column) for column in columns])
+        numbers = np.array([x for column in columns for x in column], dtype=np.int64)
+        return [column.tolist() for column in np.split(self.largest(numbers), ends[:-1])]
+
     def require_equal(self, what: str, numbers: Sequence[int]) -> None:
         """Raise RankError unless all ranks give the same numbers. All ranks have to call it."""
         if self.alone:

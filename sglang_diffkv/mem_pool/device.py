@@ -70,7 +70,8 @@ class PageDevice:
         which must not write what they read until ``join``. On a CPU they run at once.
 
         What PyTorch allocates for them is used again by the next ones only, and these come behind all that was launched
-        before them, what read the result of the last ones included.
+        before them, what read the result of the last ones included. Should ``launch`` raise, what is launched from then
+        on comes behind all that it has launched.
         """
         with self.launching():
             if not self.state.pages.is_cuda:
@@ -80,7 +81,11 @@ class PageDevice:
             self._beside = torch.cuda.Stream(self.state.device)
         self._beside.wait_stream(forward)
         with torch.cuda.stream(self._beside):
-            result = launch()
+            try:
+                result = launch()
+            except BaseException:
+                forward.wait_stream(self._beside)
+                raise
         return Beside(result, self._beside.record_event())
 
     def join(self, beside: Beside[Result]) -> Result:

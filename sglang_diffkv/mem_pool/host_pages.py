@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -108,6 +108,14 @@ class HostPages:
         self._free = merged
         self._left = sum(count for _, count in merged)
 
+    def pin_now(self, least: Callable[[int], int]) -> None:
+        """Pin all parts now. ``least`` gives the least of a number that each rank has: ranks hand out the same pages,
+        so none may find later that the system lets it have fewer."""
+        if self._in_parts:
+            self._pin_to(self._count)
+        self._ready = least(self._ready)
+        self._give_up_unpinned()
+
     def end_of_part(self, page: int) -> int:
         """The page after the last one of a page's part."""
         return (page // self.part + 1) * self.part
@@ -141,6 +149,17 @@ class HostPages:
         assert self._left == sum(count for _, count in self._free), "free host pages are miscounted"
         ends = [start + count for start, count in self._free]
         assert not set(ends) & {start for start, _ in self._free}, "neighbouring free runs are apart"
+
+
+def first_of(runs: Iterable[Run], count: int) -> list[Run]:
+    """The first ``count`` pages of runs that have at least so many."""
+    found: list[Run] = []
+    for start, length in runs:
+        if count:
+            found.append((start, min(length, count)))
+            count -= min(length, count)
+    assert count == 0, "runs have fewer pages"
+    return found
 
 
 def _aligned(count: int, page_bytes: int) -> torch.Tensor:

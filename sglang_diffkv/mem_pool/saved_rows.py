@@ -7,7 +7,7 @@ in the same way. What a row knows of a page beside its bytes, its place and its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,10 +18,10 @@ from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import EMPTY, PageFormat
 from sglang_diffkv.mem_pool.counts import PageCounts
 from sglang_diffkv.mem_pool.device import PageDevice
-from sglang_diffkv.mem_pool.host_pages import HostPages, Run
+from sglang_diffkv.mem_pool.host_pages import HostPages, Run, first_of
 from sglang_diffkv.mem_pool.rows import RequestRows
 from sglang_diffkv.mem_pool.segments import SegmentStore
-from sglang_diffkv.mem_pool.table_space import blocks_of
+from sglang_diffkv.mem_pool.table_space import Entries, blocks_of
 
 STAGING_BYTES = 16 << 20
 """Of the device, at most, that pages pass through on their way."""
@@ -35,15 +35,33 @@ def staging_pages(fmt: PageFormat, num_pages: int) -> int:
     return max(min(STAGING_BYTES // fmt.page_bytes, num_pages // 64), 1)
 
 
+@dataclass(frozen=True)
+class Needed:
+    """What a segment of saved tokens takes of the device, on the rank where it takes most.
+
+    Attributes:
+        entries: of each tier, of the head that has most.
+    """
+
+    pages: int
+    entries: Entries
+
+    @property
+    def blocks(self) -> int:
+        """Table blocks."""
+        return blocks_of(self.entries)
+
+
 @dataclass(eq=False)
 class SavedRow:
     """Pages of a row in host memory, as they were when it was saved.
 
     Attributes:
         hi: tokens of the sequence that are kept. end: those that the device had, as of ``Segment``.
-        runs: where the pages are, in the order of the arrays, which are [n]. tier, head: whose table has the page;
-            heads count over layers. lo, upper: its position range. least, last: the first and the last position that it
-            holds in there; where it holds none the last one is EMPTY.
+        runs: where the pages are, in the order of the arrays, which are [n]. Behind them are as many as another rank
+            has more. tier, head: whose table has the page; heads count over layers. lo, upper: its position range.
+            least, last: the first and the last position that it holds in there; where it holds none the last one is
+            EMPTY.
     """
 
     hi: int
@@ -61,14 +79,19 @@ class SavedRow:
         found: np.ndarray = self.last >= lo
         return found if hi is None else found & (self.least < hi)
 
+    @property
+    def host_pages(self) -> int:
+        """Host pages that it has."""
+        return sum(count for _, count in self.runs)
+
     def pages_from(self, lo: int, hi: int | None = None) -> int:
-        """Pages that hold a token in there."""
+        """Pages of this rank that hold a token in there."""
         return int(self.holds(lo, hi).sum())
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all is known of each host page."""
         sizes = {len(x) for x in (self.tier, self.head, self.lo, self.upper, self.least, self.last)}
-        assert sizes == {sum(count for _, count in self.runs)}, "a saved row and its pages disagree"
+        assert len(sizes) == 1 and max(sizes) <= self.host_pages, "a saved row and its pages disagree"
 
 
 class SavedRows:
@@ -93,7 +116,10 @@ class SavedRows:
     ):
         self.device, self.rows, self.counts, self.segments = device, rows, counts, segments
         on_gpu, fmt = device.state.pages.is_cuda, device.fmt
+        self.ranks = counts.ranks.ranks
         self.host = HostPages(count, fmt.page_bytes, pinned=on_gpu, in_parts=in_parts)
+        if on_gpu and in_parts and not self.ranks.alone:
+            self.host.pin_now(lambda pages: int(self.ranks.least(np.array([pages]))[0]))
         self.held: set[SavedRow] = set()
         self._make_room: Callable[[int], None] | None = None
         self._elsewhere: Callable[[], list[Run]] = lambda: []
@@ -122,7 +148,7 @@ class SavedRows:
     @property
     def pages_held(self) -> int:
         """Host pages of saved rows."""
-        return sum(count for saved in self.held for _, count in saved.runs)
+        return sum(saved.host_pages for saved in self.held)
 
     def _take(self, count: int) -> list[Run] | None:
         if self._make_room is not None and count > self.host.free:
@@ -221,10 +247,14 @@ class SavedRows:
 
     # Restoring
 
-    def blocks_from(self, saved: SavedRow, lo: int, hi: int | None = None) -> int:
-        """Table blocks that a segment of the tokens at positions [lo, hi) takes; without ``hi`` of all from ``lo``
-        on."""
-        return blocks_of(self._counts(saved, saved.holds(lo, hi)).max(axis=0).tolist())
+    def needed(self, parts: Sequence[tuple[SavedRow, int, int | None]]) -> list[Needed]:
+        """What a segment of each part takes: of the tokens at positions [lo, hi), without ``hi`` of all from ``lo`` on.
+        With several ranks all have to call it."""
+        mine = [
+            [saved.pages_from(lo, hi), *self._counts(saved, saved.holds(lo, hi)).max(axis=0)] for saved, lo, hi in parts
+        ]
+        worst = self.ranks.largest(np.array(mine, dtype=np.int64).ravel()).reshape(len(parts), -1).tolist()
+        return [Needed(pages, tuple(entries)) for pages, *entries in worst]
 
     def _counts(self, saved: SavedRow, chosen: np.ndarray) -> np.ndarray:
         """[heads, T] int64: entries of the ``chosen`` pages."""
@@ -234,22 +264,26 @@ class SavedRows:
 
     def restore(self, saved: SavedRow, lo: int) -> Segment | None:
         """As ``restore_range``, from position ``lo`` to the last token that is saved."""
-        return self.restore_range(saved, Segment(0, lo, saved.hi, first=lo, end=saved.end))
+        (needed,) = self.needed([(saved, lo, None)])
+        return self.restore_range(saved, Segment(0, lo, saved.hi, first=lo, end=saved.end), needed)
 
-    def restore_range(self, saved: SavedRow, wanted: Segment) -> Segment | None:
+    def restore_range(self, saved: SavedRow, wanted: Segment, needed: Needed) -> Segment | None:
         """A segment for the prefix cache, in pages of the ring, of saved tokens at the ``wanted`` positions, and with
         all else that ``wanted`` says. The caller has made sure of the pages. Nothing waits for the device.
 
-        Returns None, changing nothing, if no segment row or table block is left, or no memory of the device to list the
-        pages.
+        Args:
+            needed: what ``needed`` says of the wanted positions.
+
+        Returns None, changing nothing, if no segment row or table block is left, or on any rank no memory of the device
+        to list the pages. With several ranks all have to call it.
         """
         device, state, lo, hi = self.device, self.device.state, wanted.lo, wanted.hi
         chosen = saved.holds(lo, hi)
         counts = self._counts(saved, chosen)
-        row = self.segments.take_row(tuple(counts.max(axis=0).tolist()))
+        row = self.segments.take_row(needed.entries)
         if row is None:
             return None
-        total = int(chosen.sum())
+        total, failed = int(chosen.sum()), False
         with device.launching():
             try:
                 pages = self._next_pages(total)
@@ -258,6 +292,8 @@ class SavedRows:
                 listed = [self._listed(row, tier, saved, chosen, pages, counts[:, tier], (lo, hi)) for tier in tiers]
                 entries = device.to_device(counts).int().view(state.num_layers, state.num_heads, -1)
             except torch.OutOfMemoryError:
+                failed = True
+            if self.ranks.largest(np.array([int(failed)]))[0]:
                 self.segments.return_row(row)
                 return None
             state.counters[0] += total
@@ -268,7 +304,7 @@ class SavedRows:
             state.entries[row] = state.kept_entry[row] = state.own_entry[row] = entries
             state.own_tokens[row] = 0
             state.hole[row] = EMPTY
-        self.counts.record(-total)
+        self.counts.record(-needed.pages)
         segment = replace(wanted, row=row)
         self.segments.add(segment)
         return segment
@@ -290,7 +326,7 @@ class SavedRows:
     def _copy_in(self, saved: SavedRow, chosen: np.ndarray, places: torch.Tensor) -> None:
         """Bytes of the ``chosen`` pages, and of what comes along with them, for ``places``."""
         target = self._words(self.device.state.pages)
-        for first, host in self._parts(saved.runs, self._staging):
+        for first, host in self._parts(first_of(saved.runs, len(chosen)), self._staging):
             if not chosen[first : first + len(host)].any():
                 continue
             words = self._words(host)

@@ -4,11 +4,14 @@ A segment's pages never change, so they can be copied at any time. Nothing waits
 a counted segment has, the device lists them, and their bytes leave beside the passes (``PageDevice.launch_beside``).
 What is listed of them follows. Until it is there a copy cannot be restored. Pages do not return to the ring before they
 are copied: what gives them back is launched behind the copy.
+
+Each rank copies the pages of its own heads. All of them set aside as many host pages as the rank with most, so that
+their host memory fills alike. A copy can be restored once it is there on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +21,8 @@ import torch
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.transfer import to_host
 from sglang_diffkv.mem_pool.device import Beside, PageDevice
-from sglang_diffkv.mem_pool.host_pages import Run
-from sglang_diffkv.mem_pool.saved_rows import SavedRow, SavedRows, staging_pages
+from sglang_diffkv.mem_pool.host_pages import Run, first_of
+from sglang_diffkv.mem_pool.saved_rows import Needed, SavedRow, SavedRows, staging_pages
 
 TIER, HEAD, LO, UPPER, LEAST, LAST = range(6)
 """Rows of what the device lists of each page."""
@@ -32,13 +35,14 @@ class SavedSegment(SavedRow):
     """A segment's tokens at positions [start, hi) in host memory.
 
     Attributes:
-        as_computed, first: as of ``Segment``. nodes: nodes of an index that name it. pages: host pages that it holds.
+        as_computed, first: as of ``Segment``. nodes: nodes of an index that name it. lost: a rank could not copy it.
     """
 
     start: int = 0
     first: int = 0
     as_computed: bool = False
     nodes: int = field(default=0)
+    lost: bool = False
 
     @classmethod
     def of(cls, segment: Segment, runs: list[Run]) -> SavedSegment:
@@ -47,10 +51,6 @@ class SavedSegment(SavedRow):
         saved = cls(hi, end, runs, unknown, unknown, unknown, unknown, unknown, unknown)
         saved.start, saved.first, saved.as_computed = segment.lo, segment.first, segment.as_computed
         return saved
-
-    @property
-    def pages(self) -> int:
-        return sum(count for _, count in self.runs)
 
     def segment(self, lo: int, hi: int) -> Segment:
         """What a segment of the tokens at positions [lo, hi) is, but for its row."""
@@ -64,7 +64,7 @@ class Copying:
 
     Attributes:
         listed: [6, n] on the host, once ``event`` has passed; None: it has. beside: the copy of the bytes, which reads
-            ``pages``.
+            ``pages``. lost: the device had no memory for it.
     """
 
     segment: Segment
@@ -72,6 +72,7 @@ class Copying:
     event: Any
     beside: Beside[None]
     pages: torch.Tensor
+    lost: bool = False
 
     def done(self) -> bool:
         """Whether all of it is on the host, as far as is known without waiting."""
@@ -86,7 +87,7 @@ class SavedSegments:
     """
 
     def __init__(self, device: PageDevice, rows: SavedRows):
-        self.device, self.rows, self.host = device, rows, rows.host
+        self.device, self.rows, self.host, self.ranks = device, rows, rows.host, rows.ranks
         self.held: set[SavedSegment] = set()
         self.bytes_out = self.bytes_in = 0
         self._copying: dict[SavedSegment, Copying] = {}
@@ -147,29 +148,33 @@ class SavedSegments:
 
     def save(self, segment: Segment) -> SavedSegment | None:
         """Copy a segment whose pages are counted. Waits for nothing. None if there is no host memory for it, or no
-        memory of the device to list its pages."""
+        memory of the device to list its pages. With several ranks such a copy is ``lost`` once all of them know."""
         runs = self.host.take(segment.pages)
         if runs is None:
             return None
+        count = self.rows.counts.ranks.held(segment.row, segment.pages)
         try:
             with self.device.launching():
-                pages, listed = self._list(segment)
+                pages, listed = self._list(segment, count)
                 listed, event = to_host(listed)
-            beside = self.device.launch_beside(lambda: self.rows.copy_out(pages, runs, self._staging))
+            beside = self.device.launch_beside(lambda: self.rows.copy_out(pages, first_of(runs, count), self._staging))
+            copying = Copying(segment, listed, event, beside, pages)
         except torch.OutOfMemoryError:
-            self.host.give(runs)
-            return None
+            if self.ranks.alone:
+                self.host.give(runs)
+                return None
+            copying = Copying(segment, torch.empty(0), None, Beside(None, None), torch.empty(0), lost=True)
         saved = SavedSegment.of(segment, runs)
         self.held.add(saved)
-        self._copying[saved] = Copying(segment, listed, event, beside, pages)
-        self.bytes_out += segment.pages * self.device.fmt.page_bytes
+        self._copying[saved] = copying
+        self.bytes_out += count * self.device.fmt.page_bytes
         return saved
 
-    def _list(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages of a segment, [n] int64 by tier, head and in order, and what is known of each, [6, n] int32."""
+    def _list(self, segment: Segment, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ``count`` pages of a segment, [n] int64 by tier, head and in order, and what is known of each, [6, n]
+        int32."""
         tables = [self._of_tier(segment, tier) for tier in range(len(self.device.fmt.tiers))]
         pages, used, known = (torch.cat(column, dim=-1) for column in zip(*tables, strict=True))
-        count = segment.pages
         place = used.long().cumsum(0) - 1  # as ``nonzero``, but of a length that the host knows
         place = torch.where(used & (place < count), place, count)
         listed = known.new_zeros(len(known), count + 1).scatter_(1, place.expand(len(known), -1), known)
@@ -182,12 +187,20 @@ class SavedSegments:
         return page, used, known
 
     def finish(self) -> list[SavedSegment]:
-        """Take over the copies that are on the host by now; these."""
+        """Take over the copies that are on the host by now, on all ranks; these. With several ranks all have to call
+        it."""
         finished: list[SavedSegment] = []
-        for saved, copying in list(self._copying.items()):
-            if not copying.done():
+        every = list(self._copying.items())
+        if not every:
+            return finished
+        mine = np.array([[not copying.done(), copying.lost] for _, copying in every], dtype=np.int64)
+        known = self.ranks.largest(mine.ravel()).reshape(mine.shape).astype(bool)
+        for (saved, copying), (late, saved.lost) in zip(every, known.tolist(), strict=True):
+            if late:
                 break  # the others are behind it
             del self._copying[saved]
+            if saved.lost:
+                continue
             listed = copying.listed.numpy()
             saved.tier, saved.head, saved.lo, saved.upper, saved.least, saved.last = listed.copy()
             finished.append(saved)
@@ -195,7 +208,7 @@ class SavedSegments:
 
     def ready(self, saved: SavedSegment) -> bool:
         """Whether it can be restored."""
-        return saved not in self._copying
+        return saved not in self._copying and not saved.lost
 
     def _changing(self, segment: Segment) -> None:
         """Pages of the segment are about to return to the ring: not before they are copied."""
@@ -205,14 +218,14 @@ class SavedSegments:
 
     # Back
 
-    def blocks(self, saved: SavedSegment, lo: int, hi: int) -> int:
-        """Table blocks that a segment of the tokens at positions [lo, hi) takes."""
-        return self.rows.blocks_from(saved, lo, hi)
+    def needed(self, parts: Sequence[tuple[SavedSegment, int, int]]) -> list[Needed]:
+        """What a segment of each part takes, as ``SavedRows.needed``."""
+        return self.rows.needed(parts)
 
-    def restore(self, saved: SavedSegment, lo: int, hi: int) -> Segment | None:
-        """A segment of the tokens at positions [lo, hi), as ``SavedRows.restore``; None, changing nothing, without
-        room."""
-        segment = self.rows.restore_range(saved, saved.segment(lo, hi))
+    def restore(self, saved: SavedSegment, lo: int, hi: int, needed: Needed) -> Segment | None:
+        """A segment of the tokens at positions [lo, hi), as ``SavedRows.restore_range``; None, changing nothing,
+        without room."""
+        segment = self.rows.restore_range(saved, saved.segment(lo, hi), needed)
         if segment is not None:
             self.bytes_in += saved.pages_from(lo, hi) * self.device.fmt.page_bytes
         return segment
@@ -251,3 +264,4 @@ class SavedSegments:
             assert saved.nodes > 0 and saved.start < saved.hi, "a saved segment stands for no tokens"
             if self.ready(saved):
                 saved.check_integrity()
+                assert not self.ranks.alone or len(saved.tier) == saved.host_pages, "a saved segment has pages to spare"

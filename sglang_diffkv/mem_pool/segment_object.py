@@ -41,6 +41,7 @@ import xxhash
 
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.page_format import EMPTY
+from sglang_diffkv.layout.ranks import Ranks
 
 MAGIC, VERSION = b"DiffKVso", 1
 PREFIX = struct.Struct("<8sIIIIQ")
@@ -81,7 +82,7 @@ class Origin:
     Attributes:
         model, configuration: digests in hex, of the weights with all that changes what they compute, and of the
             plugin's configuration with all files that it names.
-        dtype: of numbers in a raw tier. shape: of pages and tables.
+        dtype: of numbers in a raw tier. shape: of pages and tables. rank, ranks: of whose heads, of how many.
     """
 
     model: str
@@ -92,8 +93,10 @@ class Origin:
     ranks: int = 1
 
     @classmethod
-    def of(cls, geometry: Geometry, dtype: torch.dtype, model: str, configuration: str) -> Origin:
-        """Of a server whose one rank has pages of this geometry."""
+    def of(
+        cls, geometry: Geometry, dtype: torch.dtype, model: str, configuration: str, ranks: Ranks | None = None
+    ) -> Origin:
+        """Of a server's rank that has pages of this geometry; without ``ranks`` its only one."""
         fmt = geometry.fmt
         shape = {
             "head_dim": fmt.head_dim,
@@ -107,7 +110,9 @@ class Origin:
             "kv_heads": geometry.num_heads,
             "attention_spans": list(geometry.attention_spans),
         }
-        return cls(model, configuration, str(dtype).removeprefix("torch."), tuple(shape.items()))
+        ranks = ranks or Ranks()
+        name = str(dtype).removeprefix("torch.")
+        return cls(model, configuration, name, tuple(shape.items()), ranks.rank, ranks.size)
 
     def fields(self) -> dict[str, Any]:
         """For a header."""

@@ -24,9 +24,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 import numpy as np
+import torch
 
 from sglang_diffkv.mem_pool import segment_object
-from sglang_diffkv.mem_pool.host_pages import Run
+from sglang_diffkv.mem_pool.host_pages import Run, first_of
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.segment_object import (
@@ -72,13 +73,21 @@ class Writing:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An object that continues a prefix up to position ``reach``. ``size``: bytes of all of it."""
+    """An object that continues a prefix up to position ``reach``. ``size``: bytes of all of it. ``room``: host pages to
+    set aside for it."""
 
     key: str
     name: str
     head: ObjectHead
     reach: int
     size: int
+    room: int
+
+    @property
+    def key_numbers(self) -> tuple[int, ...]:
+        """What ranks have to agree on, each of which has an object of its own."""
+        header = self.head.header
+        return self.head.lo, self.head.hi, self.reach, header["first"], header["end"], int(header["as_computed"])
 
 
 @dataclass(eq=False)
@@ -132,7 +141,14 @@ class StoredSegments:
         saved.tell_dropping(self._dropping)
         for target, count in ((self._write_all, 1), (self._read_all, READERS)):
             for _ in range(count):
-                threading.Thread(target=target, name="diffkv-store", daemon=True).start()
+                threading.Thread(target=self._run, args=(target,), name="diffkv-store", daemon=True).start()
+
+    def _run(self, target: Callable[[], None]) -> None:
+        """A thread. It is on the first GPU until it is told another, and would take memory there."""
+        device = self.saved.device.state.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        target()
 
     def change_identity(self) -> None:
         """The weights change. What they compute is found by nobody else, and what others computed is not found."""
@@ -197,7 +213,7 @@ class StoredSegments:
             self._count(dropped=1)
 
     def _pieces_of(self, job: Writing) -> Iterator[bytes]:
-        for view in self._views(job.saved.runs):
+        for view in self._views(first_of(job.saved.runs, job.head.pages)):
             with self._lock:
                 if job.given_up:
                     raise _GivenUp
@@ -224,17 +240,18 @@ class StoredSegments:
 
     def load(self, found: Found) -> Load | None:
         """Read an object to host pages, without waiting; None if there are not so many."""
-        runs = self.saved.expect(found.head.pages)
+        runs = self.saved.expect(found.room)
         if runs is None:
             return None
         load = Load(found, runs, self.saved.last_launched())
         self._asked.put(lambda: self._load(load))
         return load
 
-    def take_over(self, load: Load) -> SavedSegment | None:
-        """The segment of a load that is done; None if it did not arrive or is wanted no more."""
+    def take_over(self, load: Load, *, good: bool) -> SavedSegment | None:
+        """The segment of a load that is done; None if it did not arrive or is wanted no more. ``good``: it arrived, on
+        all ranks."""
         assert load.done
-        if load.given_up or not load.good:
+        if load.given_up or not good:
             self.saved.give_up(load.runs)
             return None
         header, table = load.found.head.header, load.found.head.table
@@ -290,7 +307,7 @@ class StoredSegments:
             segment_object.check_origin(head, lookup.origin)
             segment_object.check_table(head, self.geometry)
             common = segment_object.check_tokens(head, names, lookup.namespace)
-            return Found(key, name, head, head.lo + common, size)
+            return Found(key, name, head, head.lo + common, size, head.pages)
 
         return self._reading(key, name, read)
 
@@ -314,7 +331,7 @@ class StoredSegments:
         if load.behind is not None:
             load.behind.synchronize()
         running = segment_object.checksum(head[-CHECKSUM_BYTES:])
-        for view in self._views(load.runs):
+        for view in self._views(first_of(load.runs, load.found.head.pages)):
             if load.given_up:
                 return False
             left = view

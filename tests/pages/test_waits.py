@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
+from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import SavedRows
 from sglang_diffkv.mem_pool.saved_segments import SavedSegments
@@ -34,9 +36,9 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def manager_of(policy: Policy, tiers: str) -> PageManager:
+def manager_of(policy: Policy, tiers: str, pages: int = 2400) -> PageManager:
     make_ops = partial(TritonOps, policy=policy, q_heads=2, max_tokens=400)
-    return make_manager(make_format(tiers, page_tokens=4), pages=2400, policy=policy, make_ops=make_ops)
+    return make_manager(make_format(tiers, page_tokens=4), pages=pages, policy=policy, make_ops=make_ops)
 
 
 @pytest.mark.parametrize("tail", [0, 6])
@@ -94,7 +96,66 @@ def test_segments_go_to_the_host_and_back() -> None:
         saved.finish()
         assert kept is not None and saved.ready(kept)
         with no_waiting() if again else nullcontext():
-            back = saved.restore(kept, 0, 47)
+            back = saved.restore(kept, 0, 47, *saved.needed([(kept, 0, 47)]))
         assert back is not None and seen_by(manager, back.row) == before
+        manager.segments.release(back)
+        saved.drop_all()
+
+
+def published(manager: PageManager, seed: int) -> Segment:
+    """The segment of a prompt of row 1, counted."""
+    add_prompt(manager, 1, 47, torch.Generator().manual_seed(seed), compact=False)
+    manager.rows.of(1).in_prompt = True
+    manager.prompts.end(1)
+    segment = manager.prompts.publish(1, 0, 47)
+    assert segment is not None
+    manager.counts.settle()
+    return segment
+
+
+LATE = 200_000_000
+"""Cycles of a GPU: about a tenth of a second."""
+
+
+def test_no_page_is_used_again_before_it_is_copied() -> None:
+    """Copies to the host run late, and so does what brings pages back. Meanwhile prompts take all pages of the device,
+    and the next copy the same pages of the host."""
+    manager = manager_of(diffkv_policy(1.0, 0.0, window=6), "K8V4 K4V2", pages=130)
+    parts = (manager.device, manager.rows, manager.counts, manager.segments)
+    saved = SavedSegments(manager.device, SavedRows(*parts, 70, in_parts=True))
+    copy_out = saved.rows.copy_out
+
+    def late(*args: Any) -> None:
+        torch.cuda._sleep(LATE)
+        copy_out(*args)
+
+    saved.rows.copy_out = late  # type: ignore[method-assign]
+    for seed in range(0, 40, 10):
+        segment = published(manager, seed)
+        before = seen_by(manager, segment.row)
+        kept = saved.save(segment)
+        manager.release(1)
+        manager.segments.release(segment)
+        for other in range(1, 4):  # the ring has been round by then
+            segment = published(manager, seed + other)
+            manager.release(1)
+            manager.segments.release(segment)
+        torch.cuda.synchronize()
+        assert kept is not None and saved.finish() == [kept]
+        torch.cuda._sleep(LATE)
+        back = saved.restore(kept, 0, 47, *saved.needed([(kept, 0, 47)]))
+        assert back is not None
+        saved.drop(kept)
+        other_segment = published(manager, seed + 5)
+        expected = seen_by(manager, other_segment.row)
+        again = saved.save(other_segment)  # to the host pages that are just being read
+        assert again is not None and seen_by(manager, back.row) == before
+        manager.release(1)
+        for gone in (back, other_segment):
+            manager.segments.release(gone)
+        torch.cuda.synchronize()
+        saved.finish()
+        back = saved.restore(again, 0, 47, *saved.needed([(again, 0, 47)]))
+        assert back is not None and seen_by(manager, back.row) == expected
         manager.segments.release(back)
         saved.drop_all()

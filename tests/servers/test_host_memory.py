@@ -51,6 +51,8 @@ def ten_gib_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hicache_ratio": 20.0}, 8 * GIB),
         ({"hicache_ratio": 20.0, "hicache_host_memory_fraction": 0.5}, 5 * GIB),
         ({"hicache_ratio": 20.0, "dp_size": 2}, 4 * GIB),
+        ({"hicache_ratio": 20.0, "tp_size": 2}, 4 * GIB),
+        ({"hicache_ratio": 20.0, "tp_size": 4, "nnodes": 2}, 4 * GIB),
         ({"hicache_size": 3, "hicache_ratio": 20.0}, 3 * 10**9),
     ],
 )
@@ -82,7 +84,6 @@ def test_a_model_with_states_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "named"),
     [
-        ({"tp_size": 2}, "{}", "several ranks"),
         ({"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}, "{}", "with drafts"),
         ({"disable_radix_cache": True}, "{}", "--disable-radix-cache"),
         ({"kv_canary": "log"}, "{}", "--kv-canary"),

@@ -6,6 +6,7 @@ ranks also compare after every step all that they decide on, and a difference en
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -27,10 +28,14 @@ from sglang_diffkv.evaluate.prompts import chat_ids, load_tokenizer
 from sglang_diffkv.evaluate.server import Server, ServerError, stock_backend
 from sglang_diffkv.evaluate.tasks import reference
 from sglang_diffkv.evaluate.tasks.generation import Example
+from sglang_diffkv.mem_pool import segment_object
 from sglang_diffkv.srt.models.speculation import CHAIN
+from sglang_diffkv.srt.tree.host_tier import WRITE_THROUGH
 from tests.servers.identity import check_tokens
 from tests.servers.prometheus_text import samples
 from tests.servers.shared import START_TIMEOUT, STRICT, check_idle, stats_of, tokens
+from tests.servers.test_server_disk_tier import written
+from tests.servers.test_server_host_tier import ask, crowd_out, tier
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
@@ -79,6 +84,29 @@ def test_two_ranks_give_the_tokens_of_stock_s_two(
     assert all(x.cached_tokens == len(ids) - 1 for ids, x in zip(prompts, again, strict=True))
     stats = stats_of(server)
     assert (stats["ranks"], stats["kv_heads"]) == (2, 1)
+
+
+def test_two_ranks_bring_back_what_the_pool_has_lost(tmp_path: Path, serve: Callable[..., Server]) -> None:
+    """From host memory, and after a flush from a folder, in which each rank has parts of its own. Replies are those
+    computed without a cache."""
+    prompts = [tokens(150, seed) for seed in range(300, 304)]
+    extra = {"file_storage_path": str(tmp_path), "prefetch_threshold": 32, "max_size": "100M"}
+    store = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
+    args = tier(WRITE_THROUGH, *store, "--hicache-storage-backend-extra-config", json.dumps(extra))
+    server = serve(2, {**LOSSLESS, "share_min_tokens": 32}, *args)
+    computed = client.run(server.url, prompts, 16, top_logprobs=2)
+    crowd_out(server)
+    back = client.run(server.url, prompts, 16, concurrency=4)
+    check_tokens([x.output_ids for x in back], computed, "from host memory")
+    found = stats_of(server)["host_prefixes"]
+    assert found["hits"] >= 4 and found["tokens_restored"] >= 4 * 140
+    written(server, len(prompts))
+    server.flush_cache()
+    again = [ask(server, prompt) for prompt in prompts]
+    check_tokens([reply for reply, _ in again], computed, "from the folder")
+    assert all(where["host"] >= 140 for _, where in again) and stats_of(server)["stored_prefixes"]["hits"] == 4
+    ranks = [segment_object.decode(x.read_bytes())[0].header["rank"] for x in tmp_path.rglob("*.segment")]
+    assert ranks.count(0) == ranks.count(1) >= 4
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
+from sglang_diffkv.layout.ranks import Ranks
 from sglang_diffkv.mem_pool import host_pages, saved_segments
 from sglang_diffkv.mem_pool.page_manager import PageManager
+from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
 from sglang_diffkv.policies.uniform import UniformPolicy
 from sglang_diffkv.srt.tree.host_tier import SELECTIVE, WRITE_BACK, WRITE_THROUGH, HostTier
 from tests.helpers import Seen, seen_by
 from tests.tree.stand_in import Fields, Match, StandIn
-from tests.tree.test_prefix_cache import ROWS, machine_settings
+from tests.tree.test_prefix_cache import ROWS, TreeMachine, machine_settings
 from tests.tree.test_retracted import (
     ExactRetractedMachine,
     RetractedMachine,
@@ -47,9 +50,10 @@ def watch(manager: PageManager) -> None:
             known[found] = (seen, SimpleNamespace(**vars(segment)))  # type: ignore[assignment]
         return found
 
-    def restoring(found: SavedSegment, lo: int, hi: int) -> Segment | None:
-        segment = restore(found, lo, hi)
-        if segment is not None:
+    def restoring(found: SavedSegment, lo: int, hi: int, needed: Needed) -> Segment | None:
+        assert needed.pages >= found.pages_from(lo, hi)
+        segment = restore(found, lo, hi, needed)
+        if segment is not None and found in known:
             seen, was = known[found]
             assert seen_by(manager, segment.row) == {at: x for at, x in seen.items() if lo <= at[3] < hi}
             assert (segment.lo, segment.hi, segment.end) == (lo, hi, was.end)
@@ -66,15 +70,38 @@ def asking(tokens: Any, new_tokens: int = 20) -> Fields:
     )
 
 
-class HostMachine(RetractedMachine):
-    """A prefix cache's life, whose evicted prefixes are brought back, with requests that are retracted between."""
+class Sometimes:
+    """A device's event that has passed or not, at random."""
+
+    def __init__(self, source: random.Random) -> None:
+        self.source, self.passed = source, False
+
+    def query(self) -> bool:
+        self.passed = self.passed or self.source.random() < 0.8
+        return self.passed
+
+
+class PrefixesMachine(TreeMachine):
+    """A prefix cache's life, whose evicted prefixes are brought back, once their copies have arrived."""
 
     host_pages = 300
     write_policy = WRITE_BACK
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        super().__init__(*([] if ranks is None else [ranks]))
+        self.waiting: list[Any] = []
         watch(self.manager)
+        arrivals = random.Random(self.manager.ranks.rank)
+        saved = self.manager.saved_segments
+        assert saved is not None
+        save = saved.save
+
+        def saving(segment: Segment) -> SavedSegment | None:
+            if (found := save(segment)) is not None:
+                saved._copying[found].event = Sometimes(arrivals)  # on a GPU
+            return found
+
+        saved.save = saving  # type: ignore[method-assign]
 
     @property
     def host(self) -> HostTier:
@@ -94,10 +121,6 @@ class HostMachine(RetractedMachine):
         assert not brought or self.manager.segments.cached - held, "nothing came back"
         self.admit_matched(StandIn(tokens, None, match, len(match), rid=rid), match)
 
-    def _leave(self, req: Any, *, insert: bool) -> None:
-        super()._leave(req, insert=insert)
-        self.retracted.sweep([*self.waiting, *self.running])  # as before the next pass
-
     @rule()
     def write(self) -> None:
         """SGLang is about to choose the next pass."""
@@ -111,6 +134,7 @@ class HostMachine(RetractedMachine):
             self._leave(self.running[-1], insert=True)
         self.write()
         self.tree.make_pages(self.manager.geometry.num_pages // (3 if part else 1), partly=True)
+        self.write()
         self.read(seed, 70, tail)
 
     @rule(pause=st.booleans())
@@ -126,6 +150,19 @@ class HostMachine(RetractedMachine):
         assert not self.host.index.tokens and not self.manager.saved_segments.held
         assert self.manager.saved.host.used == self.manager.saved.pages_held
 
+    @invariant()
+    def host_and_index_agree(self) -> None:
+        self.host.check_integrity()
+        self.manager.saved.check_integrity()
+
+
+class HostMachine(PrefixesMachine, RetractedMachine):
+    """The same, with requests that are retracted between."""
+
+    def _leave(self, req: Any, *, insert: bool) -> None:
+        super()._leave(req, insert=insert)
+        self.retracted.sweep([*self.waiting, *self.running])  # as before the next pass
+
     @precondition(lambda self: not self.running)
     @rule()
     def flush(self) -> None:
@@ -135,8 +172,7 @@ class HostMachine(RetractedMachine):
         assert not self.host.index.tokens and not self.manager.saved.host.used and not self.host.old_weights.left
 
     @invariant()
-    def host_and_index_agree(self) -> None:
-        self.host.check_integrity()
+    def one_memory_holds_both(self) -> None:
         report = self.host.report()
         assert report["host_bytes"] + self.retracted.report()["host_bytes"] <= report["host_bytes_most"]
 
@@ -441,6 +477,18 @@ def test_host_memory_is_pinned_as_it_fills(monkeypatch: pytest.MonkeyPatch, capl
     assert len(host.take(2 * part)) == 1 and host.take(1) is None
 
 
+def test_ranks_have_as_much_pinned_memory_as_the_one_with_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start: a rank that found later that it has less would decide otherwise than the others."""
+    pinned: list[int] = []
+    monkeypatch.setattr(host_pages, "_register", lambda memory: pinned.append(len(memory)) or 0)
+    monkeypatch.setattr(host_pages, "PART_BYTES", 10 * 88)
+    host = host_pages.HostPages(2000, 88, pinned=True, in_parts=True)
+    host.pin_now(lambda pages: pages - 300)
+    assert sum(pinned) == 2000 and host.count == host.free == 1700
+    host.check_integrity([])
+    assert host.take(1701) is None and host.take(1700) == [(0, 1700)] and sum(pinned) == 2000
+
+
 @pytest.mark.parametrize("at_once", [None, 3])
 def test_copies_stop_at_the_ends_of_parts_and_of_the_staging_buffer(at_once: int | None, world: World) -> None:
     """As on a GPU, where memory that is pinned apart is copied apart."""
@@ -475,6 +523,8 @@ def test_no_copy_asks_the_device_for_a_number(exact: bool) -> None:
     with Unasked():
         kept = saved.save(segment)
         saved.finish()
-        assert kept is not None and saved.rows.restore_range(kept, kept.segment(segment.lo, segment.hi - 3)) is not None
+        assert kept is not None
+        (needed,) = saved.needed([(kept, segment.lo, segment.hi - 3)])
+        assert saved.restore(kept, segment.lo, segment.hi - 3, needed) is not None
     with pytest.raises(AssertionError, match="the host waits"), Unasked():
         manager.state.entries.nonzero()

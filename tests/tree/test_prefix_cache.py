@@ -59,6 +59,7 @@ class TreeMachine(RuleBasedStateMachine):
     attention_spans: tuple[int, ...] = ()
     host_pages = 0
     write_policy = ""
+    keeps_retracted = True
     page_tokens = 8
 
     def __init__(self, ranks: Ranks | None = None) -> None:
@@ -67,8 +68,10 @@ class TreeMachine(RuleBasedStateMachine):
         fmt = PageFormat(DIM, DIM, self.tiers, of_page, scored, position_bytes_for(300))
         pages = pages_for(CAPACITY, of_page, LAYERS * HEADS)
         geometry = Geometry(fmt, LAYERS, HEADS, pages, ROWS + 1, 40, 300, self.attention_spans)
-        host = {"host_pages": self.host_pages, "write_policy": self.write_policy}
-        self.manager = PageManager(geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, **host)
+        self.manager = PageManager(
+            geometry, self.policy, ranks=ranks, q_heads=2 * HEADS, host_pages=self.host_pages,
+            write_policy=self.write_policy, keeps_retracted=self.keeps_retracted,
+        )  # fmt: skip
         self.pool = self.make_pool()
         self.requests = build_lifecycle(PageLedger(self.manager, CAPACITY))
         self.allocator = DiffKVAllocator(

@@ -6,7 +6,11 @@ requests and give their tokens other scores.
 
 from __future__ import annotations
 
+import threading
+from array import array
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +19,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from sglang_diffkv.layout.ranks import RankError
+from sglang_diffkv.mem_pool import segment_object
 from sglang_diffkv.mem_pool.counts import RankCounts
 from sglang_diffkv.mem_pool.integrity import decision_digest
+from sglang_diffkv.mem_pool.object_folder import ObjectFolder
+from sglang_diffkv.mem_pool.segment_object import Origin
+from sglang_diffkv.mem_pool.stored_segments import StoredSegments
+from sglang_diffkv.srt.tree.disk_tier import TIMEOUT, WAIT_COMPLETE, Prefetch
+from sglang_diffkv.srt.tree.host_tier import WRITE_BACK, WRITE_THROUGH
 from tests.policies import xkv_policy
 from tests.ranks import Pair
+from tests.tree.stand_in import Match
+from tests.tree.test_host_tier import PrefixesMachine, asking
 from tests.tree.test_prefix_cache import CAPACITY, WINDOW, ExactTreeMachine, TreeMachine, machine_settings
 from tests.tree.test_pruning_methods import PruningMachine
 from tests.tree.test_pruning_methods import machine as machine_of
@@ -143,14 +155,186 @@ class ZipageRanksMachine(RanksMachine):
     kind = machine_of("zipage beside", False)
 
 
+class PrefixesOfRank(PrefixesMachine):
+    """Evicted prefixes of one of several ranks, in host memory for a few."""
+
+    host_pages = 100
+    write_policy = WRITE_THROUGH
+    keeps_retracted = False
+
+
+class ExactPrefixesOfRank(PrefixesOfRank):
+    exact = True
+    write_policy = WRITE_BACK
+
+
+class HostRanksMachine(RanksMachine):
+    """Copies to host memory arrive at other times on each rank."""
+
+    kind = PrefixesOfRank
+
+    def each(self, act: Callable[[PrefixesOfRank], None]) -> None:
+        def run(machine: TreeMachine) -> None:
+            assert isinstance(machine, PrefixesOfRank)
+            act(machine)
+            machine.host_and_index_agree()
+
+        self.both(run)
+
+    @rule()
+    def write(self) -> None:
+        self.each(lambda machine: machine.write())
+
+    @rule(seed=st.integers(0, 2), length=st.integers(30, 70), tail=st.integers(0, 3), part=st.booleans())
+    def come_back(self, seed: int, length: int, tail: int, part: bool) -> None:
+        self.each(lambda machine: machine.come_back(seed=seed, length=length, tail=tail, part=part))
+
+    @rule()
+    def pause(self) -> None:
+        self.each(lambda machine: machine.drop(pause=True))
+
+
+class ExactHostRanksMachine(HostRanksMachine):
+    kind = ExactPrefixesOfRank
+
+
 RanksMachine.TestCase.settings = ExactRanksMachine.TestCase.settings = machine_settings(50)
 XKVRanksMachine.TestCase.settings = ExactXKVRanksMachine.TestCase.settings = machine_settings(30)
 ZipageRanksMachine.TestCase.settings = machine_settings(30)
 TestRanks = RanksMachine.TestCase
 TestExactRanks = ExactRanksMachine.TestCase
+HostRanksMachine.TestCase.settings = ExactHostRanksMachine.TestCase.settings = machine_settings(40)
+TestHostRanks = HostRanksMachine.TestCase
+TestExactHostRanks = ExactHostRanksMachine.TestCase
 TestXKVRanks = XKVRanksMachine.TestCase
 TestExactXKVRanks = ExactXKVRanksMachine.TestCase
 TestZipageRanks = ZipageRanksMachine.TestCase
+
+
+def test_a_prefix_is_there_once_all_ranks_have_it() -> None:
+    """Ranks hold other numbers of pages of it, and set aside as many of the host's."""
+    machine = HostRanksMachine()
+    machine.admit(seed=1, length=70, tail=0)
+    machine.extend(chunk=49)
+    machine.extend(chunk=49)
+    machine.decode(steps=12)
+    machine.leave(which=0, insert=True)
+    members = machine.pair.members
+    arrived = [SimpleNamespace(passed=False, query=lambda rank=rank: arrived[rank].passed) for rank in range(2)]
+
+    def saved(member: Any) -> list[Any]:
+        kept = member.manager.saved_segments
+        for copying in kept._copying.values():
+            copying.event = arrived[member.manager.ranks.rank]
+        return sorted(kept.held, key=lambda x: x.start)
+
+    machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))
+    assert not any(x.manager.segments.cached for x in members)
+    ours = machine.pair.each(saved)
+    assert [x.host_pages for x in ours[0]] == [x.host_pages for x in ours[1]]
+
+    def found(member: Any) -> int:
+        before = member.host.counts["tokens_restored"]
+        member.write()
+        member.read(seed=1, length=70, tail=0)
+        member._leave(member.running[-1], insert=False)
+        return int(member.host.counts["tokens_restored"] - before)
+
+    for passed, tokens in ((0, 0), (1, 70)):
+        arrived[passed].passed = True
+        assert machine.pair.each(found) == [tokens] * 2
+        machine.each(lambda member: member.tree.make_pages(member.manager.geometry.num_pages, partly=True))
+    held = [sum(len(x.tier) for x in found) for found in ours]
+    assert held[0] != held[1], "ranks hold as many pages"
+    machine.each(lambda member: member.structures_are_consistent())
+
+
+def with_store(folder: Path, prefetch: Prefetch) -> HostRanksMachine:
+    """Ranks that write what they copy to a folder, and find it there."""
+    machine = HostRanksMachine()
+
+    def add(member: Any) -> None:
+        manager = member.manager
+        origin = Origin.of(manager.geometry, manager.state.dtype, "m", "c", manager.ranks)
+        member.host.store_in(StoredSegments(manager.saved_segments, ObjectFolder(folder), origin), prefetch)
+
+    machine.each(add)
+    return machine
+
+
+def found_by(member: Any, prompt: Any) -> int:
+    """Tokens of a prompt that a request finds which waits for the store as long as it may."""
+    req = asking(prompt)
+    while True:
+        member.manager.counts.meet()
+        member.requests.scheduling_begins([req])
+        with member.host.admitting(req):
+            match = Match(member.tree, prompt)
+        match.unlock(member.tree)
+        if not member.host.waits_for(req):
+            member.host.prefill_begins([req])
+            return len(match)
+
+
+PATIENT = Prefetch(WAIT_COMPLETE, threshold=8)
+
+
+@pytest.mark.parametrize("damage", ["none", "gone", "page", "slow"])
+def test_ranks_find_in_a_store_what_all_of_them_find(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has a part of its own there, of other pages. The second rank's is damaged."""
+    prompt = array("q", [*range(70), 9])
+    first = with_store(tmp_path, PATIENT)
+
+    def write(member: Any) -> None:
+        member.admit_tokens(prompt[:])
+        member.extend(49)
+        member.extend(49)
+        member.decode(12)
+        member._leave(member.running[-1], insert=True)
+        while member.manager.ranks.largest(np.array([member.host.report_of_store()["written"] < 2]))[0]:
+            member.write()
+
+    first.each(write)
+    parts: dict[int, list[Path]] = {0: [], 1: []}
+    for path in sorted(tmp_path.rglob("*.segment")):
+        header = segment_object.decode(path.read_bytes())[0].header
+        assert header["ranks"] == 2
+        parts[header["rank"]].append(path)
+    assert [len(x) for x in parts.values()] == [2, 2]
+    sizes = [sum(path.stat().st_size for path in of_rank) for of_rank in parts.values()]
+    assert sizes[0] != sizes[1], "ranks hold as many pages"
+    go = threading.Event()
+    for path in parts[1]:
+        if damage == "gone":
+            path.unlink()
+        elif damage == "page":
+            data = bytearray(path.read_bytes())
+            data[-300] ^= 1
+            path.write_bytes(data)
+    second = with_store(tmp_path, PATIENT if damage != "slow" else Prefetch(TIMEOUT, 8, 0.3, 0.0))
+    if damage == "slow":
+        stored = second.pair.members[1].host.disk.stored
+        fill = stored._fill
+        monkeypatch.setattr(stored, "_fill", lambda *args: go.wait(20) and fill(*args))
+    longer = array("q", [*prompt, 1])
+    expected = 63 if damage == "none" else 0  # the reply goes another way
+    assert second.pair.each(lambda member: found_by(member, longer)) == [expected] * 2
+    second.each(lambda member: member.admit_tokens(longer[:]))
+    second.extend(chunk=49)
+    late = [member.host.disk.counts["late"] for member in second.pair.members]
+    assert late == [int(damage == "slow")] * 2
+    go.set()
+    if damage == "slow":
+        until = array("q", [*longer, 2])
+
+        def find_late(member: Any) -> int:
+            while member.manager.ranks.largest(np.array([member.host.report_of_store()["fetching"]]))[0]:
+                member.write()
+            return found_by(member, until)
+
+        assert second.pair.each(find_late) == [63] * 2, "what came late is lost"
 
 
 def test_a_fault_on_one_rank_ends_the_request_on_all() -> None:

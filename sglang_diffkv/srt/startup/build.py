@@ -9,6 +9,7 @@ import zlib
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig, MemoryPoolConfigurator
 
@@ -142,7 +143,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         make_ops=lambda state: plan.ops(state, geometry, policy),
         q_heads=plan.q_heads,
         drafts=drafts,
-        host_pages=plan.host_pages(geometry),
+        host_pages=int(ranks.least(np.array([plan.host_pages(geometry)]))[0]),
         high_rows=plan.config.high_requests > 0,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,

@@ -57,9 +57,6 @@ def problems(args: Any, config: DiffKVConfig) -> list[str]:
     view = compat.resolved(args)
     drop = f"drop {OPTION}"
     found = {
-        f"{OPTION} with several ranks, which would all have to find room for their parts: {drop}, or use --tp-size 1": (
-            getattr(view, "tp_size", 1) > 1
-        ),
         f"{OPTION} with drafts, whose cache would have to come back too: {drop}, or --speculative-algorithm": bool(
             drafts_of(view)
         ),
@@ -116,15 +113,20 @@ def host_tier(configurator: Any) -> HostTierPlan | None:
         )
     disk_store.check_model(args, configurator)
     view = compat.resolved(args)
-    replicas = getattr(view, "dp_size", 1) or 1
+    replicas = (getattr(view, "dp_size", 1) or 1) * _ranks_here(view)
     free, size = free_host_memory() // replicas, int(max(getattr(view, "hicache_size", 0), 0) * GB)
     if size > free:
-        each = f" for each of {replicas} replicas" if replicas > 1 else ""
+        each = f" for each of {replicas} ranks and replicas" if replicas > 1 else ""
         raise UnsupportedError(
             f"diffkv: --hicache-size asks for {size / GIB:.1f} GiB of host memory{each}, and {free / GIB:.1f} GiB "
             "are free: ask for less"
         )
     return HostTierPlan(view.hicache_write_policy, _ratio(view), size, int(_fraction(view) * free))
+
+
+def _ranks_here(view: Any) -> int:
+    """Ranks of a server that share this machine's memory."""
+    return max(getattr(view, "tp_size", 1) // (getattr(view, "nnodes", 1) or 1), 1)
 
 
 def describe(tier: HostTierPlan, pool: int) -> str:

@@ -90,7 +90,8 @@ def _around(tree: DiffKVPrefixCache, share_min_tokens: int, exact: bool, store: 
     if manager.saved_segments is not None:
         host = HostTier(tree, manager.saved_segments, policy=manager.write_policy, least=share_min_tokens)
         if store is not None:
-            origin = Origin.of(manager.geometry, manager.state.dtype, store.model, store.configuration)
+            described = (manager.state.dtype, store.model, store.configuration, manager.ranks)
+            origin = Origin.of(manager.geometry, *described)
             host.store_in(StoredSegments(manager.saved_segments, store.folder, origin), store.prefetch)
     return Parts(
         compression=_compression(ledger, tree, rule),

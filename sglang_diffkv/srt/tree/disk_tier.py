@@ -8,6 +8,9 @@ How long it waits is SGLang's ``--hicache-storage-prefetch-policy``: until all i
 most (``timeout``), or not at all (``best_effort``): then later requests have what was read. No policy waits longer than
 ``LONGEST`` seconds for a disk that hangs.
 
+Each rank has objects of its own, and threads that read them. Before they schedule, ranks exchange what has arrived. A
+prefix is found as far as all of them have found it, and is there once it has arrived on all.
+
 A flush empties tree and host memory, not the disk, as in SGLang: it has what the same weights compute. A change of
 weights changes the names of all, so nothing that others computed is found.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -65,13 +68,15 @@ class Prefetch:
 
 @dataclass(eq=False)
 class Loading:
-    """A load, and what the index is to know of it. ``fetches``: how many wait for it. ``over``: it was taken over."""
+    """A load, and what the index is to know of it. ``fetches``: how many wait for it. ``over``: it was taken over.
+    ``good``: it arrived on all ranks."""
 
     load: Load
     space: Hashable
     tokens: np.ndarray
     fetches: int = 0
     over: bool = False
+    good: bool = False
 
 
 @dataclass(eq=False)
@@ -79,13 +84,14 @@ class Fetch:
     """What comes from the disk for a request; ``req`` is None once that has been admitted.
 
     Attributes:
-        until: a reading of ``time.monotonic``; the request waits no longer.
+        until: a reading of ``time.monotonic``; the request waits no longer. late: it is past, on any rank.
     """
 
     req: Any
     space: Hashable
     lookup: Lookup | None
     until: float
+    late: bool = False
     loadings: list[Loading] = field(default_factory=list)
 
 
@@ -120,6 +126,10 @@ class NoDisk:
     def check_integrity(self) -> None:
         """As ``RequestListener``."""
 
+    def digest(self) -> Any:
+        """As ``RequestListener``."""
+        return None
+
     def report(self) -> dict[str, int]:
         """For ``/server_info``."""
         return {}
@@ -142,7 +152,7 @@ class DiskTier(NoDisk):
         idle: Callable[[], bool],
     ):
         self.stored, self.index, self.prefetch = stored, index, prefetch
-        self._make_room, self._idle = make_room, idle
+        self._make_room, self._idle, self.ranks = make_room, idle, stored.saved.ranks
         self._fetches: list[Fetch] = []
         self._loadings: dict[str, Loading] = {}
         self._coming: dict[SavedSegment, tuple[str, np.ndarray]] = {}
@@ -172,7 +182,7 @@ class DiskTier(NoDisk):
             fetch = self._ask(req, space, tokens, at, starts)
         if fetch is None or self.prefetch.policy == BEST_EFFORT:
             return False
-        if time.monotonic() < fetch.until:
+        if not fetch.late:
             return True
         self.counts["late"] += 1
         fetch.req = None  # what comes yet is there for others
@@ -189,25 +199,64 @@ class DiskTier(NoDisk):
         return fetch
 
     def poll(self) -> None:
-        for fetch in self._fetches:
-            if fetch.lookup is not None and fetch.lookup.done:
-                lookup, fetch.lookup = fetch.lookup, None
-                self._load_all(fetch, lookup)
-        for name, loading in list(self._loadings.items()):
-            if loading.load.done:
+        """Take over what has arrived on all ranks. With several all have to call it."""
+        if not self._fetches and not self._loadings:
+            return
+        looking = [(x, x.lookup) for x in self._fetches if x.lookup is not None]
+        loading, now = list(self._loadings.items()), time.monotonic()
+        asked = [not lookup.done for _, lookup in looking]
+        unread = [not x.load.done for _, x in loading]
+        asked, lengths, unread, bad, late = self.ranks.largest_of(
+            asked,
+            [-len(lookup.found) * (not waits) for (_, lookup), waits in zip(looking, asked, strict=True)],
+            unread,
+            [not x.load.good for _, x in loading],
+            [now >= x.until for x in self._fetches],
+        )
+        for fetch, past in zip(self._fetches, late, strict=True):
+            fetch.late = bool(past)
+        self._looked([(*x, -length) for x, waits, length in zip(looking, asked, lengths, strict=True) if not waits])
+        for (name, x), waits, failed in zip(loading, unread, bad, strict=True):
+            if not waits:
                 del self._loadings[name]
-                self._take_over(loading)
+                x.good = not failed
+                self._take_over(x)
         self._fetches = [x for x in self._fetches if x.lookup is not None or not self._arrived(x)]
+
+    def _looked(self, looked: list[tuple[Fetch, Lookup, int]]) -> None:
+        """Lookups are done, in which each rank has found so many objects at least."""
+        chains = self._found_by_all([lookup.found[:length] for _, lookup, length in looked])
+        for (fetch, lookup, _), chain in zip(looked, chains, strict=True):
+            fetch.lookup = None
+            self._load_all(fetch, lookup, chain)
+
+    def _found_by_all(self, chains: list[list[Found]]) -> list[list[Found]]:
+        """Of objects by position, each list as long on all ranks: those before the first one of which ranks have found
+        another. Each with the host pages that the rank with most needs."""
+        every = [found for chain in chains for found in chain]
+        if not every:
+            return chains
+        mine = np.array([[*x.key_numbers, *(-n for n in x.key_numbers), x.room] for x in every], dtype=np.int64)
+        worst = self.ranks.largest(mine.ravel()).reshape(mine.shape)
+        count = len(every[0].key_numbers)
+        same = (worst[:, :count] == -worst[:, count:-1]).all(1).tolist()
+        rooms, at, agreed = worst[:, -1].tolist(), 0, list[list[Found]]()
+        for chain in chains:
+            here = same[at : at + len(chain)]
+            length = here.index(False) if False in here else len(chain)
+            agreed.append([replace(x, room=rooms[at + index]) for index, x in enumerate(chain[:length])])
+            at += len(chain)
+        return agreed
 
     def _arrived(self, fetch: Fetch) -> bool:
         if not all(x.over for x in fetch.loadings):
             return False
-        self.counts["hits"] += any(x.load.good for x in fetch.loadings)
+        self.counts["hits"] += any(x.good for x in fetch.loadings)
         return True
 
-    def _load_all(self, fetch: Fetch, lookup: Lookup) -> None:
+    def _load_all(self, fetch: Fetch, lookup: Lookup, chain: list[Found]) -> None:
         """Read what was found, but what the host has by now."""
-        for found in () if lookup.given_up else lookup.found:
+        for found in () if lookup.given_up else chain:
             tokens = np.concatenate([lookup.tokens[: found.head.lo], found.head.tokens])
             if not self.index.lacks(fetch.space, tokens, found.head.lo):
                 continue
@@ -218,7 +267,7 @@ class DiskTier(NoDisk):
             fetch.loadings.append(loading)
 
     def _load(self, found: Found, space: Hashable, tokens: np.ndarray) -> Loading | None:
-        self._make_room(found.head.pages)
+        self._make_room(found.room)
         load = self.stored.load(found)
         if load is None:
             self.counts["no_host_memory"] += 1
@@ -227,7 +276,7 @@ class DiskTier(NoDisk):
         return loading
 
     def _take_over(self, loading: Loading) -> None:
-        saved, loading.over = self.stored.take_over(loading.load), True
+        saved, loading.over = self.stored.take_over(loading.load, good=loading.good), True
         if saved is not None:
             self.counts["tokens_read"] += saved.hi - saved.start
             self.index.insert(loading.space, loading.tokens, saved, used=time.monotonic(), priority=0)
@@ -279,6 +328,9 @@ class DiskTier(NoDisk):
         coming = set(map(id, self._loadings.values()))
         for fetch in self._fetches:
             assert all(x.over or id(x) in coming for x in fetch.loadings), "a request waits for what nobody reads"
+
+    def digest(self) -> Any:
+        return [*self.counts.values(), len(self._fetches), [x.load.found.room for x in self._loadings.values()]]
 
     def report(self) -> dict[str, int]:
         return {**self.counts, **self.stored.report(), "fetching": len(self._fetches)}

@@ -6,6 +6,7 @@ segment, or nothing: the prefix cache may hold these tokens itself. So a path ca
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -22,11 +23,15 @@ class HostNode:
     """Some tokens of prefixes, behind those of its parent.
 
     Attributes:
-        tokens: [n] int64. start: position of the first. saved: what the host has of them, if anything.
+        number: of its own; nodes that were made earlier have lower ones. tokens: [n] int64. start: position of the
+            first. saved: what the host has of them, if anything.
         last_access_time, creation_time, hit_count, priority: what SGLang's eviction policies choose by.
     """
 
+    _numbers = itertools.count()
+
     def __init__(self, parent: HostNode | None, tokens: np.ndarray, start: int):
+        self.number = next(self._numbers)
         self.parent, self.tokens, self.start = parent, tokens, start
         self.children: dict[int, HostNode] = {}
         self.saved: SavedSegment | None = None

@@ -16,6 +16,9 @@ come first: prefixes make room for them.
 
 Behind host memory there may be a disk (``disk_tier.py``).
 
+Several ranks do all of this alike, each for the pages of its heads. They count what takes most on any rank, and bring
+back what all of them have by then.
+
 What other weights computed is never brought back: a change of weights, and a pause that retracts all requests, drop
 everything. If some of it is left on the GPU, nothing more is copied until the cache is flushed. An adapter (LoRA) that
 is loaded again has another id, and so a namespace of its own.
@@ -35,6 +38,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 
 from sglang_diffkv.layout.geometry import Path
 from sglang_diffkv.layout.spans import served_end
+from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment, SavedSegments
 from sglang_diffkv.mem_pool.stored_segments import StoredSegments
 from sglang_diffkv.srt.tree.disk_tier import DiskTier, NoDisk, Prefetch
@@ -72,6 +76,7 @@ class HostTier(HostPrefixes):
     def __init__(self, tree: DiffKVPrefixCache, saved: SavedSegments, *, policy: str, least: int):
         self.tree, self.saved, self.policy, self.least = tree, saved, policy, least
         self.manager, self.ledger, self.host = tree.manager, tree.ledger, saved.host
+        self.ranks = self.manager.ranks
         self.index = HostIndex(saved.drop)
         self.expected: Callable[[], Iterable[tuple[int | None, float]]] = lambda: ()
         self.old_weights = OldWeights(self.manager, "evicted prefixes do not go to host memory")
@@ -134,7 +139,7 @@ class HostTier(HostPrefixes):
             written += self._write(node)
 
     def _arrived(self) -> None:
-        """Take over what is on the host by now."""
+        """Take over what is on the host by now, on all ranks."""
         self.disk.finished(self.saved.finish())
         self.disk.poll()
 
@@ -181,7 +186,7 @@ class HostTier(HostPrefixes):
         """Forget prefixes until so many host pages are free, as far as possible."""
         forgotten = True
         while pages > self.host.free and forgotten:
-            heap = [(self._priority(node), id(node), node) for node in self.index.nodes() if not node.children]
+            heap = [(self._priority(node), node.number, node) for node in self.index.nodes() if not node.children]
             heapq.heapify(heap)
             forgotten = False
             while heap and pages > self.host.free:
@@ -193,7 +198,7 @@ class HostTier(HostPrefixes):
                 self.counts["tokens_evicted"] += sum(len(node.tokens) for node in nodes)
                 above = self.index.remove(nodes)
                 if above is not None:
-                    heapq.heappush(heap, (self._priority(above), id(above), above))
+                    heapq.heappush(heap, (self._priority(above), above.number, above))
 
     def _priority(self, node: HostNode) -> Any:
         return self.tree.eviction_strategy.get_priority(node)
@@ -216,7 +221,8 @@ class HostTier(HostPrefixes):
             req.diffkv_waits_for_store = False
         if req is None or self.old_weights.left or _without_host(req) or not (self.saved.held or self.stores):
             return None
-        self._arrived()
+        if self.ranks.alone:  # several exchange what has arrived before they schedule
+            self._arrived()
         space, tokens = space_of(params.key), tokens_of(params.key)
         node = self.tree.find(params).last_device_node
         at = self.tree.depth(node)
@@ -268,13 +274,14 @@ class HostTier(HostPrefixes):
     def _restore(self, req: Any, key: Any, node: Any, parts: list[Part]) -> int:
         """Bring back parts that follow the path to ``node``, as many as there is room for. Their tokens."""
         start = at = parts[0][1]
+        needed = self.saved.needed(parts)
         self._restoring = {saved for saved, _, _ in parts}
         self.tree.inc_lock_ref(node)
         try:
-            if not self._expected_to_fit(req, parts):
+            if not self._expected_to_fit(req, parts[-1][2], sum(x.pages for x in needed)):
                 return 0
-            for part in parts:
-                below = self._restore_part(req, key, node, part)
+            for part, takes in zip(parts, needed, strict=True):
+                below = self._restore_part(req, key, node, part, takes)
                 if below is None:
                     break
                 self.tree.inc_lock_ref(below)
@@ -285,29 +292,28 @@ class HostTier(HostPrefixes):
             self._restoring = set()
         return at - start
 
-    def _expected_to_fit(self, req: Any, parts: list[Part]) -> bool:
-        """Whether the request would be admitted once the parts are restored."""
+    def _expected_to_fit(self, req: Any, end: int, pages: int) -> bool:
+        """Whether the request would be admitted once its prefix up to ``end`` is restored, in so many pages."""
         if self.ledger.idle:
             return True
         geometry = self.manager.geometry
-        pages = sum(saved.pages_from(lo, hi) for saved, lo, hi in parts)
-        wanted = pages * geometry.fmt.high.tokens / geometry.heads + compat.prompt_len(req) - parts[-1][2] + 1
+        wanted = pages * geometry.fmt.high.tokens / geometry.heads + compat.prompt_len(req) - end + 1
         wanted += compat.tokens_to_grow(req, self.ledger.growth)
         growth = self.ledger.growth_of_all(self.expected())
         return self.ledger.available() + self.ledger.evictable() - growth >= wanted
 
-    def _restore_part(self, req: Any, key: Any, node: Any, part: Part) -> Any:
+    def _restore_part(self, req: Any, key: Any, node: Any, part: Part, needed: Needed) -> Any:
         """The node of a restored part behind ``node``, which is locked; None, changing nothing but by eviction, if
         there is no room."""
         tree, (saved, lo, hi) = self.tree, part
-        room = tree.make_room_to_restore(hi - lo, saved.pages_from(lo, hi), self.saved.blocks(saved, lo, hi))
+        room = tree.make_room_to_restore(hi - lo, needed.pages, needed.blocks)
         found = MatchPrefixParams(key=key[:hi])
         if not room or tree.depth(tree.find(found).last_device_node) != lo:
             return None
         kv_slots = tree.token_to_kv_pool_allocator.alloc(hi - lo)
         if kv_slots is None:
             return None
-        segment = self.saved.restore(saved, lo, hi)
+        segment = self.saved.restore(saved, lo, hi, needed)
         if segment is None:
             tree.token_to_kv_pool_allocator.free(kv_slots)
             return None
@@ -358,7 +364,7 @@ class HostTier(HostPrefixes):
         return {
             **self.counts,
             "tokens": self.index.tokens,
-            "host_bytes": sum(saved.pages for saved in self.saved.held) * size,
+            "host_bytes": sum(saved.host_pages for saved in self.saved.held) * size,
             "host_bytes_most": self.host.count * size,
             "bytes_out": self.saved.bytes_out,
             "bytes_in": self.saved.bytes_in,
@@ -366,6 +372,9 @@ class HostTier(HostPrefixes):
 
     def report_of_store(self) -> dict[str, int]:
         return self.disk.report()
+
+    def digest(self) -> Any:
+        return self.index.tokens, self.host.free, len(self._unwritten), *self.counts.values(), self.disk.digest()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless index and host memory agree."""

@@ -253,7 +253,8 @@ class Retracted(Restoring):
         return self.ledger.available() + self.ledger.evictable() - growth >= self._wanted(kept, pages)
 
     def _make_room(self, kept: Kept, at: int, tokens: int, pages: int) -> bool:
-        return self.tree.make_room_to_restore(tokens, pages, self.saved.blocks_from(kept.saved, at))
+        (needed,) = self.saved.needed([(kept.saved, at, None)])
+        return self.tree.make_room_to_restore(tokens, pages, needed.blocks)
 
     def waits_for(self, req: Any) -> float | None:
         kept = self.of(req)
