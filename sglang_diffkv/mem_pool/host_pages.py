@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable
 
 import torch
 
 from sglang_diffkv.errors import UnsupportedError
+from sglang_diffkv.mem_pool.pinning import Pinning
 
 Run = tuple[int, int]
 """First host page and count."""
@@ -22,6 +22,9 @@ PART_BYTES = 64 << 20
 ALIGNED = 4096
 """Bytes: parts that are pinned apart share no page of the operating system."""
 
+HUGE = 2 << 20
+"""Bytes of a large page of the operating system. Memory that has them is pinned in less time."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,7 +32,7 @@ class HostPages:
     """Pages in host memory, handed out in runs. With a GPU the memory is pinned, so that copies wait for nobody.
 
     Args:
-        pinned: all of it from the start, unless ``in_parts``: then each part when the first of its pages is taken.
+        pinned: all of it from the start, unless ``in_parts``: then by a thread that is ahead of what is taken.
 
     Attributes:
         pages: [count, page_bytes] uint8 on the host.
@@ -37,13 +40,14 @@ class HostPages:
     """
 
     def __init__(self, count: int, page_bytes: int, *, pinned: bool, in_parts: bool = False):
-        self.part, self._ready = max(count, 1), count  # pages below ``_ready`` may be copied to
+        self.part = max(count, 1)
+        self._pinning: Pinning | None = None
         if in_parts:
             step = ALIGNED // math.gcd(page_bytes, ALIGNED)
             self.part = -(-max(PART_BYTES // page_bytes, 1) // step) * step
-        self._in_parts = pinned and in_parts
-        if self._in_parts:
-            self.pages, self._ready = _aligned(count, page_bytes), 0
+        if pinned and in_parts:
+            self.pages = _aligned(count, page_bytes)
+            self._pinning = Pinning(self.pages, self.part, lambda memory: _register(memory))
         else:
             self.pages = torch.empty(count, page_bytes, dtype=torch.uint8)
             if pinned and count:
@@ -75,9 +79,10 @@ class HostPages:
         taken = self._take(count)
         self._left -= count
         end = max((first + length for first, length in taken), default=0)
-        if end > self._ready and not self._pin_to(end):
+        if not self._pin_to(end):
+            assert self._pinning is not None
             self.give(taken)
-            self._give_up_unpinned()
+            self._shrink(self._pinning.ready)
             return self.take(count)
         return taken
 
@@ -111,33 +116,28 @@ class HostPages:
     def pin_now(self, least: Callable[[int], int]) -> None:
         """Pin all parts now. ``least`` gives the least of a number that each rank has: ranks hand out the same pages,
         so none may find later that the system lets it have fewer."""
-        if self._in_parts:
-            self._pin_to(self._count)
-        self._ready = least(self._ready)
-        self._give_up_unpinned()
+        self._pin_to(self._count)
+        self._shrink(least(self._count if self._pinning is None else self._pinning.ready))
 
     def end_of_part(self, page: int) -> int:
         """The page after the last one of a page's part."""
         return (page // self.part + 1) * self.part
 
     def _pin_to(self, end: int) -> bool:
-        """Pin parts until the pages before ``end`` are; False if the system does not let them be."""
-        while self._ready < end:
-            upto = min(self.end_of_part(self._ready), self._count)
-            if error := _pinning_error(self.pages[self._ready : upto]):
-                logger.warning(
-                    "DiffKV: %d pages of host memory are pinned, and the system lets no more be (CUDA error %d): the "
-                    "server goes on with these.", self._ready, error,
-                )  # fmt: skip
-                return False
-            self._ready = upto
-        return True
+        """Wait until the pages before ``end`` are pinned; False if the system does not let them be."""
+        if self._pinning is None or self._pinning.want(end):
+            return True
+        logger.warning(
+            "DiffKV: %d pages of host memory are pinned, and the system lets no more be (CUDA error %d): the server "
+            "goes on with these.", self._pinning.ready, self._pinning.error,
+        )  # fmt: skip
+        return False
 
-    def _give_up_unpinned(self) -> None:
-        """What is not pinned never will be. Nobody holds any of it."""
-        self._count = self._ready
-        self._free = [(start, min(count, self._count - start)) for start, count in self._free if start < self._count]
-        self._left = sum(count for _, count in self._free)
+    def _shrink(self, count: int) -> None:
+        """There are no more than the first ``count`` pages. Nobody holds any of the others."""
+        self._count = min(self._count, count)
+        self._free = [(start, min(length, self._count - start)) for start, length in self._free if start < self._count]
+        self._left = sum(length for _, length in self._free)
 
     def check_integrity(self, held: Iterable[Run]) -> None:
         """Raise AssertionError unless every page is free or in one of the ``held`` runs, once."""
@@ -163,32 +163,15 @@ def first_of(runs: Iterable[Run], count: int) -> list[Run]:
 
 
 def _aligned(count: int, page_bytes: int) -> torch.Tensor:
-    """[count, page_bytes] uint8 from a page of the operating system on. It is not touched."""
-    memory = torch.empty(count * page_bytes + ALIGNED, dtype=torch.uint8)
-    first = -memory.data_ptr() % ALIGNED
+    """[count, page_bytes] uint8 from a large page of the operating system on. It is not touched."""
+    memory = torch.empty(count * page_bytes + HUGE, dtype=torch.uint8)
+    first = -memory.data_ptr() % HUGE
     return memory[first : first + count * page_bytes].view(count, page_bytes)
 
 
 def _register(memory: torch.Tensor) -> int:
     """Pin just these bytes: PyTorch's own allocator would take the next power of two. CUDA's error, 0 for none."""
     return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-
-
-def _pinning_error(memory: torch.Tensor) -> int:
-    """As ``_register``, by a thread of its own: CUDA remembers a thread's last error, and PyTorch would take it for one
-    of the next kernel. A new thread is on the first GPU until it is told another."""
-    errors: list[int] = []
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def register() -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-        errors.append(_register(memory))
-
-    thread = threading.Thread(target=register)
-    thread.start()
-    thread.join()
-    return errors[0] if errors else -1
 
 
 def _pin(memory: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_diffkv.layout.geometry import Segment
 from sglang_diffkv.layout.page_format import Tier
 from sglang_diffkv.layout.ranks import Ranks
-from sglang_diffkv.mem_pool import host_pages, saved_segments
+from sglang_diffkv.mem_pool import host_pages, pinning, saved_segments
 from sglang_diffkv.mem_pool.page_manager import PageManager
 from sglang_diffkv.mem_pool.saved_rows import Needed
 from sglang_diffkv.mem_pool.saved_segments import SavedSegment
@@ -464,6 +464,7 @@ def test_host_memory_is_pinned_as_it_fills(monkeypatch: pytest.MonkeyPatch, capl
 
     monkeypatch.setattr(host_pages, "_register", register)
     monkeypatch.setattr(host_pages, "PART_BYTES", 10 * 88)
+    monkeypatch.setattr(pinning, "AHEAD_BYTES", 0)
     host = host_pages.HostPages(2000, 88, pinned=True, in_parts=True)
     assert host.part * 88 % host_pages.ALIGNED == 0 and not pinned
     part, first = host.part, host.take(20)
