@@ -86,14 +86,15 @@ def read_vectors(
 
 @triton.jit
 def read_tier(
-    part, parts, first_place, prefix, extend, key_out, value_out, means, row, layer, head,
-    pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
+    part, parts, first_place, prefix, extend, key_out, value_out, means, row, layer, head, column_head,
+    out_heads, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
     TIER: tl.constexpr, LAYOUT: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr,
     TURN_KEYS: tl.constexpr, TURN_VALUES: tl.constexpr, B: tl.constexpr, BV: tl.constexpr,
     NORM: tl.constexpr, NORM_V: tl.constexpr, ADD_MEANS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of a request that one tier of a head holds before its new ones: each ``parts``-th tile of slots."""
+    """The tokens of a request that one tier of a head holds before its new ones: each ``parts``-th tile of slots. In
+    the outputs the head is ``column_head`` of ``out_heads``."""
     TOKENS: tl.constexpr = LAYOUT[I_TOKENS]
     N: tl.constexpr = min(padded(TOKENS), SLOTS)
     CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
@@ -108,7 +109,7 @@ def read_tier(
         position = load_positions(page, LAYOUT[I_POSITIONS], slot, slot < TOKENS)
         last = tl.minimum(load_bound(range_hi, at, True), prefix)
         held = (slot < TOKENS) & (position >= load_bound(range_lo, at, True)) & (position < last)
-        vector = (first_place + tl.where(held, position, 0)) * H + head
+        vector = (first_place + tl.where(held, position, 0)) * out_heads + column_head
         read_vectors(
             page, slot, held, raw, key_out + vector * D, means + head * D,
             D, LAYOUT[I_KB], LAYOUT[I_KEYS], LAYOUT[I_KMETA], TURN_KEYS, B, NORM, ADD_MEANS, ASM,
@@ -137,21 +138,23 @@ def clear_vectors(target, live, DIM: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["layer"],
+    do_not_specialize=["layer", "first_head", "out_heads"],
     do_not_specialize_on_alignment=["rows", "starts", "extend_lens", "prefix_lens", "into"],
 )
 def read_back_kernel(
     key, value, key_stride, key_head, value_stride, value_head, key_out, value_out, means,
     rows, starts, extend_lens, prefix_lens, into,
     pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot, fault, layer,
+    first_head, out_heads,
     LAYOUTS: tl.constexpr, TIERS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, SLOTS: tl.constexpr, NEW: tl.constexpr,
     TURN_KEYS: tl.constexpr, TURN_VALUES: tl.constexpr, B: tl.constexpr, BV: tl.constexpr,
     NORM: tl.constexpr, NORM_V: tl.constexpr, ADD_MEANS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs that share a head, H, B). Strides are in elements."""
+    """Grid (programs that share a head, out_heads, B). Strides are in elements."""
     part, parts = tl.program_id(0), tl.num_programs(0)
-    head, b = tl.program_id(1), tl.program_id(2)
+    column_head, b = tl.program_id(1), tl.program_id(2)
+    head = first_head + column_head
     row = tl.load(rows + b).to(tl.int64)
     prefix, extend = tl.load(prefix_lens + b).to(tl.int32), tl.load(extend_lens + b).to(tl.int32)
     first_place = tl.load(into + b).to(tl.int64)
@@ -159,19 +162,19 @@ def read_back_kernel(
     for tier in tl.static_range(TIERS):
         read_tier(
             part, parts, first_place, prefix - missing, extend, key_out, value_out, means, row, layer, head,
-            pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
+            column_head, out_heads, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
             tier, layout_of(LAYOUTS, tier), TIERS, D, DV, PAGE_BYTES, MAX_BLOCKS, L, H, SLOTS,
             TURN_KEYS, TURN_VALUES, B, BV, NORM, NORM_V, ADD_MEANS, ASM,
         )  # fmt: skip
     for begin in range(part * NEW, missing, parts * NEW):
         token = begin + tl.arange(0, NEW)
-        vector = (first_place + token) * H + head
+        vector = (first_place + token) * out_heads + column_head
         clear_vectors(key_out + vector * D, token < missing, D)
         clear_vectors(value_out + vector * DV, token < missing, DV)
     start = tl.load(starts + b).to(tl.int64)
     for begin in range(part * NEW, extend, parts * NEW):
         token = begin + tl.arange(0, NEW)
-        vector = (first_place + prefix + token) * H + head
+        vector = (first_place + prefix + token) * out_heads + column_head
         wide = start + token
         copy_vectors(key + wide * key_stride + head * key_head, key_out + vector * D, token < extend, D)
         copy_vectors(value + wide * value_stride + head * value_head, value_out + vector * DV, token < extend, DV)
@@ -193,6 +196,7 @@ def read_back(
     *,
     rotation: Rotation = NO_ROTATION,
     key_means: torch.Tensor | None = None,
+    first_head: int = 0,
 ) -> None:
     """As ``reference.read_back``.
 
@@ -203,15 +207,15 @@ def read_back(
     prepare_read_back(
         state, key, value, rows, starts, extend_lens, prefix_lens, into, key_out, value_out, longest,
         rotation=rotation, key_means=key_means,
-    )(layer, key, value, key_out, value_out, key_means)  # fmt: skip
+    )(layer, key, value, key_out, value_out, key_means, first_head)  # fmt: skip
 
 
 class PreparedReadBack(Protocol):
-    """``read_back`` of another layer of the pass, with tensors of the same form."""
+    """``read_back`` of another layer of the pass or of other heads, with tensors of the same form."""
 
     def __call__(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
-        key_means: torch.Tensor | None,
+        key_means: torch.Tensor | None, first_head: int = 0,
     ) -> None: ...  # fmt: skip
 
 
@@ -225,7 +229,8 @@ def prepare_read_back(
     tokens = key.shape[0]
     assert key.shape == (tokens, heads, fmt.head_dim) and key.stride(2) == 1
     assert value.shape == (tokens, heads, fmt.v_head_dim) and value.stride(2) == 1
-    assert key_out.shape[1:] == key.shape[1:] and value_out.shape[1:] == value.shape[1:]
+    out_heads = key_out.shape[1]
+    assert key_out.shape[2] == fmt.head_dim and value_out.shape[1:] == (out_heads, fmt.v_head_dim)
     assert len(key_out) == len(value_out) and key_out.is_contiguous() and value_out.is_contiguous()
     assert key.dtype == value.dtype == key_out.dtype == value_out.dtype
     assert not fmt.high.tier.is_raw or key.dtype == state.dtype, "the raw tier holds the dtype of keys"
@@ -237,25 +242,28 @@ def prepare_read_back(
     programs = max(1, min(triton.cdiv(longest, NEW_TOKENS), MOST_PROGRAMS))
     launch = Launch(
         read_back_kernel,
-        (programs, heads, batch),
+        (programs, out_heads, batch),
         (
             None, None, key.stride(0), key.stride(1), value.stride(0), value.stride(1), None, None, None,
             rows, starts, extend_lens, prefix_lens, into,
             state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries,
-            state.own_entry, state.write_slot, state.fault, None,
+            state.own_entry, state.write_slot, state.fault, None, None, out_heads,
         ),
         dict(
             **format_constants(fmt), MAX_BLOCKS=state.row_blocks.shape[1], L=state.num_layers, H=heads, SLOTS=SLOTS,
-            NEW=NEW_TOKENS, TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=block, BV=v_block,
-            NORM=block**-0.5, NORM_V=v_block**-0.5, ADD_MEANS=key_means is not None, ASM=not INTERPRETED, num_warps=4,
+            NEW=NEW_TOKENS, TURN_KEYS=rotation.keys, TURN_VALUES=rotation.values, B=block,
+            BV=v_block, NORM=block**-0.5, NORM_V=v_block**-0.5, ADD_MEANS=key_means is not None, ASM=not INTERPRETED,
+            num_warps=4,
         ),
     )  # fmt: skip
 
     def read_again(
         layer: int, key: torch.Tensor, value: torch.Tensor, key_out: torch.Tensor, value_out: torch.Tensor,
-        key_means: torch.Tensor | None,
+        key_means: torch.Tensor | None, first_head: int = 0,
     ) -> None:  # fmt: skip
         means = key_out if key_means is None else key_means
-        launch(key=key, value=value, key_out=key_out, value_out=value_out, means=means, layer=layer)
+        launch(
+            key=key, value=value, key_out=key_out, value_out=value_out, means=means, layer=layer, first_head=first_head
+        )  # fmt: skip
 
     return read_again

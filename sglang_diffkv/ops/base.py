@@ -38,11 +38,13 @@ class WholeRequests:
     """All tokens of a pass's requests, one request after the other, those that are stored before the new ones.
 
     Attributes:
-        into: [B] int64 on the device, place of each request's first token. lens: tokens of each, on the host.
+        into: [B] int64 on the device, place of each request's first token. lens: tokens of each, on the host. heads: KV
+            heads at a time, a divisor of all.
     """
 
     into: torch.Tensor
     lens: tuple[int, ...]
+    heads: int
 
 
 @dataclass

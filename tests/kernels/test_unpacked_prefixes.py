@@ -158,16 +158,32 @@ def test_a_logit_cap_and_no_rotation() -> None:
         assert close(got, known) < 2e-2
 
 
+@pytest.mark.parametrize("policy", [WINDOW, SAMPLED], ids=["window", "sampled"])
+def test_heads_that_do_not_fit_together_attend_one_after_the_other(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_back, "MOST_BYTES", 180 * 2 * DIM * 2)
+    means = torch.randn(LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(7)) * 2
+    made: list[TritonOps] = []
+    mine = run(ops_of(policy, made), "K8V4 K4V2", policy, BOTH, means)
+    expected = run(reference_of(policy), "K8V4 K4V2", policy, BOTH, means)
+    library: Any = made[0].ragged
+    assert library.asked == [(51, 51)] * LAYERS + [(167, 83)] * LAYERS * HEADS + [(165, 11)] * LAYERS * HEADS
+    assert library.heads == [HEADS] * LAYERS + [1] * 2 * LAYERS * HEADS
+    for got, known in zip(mine.outs + mine.scores, expected.outs + expected.scores, strict=True):
+        assert close(got, known) < 2e-2
+
+
 @pytest.mark.parametrize("why", ["too many", "dropped", "sinks", "sinks that nobody told of", "another scaling"])
 def test_pages_are_attended_to_as_they_are(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all tokens of the requests do not fit, where a head may have dropped some, with attention sinks, and where
-    a layer's scaling is another than the library was planned for."""
+    """Where all tokens of one head do not fit, where a head may have dropped some, with attention sinks, and where a
+    layer's scaling is another than the library was planned for."""
     policy: Policy = SCORED
     sinks = torch.randn(HEADS * GROUP).to(DEVICE) if "sinks" in why else None
     made: list[TritonOps] = []
     make = ops_of(policy, made, Scaling(0.2) if why == "another scaling" else SCALING)
     if why == "too many":
-        monkeypatch.setattr(read_back, "MOST_BYTES", 100 * HEADS * 2 * DIM * 2)
+        monkeypatch.setattr(read_back, "MOST_BYTES", 100 * 2 * DIM * 2)
     elif why == "dropped":
         policy = diffkv_policy(1.0, 0.2, 6)
         make = ops_of(policy, made)
