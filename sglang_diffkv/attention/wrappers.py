@@ -165,8 +165,10 @@ class ExtendWrapper(Wrapper):
                 stored tokens of these requests, also where the policy drops some.
         """
         ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
-        observe_from = self.policy.observation.since(ends)
-        self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
+        observation = self.policy.observation
+        self.step = Step.extend(
+            rows, prefix_lens, extend_lens, prefixes, counts, observation.since(ends), observation.every_of(ends)
+        )  # fmt: skip
         self.step.shared_scores, self.step.as_computed = shared_scores or {}, as_computed
 
     def run(
