@@ -49,7 +49,7 @@ from sglang_diffkv.evaluate.server import Server
 
 PARTS = {
     "prefixes read back": r"read_back_kernel",
-    "scores of a prompt's tokens": r"(new|page)_scores_kernel",
+    "scores of a prompt's tokens": r"(new|page)_scores_kernel|(stored|fold)_sums_kernel",
     "attention": r"(split|paged|ragged)_kernel|decode|paged_?kv|flash(_|::|attn)|fmha|batch_?prefill|prefillwith",
     "scores, search, joining of splits": r"(finish|offsets|ranges|scores|merge)_kernel|merge_?states",
     "quantise and append": r"append_kernel|store_kv|set_kv|create_flashinfer",

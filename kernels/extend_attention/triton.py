@@ -317,15 +317,19 @@ def prepare_score_new(
     heads, batch = state.num_heads, rows.shape[0]
     observers, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
+    split = 1 if common["MEAN"] else common["G"]  # a mean is summed in one order
     launch = Launch(
         new_scores_kernel,
-        (batch * heads * -(-max_extend // tile),),
+        (batch * heads * split * -(-max_extend // tile),),
         (
             None, q.stride(0), q.stride(1), None, key.stride(0), key.stride(1), None, starts, extend_lens, prefix_lens,
             *observers, rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks,
             None, sm_scale, logit_cap,
         ),
-        {**_score_constants(*_shape(state)), **common, "M": tile, "N": tile, "num_warps": 4, "num_stages": 2},
+        {
+            **_score_constants(*_shape(state)), **common, "SPLIT": split, "M": tile, "N": tile, "num_warps": 4,
+            "num_stages": 2,
+        },
     )  # fmt: skip
 
     def score_again(layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor) -> None:

@@ -74,8 +74,11 @@ def new_scores_kernel(
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
+    """Grid (B * H * SPLIT * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
+
+    ``SPLIT`` programs share a group's query heads; the largest of their scores stays, beside the 0 that was appended.
 
     ``WINDOWED``: of the queries before position ``since`` [B] none counts or, if ``SAMPLED``, each ``every`` [B]-th,
     as so many.
@@ -83,7 +86,9 @@ def new_scores_kernel(
     Strides are in elements. ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come
     first.
     """
-    b, head, tile, _ = request_head_tile(batch, H)
+    b, share, tile, _ = request_head_tile(batch, H * SPLIT)
+    head = share // SPLIT
+    first_query_head = head * G + share % SPLIT * (G // SPLIT)
     first = tile * N
     extend = tl.load(extend_lens + b).to(tl.int32)
     if first >= extend:
@@ -113,8 +118,7 @@ def new_scores_kernel(
         own_first += tl.maximum(silent - own_first, 0) // M * M
         later_first += tl.maximum(silent - later_first, 0) // M * M
     m = tl.arange(0, M)
-    for g in range(G):
-        at = head * G + g
+    for at in range(first_query_head, first_query_head + G // SPLIT):
         total = tl.zeros([N], tl.float32)
         if SAMPLED:
             for some in range((prefix + first) // step, (prefix + silent) // step, M):
@@ -144,13 +148,18 @@ def new_scores_kernel(
     later -= observers_before(prefix + column + 1, all_from, step, SAMPLED)
     score = received / tl.maximum(later, 1).to(tl.float32)
     row = tl.load(rows + b).to(tl.int64)
-    at = (row * L + layer) * H + head
-    slot = tl.load(write_slot + at) + column
-    entry = tl.load(own_entry + at * TIERS) + slot // TOKENS
+    head_at = (row * L + layer) * H + head
+    slot = tl.load(write_slot + head_at) + column
+    entry = tl.load(own_entry + head_at * TIERS) + slot // TOKENS
     index = table_index(row_blocks, row, layer, head, entry, live, MAX_BLOCKS, L, H)
     page = tl.load(page_table + index, mask=live, other=0)
     target = (pages + page.to(tl.int64) * PAGE_BYTES + SCORES).to(tl.pointer_type(tl.float32))
-    tl.store(target + slot % TOKENS, score, mask=live)
+    if SPLIT > 1:  # no score is negative, so they are ordered as integers are
+        tl.atomic_max(
+            (target + slot % TOKENS).to(tl.pointer_type(tl.int32)), score.to(tl.int32, bitcast=True), mask=live
+        )
+    else:
+        tl.store(target + slot % TOKENS, score, mask=live)
 
 
 @triton.jit(

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.rotate.reference import NO_ROTATION, Rotation, block_size
 from sglang_diffkv.kernels.rotate.triton import signs
@@ -43,8 +44,58 @@ SLOTS = 32
 """Slots of a page that a program reads at a time, at most."""
 NEW_TOKENS = 64
 """New tokens that a program copies at a time."""
-MOST_PROGRAMS = 512
-"""That share a head of a request."""
+RESIDENT = 8
+"""Programs of a multiprocessor: more of them would each make the matrix that turns tokens back."""
+
+
+SIDE = tl.constexpr(64)
+"""Rows and columns of a product where codes are rotated back: a block of more elements is several, added with signs."""
+
+
+@triton.constexpr_function
+def whole_sides(dim, bits, block):
+    """Products of a vector that is one block of codes; 0 where it is none, or no multiple of ``SIDE`` elements."""
+    return dim // SIDE.value if bits < 16 and block == dim and dim % SIDE.value == 0 else 0
+
+
+@triton.constexpr_function
+def odd(row, column):
+    """Whether Sylvester's matrix has a minus one there."""
+    return (row & column).bit_count() % 2 == 1
+
+
+@triton.jit
+def read_turned(
+    page, slot, chosen, target, means,
+    DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr, NORM: tl.constexpr,
+    ADD_MEANS: tl.constexpr,
+):  # fmt: skip
+    """``read_vectors`` of codes that are one block of a multiple of ``SIDE`` elements. Sums of codes are integers that
+    fp16 holds exactly, so they are added before they are multiplied."""
+    PARTS: tl.constexpr = whole_sides(DIM, BITS, DIM)
+    side = tl.arange(0, SIDE)
+    inside = tl.broadcast_to(chosen[:, None], [slot.shape[0], SIDE])
+    matrix = signs(side[:, None], side[None, :]).to(tl.float16)
+    parts = ()
+    scale = tl.full(slot.shape, 1.0, tl.float32)
+    zero = tl.zeros(slot.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        x, scale, zero = vector_codes(
+            page, slot, chosen, inside, part * SIDE + side[None, :], DIM, BITS, OFFSET, META
+        )  # fmt: skip
+        parts = parts + (x.to(tl.float16),)
+    for column in tl.static_range(PARTS):
+        total = parts[0]
+        for part in tl.static_range(1, PARTS):
+            total = total - parts[part] if odd(part, column) else total + parts[part]
+        y = tl.dot(total, matrix) * scale[:, None]
+        if column == 0:  # the first column of the whole matrix adds up all elements, and so all zero points
+            y += tl.where(side == 0, DIM * 1.0, 0.0)[None, :] * zero[:, None]
+        y = y * NORM
+        element = column * SIDE + side
+        if ADD_MEANS:
+            y += tl.load(means + element)[None, :]
+        tl.store(target[:, None] + element[None, :], y.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -85,6 +136,21 @@ def read_vectors(
 
 
 @triton.jit
+def read_field(
+    page, slot, chosen, raw, target, means,
+    DIM: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, META: tl.constexpr, TURN: tl.constexpr,
+    B: tl.constexpr, NORM: tl.constexpr, ADD_MEANS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """``read_vectors``, by the way that takes least."""
+    if TURN and whole_sides(DIM, BITS, B) > 0:
+        read_turned(page, slot, chosen, target, means, DIM, BITS, OFFSET, META, NORM, ADD_MEANS)
+    else:
+        read_vectors(
+            page, slot, chosen, raw, target, means, DIM, BITS, OFFSET, META, TURN, B, NORM, ADD_MEANS, ASM
+        )  # fmt: skip
+
+
+@triton.jit
 def read_tier(
     part, parts, first_place, prefix, extend, key_out, value_out, means, row, layer, head, column_head,
     out_heads, pages, page_table, range_lo, range_hi, row_blocks, entries, own_entry, write_slot,
@@ -110,11 +176,11 @@ def read_tier(
         last = tl.minimum(load_bound(range_hi, at, True), prefix)
         held = (slot < TOKENS) & (position >= load_bound(range_lo, at, True)) & (position < last)
         vector = (first_place + tl.where(held, position, 0)) * out_heads + column_head
-        read_vectors(
+        read_field(
             page, slot, held, raw, key_out + vector * D, means + head * D,
             D, LAYOUT[I_KB], LAYOUT[I_KEYS], LAYOUT[I_KMETA], TURN_KEYS, B, NORM, ADD_MEANS, ASM,
         )  # fmt: skip
-        read_vectors(
+        read_field(
             page, slot, held, raw, value_out + vector * DV, means,
             DV, LAYOUT[I_VB], LAYOUT[I_VALUES], LAYOUT[I_VMETA], TURN_VALUES, BV, NORM_V, False, ASM,
         )  # fmt: skip
@@ -239,7 +305,8 @@ def prepare_read_back(
         assert key_means.shape == (heads, fmt.head_dim) and key_means.dtype == torch.float32
         assert key_means.is_contiguous()
     block, v_block = block_size(fmt.head_dim), block_size(fmt.v_head_dim)
-    programs = max(1, min(triton.cdiv(longest, NEW_TOKENS), MOST_PROGRAMS))
+    most = triton.cdiv(RESIDENT * processors_of(state.device), out_heads * batch)
+    programs = max(1, min(triton.cdiv(longest, SLOTS), most))
     launch = Launch(
         read_back_kernel,
         (programs, out_heads, batch),

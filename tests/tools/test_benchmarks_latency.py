@@ -162,7 +162,7 @@ def test_a_profile_of_prompts_is_divided_by_the_prompts_that_it_holds(tmp_path, 
     assert step_profile.breakdown(trace, count)["parts_ms"]["matrix products"] == pytest.approx(mean / 1e3)
 
 
-LAYER = ("nvjet_qkv", "append_kernel", "read_back_kernel", "prefill::PrefillWithKVCacheKernel", "page_scores_kernel",
+LAYER = ("nvjet_qkv", "append_kernel", "read_back_kernel", "prefill::PrefillWithKVCacheKernel", "stored_sums_kernel",
          "nvjet_o", "act_and_mul_kernel", "nvjet_down")  # fmt: skip
 
 
