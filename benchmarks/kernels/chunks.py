@@ -105,7 +105,8 @@ class Prompt:
         launched = self.manager.launch_step()
         numbers = [torch.tensor([x], device=device) for x in (1, start, count)]
         self.wrapper.plan(
-            *numbers, [start], [count], prompts=[prompt], as_computed=self.manager.rows.as_computed(1)
+            *numbers, [start], [count], prompts=[prompt], shared=[self.manager.rows.shared(1)],
+            as_computed=self.manager.rows.as_computed(1),
         )  # fmt: skip
         self.wrapper.begin()
         return launched

@@ -340,7 +340,7 @@ def prepare_score_new(
 
 def prepare_stored_sums(
     state: PageState, q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, extend_lens: torch.Tensor,
-    prefix_lens: torch.Tensor, into: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float, *,
+    prefix_lens: torch.Tensor, first: torch.Tensor, into: torch.Tensor, most: int, sm_scale: float, logit_cap: float, *,
     observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]:  # fmt: skip
     """A function of ``q`` and ``keys`` of the form of these, ``lse``, ``sums`` and ``first_head``. It fills the rows of
@@ -348,7 +348,8 @@ def prepare_stored_sums(
 
     Args:
         q: [tokens, Hq, head_dim]. keys: [all tokens, n, head_dim], of stored tokens and the new ones behind them, of
-            the ``n`` KV heads from ``first_head`` on: not rotated, means added. into: [B], a request's first place.
+            the ``n`` KV heads from ``first_head`` on: not rotated, means added. first: [B], the first token of a
+            request that counts, and ``most`` of one after it that do. into: [B], a request's first place.
         lse: [tokens, Hq] float32, base 2, contiguous. sums: [H, all tokens] float32; others' places stay.
     """
     observers, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
@@ -357,10 +358,10 @@ def prepare_stored_sums(
     batch, tile = into.shape[0], NEW_KEYS if dim <= 128 else NEW_KEYS // 2
     launch = Launch(
         stored_sums_kernel,
-        (batch * heads * triton.cdiv(max_prefix, tile),),
+        (batch * heads * triton.cdiv(most, tile),),
         (
-            None, q.stride(0), q.stride(1), None, None, starts, extend_lens, prefix_lens, *observers, into, batch,
-            heads, None, total, None, sm_scale, logit_cap,
+            None, q.stride(0), q.stride(1), None, None, starts, extend_lens, prefix_lens, *observers, first, into,
+            batch, heads, None, total, None, sm_scale, logit_cap,
         ),
         dict(
             D=dim, HQ=q.shape[1], M=tile, N=tile, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2

@@ -164,23 +164,31 @@ def new_scores_kernel(
 
 @triton.jit(
     do_not_specialize=["batch", "heads", "first_head", "total"],
-    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "every", "into"],
+    do_not_specialize_on_alignment=[
+        "starts",
+        "extend_lens",
+        "prefix_lens",
+        "since",
+        "every",
+        "first_scored",
+        "into",
+    ],
 )
 def stored_sums_kernel(
-    q, q_stride, q_head, keys, lse, starts, extend_lens, prefix_lens, since, every, into, batch, heads, first_head,
-    total, sums, sm_scale, logit_cap,
+    q, q_stride, q_head, keys, lse, starts, extend_lens, prefix_lens, since, every, first_scored, into, batch, heads,
+    first_head, total, sums, sm_scale, logit_cap,
     D: tl.constexpr, HQ: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * heads * ceil(longest prefix / N)): what ``N`` stored tokens receive from new ones, joined over query
-    heads.
+    """Grid (B * heads * ceil(most tokens / N)): what ``N`` stored tokens receive from new ones, joined over query
+    heads. Those before ``first_scored`` [B] do not count.
 
     ``keys`` [total, heads, D] are of the KV heads from ``first_head`` on, as the model gives them; a request's begin at
     ``into`` [B]. ``sums`` [all KV heads, total]. ``q``, ``lse`` [tokens, HQ] and who observes: as in
     ``new_scores_kernel``.
     """
     b, column_head, tile, _ = request_head_tile(batch, heads)
-    first = tile * N
+    first = tl.load(first_scored + b).to(tl.int32) + tile * N
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     if first >= prefix:
         return

@@ -77,6 +77,9 @@ class Step:
     shared_scores: dict[int, torch.Tensor] = field(default_factory=dict)
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
     NaN where there is none yet."""
+    unscored: tuple[int, ...] = ()
+    """Of each request, its first tokens that get no scores from this pass, on the host: others hold them for it. Empty
+    for none."""
     observe_from: torch.Tensor | None = None
     """[B] int64: from this position on all new tokens observe, see ``Observation``; None for 0."""
     observe_every: torch.Tensor | None = None

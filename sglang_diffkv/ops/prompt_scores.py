@@ -8,6 +8,7 @@ import torch
 
 from sglang_diffkv.kernels.extend_attention.triton import prepare_fold_sums, prepare_score_new, prepare_stored_sums
 from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops.base import Scaling, Step
 from sglang_diffkv.policies.base import Policy
 
@@ -36,17 +37,27 @@ def score_new(
 
 
 class StoredSums:
-    """What stored tokens receive from a layer's new ones: [H, all tokens] float32, from keys that were read back."""
+    """What stored tokens receive from a layer's new ones: [H, all tokens] float32, from keys that were read back.
 
-    def __init__(self, sums: torch.Tensor):
-        self._sums = sums
+    Attributes:
+        most: tokens of a request that count.
+    """
+
+    def __init__(self, sums: torch.Tensor, first: torch.Tensor, most: int):
+        self.most = most
+        self._sums, self._first = sums, first
 
     @classmethod
-    def of(cls, state: PageState, step: Step) -> StoredSums:
-        """Room for a step that has a place for ``whole`` requests."""
+    def of(cls, state: PageState, step: Step) -> StoredSums | None:
+        """Room for a step that has a place for ``whole`` requests; None if no stored token gets a score."""
         assert step.whole is not None
+        unscored = step.unscored or (0,) * len(step.prefixes)
+        most = max(prefix - held for prefix, held in zip(step.prefixes, unscored, strict=True))
+        if most <= 0:
+            return None
+        first: torch.Tensor = step.launches.prepared("unscored", lambda: to_device(unscored, state.device))
         shape = (state.num_heads, sum(step.whole.lens))
-        return cls(torch.empty(shape, dtype=torch.float32, device=state.device))
+        return cls(torch.empty(shape, dtype=torch.float32, device=state.device), first, most)
 
     def add(
         self, state: PageState, q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, step: Step, scaling: Scaling,
@@ -58,9 +69,9 @@ class StoredSums:
         assert whole is not None
 
         def prepare() -> SumStored:
-            lens = (step.starts, step.extend_lens, step.prefix_lens, whole.into)
+            lens = (step.starts, step.extend_lens, step.prefix_lens, self._first, whole.into)
             observers = step.observers(policy.observation)
-            return prepare_stored_sums(state, q, keys, *lens, step.max_prefix, *scaling, **observers)
+            return prepare_stored_sums(state, q, keys, *lens, self.most, *scaling, **observers)
 
         again: SumStored = step.launches.prepared(("stored sums", scaling), prepare, q, keys, lse, self._sums)
         again(q, keys, lse, self._sums, first_head)

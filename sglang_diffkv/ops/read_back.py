@@ -43,18 +43,21 @@ def attend(
     """``Ops.extend_unpacked`` of a step that has a place for ``whole`` requests, which ``library`` is planned for."""
     whole, heads = step.whole, state.num_heads
     assert whole is not None
-    sums = StoredSums.of(state, step) if prompts_scored(state, step, policy) else None
+    scored = prompts_scored(state, step, policy)
+    sums = StoredSums.of(state, step) if scored else None
     if whole.heads == heads:
         keys, values = _unpacked(state, layer, key, value, step, rotation, key_means, 0)
-        out, lse = library.run(q, keys, values, scaling, lse=sums is not None)
+        out, lse = library.run(q, keys, values, scaling, lse=scored)
         if sums is not None:
             assert lse is not None
             sums.add(state, q, keys, lse, step, scaling, policy, 0)
     else:
-        out, lse = _by_heads(state, layer, q, key, value, step, library, scaling, policy, rotation, key_means, sums)
-    if sums is not None:
-        assert lse is not None
+        out, lse = _by_heads(
+            state, layer, q, key, value, step, library, scaling, policy, rotation, key_means, scored, sums
+        )  # fmt: skip
+    if lse is not None:
         score_new(state, layer, q, key, lse, step, scaling, policy)
+    if sums is not None:
         sums.fold(state, layer, step, policy)
     return out
 
@@ -62,22 +65,23 @@ def attend(
 def _by_heads(
     state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
     library: PrefillLibrary, scaling: Scaling, policy: Policy, rotation: Rotation, key_means: torch.Tensor | None,
-    sums: StoredSums | None,
+    scored: bool, sums: StoredSums | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """The same, some KV heads after the other: the keys and values of all do not fit."""
     assert step.whole is not None
     together, tokens, q_heads = step.whole.heads, q.shape[0], q.shape[1]
     group = q_heads // state.num_heads
     out = torch.empty(tokens, q_heads, state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
-    lse = None if sums is None else torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device)
+    lse = torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) if scored else None
     for first in range(0, state.num_heads, together):
         asked = slice(first * group, (first + together) * group)
         keys, values = _unpacked(state, layer, key, value, step, rotation, key_means, first)
         some, norm = library.run(q[:, asked], keys, values, scaling, lse=lse is not None)
         out[:, asked] = some
-        if sums is not None and lse is not None and norm is not None:
+        if lse is not None and norm is not None:
             lse[:, asked] = norm
-            sums.add(state, q, keys, lse, step, scaling, policy, first)
+            if sums is not None:
+                sums.add(state, q, keys, lse, step, scaling, policy, first)
     return out, lse
 
 

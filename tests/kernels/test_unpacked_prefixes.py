@@ -14,6 +14,7 @@ from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops import ReferenceOps, Scaling, read_back
+from sglang_diffkv.ops.prompt_scores import StoredSums
 from sglang_diffkv.ops.read_back import heads_hold_all
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
@@ -70,9 +71,11 @@ class Prompts:
         as_computed = all(map(manager.rows.as_computed, rows))
         prompts = [start + 90 for start in starts]
         shared_scores = {rows.index(row): found for row, found in manager.prompts.shared_scores.items() if row in rows}
+        shared = [manager.rows.shared(row) for row in rows]
         self.wrapper.plan(
-            *numbers, starts, counts, prompts=prompts, shared_scores=shared_scores, as_computed=as_computed
-        )
+            *numbers, starts, counts, prompts=prompts, shared=shared, shared_scores=shared_scores,
+            as_computed=as_computed,
+        )  # fmt: skip
         self.wrapper.begin()
         for layer in range(LAYERS):
             q, key, value = (
@@ -227,6 +230,29 @@ def test_a_prompt_is_read_back_until_its_tokens_are_dropped() -> None:
         assert close(got, known) < 1.5e-2
     for got, known in zip(*(twin.scores(1, 2, 3, 4) for twin in twins), strict=True):
         assert close(got, known) < 3e-2
+
+
+def test_tokens_that_others_hold_take_no_scores_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request that scores none of what it shares, sums begin behind that; where it has nothing else, there are
+    none."""
+    made: list[StoredSums | None] = []
+    of = StoredSums.of
+    monkeypatch.setattr(StoredSums, "of", lambda *step: made.append(of(*step)) or made[-1])
+    twins = [Prompts(make, "K8V4 K4V2", SCORED, BOTH) for make in (ops_of(SCORED, []), reference_of(SCORED))]
+    for twin in twins:
+        twin.extend([1], [51], ending=(1,))
+        segment = twin.manager.segments.share(1, 0, 45)
+        assert segment is not None
+        for row, end in ((2, 33), (3, 40)):
+            twin.manager.attach_prefix(row, [(segment, 0, end)])
+        twin.extend([2], [41])
+        twin.extend([3, 4, 2], [9, 8, 20])
+    assert [x is None for x in made] == [True] * LAYERS + [False] * LAYERS
+    assert made[-1] is not None and made[-1].most == 41
+    for got, known in zip(*(twin.outs for twin in twins), strict=True):
+        assert close(got, known) < 1.2e-2
+    for got, known in zip(*(twin.scores(2, 3, 4) for twin in twins), strict=True):
+        assert close(got, known) < 2e-2
 
 
 def test_a_segment_as_computed_leaves_its_reader_so() -> None:
