@@ -103,9 +103,9 @@ class Prompt:
         device = self.manager.state.device
         self.manager.plan_step([1], [count], [start], ending=(1,) if ends else ())
         launched = self.manager.launch_step()
-        numbers = [torch.tensor([x], device=device) for x in (1, start, count)]
+        row, stored, new = (torch.tensor([x], device=device) for x in (1, start, count))
         self.wrapper.plan(
-            *numbers, [start], [count], prompts=[prompt], shared=[self.manager.rows.shared(1)],
+            row, stored, new, [start], [count], prompts=[prompt], shared=[self.manager.rows.shared(1)],
             as_computed=self.manager.rows.as_computed(1),
         )  # fmt: skip
         self.wrapper.begin()

@@ -238,7 +238,7 @@ def _update_scores(
     state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
     starts: torch.Tensor, extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, max_prefix: int,
     sm_scale: float, logit_cap: float, shared_scores: dict[int, torch.Tensor], observe_from: torch.Tensor | None,
-    observe_every: int, reduce: str,
+    observe_every: int | torch.Tensor, reduce: str,
 ) -> None:  # fmt: skip
     lens = (rows, starts, extend_lens, prefix_lens)
     rule: dict[str, Any] = {"observe_from": observe_from, "observe_every": observe_every, "reduce": reduce}

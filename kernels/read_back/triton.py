@@ -83,9 +83,9 @@ def read_turned(
         x, scale, zero = vector_codes(
             page, slot, chosen, inside, part * SIDE + side[None, :], DIM, BITS, OFFSET, META
         )  # fmt: skip
-        parts = parts + (x.to(tl.float16),)
+        parts = parts + (x.to(tl.float16),)  # type: ignore[assignment]
     for column in tl.static_range(PARTS):
-        total = parts[0]
+        total = parts[0]  # type: ignore[misc]
         for part in tl.static_range(1, PARTS):
             total = total - parts[part] if odd(part, column) else total + parts[part]
         y = tl.dot(total, matrix) * scale[:, None]

@@ -31,7 +31,7 @@ WORDS = {
     "docs/limits.md": 1225,
     "docs/results.md": 2900,
     "docs/quality.md": 1300,
-    "docs/kernels.md": 1400,
+    "docs/kernels.md": 1500,
     "docs/architecture.md": 2800,
     "benchmarks/README.md": 960,
 }
