@@ -91,7 +91,7 @@ def earlier_entries(
 
 
 @triton.jit
-def request_head_tile(batch, H: tl.constexpr):
+def request_head_tile(batch, H):
     """A program's request, KV head and tile in a grid (B * H * tiles), and the number of tiles.
 
     Only the first side of a grid may have more than 65,535 programs, and a long prompt has more tiles. Requests and

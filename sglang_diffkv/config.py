@@ -75,9 +75,10 @@ class DiffKVConfig(Strict):
             together. 0: they are refused. Requests ask for that by ``custom_params``, see ``docs/operate.md``.
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
-        prefill: what computes the attention of new tokens on a GPU: ``flashinfer``, ``triton``,
-            or ``auto`` for FlashInfer where it is installed, has the model's head size, and all layers have one scale
-            and logit cap.
+        prefill: what computes the attention of new tokens on a GPU: ``fa3`` (FlashAttention-3), ``flashinfer``,
+            ``triton`` or ``auto``. ``auto`` takes the first of them that can serve the model. FlashAttention-3 needs a
+            Hopper GPU, bfloat16, heads of 64 or 128, and no logit cap. FlashInfer needs one scale and logit cap in all
+            layers.
         decode: what computes the attention of decode steps on a GPU: ``cuda``, the kernel in CUDA C++ for Hopper GPUs,
             ``triton``, or ``auto``. ``auto`` takes ``cuda`` where the GPU, the model's heads and the tiers allow it.
         rotate: ``keys`` multiplies queries and keys by one Hadamard matrix before keys are stored, ``values`` values,
@@ -110,7 +111,7 @@ class DiffKVConfig(Strict):
     host_gib: HostGib | None = None
     high_requests: Fraction = 1.0
     gpu_ops: Literal["triton", "reference"] = "triton"
-    prefill: Literal["auto", "flashinfer", "triton"] = "auto"
+    prefill: Literal["auto", "fa3", "flashinfer", "triton"] = "auto"
     decode: Literal["auto", "cuda", "triton"] = "auto"
     thresholds: PathName = Field(default="default", exclude=True)
 

@@ -1,7 +1,8 @@
 """Agents and chats: sessions of many turns that share a system prompt, more of them than run at once.
 
 A session's next turn sends all tokens so far and some new ones, and waits behind the other sessions' turns. So what
-counts is whether its prefix is still cached. Each backend gets a server of its own with the same bytes of KV cache:
+counts is whether its prefix is still cached. Sessions of one turn are single requests: long ones (``long``), or of
+lengths as services see them (``lognormal``). Each backend gets a server of its own with the same bytes of KV cache:
 
     python -m benchmarks.serving.agents --geometry llama3-8b --kv-gib 8 \\
         --backends fa3:bf16 fa3:fp8_e4m3 --diffkv 'default={}' \\
@@ -13,7 +14,9 @@ NAME.json and NAME.md in the output folder. Exit code 1 if a server failed.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import random
 import statistics
 import sys
@@ -39,7 +42,8 @@ from sglang_diffkv.evaluate.server import Server
 @dataclass(frozen=True)
 class Sessions:
     """A load: ``sessions`` of ``turns``, of which ``at_once`` run at a time. All begin with the same ``shared`` tokens;
-    each turn adds ``new`` tokens and a reply of ``reply`` tokens."""
+    each turn adds ``new`` tokens and a reply of ``reply`` tokens. With ``sigma`` these two are medians of log-normal
+    lengths, of which none is above ``most_new`` and ``most_reply``."""
 
     name: str
     sessions: int
@@ -48,20 +52,43 @@ class Sessions:
     turns: int
     new: int
     reply: int
+    sigma: float = 0.0
+    most_new: int = 0
+    most_reply: int = 0
 
     def __post_init__(self) -> None:
         for part in fields(self):
             value = getattr(self, part.name)
-            least = 0 if part.name == "shared" else 1
+            if part.name == "sigma":
+                if not isinstance(value, int | float) or value < 0:
+                    raise ValueError(f"sigma {value!r}: a number of at least 0")
+                continue
+            least = 0 if part.name in ("shared", "most_new", "most_reply") else 1
             if part.name != "name" and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{part.name} {value!r}: a whole number of at least {least}")
+        if self.sigma and (self.most_new < self.new or self.most_reply < self.reply):
+            raise ValueError(f"sigma {self.sigma}: most_new and most_reply are at least new and reply, their medians")
 
     @property
     def title(self) -> str:
+        drawn = f" (medians; log-normal, sigma {self.sigma:g}, at most {self.most_new} + {self.most_reply})"
         return (
             f"{self.sessions} sessions, {self.at_once} at once; {self.shared} shared tokens, {self.turns} turns of "
-            f"{self.new} + {self.reply}"
+            f"{self.new} + {self.reply}{drawn if self.sigma else ''}"
         )
+
+    def lengths(self, draw: random.Random) -> tuple[int, int]:
+        """New tokens and tokens of the reply of a turn."""
+        if not self.sigma:
+            return self.new, self.reply
+        return (
+            _log_normal(draw, self.new, self.sigma, self.most_new),
+            _log_normal(draw, self.reply, self.sigma, self.most_reply),
+        )
+
+
+def _log_normal(draw: random.Random, median: int, sigma: float, most: int) -> int:
+    return min(max(round(draw.lognormvariate(math.log(median), sigma)), 1), most)
 
 
 LOADS = {
@@ -70,6 +97,19 @@ LOADS = {
         Sessions("coding", sessions=24, at_once=16, shared=4000, turns=8, new=1000, reply=150),
         Sessions("tools", sessions=64, at_once=32, shared=2000, turns=48, new=24, reply=16),
         Sessions("chats", sessions=64, at_once=48, shared=1000, turns=5, new=200, reply=256),
+        Sessions("long", sessions=12, at_once=12, shared=0, turns=1, new=30_000, reply=512),
+        Sessions(
+            "lognormal",
+            sessions=256,
+            at_once=160,
+            shared=0,
+            turns=1,
+            new=400,
+            reply=200,
+            sigma=1.1,
+            most_new=8000,
+            most_reply=2000,
+        ),
     )
 }
 
@@ -102,6 +142,7 @@ class Outcome:
     """What the turns of a load took."""
 
     first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
     prompt: int = 0
     cached: int = 0
     output: int = 0
@@ -134,7 +175,9 @@ class Run:
             "output_throughput": outcome.output / seconds,
             "hit_rate": outcome.cached / outcome.prompt,
             "ttft_s": statistics.median(ordered),
-            "ttft_p99_s": ordered[int(0.99 * (len(ordered) - 1))],
+            "ttft_p99_s": _quantile(ordered, 0.99),
+            "gap_s": _quantile(sorted(outcome.gaps), 0.5),
+            "gap_p99_s": _quantile(sorted(outcome.gaps), 0.99),
         }
 
     def _work(self) -> None:
@@ -150,10 +193,11 @@ class Run:
                     self.waiting.append(session)
 
     def _turn(self, session: Session) -> None:
-        prompt = session.tokens + _drawn(session.draw, self.vocab, self.load.new)
-        parameters = {"temperature": 0, "max_new_tokens": self.load.reply, "ignore_eos": True}
+        new, wanted = self.load.lengths(session.draw)
+        prompt = session.tokens + _drawn(session.draw, self.vocab, new)
+        parameters = {"temperature": 0, "max_new_tokens": wanted, "ignore_eos": True}
         body = {"input_ids": prompt, "stream": True, "sampling_params": parameters}
-        begin, first = time.perf_counter(), 0.0
+        begin, times = time.perf_counter(), []
         reply: list[int] = []
         meta: dict[str, Any] = {}
         with requests.post(f"{self.url}/generate", json=body, stream=True, timeout=600) as answer:
@@ -161,20 +205,25 @@ class Run:
             for line in answer.iter_lines():
                 if not line.startswith(b"data: {"):
                     continue
-                first = first or time.perf_counter() - begin
+                times.append(time.perf_counter())
                 chunk: dict[str, Any] = json.loads(line[6:])
                 if "error" in chunk:
                     raise BenchmarkError(f"a turn ended with {chunk['error']}")
                 ids, meta = chunk["output_ids"], chunk["meta_info"]
                 reply = ids if len(ids) >= meta["completion_tokens"] else reply + ids
-        if len(reply) != self.load.reply:
-            raise BenchmarkError(f"a turn has {len(reply)} of {self.load.reply} tokens: {meta.get('finish_reason')}")
+        if len(reply) != wanted:
+            raise BenchmarkError(f"a turn has {len(reply)} of {wanted} tokens: {meta.get('finish_reason')}")
         session.tokens = prompt + reply
         with self._lock:
-            self.outcome.first.append(first)
+            self.outcome.first.append(times[0] - begin)
+            self.outcome.gaps += [after - before for before, after in itertools.pairwise(times)]
             self.outcome.prompt += len(prompt)
             self.outcome.cached += meta["cached_tokens"]
             self.outcome.output += len(reply)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
 
 
 def _drawn(draw: random.Random, vocab: int, count: int) -> list[int]:
@@ -197,12 +246,15 @@ def measure(server: Server, setup: Setup, args: argparse.Namespace) -> Record:
 
 def table(records: Sequence[Record], args: argparse.Namespace) -> str:
     """A row for each backend and load."""
-    header = ["load", "backend", "output tok/s", "hit rate", "first token, median and p99 s", "pages over needed"]
+    header = [
+        "load", "backend", "output tok/s", "hit rate", "first token, median and p99 s", "gap, median and p99 ms",
+        "pages over needed",
+    ]  # fmt: skip
     rows = []
     for number, load in enumerate(args.load):
         for record in records:
             if record["status"] != OK:
-                rows.append([load.title, record["backend"], record["error"], "", "", ""])
+                rows.append([load.title, record["backend"], record["error"], "", "", "", ""])
                 continue
             found = record["loads"][number]
             rows.append(
@@ -212,6 +264,7 @@ def table(records: Sequence[Record], args: argparse.Namespace) -> str:
                     f"{found['output_throughput']:,.0f}",
                     f"{found['hit_rate']:.3f}",
                     f"{found['ttft_s']:.2f}, {found['ttft_p99_s']:.2f}",
+                    f"{1e3 * found['gap_s']:.1f}, {1e3 * found['gap_p99_s']:.0f}",
                     f"{found['prefix_cache']['pages_over_needed']:.2f}" if "prefix_cache" in found else "",
                 ]
             )

@@ -68,10 +68,10 @@ def _series(records: list[Record], x_label: str, title: str, path: Path) -> None
 
 def breakdown(data: dict[str, Any], path: Path) -> None:
     """A step profile: of each backend, the share of the kernels' time by part (DiffKV's figure 14). Raises what
-    matplotlib does."""
+    matplotlib does. Passes that were recorded apart have tables only."""
     from matplotlib.figure import Figure
 
-    records = [x for x in data["records"] if x["status"] == OK]
+    records = [x for x in data["records"] if x["status"] == OK and "parts_ms" in x]
     if not records:
         return
     parts = list(dict.fromkeys(name for x in records for name in x["parts_ms"]))

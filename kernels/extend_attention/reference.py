@@ -52,7 +52,7 @@ def extend_attention(
     logit_cap: float = 0.0,
     shared_scores: dict[int, torch.Tensor] | None = None,
     observe_from: torch.Tensor | None = None,
-    observe_every: int = 0,
+    observe_every: int | torch.Tensor = 0,
     reduce: str = "max",
     attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
@@ -71,8 +71,8 @@ def extend_attention(
         shared_scores: request's number -> [L, H, n] float32: with ``update_scores``, the same for the first n tokens
             of the request, which it shares: their mean scores go there and not into the pages.
         observe_from: [B] int64: queries at such positions and later ones count, in this call and as the observers of
-            the means so far; None for all. observe_every: of those before, every Nth counts, N times (``Observers``);
-            0: none.
+            the means so far; None for all. observe_every: of those before, every Nth counts, N times (``Observers``):
+            of all requests, or of each, [B]; 0: none.
         reduce: ``max`` or ``mean``.
         attention_span: newest tokens, its own included, that a query sees; 0 for all. Scores are for layers that see
             all.
@@ -86,7 +86,8 @@ def extend_attention(
     assert not attention_span or not update_scores, "no scores are kept where tokens are out of its span"
     outs, start = [], 0
     since = [0] * len(rows) if observe_from is None else observe_from.tolist()
-    watch = [Observers(first, observe_every) for first in since]
+    every = [observe_every] * len(rows) if isinstance(observe_every, int) else observe_every.tolist()
+    watch = [Observers(*x) for x in zip(since, every, strict=True)]
     lens = zip(rows.tolist(), extend_lens.tolist(), prefix_lens.tolist(), watch, strict=True)
     for number, (row, count, prefix, observers) in enumerate(lens):
         end = start + count

@@ -14,7 +14,12 @@ import triton
 from sglang_diffkv.kernels.decode_attention.triton_workspace import tile_tokens
 from sglang_diffkv.kernels.device import processors_of
 from sglang_diffkv.kernels.extend_attention.triton_paged import merge_kernel, paged_kernel, ragged_kernel
-from sglang_diffkv.kernels.extend_attention.triton_scores import new_scores_kernel, page_scores_kernel
+from sglang_diffkv.kernels.extend_attention.triton_scores import (
+    fold_sums_kernel,
+    new_scores_kernel,
+    page_scores_kernel,
+    stored_sums_kernel,
+)
 from sglang_diffkv.kernels.launch import Launch
 from sglang_diffkv.kernels.triton_table import INTERPRETED, layout_constants
 from sglang_diffkv.layout.page_format import PageFormat
@@ -29,6 +34,8 @@ MOST_SPLITS = 16
 """Programs over pages that share a KV head of a request whose new tokens are not stored."""
 SCORE_QUERIES = 32
 """Queries of an iteration of the scores of pages, by two warps for the same reason."""
+FOLD_PROGRAMS = 64
+"""Programs that share a head of a request where sums are taken into scores."""
 NEW_KEYS = 128
 """Keys of a program of the scores of new tokens, and queries of an iteration, up to head_dim 128."""
 
@@ -84,7 +91,7 @@ def extend_attention(
     new_part: tuple[torch.Tensor, torch.Tensor] | None = None,
     shared_scores: dict[int, torch.Tensor] | None = None,
     observe_from: torch.Tensor | None = None,
-    observe_every: int = 0,
+    observe_every: int | torch.Tensor = 0,
     reduce: str = "max",
     attention_span: int = 0,
     sink_logits: torch.Tensor | None = None,
@@ -231,7 +238,7 @@ def _update_scores(
     state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor,
     starts: torch.Tensor, extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, max_prefix: int,
     sm_scale: float, logit_cap: float, shared_scores: dict[int, torch.Tensor], observe_from: torch.Tensor | None,
-    observe_every: int, reduce: str,
+    observe_every: int | torch.Tensor, reduce: str,
 ) -> None:  # fmt: skip
     lens = (rows, starts, extend_lens, prefix_lens)
     rule: dict[str, Any] = {"observe_from": observe_from, "observe_every": observe_every, "reduce": reduce}
@@ -242,25 +249,36 @@ def _update_scores(
 
 def _scored(
     state: PageState, q: torch.Tensor, extend_lens: torch.Tensor, logit_cap: float,
-    observe_from: torch.Tensor | None, observe_every: int, reduce: str,
-) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
-    """``since`` of the kernels of scores, and their compile-time constants."""
+    observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any]]:  # fmt: skip
+    """``since`` and ``every`` of the kernels of scores, and their compile-time constants."""
+    observers, known = _observers(extend_lens, observe_from, observe_every)
+    shape = {"G": q.shape[1] // state.num_heads, "HAS_CAP": logit_cap > 0, "MEAN": reduce == "mean"}
+    return observers, {**shape, **known}
+
+
+def _observers(
+    extend_lens: torch.Tensor, observe_from: torch.Tensor | None, observe_every: int | torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, bool]]:
+    """``since`` and ``every``, [B], and whether there are any."""
     since = extend_lens if observe_from is None else observe_from
-    assert since.shape == extend_lens.shape and (not observe_every or observe_from is not None)
-    observed = {"MEAN": reduce == "mean", "WINDOWED": observe_from is not None, "EVERY": observe_every}
-    return since, {"G": q.shape[1] // state.num_heads, "HAS_CAP": logit_cap > 0, **observed}
+    some = isinstance(observe_every, torch.Tensor) or observe_every > 0
+    assert since.shape == extend_lens.shape and (not some or observe_from is not None)
+    every = observe_every if isinstance(observe_every, torch.Tensor) else torch.full_like(extend_lens, observe_every)
+    assert every.shape == extend_lens.shape
+    return (since, every), {"WINDOWED": observe_from is not None, "SAMPLED": some}
 
 
 def prepare_score_pages(
     state: PageState, q: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, extend_lens: torch.Tensor,
     prefix_lens: torch.Tensor, max_prefix: int, sm_scale: float, logit_cap: float, shared_scores: dict[int,
-    torch.Tensor], *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+    torch.Tensor], *, observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str,
 ) -> Callable[[int, torch.Tensor, torch.Tensor], None]:  # fmt: skip
     """A function that gives ``extend_attention``'s scores of tokens in pages in a layer. It takes ``q`` of the form of
     this one and ``lse``, [tokens, Hq] float32, base 2, of the queries' logits with keys as they are stored."""
     heads, batch = state.num_heads, rows.shape[0]
     assert q.is_contiguous()
-    since, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
+    observers, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     tables = (
         state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
         state.write_slot,
@@ -274,8 +292,8 @@ def prepare_score_pages(
                 page_scores_kernel,
                 (batch if number is None else 1, heads, programs),
                 (
-                    None, None, starts, extend_lens, prefix_lens, since, rows, *tables, None, length, number or 0, None,
-                    sm_scale, logit_cap,
+                    None, None, starts, extend_lens, prefix_lens, *observers, rows, *tables, None, length, number or 0,
+                    None, sm_scale, logit_cap,
                 ),
                 dict(M=SCORE_QUERIES, SHARED=number is not None, **tier, **common, num_warps=2, num_stages=2),
             )  # fmt: skip
@@ -292,25 +310,106 @@ def prepare_score_pages(
 def prepare_score_new(
     state: PageState, q: torch.Tensor, key: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor,
     extend_lens: torch.Tensor, prefix_lens: torch.Tensor, max_extend: int, sm_scale: float, logit_cap: float,
-    *, observe_from: torch.Tensor | None, observe_every: int, reduce: str,
+    *, observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str,
 ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]:  # fmt: skip
     """What gives ``extend_attention``'s scores of new tokens in a layer, from ``q`` and ``key`` of the form of these
     and the log-sum-exp of what they give."""
     heads, batch = state.num_heads, rows.shape[0]
-    since, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
+    observers, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
     tile = NEW_KEYS if q.shape[2] <= 128 else NEW_KEYS // 2
+    split = 1 if common["MEAN"] else common["G"]  # a mean is summed in one order
     launch = Launch(
         new_scores_kernel,
-        (batch * heads * -(-max_extend // tile),),
+        (batch * heads * split * -(-max_extend // tile),),
         (
             None, q.stride(0), q.stride(1), None, key.stride(0), key.stride(1), None, starts, extend_lens, prefix_lens,
-            since, rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks,
+            *observers, rows, batch, state.write_slot, state.own_entry, state.pages, state.page_table, state.row_blocks,
             None, sm_scale, logit_cap,
         ),
-        {**_score_constants(*_shape(state)), **common, "M": tile, "N": tile, "num_warps": 4, "num_stages": 2},
+        {
+            **_score_constants(*_shape(state)), **common, "SPLIT": split, "M": tile, "N": tile, "num_warps": 4,
+            "num_stages": 2,
+        },
     )  # fmt: skip
 
     def score_again(layer: int, q: torch.Tensor, key: torch.Tensor, lse: torch.Tensor) -> None:
         launch(q=q, key=key, lse=lse, layer=layer)
 
     return score_again
+
+
+def prepare_stored_sums(
+    state: PageState, q: torch.Tensor, keys: torch.Tensor, starts: torch.Tensor, extend_lens: torch.Tensor,
+    prefix_lens: torch.Tensor, first: torch.Tensor, into: torch.Tensor, most: int, sm_scale: float, logit_cap: float, *,
+    observe_from: torch.Tensor | None, observe_every: int | torch.Tensor, reduce: str,
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]:  # fmt: skip
+    """A function of ``q`` and ``keys`` of the form of these, ``lse``, ``sums`` and ``first_head``. It fills the rows of
+    ``sums`` that are of the heads of ``keys``: what stored tokens receive from new ones that observe.
+
+    Args:
+        q: [tokens, Hq, head_dim]. keys: [all tokens, n, head_dim], of stored tokens and the new ones behind them, of
+            the ``n`` KV heads from ``first_head`` on: not rotated, means added. first: [B], the first token of a
+            request that counts, and ``most`` of one after it that do. into: [B], a request's first place.
+        lse: [tokens, Hq] float32, base 2, contiguous. sums: [H, all tokens] float32; others' places stay.
+    """
+    observers, common = _scored(state, q, extend_lens, logit_cap, observe_from, observe_every, reduce)
+    total, heads, dim = keys.shape
+    assert keys.is_contiguous() and q.stride(2) == 1 and into.shape == extend_lens.shape
+    batch, tile = into.shape[0], NEW_KEYS if dim <= 128 else NEW_KEYS // 2
+    launch = Launch(
+        stored_sums_kernel,
+        (batch * heads * triton.cdiv(most, tile),),
+        (
+            None, q.stride(0), q.stride(1), None, None, starts, extend_lens, prefix_lens, *observers, first, into,
+            batch, heads, None, total, None, sm_scale, logit_cap,
+        ),
+        dict(
+            D=dim, HQ=q.shape[1], M=tile, N=tile, ASM=not INTERPRETED, **common, num_warps=4, num_stages=2
+        ),
+    )  # fmt: skip
+
+    def sum_again(
+        q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, sums: torch.Tensor, first_head: int
+    ) -> None:  # fmt: skip
+        assert lse.is_contiguous() and sums.is_contiguous() and sums.shape == (state.num_heads, total)
+        launch(q=q, keys=keys, lse=lse, sums=sums, first_head=first_head)
+
+    return sum_again
+
+
+def prepare_fold_sums(
+    state: PageState, rows: torch.Tensor, extend_lens: torch.Tensor, prefix_lens: torch.Tensor, into: torch.Tensor,
+    total: int, max_prefix: int, shared_scores: dict[int, torch.Tensor], *, observe_from: torch.Tensor | None,
+    observe_every: int | torch.Tensor,
+) -> Callable[[int, torch.Tensor], None]:  # fmt: skip
+    """A function that takes ``sums`` [H, ``total``] of a layer, as ``prepare_stored_sums`` fills them, into the scores
+    of stored tokens: those that ``extend_attention`` would give."""
+    observers, known = _observers(extend_lens, observe_from, observe_every)
+    tables = (
+        state.pages, state.page_table, state.range_lo, state.range_hi, state.row_blocks, state.entries, state.own_entry,
+        state.write_slot,
+    )  # fmt: skip
+    names = ("TIER", "TIERS", "TOKENS", "SCORES", "POSITIONS", "PAGE_BYTES", "MAX_BLOCKS", "L", "H", "N")
+    launches = []
+    for tier in _constants(*_shape(state))[: state.fmt.scored]:
+        programs = min(FOLD_PROGRAMS, triton.cdiv(max_prefix, tier["N"]))
+        for number, scores in [(None, None), *shared_scores.items()]:
+            launch = Launch(
+                fold_sums_kernel,
+                (len(rows) if number is None else 1, state.num_heads, programs),
+                (
+                    None, total, into, extend_lens, prefix_lens, *observers, rows, *tables, None,
+                    1 if scores is None else scores.shape[-1], number or 0, None,
+                ),
+                {
+                    **{name: tier[name] for name in names}, "SHARED": number is not None,
+                    **known, "num_warps": 1,
+                },
+            )  # fmt: skip
+            launches.append((launch, scores))
+
+    def fold_again(layer: int, sums: torch.Tensor) -> None:
+        for launch, scores in launches:
+            launch(sums=sums, shared_scores=sums if scores is None else scores, layer=layer)
+
+    return fold_again

@@ -31,18 +31,18 @@ def capped(s, logit_cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def observers_before(position, since, EVERY: tl.constexpr):
+def observers_before(position, since, every, SAMPLED: tl.constexpr):
     """``reference.Observers.before``: for how many the queries before positions of any shape count."""
     count = tl.maximum(position - since, 0)
-    if EVERY > 0:
-        count += tl.minimum(position, since) // EVERY * EVERY
+    if SAMPLED:
+        count += tl.minimum(position, since) // every * every
     return count
 
 
 @triton.jit
-def sampled(number, prefix, EVERY: tl.constexpr):
+def sampled(number, prefix, every):
     """Which new tokens the sampled positions are, by their numbers among all sampled ones of a sequence."""
-    return number * EVERY + (EVERY - 1) - prefix
+    return number * every + (every - 1) - prefix
 
 
 @triton.jit
@@ -66,23 +66,29 @@ def received_from(
 
 @triton.jit(
     do_not_specialize=["batch", "layer"],
-    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "rows"],
+    do_not_specialize_on_alignment=["starts", "extend_lens", "prefix_lens", "since", "every", "rows"],
 )
 def new_scores_kernel(
-    q, q_stride, q_head, key, key_stride, key_head, lse, starts, extend_lens, prefix_lens, since, rows, batch,
+    q, q_stride, q_head, key, key_stride, key_head, lse, starts, extend_lens, prefix_lens, since, every, rows, batch,
     write_slot, own_entry, pages, page_table, row_blocks, layer, sm_scale, logit_cap,
     TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, D: tl.constexpr, PAGE_BYTES: tl.constexpr,
     MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, EVERY: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
+    """Grid (B * H * SPLIT * ceil(longest extend / N)): scores of ``N`` new tokens, a token's own query left out.
 
-    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, none with 0.
+    ``SPLIT`` programs share a group's query heads; the largest of their scores stays, beside the 0 that was appended.
+
+    ``WINDOWED``: of the queries before position ``since`` [B] none counts or, if ``SAMPLED``, each ``every`` [B]-th,
+    as so many.
 
     Strides are in elements. ``lse`` [tokens, Hq] is base 2. ``M`` divides ``N``; keys with many later queries come
     first.
     """
-    b, head, tile, _ = request_head_tile(batch, H)
+    b, share, tile, _ = request_head_tile(batch, H * SPLIT)
+    head = share // SPLIT
+    first_query_head = head * G + share % SPLIT * (G // SPLIT)
     first = tile * N
     extend = tl.load(extend_lens + b).to(tl.int32)
     if first >= extend:
@@ -102,25 +108,27 @@ def new_scores_kernel(
     later_first = first + N
     prefix = 0
     all_from = 0
+    step = 1
     if WINDOWED:
         prefix = tl.load(prefix_lens + b).to(tl.int32)
         all_from = tl.load(since + b).to(tl.int32)
+        if SAMPLED:
+            step = tl.load(every + b).to(tl.int32)
         silent = tl.minimum(tl.maximum(all_from - prefix, 0), extend)
         own_first += tl.maximum(silent - own_first, 0) // M * M
         later_first += tl.maximum(silent - later_first, 0) // M * M
     m = tl.arange(0, M)
-    for g in range(G):
-        at = head * G + g
+    for at in range(first_query_head, first_query_head + G // SPLIT):
         total = tl.zeros([N], tl.float32)
-        if EVERY > 0:
-            for some in range((prefix + first) // EVERY, (prefix + silent) // EVERY, M):
-                asked = some + m < (prefix + silent) // EVERY
-                query = sampled(some + m, prefix, EVERY)
+        if SAMPLED:
+            for some in range((prefix + first) // step, (prefix + silent) // step, M):
+                asked = some + m < (prefix + silent) // step
+                query = sampled(some + m, prefix, step)
                 total += received_from(
                     q, q_stride, q_head, lse, k, start, column, query, asked, at, factor, logit_cap,
                     D, H * G, True, HAS_CAP,
                 )  # fmt: skip
-            total *= EVERY
+            total *= step
         for begin in range(own_first, tl.minimum(first + N, extend), M):
             asked = (begin + m < extend) & (begin + m >= silent)
             total += received_from(
@@ -136,16 +144,94 @@ def new_scores_kernel(
         received = received + total if MEAN else tl.maximum(received, total)
     if MEAN:
         received = received / G
-    later = observers_before(prefix + extend, all_from, EVERY) - observers_before(prefix + column + 1, all_from, EVERY)
+    later = observers_before(prefix + extend, all_from, step, SAMPLED)
+    later -= observers_before(prefix + column + 1, all_from, step, SAMPLED)
     score = received / tl.maximum(later, 1).to(tl.float32)
     row = tl.load(rows + b).to(tl.int64)
-    at = (row * L + layer) * H + head
-    slot = tl.load(write_slot + at) + column
-    entry = tl.load(own_entry + at * TIERS) + slot // TOKENS
+    head_at = (row * L + layer) * H + head
+    slot = tl.load(write_slot + head_at) + column
+    entry = tl.load(own_entry + head_at * TIERS) + slot // TOKENS
     index = table_index(row_blocks, row, layer, head, entry, live, MAX_BLOCKS, L, H)
     page = tl.load(page_table + index, mask=live, other=0)
     target = (pages + page.to(tl.int64) * PAGE_BYTES + SCORES).to(tl.pointer_type(tl.float32))
-    tl.store(target + slot % TOKENS, score, mask=live)
+    if SPLIT > 1:  # no score is negative, so they are ordered as integers are
+        tl.atomic_max(
+            (target + slot % TOKENS).to(tl.pointer_type(tl.int32)), score.to(tl.int32, bitcast=True), mask=live
+        )
+    else:
+        tl.store(target + slot % TOKENS, score, mask=live)
+
+
+@triton.jit(
+    do_not_specialize=["batch", "heads", "first_head", "total"],
+    do_not_specialize_on_alignment=[
+        "starts",
+        "extend_lens",
+        "prefix_lens",
+        "since",
+        "every",
+        "first_scored",
+        "into",
+    ],
+)
+def stored_sums_kernel(
+    q, q_stride, q_head, keys, lse, starts, extend_lens, prefix_lens, since, every, first_scored, into, batch, heads,
+    first_head, total, sums, sm_scale, logit_cap,
+    D: tl.constexpr, HQ: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    HAS_CAP: tl.constexpr, ASM: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * heads * ceil(most tokens / N)): what ``N`` stored tokens receive from new ones, joined over query
+    heads. Those before ``first_scored`` [B] do not count.
+
+    ``keys`` [total, heads, D] are of the KV heads from ``first_head`` on, as the model gives them; a request's begin at
+    ``into`` [B]. ``sums`` [all KV heads, total]. ``q``, ``lse`` [tokens, HQ] and who observes: as in
+    ``new_scores_kernel``.
+    """
+    b, column_head, tile, _ = request_head_tile(batch, heads)
+    first = tl.load(first_scored + b).to(tl.int32) + tile * N
+    prefix = tl.load(prefix_lens + b).to(tl.int32)
+    if first >= prefix:
+        return
+    dot_type: tl.constexpr = keys.dtype.element_ty if ASM else tl.float32
+    start = tl.load(starts + b)
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    d = tl.arange(0, dot_padded(D))
+    column = first + tl.arange(0, N)
+    live = column < prefix
+    place = tl.load(into + b).to(tl.int64) + column
+    k_ptr = keys + (place * heads + column_head)[:, None] * D + d[None, :]
+    k = tl.load(k_ptr, mask=live[:, None] & (d[None, :] < D), other=0.0).to(dot_type)  # [N, D]
+    silent = 0  # new tokens before those that all count
+    step = 1
+    if WINDOWED:
+        silent = tl.minimum(tl.maximum(tl.load(since + b).to(tl.int32) - prefix, 0), extend)
+        if SAMPLED:
+            step = tl.load(every + b).to(tl.int32)
+    received = tl.zeros([N], tl.float32)
+    m = tl.arange(0, M)
+    factor = sm_scale * LOG2E
+    head = first_head + column_head
+    for g in range(G):
+        at = head * G + g
+        sum_of_head = tl.zeros([N], tl.float32)
+        if SAMPLED:
+            last = (prefix + silent) // step
+            for some in range(prefix // step, last, M):
+                query = sampled(some + m, prefix, step)
+                sum_of_head += received_from(
+                    q, q_stride, q_head, lse, k, start, column, query, some + m < last, at, factor, logit_cap,
+                    D, HQ, False, HAS_CAP,
+                )  # fmt: skip
+            sum_of_head *= step
+        for begin in range(silent, extend, M):
+            sum_of_head += received_from(
+                q, q_stride, q_head, lse, k, start, column, begin + m, begin + m < extend, at, factor, logit_cap,
+                D, HQ, False, HAS_CAP,
+            )  # fmt: skip
+        received = received + sum_of_head if MEAN else tl.maximum(received, sum_of_head)
+    if MEAN:
+        received = received / G
+    tl.store(sums + head.to(tl.int64) * total + place, received, mask=live)
 
 
 @triton.jit
@@ -169,26 +255,59 @@ def page_received(
     return tl.sum(tl.exp2(s), 1)
 
 
+@triton.jit
+def fold_scores(
+    received, numbers, position, in_view, shared_scores, shared_len, prefix, extend, all_from, step, layer, head,
+    SCORES: tl.constexpr, H: tl.constexpr, SHARED: tl.constexpr, SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """Take what tokens [N] of a page ``received`` from ``extend`` new ones into the means of those before. ``numbers``:
+    the page's slots as int32."""
+    before = observers_before(prefix, all_from, step, SAMPLED)
+    after = observers_before(prefix + extend, all_from, step, SAMPLED)
+    score_ptr = (numbers + SCORES // 4).to(tl.pointer_type(tl.float32))
+    score = tl.load(score_ptr, mask=in_view, other=0.0)
+    if SHARED:
+        scored_at = (layer * H + head).to(tl.int64) * shared_len + tl.where(in_view, position, 0)
+        score_ptr = shared_scores + scored_at
+        so_far = tl.load(score_ptr, mask=in_view, other=0.0)
+        score = tl.where(so_far == so_far, so_far, score)
+        shared = observers_before(shared_len, all_from, step, SAMPLED)
+        queries = tl.maximum(shared - observers_before(position + 1, all_from, step, SAMPLED), 0)
+        queries = tl.minimum(queries, OBSERVED) + before - shared
+    else:
+        queries = tl.maximum(before - observers_before(position + 1, all_from, step, SAMPLED), 0)
+    seen = queries.to(tl.float32) * score + received
+    tl.store(score_ptr, seen / tl.maximum((queries + after - before).to(tl.float32), 1.0), mask=in_view)
+
+
 @triton.jit(
     do_not_specialize=["layer", "request", "shared_len"],
-    do_not_specialize_on_alignment=["lse", "starts", "extend_lens", "prefix_lens", "since", "rows", "shared_scores"],
+    do_not_specialize_on_alignment=[
+        "lse",
+        "starts",
+        "extend_lens",
+        "prefix_lens",
+        "since",
+        "every",
+        "rows",
+        "shared_scores",
+    ],
 )
 def page_scores_kernel(
-    q, lse, starts, extend_lens, prefix_lens, since, rows, pages, page_table, range_lo, range_hi, row_blocks, entries,
-    own_entry, write_slot, shared_scores, shared_len, request, layer, sm_scale, logit_cap,
+    q, lse, starts, extend_lens, prefix_lens, since, every, rows, pages, page_table, range_lo, range_hi, row_blocks,
+    entries, own_entry, write_slot, shared_scores, shared_len, request, layer, sm_scale, logit_cap,
     TIER: tl.constexpr, TIERS: tl.constexpr, KB: tl.constexpr, VB: tl.constexpr,
     TOKENS: tl.constexpr, KEYS: tl.constexpr, KMETA: tl.constexpr, VALUES: tl.constexpr, VMETA: tl.constexpr,
     SCORES: tl.constexpr, POSITIONS: tl.constexpr,
     D: tl.constexpr, PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_CAP: tl.constexpr, ASM: tl.constexpr,
-    SHARED: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, EVERY: tl.constexpr,
+    SHARED: tl.constexpr, MEAN: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H, programs): own tokens of earlier steps, which share the tiles round robin.
 
     With ``SHARED`` grid (1, H, programs): the first ``shared_len`` tokens of ``request``, which it shares; their scores
     go to ``shared_scores`` [L, H, shared_len], NaN where there is none yet, and not into the pages.
-    ``WINDOWED``: of the queries before position ``since`` [B] each ``EVERY``-th counts, as so many, and did in earlier
-    steps, none with 0.
+    ``WINDOWED`` and ``SAMPLED``: as in ``new_scores_kernel``, in earlier steps too.
     """
     b = tl.program_id(0)
     if SHARED:
@@ -210,11 +329,12 @@ def page_scores_kernel(
     prefix = tl.load(prefix_lens + b).to(tl.int32)
     silent = 0  # new tokens before those that all count
     all_from = 0
+    step = 1
     if WINDOWED:
         all_from = tl.load(since + b).to(tl.int32)
         silent = tl.minimum(tl.maximum(all_from - prefix, 0), extend)
-    before = observers_before(prefix, all_from, EVERY)
-    after = observers_before(prefix + extend, all_from, EVERY)
+        if SAMPLED:
+            step = tl.load(every + b).to(tl.int32)
     m = tl.arange(0, M)
     kcol = tl.arange(0, KWP)
     begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
@@ -251,15 +371,15 @@ def page_scores_kernel(
         received = tl.zeros([N], tl.float32)
         for g in range(G):
             sums = tl.zeros([N], tl.float32)
-            if EVERY > 0:
-                for some in range(prefix // EVERY, (prefix + silent) // EVERY, M):
-                    asked = some + m < (prefix + silent) // EVERY
-                    query = sampled(some + m, prefix, EVERY)
+            if SAMPLED:
+                for some in range(prefix // step, (prefix + silent) // step, M):
+                    asked = some + m < (prefix + silent) // step
+                    query = sampled(some + m, prefix, step)
                     sums += page_received(
                         q, lse, k_parts, start, query, asked, head * G + g, sm_scale * LOG2E, logit_cap,
                         KPARTS, BYTES, KW, N, M, D, H * G, HAS_CAP,
                     )  # fmt: skip
-                sums *= EVERY
+                sums *= step
             for begin in range(silent, extend, M):
                 sums += page_received(
                     q, lse, k_parts, start, begin + m, begin + m < extend, head * G + g, sm_scale * LOG2E, logit_cap,
@@ -268,17 +388,62 @@ def page_scores_kernel(
             received = received + sums if MEAN else tl.maximum(received, sums)
         if MEAN:
             received = received / G
-        score_ptr = (numbers + SCORES // 4).to(tl.pointer_type(tl.float32))
-        score = tl.load(score_ptr, mask=in_view, other=0.0)
-        if SHARED:
-            scored_at = (layer * H + head).to(tl.int64) * shared_len + tl.where(in_view, position, 0)
-            score_ptr = shared_scores + scored_at
-            so_far = tl.load(score_ptr, mask=in_view, other=0.0)
-            score = tl.where(so_far == so_far, so_far, score)
-            shared = observers_before(shared_len, all_from, EVERY)
-            queries = tl.maximum(shared - observers_before(position + 1, all_from, EVERY), 0)
-            queries = tl.minimum(queries, OBSERVED) + before - shared
-        else:
-            queries = tl.maximum(before - observers_before(position + 1, all_from, EVERY), 0)
-        seen = queries.to(tl.float32) * score + received
-        tl.store(score_ptr, seen / tl.maximum((queries + after - before).to(tl.float32), 1.0), mask=in_view)
+        fold_scores(
+            received, numbers, position, in_view, shared_scores, shared_len, prefix, extend, all_from, step, layer,
+            head, SCORES, H, SHARED, SAMPLED,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["layer", "request", "shared_len", "total"],
+    do_not_specialize_on_alignment=[
+        "sums", "into", "extend_lens", "prefix_lens", "since", "every", "rows", "shared_scores",
+    ],
+)  # fmt: skip
+def fold_sums_kernel(
+    sums, total, into, extend_lens, prefix_lens, since, every, rows, pages, page_table, range_lo, range_hi, row_blocks,
+    entries, own_entry, write_slot, shared_scores, shared_len, request, layer,
+    TIER: tl.constexpr, TIERS: tl.constexpr, TOKENS: tl.constexpr, SCORES: tl.constexpr, POSITIONS: tl.constexpr,
+    PAGE_BYTES: tl.constexpr, MAX_BLOCKS: tl.constexpr, L: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
+    SHARED: tl.constexpr, WINDOWED: tl.constexpr, SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """``page_scores_kernel`` where it is known what tokens received: ``sums`` [H, total] of ``stored_sums_kernel``."""
+    b = tl.program_id(0)
+    if SHARED:
+        b = request
+    head = tl.program_id(1)
+    CHUNKS: tl.constexpr = ceil_div(TOKENS, N)
+    row = tl.load(rows + b).to(tl.int64)
+    head_at = (row * L + layer) * H + head
+    extend = tl.load(extend_lens + b).to(tl.int32)
+    count = earlier_entries(entries, own_entry, write_slot, head_at, extend, TIER, TIERS, TOKENS)
+    prefix = tl.load(prefix_lens + b).to(tl.int32)
+    all_from = 0
+    step = 1
+    if WINDOWED:
+        all_from = tl.load(since + b).to(tl.int32)
+        if SAMPLED:
+            step = tl.load(every + b).to(tl.int32)
+    begin_tile = tl.load(own_entry + head_at * TIERS + TIER) * CHUNKS
+    end_tile = count * CHUNKS
+    most = prefix
+    if SHARED:
+        end_tile = begin_tile
+        begin_tile = 0
+        most = shared_len
+    sums_of = sums + head.to(tl.int64) * total + tl.load(into + b)
+    for tile in range(begin_tile + tl.program_id(2), end_tile, tl.num_programs(2)):
+        page, lo, hi = tile_page(
+            tile, count, row_blocks, page_table, range_lo, range_hi, row, layer, head, TIER, CHUNKS, MAX_BLOCKS, L, H
+        )
+        slot = (tile % CHUNKS) * N + tl.arange(0, N)
+        live = slot < TOKENS
+        page_at = page.to(tl.int64) * PAGE_BYTES
+        numbers = (pages + page_at).to(tl.pointer_type(tl.int32)) + slot
+        position = load_positions(pages + page_at, POSITIONS, slot, live)
+        in_view = live & (position >= lo) & (position < tl.minimum(hi, most))
+        received = tl.load(sums_of + tl.where(in_view, position, 0), mask=in_view, other=0.0)
+        fold_scores(
+            received, numbers, position, in_view, shared_scores, shared_len, prefix, extend, all_from, step, layer,
+            head, SCORES, H, SHARED, SAMPLED,
+        )  # fmt: skip

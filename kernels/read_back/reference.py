@@ -29,6 +29,7 @@ def read_back(
     *,
     rotation: Rotation = NO_ROTATION,
     key_means: torch.Tensor | None = None,
+    first_head: int = 0,
 ) -> None:
     """Fill the requests' parts of ``key_out`` and ``value_out``: stored tokens by position, then the new ones.
 
@@ -41,12 +42,14 @@ def read_back(
         rows, starts, extend_lens, prefix_lens: [B] integers: owner, first token in ``key``, new tokens, and tokens
             before them.
         into: [B] integers: place of a request's first token in the outputs.
-        key_out: [all tokens, H, head_dim]. value_out: [all tokens, H, v_head_dim]. Both in the state's dtype.
+        key_out: [all tokens, n, head_dim]. value_out: [all tokens, n, v_head_dim]. Both in the state's dtype, of the
+            ``n`` KV heads from ``first_head`` on.
         rotation: what was rotated before it was stored, and is rotated back. key_means: [H, head_dim] float32, then
             added to keys.
     """
     lens = zip(*(x.tolist() for x in (rows, starts, extend_lens, prefix_lens, into)), strict=True)
     head = torch.arange(state.num_heads, device=state.device)
+    some = slice(first_head, first_head + key_out.shape[1])
     for row, start, count, prefix, at in lens:
         one = torch.tensor([row], device=state.device)
         faulted = bool(state.fault[row])
@@ -59,13 +62,14 @@ def read_back(
             slot = torch.arange(view.layout.tokens, device=state.device).expand(*page.shape[:2], -1)
             position = view.positions[page, slot]  # [H, E, tokens]
             held = (position >= lo) & (position < hi) & (position < prefix)
+            held[: some.start] = held[some.stop :] = False
             keys, values = read_tokens(view, page.expand_as(slot)[held], slot[held])  # [n, dim]
             keys = rotated(keys) if rotation.keys else keys
             values = rotated(values) if rotation.values else values
             of_head = head.view(-1, 1, 1).expand_as(slot)[held]
             keys = keys if key_means is None else keys + key_means[of_head]
             place = at + position[held].long()
-            key_out[place, of_head] = keys.to(key_out.dtype)
-            value_out[place, of_head] = values.to(value_out.dtype)
-        key_out[at + prefix : at + prefix + count] = key[start : start + count]
-        value_out[at + prefix : at + prefix + count] = value[start : start + count]
+            key_out[place, of_head - first_head] = keys.to(key_out.dtype)
+            value_out[place, of_head - first_head] = values.to(value_out.dtype)
+        key_out[at + prefix : at + prefix + count] = key[start : start + count, some]
+        value_out[at + prefix : at + prefix + count] = value[start : start + count, some]

@@ -153,6 +153,7 @@ class ExtendWrapper(Wrapper):
         counts: list[int],
         *,
         prompts: list[int] | None = None,
+        shared: list[int] | None = None,
         shared_scores: dict[int, torch.Tensor] | None = None,
         as_computed: bool = False,
     ) -> None:
@@ -161,13 +162,18 @@ class ExtendWrapper(Wrapper):
 
         Args:
             prompts: of each request, where its prompt ends, if not with this pass: a policy that observes the last
-                queries of a prompt has to know. shared_scores: as in ``Step``. as_computed: every head holds all
+                queries of a prompt has to know. shared: of each, its first tokens that segments hold for it; none where
+                that is not known. shared_scores: as in ``Step``. as_computed: every head holds all
                 stored tokens of these requests, also where the policy drops some.
         """
         ends = prompts or [prefix + count for prefix, count in zip(prefixes, counts, strict=True)]
-        observe_from = self.policy.observation.since(ends)
-        self.step = Step.extend(rows, prefix_lens, extend_lens, prefixes, counts, observe_from)
+        observation = self.policy.observation
+        self.step = Step.extend(
+            rows, prefix_lens, extend_lens, prefixes, counts, observation.since(ends), observation.every_of(ends)
+        )  # fmt: skip
         self.step.shared_scores, self.step.as_computed = shared_scores or {}, as_computed
+        scored = self.step.shared_scores
+        self.step.unscored = tuple(0 if number in scored else held for number, held in enumerate(shared or ()))
 
     def run(
         self, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling,

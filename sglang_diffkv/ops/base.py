@@ -38,11 +38,13 @@ class WholeRequests:
     """All tokens of a pass's requests, one request after the other, those that are stored before the new ones.
 
     Attributes:
-        into: [B] int64 on the device, place of each request's first token. lens: tokens of each, on the host.
+        into: [B] int64 on the device, place of each request's first token. lens: tokens of each, on the host. heads: KV
+            heads at a time, a divisor of all.
     """
 
     into: torch.Tensor
     lens: tuple[int, ...]
+    heads: int
 
 
 @dataclass
@@ -75,8 +77,13 @@ class Step:
     shared_scores: dict[int, torch.Tensor] = field(default_factory=dict)
     """Request's number -> [L, H, n] float32: scores of the first n tokens, which the row shares, for a copy of its own;
     NaN where there is none yet."""
+    unscored: tuple[int, ...] = ()
+    """Of each request, its first tokens that get no scores from this pass, on the host: others hold them for it. Empty
+    for none."""
     observe_from: torch.Tensor | None = None
     """[B] int64: from this position on all new tokens observe, see ``Observation``; None for 0."""
+    observe_every: torch.Tensor | None = None
+    """[B] int64: of those before, every Nth; None for what the policy says of short prompts."""
 
     @cached_property
     def starts(self) -> torch.Tensor:
@@ -88,17 +95,20 @@ class Step:
         sight."""
         if observation.queries and self.observe_from is None:
             self.observe_from = torch.zeros_like(self.extend_lens)
+        if observation.every and self.observe_every is None:
+            self.observe_every = torch.full_like(self.extend_lens, observation.every)
         since = self.observe_from if observation.queries else None
-        return {"observe_from": since, "observe_every": observation.every, "reduce": observation.reduce}
+        every = self.observe_every if observation.every else 0
+        return {"observe_from": since, "observe_every": every, "reduce": observation.reduce}
 
     @classmethod
     def extend(
         cls, rows: torch.Tensor, prefix_lens: torch.Tensor, extend_lens: torch.Tensor, prefixes: list[int],
-        counts: list[int], observe_from: list[int] | None = None,
+        counts: list[int], observe_from: list[int] | None = None, observe_every: list[int] | None = None,
     ) -> Step:  # fmt: skip
         """An extend step. rows, prefix_lens, extend_lens: [B] integers on the device; ``prefixes`` and ``counts`` are
         the latter two on the host, so that nothing waits for the device. ``observe_from``: of each request, the
-        position from which on all queries observe; None where all do."""
+        position from which on all queries observe; None where all do. ``observe_every``: of those before, every Nth."""
         rows, prefix_lens, extend_lens = rows.long(), prefix_lens.long(), extend_lens.long()
         total, device = sum(counts), rows.device
         if len(counts) == 1:  # a third of the launches, for a pass that takes little longer than they do
@@ -110,6 +120,10 @@ class Step:
             starts = extend_lens.cumsum(0) - extend_lens
             owners, offset = rows[owner], torch.arange(total, device=device) - starts[owner]
             position = prefix_lens[owner] + offset
+        since = every = None
+        if observe_from and any(observe_from):
+            since, *sampled = to_device([observe_from, *([observe_every] if observe_every else [])], device)
+            every = sampled[0] if sampled else None
         step = cls(
             rows,
             prefix_lens + extend_lens,
@@ -124,7 +138,8 @@ class Step:
             max(prefixes),
             tuple(counts),
             tuple(prefixes),
-            observe_from=to_device(observe_from, device) if observe_from and any(observe_from) else None,
+            observe_from=since,
+            observe_every=every,
         )
         step.starts = starts
         return step

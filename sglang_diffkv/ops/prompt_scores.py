@@ -1,18 +1,19 @@
-"""Scores that tokens get while a prompt is computed, where FlashInfer attends: of new tokens and of stored ones."""
+"""Scores that tokens get while a prompt is computed, where a library attends: of new tokens and of stored ones."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 
-from sglang_diffkv.kernels.extend_attention.triton import prepare_score_new, prepare_score_pages
-from sglang_diffkv.kernels.rotate.reference import Rotation
+from sglang_diffkv.kernels.extend_attention.triton import prepare_fold_sums, prepare_score_new, prepare_stored_sums
 from sglang_diffkv.layout.state import PageState
+from sglang_diffkv.layout.transfer import to_device
 from sglang_diffkv.ops.base import Scaling, Step
-from sglang_diffkv.ops.launches import rotate_again
 from sglang_diffkv.policies.base import Policy
+
+SumStored = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""As ``prepare_stored_sums`` gives it."""
 
 
 def prompts_scored(state: PageState, step: Step, policy: Policy) -> bool:
@@ -35,28 +36,55 @@ def score_new(
     step.launches.prepared(("new scores", scaling), prepare, q, key, lse)(layer, q, key, lse)
 
 
-def score_stored(
-    state: PageState, layer: int, q: torch.Tensor, lse: torch.Tensor, step: Step, scaling: Scaling, policy: Policy,
-    rotation: Rotation, key_means: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """The scores of stored tokens: of the requests from the first to the last that has any."""
-    stored = [number for number, prefix in enumerate(step.prefixes) if prefix]
-    first, last = stored[0], stored[-1] + 1
-    tokens = slice(sum(step.counts[:first]), sum(step.counts[:last]))
-    queries, norm = q[tokens], lse[tokens]
-    if key_means is not None:  # taken off keys, and so off logits
-        grouped = queries.float().unflatten(1, (state.num_heads, -1))  # [tokens, H, G, head_dim]
-        shift = (grouped @ key_means.unsqueeze(2)).flatten(1)  # [tokens, Hq]
-        norm = norm - shift * (scaling.scale * math.log2(math.e))
-    queries = rotate_again(step.launches, queries)[0] if rotation.keys else queries.contiguous()
+class StoredSums:
+    """What stored tokens receive from a layer's new ones: [H, all tokens] float32, from keys that were read back.
 
-    def prepare() -> Callable[[int, torch.Tensor, torch.Tensor], None]:
-        observers = step.observers(policy.observation)
-        if observers["observe_from"] is not None:
-            observers["observe_from"] = observers["observe_from"][first:last]
-        starts = step.starts[first:last] - tokens.start
-        lens = (step.rows[first:last], starts, step.extend_lens[first:last], step.prefix_lens[first:last])
-        shared_scores = {number - first: scores for number, scores in step.shared_scores.items()}
-        return prepare_score_pages(state, queries, *lens, step.max_prefix, *scaling, shared_scores, **observers)
+    Attributes:
+        most: tokens of a request that count.
+    """
 
-    step.launches.prepared(("stored scores", scaling), prepare, queries)(layer, queries, norm.contiguous())
+    def __init__(self, sums: torch.Tensor, first: torch.Tensor, most: int):
+        self.most = most
+        self._sums, self._first = sums, first
+
+    @classmethod
+    def of(cls, state: PageState, step: Step) -> StoredSums | None:
+        """Room for a step that has a place for ``whole`` requests; None if no stored token gets a score."""
+        assert step.whole is not None
+        unscored = step.unscored or (0,) * len(step.prefixes)
+        most = max(prefix - held for prefix, held in zip(step.prefixes, unscored, strict=True))
+        if most <= 0:
+            return None
+        first: torch.Tensor = step.launches.prepared("unscored", lambda: to_device(unscored, state.device))
+        shape = (state.num_heads, sum(step.whole.lens))
+        return cls(torch.empty(shape, dtype=torch.float32, device=state.device), first, most)
+
+    def add(
+        self, state: PageState, q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, step: Step, scaling: Scaling,
+        policy: Policy, first_head: int,
+    ) -> None:  # fmt: skip
+        """Of the KV heads of ``keys`` [all tokens, n, head_dim], the first of which is ``first_head``. ``lse``: as of
+        ``score_new``, of these heads' queries."""
+        whole = step.whole
+        assert whole is not None
+
+        def prepare() -> SumStored:
+            lens = (step.starts, step.extend_lens, step.prefix_lens, self._first, whole.into)
+            observers = step.observers(policy.observation)
+            return prepare_stored_sums(state, q, keys, *lens, self.most, *scaling, **observers)
+
+        again: SumStored = step.launches.prepared(("stored sums", scaling), prepare, q, keys, lse, self._sums)
+        again(q, keys, lse, self._sums, first_head)
+
+    def fold(self, state: PageState, layer: int, step: Step, policy: Policy) -> None:
+        """Into the scores of the layer's stored tokens."""
+        whole = step.whole
+        assert whole is not None
+
+        def prepare() -> Callable[[int, torch.Tensor], None]:
+            lens = (step.rows, step.extend_lens, step.prefix_lens, whole.into, self._sums.shape[1], step.max_prefix)
+            observers = step.observers(policy.observation)
+            del observers["reduce"]  # sums are joined over heads already
+            return prepare_fold_sums(state, *lens, step.shared_scores, **observers)
+
+        step.launches.prepared("fold", prepare, self._sums)(layer, self._sums)

@@ -103,6 +103,10 @@ class RaggedPrefill:
             return "FlashInfer plans one scale and logit cap for all layers, and this model's differ"
         return ""
 
+    def serves(self, scaling: Scaling) -> bool:
+        """Whether it was planned for layers of this scaling."""
+        return scaling == (self.scale, self.logit_cap)
+
     @classmethod
     def supports(cls, head_dim: int, v_head_dim: int) -> bool:
         """Whether FlashInfer is installed and has a kernel for these heads."""
@@ -119,17 +123,25 @@ class RaggedPrefill:
         ends = _ends(step.counts)
         key_ends = ends if step.whole is None else _ends(step.whole.lens)
         q_heads, kv_heads, head_dim, v_head_dim = self._shape
+        if step.whole is not None:
+            q_heads, kv_heads = q_heads // kv_heads * step.whole.heads, step.whole.heads
         self._wrapper.plan(ends, key_ends, q_heads, kv_heads, head_dim, v_head_dim, **self._options)
         self._copied = self._copied or torch.cuda.Event()
         self._copied.record()
 
-    def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling, *, lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Causal attention within each request, whose last tokens the queries are.
 
         Args:
-            q: [tokens, Hq, head_dim]. key: [planned tokens, H, head_dim]. value: [planned tokens, H, v_head_dim].
+            q: [tokens, Hq, head_dim]. key: [planned tokens, H, head_dim]. value: [planned tokens, H, v_head_dim]. The
+                heads are all, or so many of them as the plan says (``WholeRequests``).
+            scaling: one that it ``serves``. lse: whether the second result is wanted.
 
         Returns:
-            out [tokens, Hq, v_head_dim], lse [tokens, Hq] float32, base 2.
+            out [tokens, Hq, v_head_dim], lse [tokens, Hq] float32, base 2, or None.
         """
-        return self._wrapper.run(q, key, value, return_lse=True)
+        if lse:
+            return self._wrapper.run(q, key, value, return_lse=True)
+        return self._wrapper.run(q, key, value), None

@@ -1,4 +1,4 @@
-"""Attention of new tokens and the stored ones before them by FlashInfer, for which these are read back from pages."""
+"""Attention of new tokens and the stored ones before them by a library, for which these are read back from pages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from sglang_diffkv.kernels.read_back.triton import PreparedReadBack, prepare_rea
 from sglang_diffkv.kernels.rotate.reference import Rotation
 from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.ops.base import Scaling, Step, WholeRequests
-from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new, score_stored
-from sglang_diffkv.ops.ragged import RaggedPrefill
+from sglang_diffkv.ops.library import PrefillLibrary
+from sglang_diffkv.ops.prompt_scores import StoredSums, prompts_scored, score_new
 from sglang_diffkv.policies.base import Policy, prunes
 
 MOST_BYTES = 128 << 20
-"""Of keys and values of all tokens of a pass's requests in a layer: 32,768 tokens of Llama-3-8B's. They live while a
-layer attends, in the room that the activations of a pass have; longer requests attend to pages as they are."""
+"""Of keys and values of all tokens of a pass's requests, of the KV heads that attend together: 32,768 tokens of
+Llama-3-8B's 8, or 262,144 of one. They live while these attend, in the room that the activations of a pass have. Where
+one head has more, requests attend to pages as they are."""
 
 
 def heads_hold_all(policy: Policy, tiers: int) -> bool:
@@ -29,34 +30,72 @@ def whole_requests(state: PageState, step: Step) -> WholeRequests | None:
     if not any(step.prefixes):
         return None
     lens = tuple(stored + new for stored, new in zip(step.prefixes, step.counts, strict=True))
-    fmt, heads = state.fmt, state.num_heads
-    if sum(lens) * heads * (fmt.head_dim + fmt.v_head_dim) * state.dtype.itemsize > MOST_BYTES:
-        return None
-    return WholeRequests(step.seq_lens.cumsum(0) - step.seq_lens, lens)
+    fmt = state.fmt
+    most = MOST_BYTES // (sum(lens) * (fmt.head_dim + fmt.v_head_dim) * state.dtype.itemsize)
+    heads = max((n for n in range(1, state.num_heads + 1) if state.num_heads % n == 0 and n <= most), default=0)
+    return WholeRequests(step.seq_lens.cumsum(0) - step.seq_lens, lens, heads) if heads else None
 
 
 def attend(
     state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
-    ragged: RaggedPrefill, scaling: Scaling, policy: Policy, rotation: Rotation, key_means: torch.Tensor | None,
+    library: PrefillLibrary, scaling: Scaling, policy: Policy, rotation: Rotation, key_means: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """``Ops.extend_unpacked`` of a step that has a place for ``whole`` requests, which ``ragged`` is planned for."""
-    out, lse = ragged.run(q, *_unpacked(state, layer, key, value, step, rotation, key_means))
-    if prompts_scored(state, step, policy):
+    """``Ops.extend_unpacked`` of a step that has a place for ``whole`` requests, which ``library`` is planned for."""
+    whole, heads = step.whole, state.num_heads
+    assert whole is not None
+    scored = prompts_scored(state, step, policy)
+    sums = StoredSums.of(state, step) if scored else None
+    if whole.heads == heads:
+        keys, values = _unpacked(state, layer, key, value, step, rotation, key_means, 0)
+        out, lse = library.run(q, keys, values, scaling, lse=scored)
+        if sums is not None:
+            assert lse is not None
+            sums.add(state, q, keys, lse, step, scaling, policy, 0)
+    else:
+        out, lse = _by_heads(
+            state, layer, q, key, value, step, library, scaling, policy, rotation, key_means, scored, sums
+        )  # fmt: skip
+    if lse is not None:
         score_new(state, layer, q, key, lse, step, scaling, policy)
-        score_stored(state, layer, q, lse, step, scaling, policy, rotation, key_means)
+    if sums is not None:
+        sums.fold(state, layer, step, policy)
     return out
+
+
+def _by_heads(
+    state: PageState, layer: int, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: Step,
+    library: PrefillLibrary, scaling: Scaling, policy: Policy, rotation: Rotation, key_means: torch.Tensor | None,
+    scored: bool, sums: StoredSums | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The same, some KV heads after the other: the keys and values of all do not fit."""
+    assert step.whole is not None
+    together, tokens, q_heads = step.whole.heads, q.shape[0], q.shape[1]
+    group = q_heads // state.num_heads
+    out = torch.empty(tokens, q_heads, state.fmt.v_head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, q_heads, dtype=torch.float32, device=q.device) if scored else None
+    for first in range(0, state.num_heads, together):
+        asked = slice(first * group, (first + together) * group)
+        keys, values = _unpacked(state, layer, key, value, step, rotation, key_means, first)
+        some, norm = library.run(q[:, asked], keys, values, scaling, lse=lse is not None)
+        out[:, asked] = some
+        if lse is not None and norm is not None:
+            lse[:, asked] = norm
+            if sums is not None:
+                sums.add(state, q, keys, lse, step, scaling, policy, first)
+    return out, lse
 
 
 def _unpacked(
     state: PageState, layer: int, key: torch.Tensor, value: torch.Tensor, step: Step, rotation: Rotation,
-    key_means: torch.Tensor | None,
+    key_means: torch.Tensor | None, first_head: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Keys and values of whole requests. The caller keeps them for attention alone: scores take memory of their own."""
-    whole, fmt, heads = step.whole, state.fmt, state.num_heads
+    """Keys and values of whole requests, of so many heads as the step says. The caller keeps them for attention and
+    what follows from them alone: others take memory of their own."""
+    whole, fmt = step.whole, state.fmt
     assert whole is not None
     tokens = sum(whole.lens)
-    keys = torch.empty(tokens, heads, fmt.head_dim, dtype=key.dtype, device=key.device)
-    values = torch.empty(tokens, heads, fmt.v_head_dim, dtype=value.dtype, device=value.device)
+    keys = torch.empty(tokens, whole.heads, fmt.head_dim, dtype=key.dtype, device=key.device)
+    values = torch.empty(tokens, whole.heads, fmt.v_head_dim, dtype=value.dtype, device=value.device)
 
     def prepare() -> PreparedReadBack:
         lens = (step.rows, step.starts, step.extend_lens, step.prefix_lens)
@@ -68,5 +107,5 @@ def _unpacked(
     again: PreparedReadBack = step.launches.prepared(
         ("read back", rotation), prepare, key, value, keys, values, key_means
     )  # fmt: skip
-    again(layer, key, value, keys, values, key_means)
+    again(layer, key, value, keys, values, key_means, first_head)
     return keys, values

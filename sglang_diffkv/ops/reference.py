@@ -110,9 +110,8 @@ class ReferenceOps(Ops):
         scored, observation = self.policy.scored_tiers(len(self.state.fmt.tiers)) > 0, self.policy.observation
         return extend_attention(
             self.state, layer, q, key, value, *lens, scaling.scale, update_scores=scored and not attention_span,
-            logit_cap=scaling.cap, shared_scores=step.shared_scores, observe_from=step.observe_from,
-            observe_every=observation.every,
-            reduce=observation.reduce, attention_span=attention_span, sink_logits=sink_logits,
+            logit_cap=scaling.cap, shared_scores=step.shared_scores, attention_span=attention_span,
+            sink_logits=sink_logits, **step.observers(observation),
         )  # fmt: skip
 
     def extend_unpacked(self, *step: Any, **form: Any) -> None:

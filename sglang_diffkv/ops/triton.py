@@ -51,7 +51,9 @@ from sglang_diffkv.ops import read_back
 from sglang_diffkv.ops.base import Ops, RowKernels, Scaling, Step
 from sglang_diffkv.ops.decisions import Decisions, Scoring, WholeHeadKernels
 from sglang_diffkv.ops.decode_buffers import DecodeBuffers
+from sglang_diffkv.ops.flash import FlashPrefill
 from sglang_diffkv.ops.launches import Launches, rotate_again
+from sglang_diffkv.ops.library import PrefillLibrary
 from sglang_diffkv.ops.prompt_scores import prompts_scored, score_new
 from sglang_diffkv.ops.ragged import RaggedPrefill
 from sglang_diffkv.policies.base import Policy, WholeHead
@@ -85,7 +87,7 @@ class TritonOps(Ops):
         policy: Policy,
         q_heads: int,
         max_tokens: int,
-        ragged: RaggedPrefill | None = None,
+        ragged: PrefillLibrary | None = None,
         least_scratch: int = 0,
         config: DecodeConfig | None = None,
         prefill_bytes: int = 0,
@@ -119,6 +121,12 @@ class TritonOps(Ops):
                 buffer = torch.empty(self.prefill_bytes, dtype=torch.uint8, device=state.device)
             shape = (self.q_heads, state.num_heads, fmt.head_dim, fmt.v_head_dim)
             self.ragged = RaggedPrefill(*shape, state.dtype, state.device, *scaling, buffer=buffer)
+
+    def use_flash(self, *, sinks: bool = False) -> None:
+        """New tokens of layers without a logit cap attend by FlashAttention-3. ``sinks``: as of ``use_ragged``."""
+        self.has_sinks = sinks
+        if not self.state.pages.is_meta:
+            self.ragged = FlashPrefill()
 
     def memory(self) -> dict[str, int]:
         lines = dict.fromkeys(("decode scratch", "decode spans", "step constants"), 0)
@@ -252,11 +260,16 @@ class TritonOps(Ops):
         if ragged is None or step.max_prefix:  # FlashInfer and the scores of new tokens take a slice of a projection
             q = q.contiguous()
         scored = prompts_scored(state, step, policy) and not attention_span
-        new_part = None if ragged is None else ragged.run(q, key, value)
-        if new_part is not None and not step.max_prefix and sink_logits is None:  # that is all there is
-            if scored:
-                score_new(state, layer, q, key, new_part[1], step, scaling, policy)
-            return new_part[0]
+        alone = not step.max_prefix and sink_logits is None  # new tokens are all there is
+        new_part = None
+        if ragged is not None:
+            out, lse = ragged.run(q, key, value, scaling, lse=scored or not alone)
+            if alone:
+                if lse is not None:
+                    score_new(state, layer, q, key, lse, step, scaling, policy)
+                return out
+            assert lse is not None
+            new_part = out, lse
         return extend_attention(
             state,
             layer,
@@ -279,10 +292,10 @@ class TritonOps(Ops):
             **step.observers(policy.observation),
         )[0]
 
-    def _ragged(self, scaling: Scaling) -> RaggedPrefill | None:
-        """FlashInfer, if it was planned for layers of this scaling; otherwise it is not used any more."""
-        if self.ragged is not None and scaling != (self.ragged.scale, self.ragged.logit_cap):
-            logger.warning("DiffKV: scale %s or logit cap %s is not what FlashInfer was planned for: Triton", *scaling)
+    def _ragged(self, scaling: Scaling) -> PrefillLibrary | None:
+        """The library, if it serves layers of this scaling; otherwise it is not used any more."""
+        if self.ragged is not None and not self.ragged.serves(scaling):
+            logger.warning("DiffKV: new tokens of layers with scale %s and logit cap %s attend by Triton", *scaling)
             self.ragged = None
         return self.ragged
 

@@ -24,6 +24,10 @@ NEVER = float(1 << 27)
 """No token receives so many times the mean attention: a mean over one token is 1, and a sequence has fewer tokens."""
 
 
+SAMPLED = 1024
+"""Tokens of a prompt that observe beside the newest ones, at most, where they are sampled."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """Whose attention makes a token's score, and what a KV head makes of its query heads.
@@ -36,12 +40,25 @@ class Observation:
     """Newest tokens of a prompt that all observe in the prompt phase; 0: all."""
     every: int = 0
     """Every Nth of the tokens before them observes, and counts N times; 0: none."""
+    sparsest: int = 0
+    """Of a prompt in which more than ``SAMPLED`` would observe so, every 2Nth does, or every 4Nth and so on, up to
+    this."""
     reduce: Literal["max", "mean"] = "max"
     """Over the query heads of a KV head."""
 
     def since(self, ends: Sequence[int]) -> list[int] | None:
         """The position from which on all observe, of each prompt that ends at ``ends``; None where all do."""
         return [max(end - self.queries, 0) for end in ends] if self.queries else None
+
+    def every_of(self, ends: Sequence[int]) -> list[int]:
+        """Every how manieth token observes before those that all do, in each prompt that ends at ``ends``."""
+        return [self._every(end) for end in ends]
+
+    def _every(self, end: int) -> int:
+        every = self.every
+        while every and end > every * SAMPLED and 2 * every <= self.sparsest:
+            every *= 2
+        return every
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ Beyond the paper:
   Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference", 2024,
   give heads budgets of their own. Here a head's share follows from its thresholds, as in the paper;
 - of a long prompt's queries all but the newest ``OBSERVERS`` can be sampled. Every ``observe_every``-th then counts for
-  as many in the mean, and a prompt's scores cost that much less. Of generated tokens every ``generated_every``-th can
+  as many in the mean, and a prompt's scores cost that much less. Of longer prompts fewer are taken, since about
+  ``SAMPLED`` queries tell the mean. Of generated tokens every ``generated_every``-th can
   be taken;
 - there may be three or four tiers, for which the paper has page tables (section 5.3) and no algorithm. A prompt's token
   goes to the first tier whose threshold its score reaches. In the generation phase the token that leaves the high tier
@@ -34,13 +35,15 @@ from pydantic import Field, field_validator, model_validator
 
 from sglang_diffkv.bounds import Alpha, ByHead, ByLayer, Every, Factor, Sinks, Tokens, Window
 from sglang_diffkv.layout.page_format import MOST_TIERS
-from sglang_diffkv.policies.base import HeadValues, Observation, Pointwise, Policy
+from sglang_diffkv.policies.base import SAMPLED, HeadValues, Observation, Pointwise, Policy
 from sglang_diffkv.policies.options import PolicyOptions
 
 OBSERVERS = 256
 """Newest tokens of a prompt that all observe where others are sampled."""
 EVERY = 4
 """Every Nth of the others observes, by default."""
+SPARSEST = 64
+"""Of the longest prompts every so manieth observes, or a smaller one where the window is smaller."""
 
 
 def filling_window(window: int, page_tokens: int) -> int:
@@ -85,7 +88,10 @@ class DiffKVPolicy(Policy):
 
     @property
     def observation(self) -> Observation:
-        return Observation(queries=OBSERVERS, every=self.observe_every) if self.observe_every > 1 else Observation()
+        if self.observe_every == 1:
+            return Observation()
+        sparsest = max(self.observe_every, min(SPARSEST, self.window))
+        return Observation(queries=OBSERVERS, every=self.observe_every, sparsest=sparsest)
 
     @property
     def prompt(self) -> Pointwise:
@@ -146,7 +152,8 @@ class DiffKVPolicyConfig(PolicyOptions):
     observe_every: Every | None = Field(
         default=None,
         description=f"every Nth prompt query contributes to the scores and counts N times; the newest {OBSERVERS} do "
-        f"always. Default: {EVERY}, or the window if that is smaller",
+        f"always. Of prompts above {SAMPLED:,} N tokens it is every 2Nth, 4Nth and so on, up to {SPARSEST}. Default: "
+        f"{EVERY}, or the window if that is smaller",
     )
     generated_every: Every = Field(
         default=1, description="every Nth generated token contributes to the scores and counts N times"

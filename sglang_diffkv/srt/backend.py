@@ -206,10 +206,11 @@ class DiffKVAttnBackend(AttentionBackend):
         shared_scores = self.manager.prompts.shared_scores
         shared_scores = {i: shared_scores[row] for i, row in enumerate(launched.rows) if row in shared_scores}
         numbers = (launched.start[:count], launched.new_tokens[:count])
-        as_computed = all(map(self.manager.rows.as_computed, launched.rows[:count]))
+        held = self.manager.rows
         self.extend.plan(
-            *tensors, *numbers, prompts=launched.prompts, shared_scores=shared_scores, as_computed=as_computed
-        )
+            *tensors, *numbers, prompts=launched.prompts, shared=[held.shared(row) for row in launched.rows[:count]],
+            shared_scores=shared_scores, as_computed=all(map(held.as_computed, launched.rows[:count])),
+        )  # fmt: skip
         if launched.decoding:
             # Copies, which lie where kernels were compiled for: at addresses that 16 divides.
             self.decode.plan(rows[count:].clone(), forward_batch.seq_lens[count:].clone())

@@ -264,7 +264,7 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
         draft_bytes = _draft_model(findings, configurator.arguments)
         plan = planned(configurator, config, draft_bytes)
         obstacle = why_recomputed(configurator, config)
-        findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu))
+        findings.add("kernels", _kernels(config, plan, on_gpu=plan.gpu, dtype=configurator.model_config.dtype))
         budget, slots = _without_states(findings, configurator, int(gib * GIB))
         most = min(filter(None, (view.max_running_requests, slots)), default=None)
         tokens = plan.capacity_in(

@@ -85,14 +85,19 @@ def compile_instead_of_launching(found: dict[str, Any]) -> None:
 
 
 class Planned:
-    """What the ops ask of FlashInfer, which computes nothing here."""
+    """What the ops ask of a library, which computes nothing here."""
 
     def __init__(self, scaling: Scaling):
         self.scale, self.logit_cap = scaling
 
+    def serves(self, scaling: Scaling) -> bool:
+        return scaling == (self.scale, self.logit_cap)
+
     def plan(self, step: Step) -> None: ...
 
-    def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling, *, lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(*q.shape[:2], value.shape[2], dtype=q.dtype), torch.zeros(q.shape[:2])
 
 

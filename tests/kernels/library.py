@@ -11,26 +11,34 @@ from sglang_diffkv.ops.base import Scaling, Step
 
 
 class Library:
-    """Stands for ``RaggedPrefill``.
+    """Stands for ``RaggedPrefill`` or ``FlashPrefill``.
 
     Attributes:
-        asked: for every layer, tokens of keys and of queries that it was asked for.
+        asked: for every layer, tokens of keys and of queries that it was asked for. heads: of each time, those of keys.
     """
 
     def __init__(self, scaling: Scaling):
         self.scale, self.logit_cap = scaling
         self.asked: list[tuple[int, int]] = []
+        self.heads: list[int] = []
         self._lens: list[tuple[int, int]] = []
 
     def plan(self, step: Step) -> None:
         keys = step.counts if step.whole is None else step.whole.lens
         self._lens = list(zip(step.counts, keys, strict=True))
 
-    def run(self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def serves(self, scaling: Scaling) -> bool:
+        return scaling == (self.scale, self.logit_cap)
+
+    def run(
+        self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling, *, lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.serves(scaling)
+        self.heads.append(key.shape[1])
         self.asked.append((len(key), len(q)))
         assert (len(q), len(key)) == tuple(map(sum, zip(*self._lens, strict=True)))
         outs, norms = zip(*self._requests(q, key, value), strict=True)
-        return torch.cat(outs).to(q.dtype), torch.cat(norms)
+        return torch.cat(outs).to(q.dtype), torch.cat(norms) if lse else None
 
     def _requests(
         self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor

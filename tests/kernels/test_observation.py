@@ -97,13 +97,53 @@ def test_sampled_observers_are_the_prompt_s_in_any_chunks(chunks):
 def test_sampling_is_an_option_of_long_prompts():
     assert diffkv_policy(1.0, 0.0, 256).observation == Observation()
     sampled = DiffKVPolicyConfig(observe_every=4).build()
-    assert sampled.observation == Observation(queries=256, every=4)
+    assert sampled.observation == Observation(queries=256, every=4, sparsest=64)
     assert sampled.observation.since([200, 1000]) == [0, 744]
     assert DiffKVPolicyConfig(window=3).build().observation.every == 3, "where it is not given, at most the window"
     written = DiffKVPolicyConfig(window=3).model_dump_json(exclude_none=True)
     assert DiffKVPolicyConfig.model_validate_json(written) == DiffKVPolicyConfig(window=3), "as processes hand it on"
     with pytest.raises(ValueError, match="observe_every 4 is above window 3"):
         DiffKVPolicyConfig(observe_every=4, window=3)
+
+
+def test_of_longer_prompts_fewer_are_sampled():
+    of = DiffKVPolicyConfig().build().observation
+    assert of.every_of([1, 4096, 4097, 8192, 8193, 30_000, 131_072]) == [4, 4, 8, 8, 16, 32, 64]
+    assert DiffKVPolicyConfig(window=12).build().observation.every_of([4097, 30_000]) == [8, 8], "at most the window"
+    assert DiffKVPolicyConfig(observe_every=3).build().observation.every_of([3072, 3073, 10**6]) == [3, 6, 48]
+    assert Observation().every_of([10**6]) == [0] and Observation(queries=8).every_of([10**6]) == [0]
+
+
+@pytest.mark.parametrize("chunks", [(40, 12), (16, 24, 12)])
+def test_requests_of_a_pass_are_sampled_each_in_its_own_way(chunks):
+    """One behind another, against dense attention."""
+    manager = make_manager(make_format(("BF16",)), layers=1)
+    state, random = manager.state, torch.Generator().manual_seed(8)
+    total, start = sum(chunks), 0
+    tokens = [
+        [torch.randn(total, heads, 64, generator=random).bfloat16() for heads in (2 * GROUP, 2, 2)] for _ in range(2)
+    ]
+    since, every = [total - 6, total - 9], [4, 8]
+    for count in chunks:
+        begin_step(manager, [1, 2], [count] * 2, [start] * 2)
+        at = torch.arange(start, start + count)
+        q, key, value = (torch.cat([x[at] for x in same]) for same in zip(*tokens, strict=True))
+        for number in (0, 1):
+            part = slice(number * count, (number + 1) * count)
+            append(state, 0, key[part], value[part], torch.full_like(at, number + 1), at - start, at)
+        lens = [torch.tensor([x] * 2) for x in (start, count)]
+        step = Step.extend(torch.tensor([1, 2]), *lens, [start] * 2, [count] * 2, since, every)
+        extend_attention(
+            state, 0, q, key, value, step.rows, step.extend_lens, step.prefix_lens, SCALE, update_scores=True,
+            **step.observers(Observation(queries=6, every=4, reduce="mean")),
+        )  # fmt: skip
+        start += count
+    for number, (q, key, _) in enumerate(tokens):
+        seen = visible(state, number + 1)
+        scores = torch.zeros(2, total)
+        scores[seen.head, seen.position] = torch.from_numpy(seen.score)
+        expected = observed(q, key, since[number], "mean", every[number])
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_generated_tokens_observe_as_the_policy_says():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
+import math
 import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,11 +17,13 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang_diffkv.errors import UnsupportedError
 from sglang_diffkv.layout.geometry import Geometry
 from sglang_diffkv.layout.state import PageState
-from sglang_diffkv.ops import Scaling, ragged
+from sglang_diffkv.ops import Scaling, flash, ragged
 from sglang_diffkv.ops import triton as triton_ops
+from sglang_diffkv.ops.base import Step, WholeRequests
 from sglang_diffkv.ops.gpu import build_ops, choose_prefill
 from sglang_diffkv.srt.models.scaling import layer_scalings
 from sglang_diffkv.srt.startup.validation import check_layers
+from tests.kernels.library import Library
 from tests.kernels.triton_helpers import make_format
 from tests.policies import diffkv_policy
 
@@ -135,3 +139,94 @@ def test_where_flashinfer_cannot_be(monkeypatch, caplog, case, reason):
         ops = build(monkeypatch, "auto", **case)
     assert Planned.made == [] and ops.ragged is None
     assert reason in caplog.text and "by Triton" in caplog.text
+
+
+class Flash:
+    """Stands for ``flash_attn_varlen_func``: attention in plain PyTorch, with the log-sum-exp as it gives it."""
+
+    def __init__(self):
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, q, k, v, ends, key_ends, longest, longest_key, **more):
+        self.calls.append({"alone": q.dim() == 4, "longest": (longest, longest_key), **more})
+        if q.dim() == 4:
+            (q, k, v), ends, key_ends = (x.squeeze(0) for x in (q, k, v)), [0, q.shape[1]], [0, k.shape[1]]
+        else:
+            assert ends.dtype == key_ends.dtype == torch.int32
+            ends, key_ends = ends.tolist(), key_ends.tolist()
+        counts, keys = (tuple(b - a for a, b in itertools.pairwise(x)) for x in (ends, key_ends))
+        assert (max(counts), max(keys)) == (longest, longest_key)
+        scaling = Scaling(more["softmax_scale"])
+        library, step = Library(scaling), SimpleNamespace(counts=counts, whole=SimpleNamespace(lens=keys))
+        library.plan(step)
+        out, lse = library.run(q, k, v, scaling)
+        norm = lse.t() * math.log(2)
+        return (out.unsqueeze(0), norm.unsqueeze(0)) if self.calls[-1]["alone"] else (out, norm)
+
+
+@pytest.mark.parametrize("prefixes", [[0], [9], [0, 0, 0], [5, 0, 31]])
+def test_flash_attention_gets_a_pass_s_requests(monkeypatch, prefixes):
+    """One request without a table of ends; of several those of queries and of all keys."""
+    attend = Flash()
+    monkeypatch.setattr(flash, "attention_function", lambda: attend)
+    counts = [7, 1, 12][: len(prefixes)]
+    generator = torch.Generator().manual_seed(len(prefixes))
+    rows = torch.arange(1, 1 + len(counts))
+    step = Step.extend(rows, torch.tensor(prefixes), torch.tensor(counts), prefixes, counts)
+    lens = [a + b for a, b in zip(prefixes, counts)]
+    if any(prefixes):
+        step.whole = WholeRequests(rows, tuple(lens), 2)
+    q = torch.randn(sum(counts), 4, 64, generator=generator).bfloat16()
+    key, value = (torch.randn(sum(lens), 2, 64, generator=generator).bfloat16() for _ in range(2))
+    mine, expected = flash.FlashPrefill(), Library(PLAIN)
+    for library in (mine, expected):
+        library.plan(step)
+    out, lse = mine.run(q, key, value, PLAIN)
+    known, norm = expected.run(q, key, value, PLAIN)
+    assert torch.equal(out, known) and lse.is_contiguous()
+    torch.testing.assert_close(lse, norm)
+    assert mine.run(q, key, value, PLAIN, lse=False)[1] is None
+    (call, _) = attend.calls
+    assert call["alone"] == (len(counts) == 1) and call["causal"] and call["return_softmax_lse"]
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({}, ""),
+        ({"scalings": [PLAIN, Scaling(1.0)]}, ""),
+        ({"scalings": [PLAIN, CAPPED]}, "was not tried with a logit cap"),
+        ({"dim": 96}, "was not tried with head_dim 96"),
+        ({"dtype": torch.float16}, "was not tried with float16"),
+        ({"capability": (8, 0)}, "needs a Hopper GPU"),
+        ({"there": False}, "sgl_kernel has no FlashAttention-3"),
+        ({"attention_spans": (5,)}, "all layers have a sliding window"),
+    ],
+)
+def test_where_flash_attention_can_be(monkeypatch, caplog, case, reason):
+    """Asked for it is refused where it cannot; ``auto`` takes it wherever it can, else what comes behind it."""
+    given = {"dim": 64, "dtype": torch.bfloat16, "scalings": [PLAIN], "attention_spans": (), **case}
+    there = case.get("there", True)
+    monkeypatch.setattr(flash, "capability_of", lambda device: case.get("capability", (9, 0)))
+    monkeypatch.setattr(flash, "attention_function", lambda: print if there else None)
+
+    def build(prefill):
+        geometry = Geometry(
+            make_format("K8V4 K4V2", given["dim"]), 1, 2, 40, num_rows=4, num_segments=1, max_tokens=64,
+            attention_spans=given["attention_spans"],
+        )  # fmt: skip
+        state = PageState.of(geometry, device="cpu", dtype=given["dtype"])
+        ops = build_ops(state, diffkv_policy(1.0, 0.0, 16), geometry, 4, prefill)
+        choose_prefill(ops, state, prefill, given["scalings"])
+        return ops
+
+    with caplog.at_level(logging.INFO):
+        ops = build("auto")
+    assert isinstance(ops.ragged, flash.FlashPrefill) == (not reason)
+    assert ("attend by FlashAttention-3" in caplog.text) == (not reason) and reason in caplog.text
+    if reason:
+        with pytest.raises(UnsupportedError, match=f'"prefill": "fa3": .*{reason}.*set "prefill" to "triton"'):
+            build("fa3")
+        return
+    assert isinstance(build("fa3").ragged, flash.FlashPrefill) and not ops.prefill_bytes
+    assert not ops.ragged.serves(CAPPED) and ops.ragged.serves(Scaling(3.0))

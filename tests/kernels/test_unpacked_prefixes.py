@@ -14,6 +14,7 @@ from sglang_diffkv.layout.state import PageState
 from sglang_diffkv.mem_pool.device import OpsOf
 from sglang_diffkv.mem_pool.integrity import check_integrity
 from sglang_diffkv.ops import ReferenceOps, Scaling, read_back
+from sglang_diffkv.ops.prompt_scores import StoredSums
 from sglang_diffkv.ops.read_back import heads_hold_all
 from sglang_diffkv.ops.triton import TritonOps
 from sglang_diffkv.policies.base import Policy
@@ -70,9 +71,11 @@ class Prompts:
         as_computed = all(map(manager.rows.as_computed, rows))
         prompts = [start + 90 for start in starts]
         shared_scores = {rows.index(row): found for row, found in manager.prompts.shared_scores.items() if row in rows}
+        shared = [manager.rows.shared(row) for row in rows]
         self.wrapper.plan(
-            *numbers, starts, counts, prompts=prompts, shared_scores=shared_scores, as_computed=as_computed
-        )
+            *numbers, starts, counts, prompts=prompts, shared=shared, shared_scores=shared_scores,
+            as_computed=as_computed,
+        )  # fmt: skip
         self.wrapper.begin()
         for layer in range(LAYERS):
             q, key, value = (
@@ -158,16 +161,32 @@ def test_a_logit_cap_and_no_rotation() -> None:
         assert close(got, known) < 2e-2
 
 
+@pytest.mark.parametrize("policy", [WINDOW, SAMPLED], ids=["window", "sampled"])
+def test_heads_that_do_not_fit_together_attend_one_after_the_other(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_back, "MOST_BYTES", 180 * 2 * DIM * 2)
+    means = torch.randn(LAYERS, HEADS, DIM, generator=torch.Generator().manual_seed(7)) * 2
+    made: list[TritonOps] = []
+    mine = run(ops_of(policy, made), "K8V4 K4V2", policy, BOTH, means)
+    expected = run(reference_of(policy), "K8V4 K4V2", policy, BOTH, means)
+    library: Any = made[0].ragged
+    assert library.asked == [(51, 51)] * LAYERS + [(167, 83)] * LAYERS * HEADS + [(165, 11)] * LAYERS * HEADS
+    assert library.heads == [HEADS] * LAYERS + [1] * 2 * LAYERS * HEADS
+    for got, known in zip(mine.outs + mine.scores, expected.outs + expected.scores, strict=True):
+        assert close(got, known) < 2e-2
+
+
 @pytest.mark.parametrize("why", ["too many", "dropped", "sinks", "sinks that nobody told of", "another scaling"])
 def test_pages_are_attended_to_as_they_are(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all tokens of the requests do not fit, where a head may have dropped some, with attention sinks, and where
-    a layer's scaling is another than the library was planned for."""
+    """Where all tokens of one head do not fit, where a head may have dropped some, with attention sinks, and where a
+    layer's scaling is another than the library was planned for."""
     policy: Policy = SCORED
     sinks = torch.randn(HEADS * GROUP).to(DEVICE) if "sinks" in why else None
     made: list[TritonOps] = []
     make = ops_of(policy, made, Scaling(0.2) if why == "another scaling" else SCALING)
     if why == "too many":
-        monkeypatch.setattr(read_back, "MOST_BYTES", 100 * HEADS * 2 * DIM * 2)
+        monkeypatch.setattr(read_back, "MOST_BYTES", 100 * 2 * DIM * 2)
     elif why == "dropped":
         policy = diffkv_policy(1.0, 0.2, 6)
         make = ops_of(policy, made)
@@ -211,6 +230,29 @@ def test_a_prompt_is_read_back_until_its_tokens_are_dropped() -> None:
         assert close(got, known) < 1.5e-2
     for got, known in zip(*(twin.scores(1, 2, 3, 4) for twin in twins), strict=True):
         assert close(got, known) < 3e-2
+
+
+def test_tokens_that_others_hold_take_no_scores_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request that scores none of what it shares, sums begin behind that; where it has nothing else, there are
+    none."""
+    made: list[StoredSums | None] = []
+    of = StoredSums.of
+    monkeypatch.setattr(StoredSums, "of", lambda *step: made.append(of(*step)) or made[-1])
+    twins = [Prompts(make, "K8V4 K4V2", SCORED, BOTH) for make in (ops_of(SCORED, []), reference_of(SCORED))]
+    for twin in twins:
+        twin.extend([1], [51], ending=(1,))
+        segment = twin.manager.segments.share(1, 0, 45)
+        assert segment is not None
+        for row, end in ((2, 33), (3, 40)):
+            twin.manager.attach_prefix(row, [(segment, 0, end)])
+        twin.extend([2], [41])
+        twin.extend([3, 4, 2], [9, 8, 20])
+    assert [x is None for x in made] == [True] * LAYERS + [False] * LAYERS
+    assert made[-1] is not None and made[-1].most == 41
+    for got, known in zip(*(twin.outs for twin in twins), strict=True):
+        assert close(got, known) < 1.2e-2
+    for got, known in zip(*(twin.scores(2, 3, 4) for twin in twins), strict=True):
+        assert close(got, known) < 2e-2
 
 
 def test_a_segment_as_computed_leaves_its_reader_so() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
+import statistics
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import ClassVar
@@ -72,14 +75,39 @@ def test_a_turn_that_is_not_whole_is_an_error(url, monkeypatch):
 def test_loads_are_named_and_changed():
     assert agents.parse_load("coding").sessions == 24
     assert agents.parse_load('coding={"sessions": 48}').sessions == 48
-    for wrong in ("none", "coding={", 'coding={"sessions": 0}', 'coding={"size": 1}', 'coding={"name": "x"}'):
+    for wrong in (
+        "none", "coding={", 'coding={"sessions": 0}', 'coding={"size": 1}', 'coding={"name": "x"}',
+        'coding={"sigma": -1}', 'coding={"sigma": "x"}', 'coding={"sigma": 1}', 'lognormal={"most_reply": 199}',
+    ):  # fmt: skip
         with pytest.raises(argparse.ArgumentTypeError):
             agents.parse_load(wrong)
 
 
+def test_lengths_are_log_normal_where_they_are_drawn(url):
+    load = agents.LOADS["lognormal"]
+    drawn = [load.lengths(random.Random(seed)) for seed in range(2000)]
+    for lengths, median, most in zip(zip(*drawn, strict=True), (400, 200), (8000, 2000), strict=True):
+        assert min(lengths) >= 1 and max(lengths) == most and 0.9 < statistics.median(lengths) / median < 1.1
+        assert 1.0 < statistics.pstdev(math.log(x) for x in lengths) < 1.2
+    found = agents.Run(url, agents.replace(load, sessions=4, at_once=1), 100, 0).run()
+    expected = [load.lengths(random.Random(f"lognormal 0 {n}")) for n in range(4)]
+    assert [len(x) for x in Played.asked] == [new for new, _ in expected]
+    assert found["output_throughput"] == pytest.approx(sum(reply for _, reply in expected) / found["seconds"])
+    assert 0 <= found["gap_s"] <= found["gap_p99_s"] < 1
+    assert load.lengths(random.Random(0)) == load.lengths(random.Random(0))
+    assert agents.LOADS["coding"].lengths(random.Random(0)) == (1000, 150)
+
+
 def test_the_table_has_a_row_for_each_load_and_server():
     args = agents.parse_args(["--backends", "fa3:bf16", "--load", "tools"])
-    found = {"output_throughput": 1234.0, "hit_rate": 0.5, "ttft_s": 1.0, "ttft_p99_s": 2.0}
+    found = {
+        "output_throughput": 1234.0,
+        "hit_rate": 0.5,
+        "ttft_s": 1.0,
+        "ttft_p99_s": 2.0,
+        "gap_s": 0.01,
+        "gap_p99_s": 0.1,
+    }
     rows = agents.table(
         [
             {"backend": "a", "status": "ok", "loads": [{**found, "prefix_cache": {"pages_over_needed": 1.1}}]},
@@ -88,5 +116,5 @@ def test_the_table_has_a_row_for_each_load_and_server():
         ],
         args,
     )
-    assert "| a | 1,234 | 0.500 | 1.00, 2.00 | 1.10 |" in rows
+    assert "| a | 1,234 | 0.500 | 1.00, 2.00 | 10.0, 100 | 1.10 |" in rows
     assert "no memory" in rows

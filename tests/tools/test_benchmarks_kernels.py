@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.budget import Budget
 from benchmarks.kernels import attention as kernel_attention
-from benchmarks.kernels import budgets, uneven
+from benchmarks.kernels import budgets, chunks, uneven
 from benchmarks.kernels import cli as kernels
 from benchmarks.kernels import management as kernel_management
 from benchmarks.kernels import prompts as kernel_prompts
@@ -17,6 +17,7 @@ from benchmarks.kernels import report as kernel_report
 from benchmarks.kernels.baselines import BASELINES, Missing, baseline_bytes, sglang_triton_decode, shuffled_slots
 from benchmarks.kernels.cases import Case, build_state
 from benchmarks.kernels.timing import MIN_BYTES, cpu_median_ms, lacking, layers_for
+from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.kernels.table import table_column
 from sglang_diffkv.layout.state import TABLE_BLOCK
 
@@ -318,3 +319,24 @@ def test_a_compression_is_timed_by_layer_stride(monkeypatch, tmp_path, capsys):
     one, two = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert (one["layer_stride"], two["layer_stride"]) == (1, 2) and two["memory_bytes"] == 2 * one["memory_bytes"]
     assert min(one["together_ms"], two["together_ms"]) > 0 and "| layer stride |" in capsys.readouterr().out
+
+
+def test_a_chunk_behind_compressed_tokens_is_what_plain_pytorch_computes():
+    """Of a layer whose pass is as in a server, from a projection's slices."""
+    shape = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "chunk_tokens": 24}
+    config = DiffKVConfig.model_validate({"policy": {"name": "diffkv", "window": 8, "observe_every": 4}})
+    found = chunks.errors(chunks.Chunk.parse("c40+12"), config, "triton", "cpu", **shape)
+    assert found["output"] < chunks.LIMIT and found["scores"] < chunks.LIMIT
+    assert found["tokens held by one alone"] == 0
+
+
+def test_chunks_are_named_and_a_difference_fails(monkeypatch, tmp_path):
+    assert chunks.Chunk.parse("0+5") == chunks.Chunk(0, 5) and str(chunks.Chunk.parse("c12+5")) == "c12+5"
+    for wrong in ("5", "5+0", "x+5", "5+", "c+5"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            chunks.Chunk.parse(wrong)
+    argv = ["--check", "--cases", "0+5", "c12+5", "--prefill", "triton", "--output", str(tmp_path / "found.json")]
+    for output, status in ((0.001, 0), (0.5, 1)):
+        monkeypatch.setattr(chunks, "errors", lambda *case, off=output, **shape: {"output": off})
+        assert chunks.main(argv) == status
+    assert [x["case"] for x in json.loads((tmp_path / "found.json").read_text())["rows"]] == ["0+5", "c12+5"]

@@ -162,6 +162,81 @@ def test_a_profile_of_prompts_is_divided_by_the_prompts_that_it_holds(tmp_path, 
     assert step_profile.breakdown(trace, count)["parts_ms"]["matrix products"] == pytest.approx(mean / 1e3)
 
 
+LAYER = ("nvjet_qkv", "append_kernel", "read_back_kernel", "prefill::PrefillWithKVCacheKernel", "stored_sums_kernel",
+         "nvjet_o", "act_and_mul_kernel", "nvjet_down")  # fmt: skip
+
+
+class Chunked:
+    """A server whose profile holds passes of two layers: 10 us a kernel, 5 us between two, 100 us between passes."""
+
+    def __init__(self, folder, chunk, layers=2):
+        self.folder, self.chunk, self.layers = folder, chunk, layers
+        self.prompts, self.events, self.left, self.now = [], [], 0, 1000
+
+    def post(self, path, body):
+        if path == "/start_profile":
+            self.left = body["num_steps"]
+        else:
+            self.prompts.append(body["input_ids"])
+            cached = max((len(x) for x in self.prompts[:-1] if body["input_ids"][: len(x)] == x), default=0)
+            for _ in range(-(-(len(body["input_ids"]) - cached) // self.chunk)):
+                self.one_pass()
+        return SimpleNamespace(raise_for_status=lambda: None)
+
+    def one_pass(self):
+        if not self.left:
+            return
+        self.now += 95
+        for name in ("embedding", *self.layers * LAYER, "nvjet_logits"):
+            number = len(self.events)
+            self.events.append({**event(name, self.now, 10), "args": {"correlation": number}})
+            launch = event("cudaLaunchKernel", self.now - 500 - number % 2, 3, "cuda_runtime")
+            self.events.append({**launch, "args": {"correlation": number}})
+            self.now += 15
+        self.left -= 1
+        if not self.left:
+            with gzip.open(self.folder / "x.json.gz", "wt", encoding="utf-8") as file:
+                json.dump({"traceEvents": self.events}, file)
+
+
+@pytest.mark.parametrize(("length", "cached", "passes"), [(250, 0, 3), (130, 120, 1)])
+def test_passes_over_a_prompt_are_recorded_apart(tmp_path, length, cached, passes):
+    setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=1000, layers=2))
+    args = SimpleNamespace(chunk=100, repeat=1)
+    found = step_profile.record_passes(Chunked(tmp_path, 100), setup, args, tmp_path, length, cached)
+    assert [x["pass"] for x in found["passes"]] == list(range(1, passes + 1))
+    for one in found["passes"]:
+        assert one["parts_ms"] == pytest.approx(
+            {
+                "matrix products": 0.07,
+                "attention": 0.02,
+                "prefixes read back": 0.02,
+                "scores of a prompt's tokens": 0.02,
+                "quantise and append": 0.02,
+                "norms, rotary embedding, activation": 0.02,
+                "other": 0.01,
+            }
+        )
+        assert one["span_ms"] == pytest.approx(0.265) and one["idle_ms"] == pytest.approx(0.085)
+        assert one["host_ms"] == pytest.approx(0.258, abs=0.002)
+    text = step_profile.tables_of_passes(
+        [{"backend": "x", "status": "ok", "prompts": [found]}, {"backend": "y", "status": "failed", "error": "e"}]
+    )
+    assert text.count("| prefixes read back |") == passes and "y: e" in text and f"pass {passes}" in text
+
+
+def test_a_profile_of_half_a_pass_is_an_error(tmp_path):
+    setup = SimpleNamespace(seed=0, shape=SimpleNamespace(vocab=1000, layers=4))
+    with pytest.raises(BenchmarkError, match="no multiple of 4 layers"):
+        step_profile.record_passes(
+            Chunked(tmp_path, 100, layers=2), setup, SimpleNamespace(chunk=100, repeat=1), tmp_path, 90, 0
+        )
+    for text in ("", "a", "5:5", "5:a", "-1"):
+        with pytest.raises(step_profile.argparse.ArgumentTypeError):
+            step_profile.parse_prompt(text)
+    assert step_profile.parse_prompt("5") == (5, 0) and step_profile.parse_prompt("5:4") == (5, 4)
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_every_backend_is_measured_and_a_failed_one_is_named(server, monkeypatch, tmp_path, together):
     stopped = []

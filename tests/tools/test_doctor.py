@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.paths import NANO, REPOSITORY
 from benchmarks.quality.random_hybrids import make_lfm2
@@ -235,21 +236,32 @@ def test_packages_that_were_not_tested_are_warned_of(monkeypatch: pytest.MonkeyP
 
 def test_what_a_gpu_server_would_run_on(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_diffkv.kernels.decode_attention import cuda
+    from sglang_diffkv.ops import flash
     from sglang_diffkv.ops.ragged import RaggedPrefill
     from sglang_diffkv.srt.doctor import _kernels
 
+    no_hopper = "FlashAttention-3 needs a Hopper GPU"
     monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "")
     monkeypatch.setattr(cuda, "missing", lambda: "there is no GPU")
-    assert _kernels(DiffKVConfig(), on_gpu=True).startswith("Triton; new tokens attend by FlashInfer")
+    assert _kernels(DiffKVConfig(), on_gpu=True).startswith("Triton; new tokens attend by FlashInfer, if all")
     decode = "; decode steps attend by Triton (there is no GPU)"
     assert _kernels(DiffKVConfig(prefill="triton"), on_gpu=True).endswith(f"by Triton{decode}")
     monkeypatch.setattr(RaggedPrefill, "obstacle", lambda *heads: "FlashInfer is not installed")
-    assert _kernels(DiffKVConfig(), on_gpu=True).endswith(f"by Triton (FlashInfer is not installed){decode}")
+    assert _kernels(DiffKVConfig(), on_gpu=True).endswith(
+        f"by Triton ({no_hopper}; FlashInfer is not installed){decode}"
+    )
     assert _kernels(DiffKVConfig(decode="triton"), on_gpu=True).endswith("attend by Triton")
     with pytest.raises(UnsupportedError, match='"decode": "cuda": there is no GPU; set "decode" to "triton"'):
         _kernels(DiffKVConfig(decode="cuda"), on_gpu=True)
-    with pytest.raises(UnsupportedError, match='set "prefill" to "triton" or "auto"'):
-        _kernels(DiffKVConfig(prefill="flashinfer"), on_gpu=True)
+    for library, why in (("flashinfer", "FlashInfer is not installed"), ("fa3", no_hopper)):
+        refusal = f'"prefill": "{library}": {why}; set "prefill" to "triton" or "auto"'
+        with pytest.raises(UnsupportedError, match=refusal):
+            _kernels(DiffKVConfig(prefill=library), on_gpu=True)
+    monkeypatch.setattr(flash, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(flash, "attention_function", lambda: print)
+    assert _kernels(DiffKVConfig(), on_gpu=True).startswith("Triton; new tokens attend by FlashAttention-3, if no")
+    with pytest.raises(UnsupportedError, match='"prefill": "fa3": FlashAttention-3 was not tried with float16'):
+        _kernels(DiffKVConfig(prefill="fa3"), on_gpu=True, dtype=torch.float16)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
 from sglang_diffkv.mem_pool.host_pages import GIB
@@ -82,7 +84,7 @@ def planned(configurator: Any, config: DiffKVConfig, draft_bytes: int) -> Memory
         check_drafts(config, attention_spans, by_model=draft_bytes > 0)
     layers, longest = len(paged_layers(configurator)), longest_row(model.context_len, view)
     plan = MemoryPlan.of(configurator, config, layers, longest, attention_spans, draft_bytes)
-    check_kernels(config, plan, on_gpu=plan.gpu)
+    check_kernels(config, plan, on_gpu=plan.gpu, dtype=model.dtype)
     obstacle = why_recomputed(configurator, config)
     if not obstacle:
         check_host_memory(config, getattr(view, "dp_size", 1) or 1)
@@ -97,20 +99,23 @@ def check_host_memory(config: DiffKVConfig, replicas: int) -> None:
         raise ConfigError(f"host_gib is {config.host_gib:g}{each}, but the machine has {most:.1f} GiB: ask for less")
 
 
-def check_kernels(config: DiffKVConfig, plan: MemoryPlan | None, *, on_gpu: bool) -> None:
+def check_kernels(config: DiffKVConfig, plan: MemoryPlan | None, *, on_gpu: bool, dtype: torch.dtype) -> None:
     """Raise UnsupportedError for kernels that are asked for by name and cannot be used. Others are not looked for: the
     process that launches a server stays off its GPU."""
-    if not on_gpu or config.decode == "cuda" or config.prefill == "flashinfer":
-        kernels(config, plan, on_gpu=on_gpu)
+    if not on_gpu or config.decode == "cuda" or config.prefill in ("fa3", "flashinfer"):
+        kernels(config, plan, on_gpu=on_gpu, dtype=dtype)
 
 
-def kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool) -> str:
-    """What a server runs on. Raises UnsupportedError for what is asked for and cannot be used."""
+def kernels(
+    config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: bool, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """What a server of a model of this ``dtype`` runs on. Raises UnsupportedError for what is asked for and cannot be
+    used."""
     if not on_gpu:
         return _on_a_cpu(config)
     if config.gpu_ops == "reference":
         return "plain PyTorch (gpu_ops)"
-    from sglang_diffkv.ops.gpu import decode_obstacle, prefill_obstacle
+    from sglang_diffkv.ops.gpu import LIBRARIES, decode_obstacle, prefill_library
 
     fmt, attention_spans = (
         (plan.fmt, plan.attention_spans) if plan is not None else (config.page_format(128, 128, 0), ())
@@ -119,12 +124,11 @@ def kernels(config: DiffKVConfig, plan: MemoryPlan | None = None, *, on_gpu: boo
     unable = decode_obstacle(fmt, group, config.decode)
     why = f" ({unable})" if unable and config.decode == "auto" else ""
     decode = f"; decode steps attend by {'Triton' if unable or config.decode == 'triton' else 'CUDA C++'}{why}"
-    obstacle = prefill_obstacle(fmt, config.prefill, (), attention_spans)
-    if config.prefill == "triton" or obstacle:
-        reason = f" ({obstacle})" if config.prefill == "auto" else ""
-        return f"Triton; new tokens attend by Triton{reason}{decode}"
-    flashinfer = "FlashInfer, if all layers have one scale and logit cap"
-    return f"Triton; new tokens attend by {flashinfer}{decode}"
+    gpu = torch.device("meta")
+    library, reason = prefill_library(fmt, config.prefill, (), attention_spans, dtype=dtype, device=gpu)
+    more = {"fa3": ", if no layer has a logit cap", "flashinfer": ", if all layers have one scale and logit cap"}
+    by = LIBRARIES[library] + more.get(library, "") + (f" ({reason})" if reason else "")
+    return f"Triton; new tokens attend by {by}{decode}"
 
 
 def _on_a_cpu(config: DiffKVConfig) -> str:

@@ -1,0 +1,24 @@
+"""What is asked of a library that computes the attention of a prefill's new tokens."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sglang_diffkv.ops.base import Scaling, Step
+
+
+class PrefillLibrary(Protocol):
+    """``RaggedPrefill`` (FlashInfer) and ``FlashPrefill`` (FlashAttention-3), whose docstrings say more."""
+
+    def serves(self, scaling: Scaling) -> bool:
+        """Whether layers of this scaling can attend by it."""
+
+    def plan(self, step: Step) -> None:
+        """Before the layers of a pass."""
+
+    def run(
+        self, q: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: Scaling, *, lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Causal attention within each request, whose last tokens the queries are, and the log-sum-exp of logits."""
