@@ -89,7 +89,9 @@ def test_a_good_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert found == memory["tokens"] if not facts["gpus"] else 0.98 < found / memory["tokens"] < 1.02
     assert 0 < 10**9 - memory["evicted_host_bytes"] < 4096
     assert "0.93 GiB of the host's memory (write_through)" in model["evicted prefixes"]["text"]
-    assert str(tmp_path) in model["prefixes on disk"]["text"] and "at most 1.00 GiB" in model["prefixes on disk"]["text"]
+    assert (
+        str(tmp_path) in model["prefixes on disk"]["text"] and "at most 1.00 GiB" in model["prefixes on disk"]["text"]
+    )
     configuration = facts["configuration"]
     assert configuration["values"] == DiffKVConfig().whole()
     told = {name: source for name, source in configuration["sources"].items() if source != "default"}
