@@ -7,6 +7,8 @@ checks, run at every step, and the log are silent; no process grows; and answers
 
     python -m benchmarks.soak --minutes 20 --concurrency 48 --max-total-tokens 8000 --output soak.json
 
+With ``--store`` evicted prefixes go to host memory and a folder, whose files are damaged all the time.
+
 Every second of ``--rounds`` ends with an abort of all requests. The chart is put beside the JSON file, and the server's
 log too if the soak fails.
 """
@@ -19,7 +21,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from benchmarks.soak.load import Limits, Load, choose
 from benchmarks.soak.report import accuracy, problems
 from benchmarks.soak.run import Plan, Soak
 from benchmarks.soak.running import RunningServer
+from benchmarks.soak.spoiler import Spoiler
 from benchmarks.soak.watch import growth, wrong_lines
 from sglang_diffkv.access import OPEN, access_of, add_access_arguments, server_url, without_keys
 from sglang_diffkv.drawing import drawn
@@ -69,6 +73,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4, help="parts of the load with a check after each")
     parser.add_argument("--deadline", type=float, default=300.0, help="seconds until a request counts as lost")
     parser.add_argument("--interval", type=float, default=5.0, help="seconds between two samples")
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="FOLDER",
+        help="an empty folder, in which the server stores prefixes; it is spoiled",
+    )
     parser.add_argument("--check-integrity", action="store_true", help="check all structures at every step (slow)")
     parser.add_argument("--max-growth", type=float, default=4.0, help="MiB a minute that a process may grow by")
     parser.add_argument("--extra-server-args", type=shlex.split, default=[], help="one string")
@@ -77,6 +87,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.url and (args.api_key or args.admin_api_key or args.cacert):
         parser.error("--api-key, --admin-api-key and --cacert go with --url; put a server's own in --extra-server-args")
+    if args.store is not None and (args.url or args.stock):
+        parser.error("--store goes with a server of this soak's own and the plugin: drop --url and --stock")
     args.access = access_of(parser, args) if args.url else OPEN
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -99,6 +111,11 @@ def make_server(args: argparse.Namespace) -> Server | RunningServer:
     flags += ["--schedule-conservativeness", "0.1"]
     if args.max_queued is not None:
         flags += ["--max-queued-requests", str(args.max_queued)]
+    if args.store is not None:
+        extra = {"file_storage_path": str(args.store), "max_size": "2G", "prefetch_threshold": 32}
+        flags += ["--enable-hierarchical-cache", "--hicache-ratio", "1", "--hicache-storage-backend", "file"]
+        flags += ["--hicache-storage-prefetch-policy", "timeout"]
+        flags += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
     flags += args.extra_server_args
     log = args.output.with_suffix(".log")
     if args.stock:
@@ -130,13 +147,15 @@ def make_load(args: argparse.Namespace, server: Server | RunningServer) -> tuple
 
 def shown_arguments(args: argparse.Namespace) -> dict[str, str]:
     """The arguments without keys and paths."""
-    hidden = {"output", "access", "api_key", "admin_api_key", "served_on"}
+    hidden = {"output", "store", "access", "api_key", "admin_api_key", "served_on"}
     shown = {**vars(args), "extra_server_args": without_keys(args.extra_server_args)}
     return {name: without_paths(str(value)) for name, value in shown.items() if name not in hidden}
 
 
-def describe(args: argparse.Namespace, soak: Soak, argv: Sequence[str] | None) -> dict[str, Any]:
-    """The result as JSON data, its verdict included."""
+def describe(
+    args: argparse.Namespace, soak: Soak, argv: Sequence[str] | None, spoiled: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """The result as JSON data, its verdict included. ``spoiled``: damages of the store, by their kind."""
     log = soak.server.log_text()
     figures = parse_log(log)
     seconds = 60 * args.minutes
@@ -156,6 +175,7 @@ def describe(args: argparse.Namespace, soak: Soak, argv: Sequence[str] | None) -
             "retracted": figures.retracted,
         },
         "rounds": soak.rounds,
+        "spoiled": spoiled,
         "failures": soak.failures,
         "questions": [x.row() for x in soak.questions],
         "samples": soak.samples,
@@ -176,10 +196,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"benchmarks.soak: no server to soak: {error}", file=sys.stderr)
             return 1
         soak = Soak(server, plan, load, items)
-        asyncio.run(soak.run())
+        spoiler = None if args.store is None else Spoiler(args.store, args.seed)
+        with spoiler or nullcontext():
+            asyncio.run(soak.run())
         if not server.alive():
             soak.failures.append("the server died")
-    result = describe(args, soak, argv)
+    result = describe(args, soak, argv, None if spoiler is None else dict(spoiler.done))
     args.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
     drawn(lambda: draw(result, args.output.with_suffix(".png")))
     shown = ("load", "accuracy", "rss_growth", "log", "requests_per_second", "output_tokens_per_second")

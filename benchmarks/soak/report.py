@@ -43,7 +43,7 @@ class Question:
             "alone": self.alone.right,
             "again": self.again.right,
             "after": self.after and self.after.right,
-            "same_after": self.after and self.after.text == self.alone.text,
+            "same_after": self.after and self.after.text == self.like(self.after).text,
             "loaded": len(self.loaded),
             "loaded_right": sum(x.right for x in self.loaded),
             "loaded_cached": sum(x.cached >= 0.5 for x in self.loaded),
@@ -65,7 +65,6 @@ def accuracy(questions: Sequence[Question]) -> dict[str, Any]:
     answers = [x for q in asked for x in q.loaded]
     differences = [statistics.fmean(x.right - q.like(x).right for x in q.loaded) for q in asked]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    after = [(q.after.right - q.alone.right, q.after.text == q.alone.text) for q in questions if q.after]
     return {
         "questions": len(questions),
         "questions_loaded": len(asked),
@@ -79,7 +78,7 @@ def accuracy(questions: Sequence[Question]) -> dict[str, Any]:
         "difference": 100 * statistics.fmean(differences) if differences else None,
         "standard_error": 100 * error,
         "after": _percent([q.after.right for q in questions if q.after]),
-        "after_changed": sum(not same for _, same in after),
+        "after_changed": sum(q.after.text != q.like(q.after).text for q in questions if q.after),
     }
 
 
@@ -184,5 +183,11 @@ def problems(result: dict[str, Any], max_growth: float) -> list[str]:
     for role, rate in result["rss_growth"].items():
         if rate > max_growth:
             found.append(f"the {role} process grew by {rate:.1f} MiB a minute")
+    if result.get("spoiled") is not None:
+        last = result["rounds"][-1]["store"] if result["rounds"] else {"hits": 0, "refused": 0}
+        if not (last["hits"] and last["refused"]):
+            found.append(
+                f"the store was not tried: {last['hits']} requests had hits, {last['refused']} objects were bad"
+            )
     found += [f"log: {line}" for line in result["log"]["wrong"]]
     return found

@@ -146,6 +146,9 @@ class Soak:
         sample = await self.watch.look(in_flight=self.client.in_flight, idle=True)
         stats = await self.watch.stats() or {}
         about = {"aborted_all": aborted_all, "settled_s": round(settled, 1), "pages_used": stats.get("pages_used")}
+        if stored := stats.get("stored_prefixes"):
+            about["store"] = {name: stored[name] for name in ("hits", "tokens_read", "written", "late", "errors")}
+            about["store"]["refused"] = sum(n for name, n in stored.items() if name.startswith("refused_"))
         self.rounds.append({**about, **sample})
         left = {name: stats[name] for name in ("pages_used", "segments", "tokens") if stats.get(name)}
         if left:

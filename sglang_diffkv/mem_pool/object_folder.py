@@ -109,15 +109,15 @@ class ObjectFolder:
     def open(self, key: str, name: str) -> tuple[BinaryIO, int]:
         """An object's file, and its bytes. It counts as used now. Raises OSError."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = open(os.open(self._file(key, name), flags), "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+        number = os.open(self._file(key, name), flags)
         try:
-            found = os.fstat(file.fileno())
+            found = os.fstat(number)
             if not stat.S_ISREG(found.st_mode):
                 raise FileNotFoundError(f"{name} is no file")
         except OSError:
-            file.close()
+            os.close(number)
             raise
-        return file, found.st_size
+        return open(number, "rb", buffering=0), found.st_size
 
     def used(self, key: str, name: str) -> None:
         """An object was of use just now."""
@@ -133,8 +133,11 @@ class ObjectFolder:
     # Writing
 
     def has(self, key: str, name: str) -> bool:
-        """Whether an object is there."""
-        return os.path.lexists(self._file(key, name))
+        """Whether an object is there. A link is none, and is replaced when the object is written."""
+        try:
+            return stat.S_ISREG(os.lstat(self._file(key, name)).st_mode)
+        except FileNotFoundError:
+            return False
 
     def write(self, key: str, name: str, pieces: Iterable[bytes | memoryview], size: int) -> bool:
         """Write an object of ``size`` bytes. False if it is larger than the folder may be. Raises OSError, and whatever

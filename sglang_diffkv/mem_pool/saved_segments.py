@@ -36,6 +36,7 @@ class SavedSegment(SavedRow):
 
     Attributes:
         as_computed, first: as of ``Segment``. nodes: nodes of an index that name it. lost: a rank could not copy it.
+        from_store: it came from a store, and no request has got it since.
     """
 
     start: int = 0
@@ -43,6 +44,7 @@ class SavedSegment(SavedRow):
     as_computed: bool = False
     nodes: int = field(default=0)
     lost: bool = False
+    from_store: bool = False
 
     @classmethod
     def of(cls, segment: Segment, runs: list[Run]) -> SavedSegment:
@@ -132,7 +134,8 @@ class SavedSegments:
         return event
 
     def adopt(self, saved: SavedSegment) -> None:
-        """It has arrived in host pages that were expected, ``saved.runs``."""
+        """It has arrived from a store in host pages that were expected, ``saved.runs``."""
+        saved.from_store = True
         self._arrived(saved.runs)
         self.held.add(saved)
 

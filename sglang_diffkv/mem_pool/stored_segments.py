@@ -18,7 +18,8 @@ import os
 import queue
 import secrets
 import threading
-from collections import Counter, deque
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
@@ -53,11 +54,16 @@ READERS = 2
 
 COUNTS = (
     "written", "tokens_written", "bytes_written", "there_already", "dropped", "read", "bytes_read", "errors",
+    "seconds_written", "seconds_read",
     *(f"refused_{reason}" for reason in REASONS),
 )  # fmt: skip
 """Since the start. Of objects: those that were written, with their tokens and bytes; that the folder had already; that
 were read, with their bytes; that were refused, by the reason. ``dropped``: not written, as the queue was full, their
-memory was wanted, or they were too large. ``errors``: failures of reading and writing."""
+memory was wanted, or they were too large. ``errors``: failures of reading and writing. Seconds that a thread took to
+write and to read."""
+
+DAMAGED = ("format", "size", "checksum", "header", "table")
+"""Of the reasons why an object is refused, those for which it is removed."""
 
 
 @dataclass(eq=False)
@@ -131,7 +137,7 @@ class StoredSegments:
     def __init__(self, saved: SavedSegments, folder: ObjectFolder, origin: Origin):
         self.saved, self.folder, self.origin = saved, folder, origin
         self.geometry = saved.device.geometry
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(int)
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._queue: deque[Writing] = deque()
@@ -206,9 +212,10 @@ class StoredSegments:
             self.folder.used(job.key, job.name)
             self._count(there_already=1)
             return
-        pieces, size = segment_object.encode(job.head, self._pieces_of(job)), job.head.size
+        pieces, size, began = segment_object.encode(job.head, self._pieces_of(job)), job.head.size, time.perf_counter()
         if self.folder.write(job.key, job.name, pieces, size):
-            self._count(written=1, tokens_written=len(job.head.tokens), bytes_written=size)
+            took = time.perf_counter() - began
+            self._count(written=1, tokens_written=len(job.head.tokens), bytes_written=size, seconds_written=took)
         else:
             self._count(dropped=1)
 
@@ -330,7 +337,7 @@ class StoredSegments:
         file.seek(len(head))
         if load.behind is not None:
             load.behind.synchronize()
-        running = segment_object.checksum(head[-CHECKSUM_BYTES:])
+        running, began = segment_object.checksum(head[-CHECKSUM_BYTES:]), time.perf_counter()
         for view in self._views(first_of(load.runs, load.found.head.pages)):
             if load.given_up:
                 return False
@@ -344,7 +351,7 @@ class StoredSegments:
         if running.digest() != _exactly(file, CHECKSUM_BYTES):
             raise ObjectRefused("checksum", "its pages are damaged")
         self.folder.used(load.found.key, load.found.name)
-        self._count(read=1, bytes_read=size)
+        self._count(read=1, bytes_read=size, seconds_read=time.perf_counter() - began)
         return True
 
     def _reading(self, key: str, name: str, read: Callable[[BinaryIO, int], Any]) -> Any:
@@ -357,7 +364,7 @@ class StoredSegments:
             return None  # it has just been removed to make room
         except ObjectRefused as refused:
             self._count(**{f"refused_{refused.reason}": 1})
-            if refused.reason not in ("origin", "version", "tokens"):
+            if refused.reason in DAMAGED:
                 self._say("DiffKV: a stored prefix is damaged (%s): %s is removed.", refused, name)
                 self.folder.remove(key, name)
         except OSError as error:
@@ -366,9 +373,10 @@ class StoredSegments:
 
     # Reports
 
-    def _count(self, **counts: int) -> None:
+    def _count(self, **counts: float) -> None:
         with self._lock:
-            self._counts.update(counts)
+            for name, more in counts.items():
+                self._counts[name] += more
 
     def _failed(self, what: str, error: Exception) -> None:
         self._count(errors=1)
@@ -380,7 +388,7 @@ class StoredSegments:
             self._logged = True
             logger.warning(text + " Such prefixes are computed; further cases are counted, not logged.", *values)
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, float]:
         """``COUNTS``, and what waits to be written and what the folder has now."""
         with self._lock:
             waiting = len(self._queue) + (self._now is not None)

@@ -21,6 +21,7 @@ from sglang_diffkv.srt.models import kv_scales
 from sglang_diffkv.srt.models.hybrids import describe_layers, paged_layers
 from sglang_diffkv.srt.models.scaling import configured_spans
 from sglang_diffkv.srt.models.speculation import draft_room
+from sglang_diffkv.srt.startup import disk_store
 from sglang_diffkv.srt.startup.draft_model import bytes_of_slot
 from sglang_diffkv.srt.startup.host_memory import describe
 from sglang_diffkv.srt.startup.preflight import configurator_of, model_reads_window, planned
@@ -297,6 +298,8 @@ def _memory(findings: Findings, configurator: Any, given: str | None, gib: float
     findings.add(f"tokens in {where}", text, tokens, key="memory.tokens")
     findings.note("memory.bf16_tokens", budget // (stock + draft_bytes))
     _retraction(findings, plan, tokens, context, obstacle)
+    if store := disk_store.describe(configurator.arguments):
+        findings.add("prefixes on disk", store)
 
 
 def _tokens_that_fit(tokens: int, fmt: PageFormat, attention_spans: Sequence[int], context: int) -> str:

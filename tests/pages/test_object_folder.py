@@ -147,6 +147,27 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
             content(folder, name)
 
 
+def test_what_is_no_file_is_no_object_and_costs_no_descriptor(tmp_path: Path) -> None:
+    """A link to an endless file in an object's place, or a directory."""
+    folder = ObjectFolder(tmp_path, 50 * BLOCK)
+    for name in ("link", "directory"):
+        put(folder, name)
+    link, directory = (Path(folder._file(KEY, digest(name))) for name in ("link", "directory"))
+    link.unlink()
+    link.symlink_to("/dev/zero")
+    directory.unlink()
+    directory.mkdir()
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("link", "directory"):
+        assert not folder.has(KEY, digest(name))
+        with pytest.raises(OSError, match=r"no file|symbolic links"):
+            folder.open(KEY, digest(name))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert put(folder, "link") and content(folder, "link").startswith(b"link")
+    with pytest.raises(OSError, match="directory"):
+        put(folder, "directory")
+
+
 def test_what_was_never_finished_goes_in_time(tmp_path: Path) -> None:
     ObjectFolder(tmp_path)
     old, new = (tmp_path / FOLDER / PARTLY / name for name in ("1-1-aa", "1-2-bb"))

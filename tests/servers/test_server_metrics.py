@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -145,6 +146,31 @@ def reported(stats: Mapping[str, Any]) -> dict[str, Any]:
         "diffkv_host_copied_bytes_total": dict.fromkeys(("out", "in"), 0),
         "diffkv_host_prefix_tokens": 0,
         "diffkv_host_prefix_bytes": 0,
+        **store_reported({}),
+    }
+
+
+def store_reported(stored: Mapping[str, float]) -> dict[str, Any]:
+    """Each family of a store as ``/server_info`` has it (``stored_prefixes``); all zeros without one."""
+    found: defaultdict[str, float] = defaultdict(int, stored)
+    kinds = ("written", "there_already", "dropped", "read", "no_host_memory")
+    foreign = ("refused_origin", "refused_version", "refused_tokens")
+    damaged = ("refused_format", "refused_size", "refused_checksum", "refused_header", "refused_table")
+    ways = {
+        what: {"out": found[f"{what}_written"], "in": found[f"{what}_read"]} for what in ("tokens", "bytes", "seconds")
+    }
+    return {
+        "diffkv_store_requests_total": {kind: found[kind] for kind in ("hits", "late")},
+        "diffkv_store_objects_total": {
+            **{kind: found[kind] for kind in kinds},
+            "damaged": sum(found[name] for name in damaged),
+            "foreign": sum(found[name] for name in foreign),
+        },
+        **{f"diffkv_store_{what}_total": both for what, both in ways.items()},
+        "diffkv_store_wait_seconds_total": found["seconds_waited"],
+        "diffkv_store_errors_total": found["errors"],
+        "diffkv_store_queue": {"out": found["waiting"], "in": found["fetching"]},
+        "diffkv_store_held_bytes": found["folder_bytes"],
     }
 
 

@@ -104,7 +104,7 @@ def test_two_ranks_bring_back_what_the_pool_has_lost(tmp_path: Path, serve: Call
     server.flush_cache()
     again = [ask(server, prompt) for prompt in prompts]
     check_tokens([reply for reply, _ in again], computed, "from the folder")
-    assert all(where["host"] >= 140 for _, where in again) and stats_of(server)["stored_prefixes"]["hits"] == 4
+    assert all(where["storage"] >= 140 for _, where in again) and stats_of(server)["stored_prefixes"]["hits"] == 4
     ranks = [segment_object.decode(x.read_bytes())[0].header["rank"] for x in tmp_path.rglob("*.segment")]
     assert ranks.count(0) == ranks.count(1) >= 4
 

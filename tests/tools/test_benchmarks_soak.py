@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import time
 from collections import Counter
@@ -14,6 +16,8 @@ from benchmarks import splits
 from benchmarks.soak import cli as soak
 from benchmarks.soak.client import ABORTED, ANSWERED, LOST, REFUSED, Client, Reply, grade
 from benchmarks.soak.load import ASK, DISCONNECT, WEIGHTS, Abort, Limits, Load, choose
+from benchmarks.soak.spoiler import Spoiler
+from sglang_diffkv.mem_pool.object_folder import ObjectFolder
 from tests.tools.fake_server import FakeServer, HangUp, Refusal
 from tests.tools.soak import order, reply
 
@@ -168,14 +172,30 @@ def test_aborts():
         assert ends(send(server, order(stream=True, abort=Abort(DISCONNECT, seconds=9.0)))) == [ANSWERED]
 
 
+def test_a_store_is_spoiled_in_every_way(tmp_path):
+    """And nothing outside of it."""
+    folder, spoiler = ObjectFolder(tmp_path, 1 << 20), Spoiler(tmp_path, 1)
+    spoiler.spoil()
+    assert not spoiler.done
+    for seed in range(300):
+        key = hashlib.blake2b(bytes([seed % 251]), digest_size=16).hexdigest()
+        with contextlib.suppress(OSError):
+            folder.write(key, key, [b"x" * 100], 100)
+        spoiler.spoil()
+    assert len(spoiler.done) == 9, spoiler.done
+    with spoiler:
+        time.sleep(0.3)
+    assert not [x for x in tmp_path.iterdir() if x != folder.path], "it reached out of the store"
+
+
 @pytest.mark.full
 @pytest.mark.server
 def test_a_short_soak_on_a_server(tmp_path):
-    """With exact prompts, short turns, and names that look like others'."""
+    """With exact prompts, short turns, and names that look like others'; over a store whose files are damaged."""
     output = tmp_path / "soak.json"
     arguments = ["--minutes", "0.7", "--rounds", "2", "--references", "3", "--concurrency", "32", "--max-queued", "16"]
     arguments += ["--max-total-tokens", "3000", "--longest-reply", "120", "--check-integrity", "--max-growth", "1000"]
-    arguments += ["--diffkv-config", '{"prefix_fidelity": "exact"}']
+    arguments += ["--diffkv-config", '{"prefix_fidelity": "exact"}', "--store", str(tmp_path / "store")]
     status = soak.main([*arguments, "--output", str(output)])
     result = json.loads(output.read_text())
     assert (status, result["problems"]) == (0, [])
@@ -184,3 +204,4 @@ def test_a_short_soak_on_a_server(tmp_path):
     assert result["accuracy"]["answers_loaded"] and result["load"]["cached_tokens"]
     assert all(x["pages_used"] == 0 and x["faults"] == 0 for x in result["rounds"]) and len(result["rounds"]) == 2
     assert output.with_suffix(".png").stat().st_size
+    assert len(result["spoiled"]) > 4 and result["rounds"][-1]["store"]["written"]

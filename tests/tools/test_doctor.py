@@ -55,9 +55,11 @@ def _lines(report: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
 
 
 @long
-def test_a_good_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """And ``python -m sglang_diffkv.capacity`` says the same of its memory."""
+    store = {"file_storage_path": str(tmp_path), "max_size": "1Gi"}
     options = ("--diffkv-config", '{"tiers": ["K8V4", "K4V2"]}', "--enable-hierarchical-cache", "--hicache-size", "1")
+    options += ("--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config", json.dumps(store))
     done = _run("--model-path", str(NANO), "--kv-gib", "2", "--json", *options)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -88,6 +90,9 @@ def test_a_good_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == memory["tokens"] if not facts["gpus"] else 0.98 < found / memory["tokens"] < 1.02
     assert 0 < 10**9 - memory["evicted_host_bytes"] < 4096
     assert "0.93 GiB of the host's memory (write_through)" in model["evicted prefixes"]["text"]
+    assert (
+        str(tmp_path) in model["prefixes on disk"]["text"] and "at most 1.00 GiB" in model["prefixes on disk"]["text"]
+    )
     configuration = facts["configuration"]
     assert configuration["values"] == DiffKVConfig().whole()
     told = {name: source for name, source in configuration["sources"].items() if source != "default"}

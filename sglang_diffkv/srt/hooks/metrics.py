@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from sglang_diffkv.mem_pool.segment_object import REASONS
+from sglang_diffkv.mem_pool.stored_segments import DAMAGED
 from sglang_diffkv.mem_pool.usage import Reading, Usage
 from sglang_diffkv.srt.scheduling.allocator import DiffKVAllocator
 from sglang_diffkv.srt.scheduling.lifecycle import RequestLifecycle
@@ -95,6 +97,26 @@ FAMILIES = (
     Family("diffkv_host_copied_bytes_total", "Bytes of prefixes, to host memory and back.", "direction", total=True),
     Family("diffkv_host_prefix_tokens", "Tokens of prefixes in host memory."),
     Family("diffkv_host_prefix_bytes", "Bytes of host memory that prefixes hold."),
+    Family(
+        "diffkv_store_requests_total",
+        "Requests for which something came from the store, and those that waited for it as long as they may.",
+        "kind",
+        total=True,
+    ),
+    Family(
+        "diffkv_store_objects_total",
+        "Objects of the store: written, there already, given up before they were written, read, damaged, of another "
+        "server, without host memory to be read to.",
+        "kind",
+        total=True,
+    ),
+    Family("diffkv_store_tokens_total", "Tokens of prefixes, to the store and back.", "direction", total=True),
+    Family("diffkv_store_bytes_total", "Bytes of objects, to the store and back.", "direction", total=True),
+    Family("diffkv_store_seconds_total", "Seconds that threads wrote to the store, and read.", "direction", total=True),
+    Family("diffkv_store_wait_seconds_total", "Seconds that requests waited for the store.", total=True),
+    Family("diffkv_store_errors_total", "Failures of reading from the store and writing to it.", total=True),
+    Family("diffkv_store_queue", "Objects to be written; requests for which the store is asked.", "direction"),
+    Family("diffkv_store_held_bytes", "Bytes that the store has, of all who share it."),
 )
 
 
@@ -116,6 +138,7 @@ def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> 
     windows = ("out_of_window",) if any(manager.geometry.attention_spans) else ()
     tiers, retracted = ("high", "low", "pruned", *windows), retracted_counts(requests)
     host = defaultdict(int, requests.host.report())
+    store: defaultdict[str, float] = defaultdict(int, requests.host.report_of_store())
     return {
         "diffkv_ratio": live["ratio_pages"],
         "diffkv_ratio_tokens": live["ratio_tokens"],
@@ -143,7 +166,25 @@ def values_of(requests: RequestLifecycle, reading: Reading, finished: Usage) -> 
         "diffkv_host_copied_bytes_total": {way: host[f"bytes_{way}"] for way in ("out", "in")},
         "diffkv_host_prefix_tokens": host["tokens"],
         "diffkv_host_prefix_bytes": host["host_bytes"],
+        "diffkv_store_requests_total": {kind: store[kind] for kind in ("hits", "late")},
+        "diffkv_store_objects_total": {
+            **{kind: store[kind] for kind in ("written", "there_already", "dropped", "read", "no_host_memory")},
+            "damaged": sum(store[f"refused_{reason}"] for reason in DAMAGED),
+            "foreign": sum(store[f"refused_{reason}"] for reason in REASONS if reason not in DAMAGED),
+        },
+        "diffkv_store_tokens_total": _both_ways(store, "tokens"),
+        "diffkv_store_bytes_total": _both_ways(store, "bytes"),
+        "diffkv_store_seconds_total": _both_ways(store, "seconds"),
+        "diffkv_store_wait_seconds_total": store["seconds_waited"],
+        "diffkv_store_errors_total": store["errors"],
+        "diffkv_store_queue": {"out": store["waiting"], "in": store["fetching"]},
+        "diffkv_store_held_bytes": store["folder_bytes"],
     }
+
+
+def _both_ways(store: Mapping[str, float], what: str) -> dict[str, float]:
+    """What went to the store, and what came from there."""
+    return {"out": store[f"{what}_written"], "in": store[f"{what}_read"]}
 
 
 class Metrics:

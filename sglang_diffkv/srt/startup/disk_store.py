@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_diffkv.config import DiffKVConfig
 from sglang_diffkv.errors import ConfigError, UnsupportedError
-from sglang_diffkv.files import parse_json, read_text, shown
+from sglang_diffkv.files import named, parse_json, read_text, shown
 from sglang_diffkv.mem_pool.host_pages import GIB
 from sglang_diffkv.mem_pool.object_folder import ObjectFolder, prepare
 from sglang_diffkv.srt.startup.model_identity import configuration_digest, model_digest
@@ -136,6 +136,15 @@ def _size(value: Any) -> int:
     if type(found) is not int or found <= 0:
         raise ConfigError(f"max_size is {shown(value)}: give bytes above 0, for example 200G or 200Gi")
     return found
+
+
+def describe(args: Any) -> str | None:
+    """For the doctor: the store that the user's arguments ask for; None if they ask for none."""
+    if compat.store_asked_for(args) is None or not compat.asks_for_host_tier(args):
+        return None
+    asked = asked_for(compat.resolved(args))
+    most = "half of what is free there" if asked.most is None else f"{asked.most / GIB:.2f} GiB"
+    return f"written to {named(asked.path)}, in at most {most}, and found there ({asked.prefetch.policy})"
 
 
 def opened(args: Any, model: Any, config: DiffKVConfig) -> Store | None:

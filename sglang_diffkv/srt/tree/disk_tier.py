@@ -84,12 +84,14 @@ class Fetch:
     """What comes from the disk for a request; ``req`` is None once that has been admitted.
 
     Attributes:
-        until: a reading of ``time.monotonic``; the request waits no longer. late: it is past, on any rank.
+        began, until: readings of ``time.monotonic``; the request waits no longer than between these. late: the second
+            is past, on any rank.
     """
 
     req: Any
     space: Hashable
     lookup: Lookup | None
+    began: float
     until: float
     late: bool = False
     loadings: list[Loading] = field(default_factory=list)
@@ -130,7 +132,7 @@ class NoDisk:
         """As ``RequestListener``."""
         return None
 
-    def report(self) -> dict[str, int]:
+    def report(self) -> dict[str, float]:
         """For ``/server_info``."""
         return {}
 
@@ -156,7 +158,7 @@ class DiskTier(NoDisk):
         self._fetches: list[Fetch] = []
         self._loadings: dict[str, Loading] = {}
         self._coming: dict[SavedSegment, tuple[str, np.ndarray]] = {}
-        self.counts = dict.fromkeys(COUNTS, 0)
+        self.counts, self.seconds_waited = dict.fromkeys(COUNTS, 0), 0.0
 
     # Out
 
@@ -185,16 +187,22 @@ class DiskTier(NoDisk):
         if not fetch.late:
             return True
         self.counts["late"] += 1
-        fetch.req = None  # what comes yet is there for others
+        self._waits_no_longer(fetch)
         return False
+
+    def _waits_no_longer(self, fetch: Fetch) -> None:
+        """Its request does not. What comes yet is there for others."""
+        if fetch.req is not None and self.prefetch.policy != BEST_EFFORT:
+            self.seconds_waited += time.monotonic() - fetch.began
+        fetch.req = None
 
     def _ask(self, req: Any, space: Hashable, tokens: np.ndarray, at: int, starts: list[int]) -> Fetch | None:
         left, namespace = len(tokens) - at, _namespace(space)
         if left < self.prefetch.threshold or namespace is None or not _writable(tokens):
             return None
         req.diffkv_asked_store = True
-        lookup = self.stored.look(namespace, tokens, at, starts)
-        fetch = Fetch(req, space, lookup, time.monotonic() + self.prefetch.seconds(left))
+        lookup, now = self.stored.look(namespace, tokens, at, starts), time.monotonic()
+        fetch = Fetch(req, space, lookup, now, now + self.prefetch.seconds(left))
         self._fetches.append(fetch)
         return fetch
 
@@ -251,6 +259,7 @@ class DiskTier(NoDisk):
     def _arrived(self, fetch: Fetch) -> bool:
         if not all(x.over for x in fetch.loadings):
             return False
+        self._waits_no_longer(fetch)
         self.counts["hits"] += any(x.good for x in fetch.loadings)
         return True
 
@@ -288,7 +297,7 @@ class DiskTier(NoDisk):
         admitted = {id(req) for req in reqs}
         for fetch in self._fetches:
             if id(fetch.req) in admitted:
-                fetch.req = None
+                self._waits_no_longer(fetch)
 
     def queue_seen(self, waiting: Iterable[Any]) -> None:
         """What was asked for requests that wait no longer, and were not admitted, is not wanted."""
@@ -303,6 +312,7 @@ class DiskTier(NoDisk):
             time.sleep(IDLE_SECONDS)
 
     def _give_up(self, fetch: Fetch) -> None:
+        self._waits_no_longer(fetch)
         if fetch.lookup is not None:
             fetch.lookup.given_up = True
         for loading in fetch.loadings:
@@ -332,8 +342,9 @@ class DiskTier(NoDisk):
     def digest(self) -> Any:
         return [*self.counts.values(), len(self._fetches), [x.load.found.room for x in self._loadings.values()]]
 
-    def report(self) -> dict[str, int]:
-        return {**self.counts, **self.stored.report(), "fetching": len(self._fetches)}
+    def report(self) -> dict[str, float]:
+        now = {"fetching": len(self._fetches), "seconds_waited": self.seconds_waited}
+        return {**self.counts, **self.stored.report(), **now}
 
 
 def _namespace(space: Hashable) -> str | None:

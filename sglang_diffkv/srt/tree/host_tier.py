@@ -232,7 +232,7 @@ class HostTier(HostPrefixes):
         parts = self._served(node, parts)
         if not parts or parts[-1][2] - at < self.least:
             return None
-        restored = self._restore(req, params.key, node, parts)
+        restored, of_store = self._restore(req, params.key, node, parts)
         if not restored:
             self.counts["no_room"] += not getattr(req, "diffkv_no_room", False)
             req.diffkv_no_room = True  # it may ask again and again
@@ -240,7 +240,7 @@ class HostTier(HostPrefixes):
         self.index.touch(space, tokens[: at + restored], time.monotonic(), hit=True)
         self.counts["hits"] += 1
         self.counts["tokens_restored"] += restored
-        req.diffkv_from_host = restored
+        req.diffkv_from_host, req.diffkv_from_store = restored, of_store
         return self.tree.match(params)
 
     def _held_up(self, req: Any, space: Hashable, tokens: np.ndarray, node: Any, parts: list[Part]) -> bool:
@@ -271,15 +271,17 @@ class HostTier(HostPrefixes):
         end = served_end(path, self.manager.geometry.attention_spans)
         return [part for part in parts if part[2] <= end]
 
-    def _restore(self, req: Any, key: Any, node: Any, parts: list[Part]) -> int:
-        """Bring back parts that follow the path to ``node``, as many as there is room for. Their tokens."""
+    def _restore(self, req: Any, key: Any, node: Any, parts: list[Part]) -> tuple[int, int]:
+        """Bring back parts that follow the path to ``node``, as many as there is room for. Their tokens, and how many
+        of these have just come from a store."""
         start = at = parts[0][1]
+        of_store = 0
         needed = self.saved.needed(parts)
         self._restoring = {saved for saved, _, _ in parts}
         self.tree.inc_lock_ref(node)
         try:
             if not self._expected_to_fit(req, parts[-1][2], sum(x.pages for x in needed)):
-                return 0
+                return 0, 0
             for part, takes in zip(parts, needed, strict=True):
                 below = self._restore_part(req, key, node, part, takes)
                 if below is None:
@@ -287,10 +289,12 @@ class HostTier(HostPrefixes):
                 self.tree.inc_lock_ref(below)
                 self.tree.dec_lock_ref(node)
                 node, at = below, part[2]
+                of_store += (part[2] - part[1]) * part[0].from_store
+                part[0].from_store = False
         finally:
             self.tree.dec_lock_ref(node)
             self._restoring = set()
-        return at - start
+        return at - start, of_store
 
     def _expected_to_fit(self, req: Any, end: int, pages: int) -> bool:
         """Whether the request would be admitted once its prefix up to ``end`` is restored, in so many pages."""
@@ -370,7 +374,7 @@ class HostTier(HostPrefixes):
             "bytes_in": self.saved.bytes_in,
         }
 
-    def report_of_store(self) -> dict[str, int]:
+    def report_of_store(self) -> dict[str, float]:
         return self.disk.report()
 
     def digest(self) -> Any:

@@ -141,7 +141,7 @@ class HostPrefixes(FromHost):
         """Whether a request that was just matched waits for what a store has of it."""
         return False
 
-    def report_of_store(self) -> dict[str, int]:
+    def report_of_store(self) -> dict[str, float]:
         """The same of a store behind host memory."""
         return {}
 

@@ -181,15 +181,16 @@ def protected_len(req: Any) -> int:
 @contextmanager
 def told_from_host(reqs: Sequence[Any]) -> Iterator[None]:
     """Inside, SGLang counts a request's cached tokens, by where they were: those that came back from the host for it
-    (``diffkv_from_host``) as the host's."""
+    (``diffkv_from_host``) as the host's, but those that had just come there from a store (``diffkv_from_store``)."""
     found = [req for req in reqs if getattr(req, "diffkv_from_host", 0)]
     for req in found:
         req.host_hit_length = req.host_loaded_length = min(req.diffkv_from_host, prefix_len(req))
+        req.storage_hit_length = min(getattr(req, "diffkv_from_store", 0), req.host_hit_length)
     try:
         yield
     finally:
         for req in found:
-            req.host_hit_length = req.host_loaded_length = 0
+            req.host_hit_length = req.host_loaded_length = req.storage_hit_length = 0
 
 
 def own_from(tree: Any, req: Any, node: Any, start: int, kv_slots: Any) -> None:
