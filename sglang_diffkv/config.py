@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from sglang_diffkv.bounds import Fraction, HostGib, PageTokens, PathName, SomeTokens
+from sglang_diffkv.bounds import MOST_WINDOW, Fraction, HostGib, PageTokens, PathName, RequestWindow, SomeTokens
 from sglang_diffkv.errors import ConfigError
 from sglang_diffkv.files import MOST_BYTES, named, parse_json, read_text
 from sglang_diffkv.layout.page_format import MOST_TIERS, PageFormat, Tier, position_bytes_for
@@ -73,6 +73,7 @@ class DiffKVConfig(Strict):
             ``exact``: all of it in the high tier, of which a running request takes a compressed copy of its own.
         high_requests: the share of the pool that requests which keep all their tokens in the high tier may take
             together. 0: they are refused. Requests ask for that by ``custom_params``, see ``docs/operate.md``.
+        request_window: the largest window that a request may ask for itself, by ``custom_params``. 0: none may.
         gpu_ops: what a GPU server runs on: ``triton``, or ``reference`` for the plain PyTorch oracle, which needs
             --disable-cuda-graph and --disable-overlap-schedule. A CPU server always runs on the reference.
         prefill: what computes the attention of new tokens on a GPU: ``flashinfer``, ``triton``,
@@ -109,6 +110,7 @@ class DiffKVConfig(Strict):
     share_min_tokens: SomeTokens = 128
     host_gib: HostGib | None = None
     high_requests: Fraction = 1.0
+    request_window: RequestWindow = MOST_WINDOW
     gpu_ops: Literal["triton", "reference"] = "triton"
     prefill: Literal["auto", "flashinfer", "triton"] = "auto"
     decode: Literal["auto", "cuda", "triton"] = "auto"

@@ -57,7 +57,7 @@ class Footprint:
         rows = geometry.num_rows + geometry.num_segments
         counts = (state.entries, state.kept_entry, state.own_entry, state.own_tokens, state.hole, state.write_slot)
         row_bytes = sum(x.nbytes for x in counts) // rows + state.row_blocks.nbytes // rows
-        row_bytes += state.fault.itemsize + state.row_sign.itemsize
+        row_bytes += state.fault.itemsize + state.row_sign.itemsize + state.row_window.itemsize
         columns = len(geometry.fmt.tiers) + 1  # tokens of each tier, and pages
         row, ended = 4 * geometry.heads * columns, 8 * COUNT_AT * (columns + 1)
         guests = "evicted prefixes and retracted requests" if host_tier else "retracted requests"

@@ -84,6 +84,14 @@ class DiffKVPolicy(Policy):
         return replace(self, window=smaller, pressure_window=None)
 
     @property
+    def least_window(self) -> int:
+        """Of what goes unobserved for longer than its window there would be no score."""
+        return max(self.observe_every, self.generated_every)
+
+    def with_window(self, window: int) -> DiffKVPolicy:
+        return replace(self, window=window)
+
+    @property
     def observation(self) -> Observation:
         return Observation(queries=OBSERVERS, every=self.observe_every) if self.observe_every > 1 else Observation()
 

@@ -144,6 +144,7 @@ def build_allocator(configurator: Any, pool: DiffKVPool, rows: Any) -> DiffKVAll
         drafts=drafts,
         host_pages=plan.host_pages(geometry),
         high_rows=plan.config.high_requests > 0,
+        most_window=plan.config.request_window,
         keeps_retracted=plan.keeps_retracted,
         write_policy="" if plan.host_tier is None else plan.host_tier.write_policy,
     )
