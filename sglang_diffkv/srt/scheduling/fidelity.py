@@ -73,7 +73,8 @@ def lossless_obstacle(config: DiffKVConfig) -> str:
             f"the highest tier of this server is {high}, which rounds: ask for {_tier('high')}, or start the server "
             f'with "tiers": ["BF16", "{high}"]'
         )
-    changes = [name for name, value in (("rotate", config.rotate != "none"), ("key_means", config.key_means)) if value]
+    named = ("key_means", "key_rotation", "value_rotation")
+    changes = ["rotate"] * (config.rotate != "none") + [name for name in named if getattr(config, name)]
     if changes:
         return (
             f"this server changes keys or values before it stores them: ask for {_tier('high')}, or start the server "
